@@ -1,0 +1,34 @@
+"""The one error type that is meant for users: what happened, why, and what to do about it."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake or condition the user can mend. Shown in a few lines without a traceback; exit status 2.
+
+    Args:
+        what: the fact, with the user's own values in it ("no column 'question' in train.jsonl").
+        why: what the program knows about the cause ("the columns are: prompt, answer").
+        fix: what to do next, as concrete as possible ("pass --input-key prompt").
+        check_id: name of the doctor check that covers this condition, if there is one.
+
+    Example:
+        >>> print(UserError("--load points to an empty directory", fix="pass --hf-checkpoint"))
+        --load points to an empty directory
+          fix: pass --hf-checkpoint
+    """
+
+    def __init__(self, what: str, why: str = "", fix: str = "", check_id: str | None = None) -> None:
+        super().__init__(what, why, fix, check_id)  # all of them, so that pickling (Ray) restores each
+        self.what = what
+        self.why = why
+        self.fix = fix
+        self.check_id = check_id
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)

@@ -1,0 +1,453 @@
+"""The records on the arrows: ``Sample`` (rollout → samples), ``Group``, and ``TrainBatch`` (samples → train).
+
+    prompts ─► rollout ─ list[Group] ─► samples ─ TrainBatch per data-parallel rank ─► train
+
+``Sample`` is what users build and read in their hooks, so it stays a plain mutable dataclass whose public
+fields and methods are those of the reference system. It is validated once, when it leaves user code
+(`Sample.validate`), and never patched up afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from slime.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SampleStatus(str, Enum):
+    """Where a sample stands. PENDING and ABORTED samples may be generated (further); the others are final."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"  # ended by a stop token or stop string
+    TRUNCATED = "truncated"  # ended by a length limit
+    ABORTED = "aborted"  # stopped from outside, may be resumed
+    FAILED = "failed"  # generation failed for good; never trained on
+
+
+_STATUS_OF_FINISH_REASON = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
+
+
+@dataclass(slots=True)
+class TokenSpan:
+    """A run of response tokens of one origin.
+
+    Attributes:
+        start, end: half-open range of response positions.
+        weight_version: version of the weights that sampled these tokens; None for tokens the model did not
+            sample (tool output, environment messages).
+    """
+
+    start: int
+    end: int
+    weight_version: int | None
+
+
+@dataclass(slots=True)
+class SpecInfo:
+    """Counters of speculative decoding, summed over the engine calls of one sample."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    def add(self, meta_info: dict[str, Any]) -> None:
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+    @property
+    def spec_accept_rate(self) -> float:
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def spec_accept_length(self) -> float:
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, int]) -> SpecInfo:
+        return SpecInfo(**data)
+
+
+@dataclass(slots=True)
+class PrefixCacheInfo:
+    """How much of the prompts was found in the engine's KV cache, summed over the engine calls of one sample."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    def add(self, meta_info: dict[str, Any]) -> None:
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, int]) -> PrefixCacheInfo:
+        return PrefixCacheInfo(**data)
+
+
+@dataclass
+class Sample:
+    """One prompt with (at most) one response.
+
+    Lengths: ``tokens`` holds prompt and response ids; ``tokens[-response_length:]`` is the response;
+    ``loss_mask`` and ``rollout_log_probs``, when set, have ``response_length`` entries.
+
+    Example (a user's two-turn generate function):
+        >>> sample = Sample(prompt="2+2=?", tokens=[5, 6])
+        >>> sample.append_response_tokens(tokens=[7], log_probs=[-0.1], text="calc(2+2)")
+        >>> sample.append_response_tokens(tokens=[8, 9], trainable=False, text="4")      # tool output
+        >>> sample.loss_mask, sample.response_length
+        ([1, 0, 0], 3)
+    """
+
+    Status = SampleStatus
+
+    group_index: int | None = None
+    """Counter of prompt draws: all samples of one group share it."""
+    index: int | None = None
+    """Global sample counter; rollout output is sorted by it and per-request seeds derive from it."""
+    rollout_id: int | None = None
+    """Id of one *execution*: samples that one execution fanned out into share it. The unit of
+    ``global_batch_size`` and of the loss denominator. None means: an execution of its own."""
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    """None means every response token is trained on."""
+    weight_versions: list[str] = field(default_factory=list)
+    """One entry per finished engine call."""
+    rollout_log_probs: list[float] | None = None
+    """Engine's log-prob of each response token under the temperature-scaled distribution; 0 where not sampled."""
+    rollout_top_p_token_ids: list[int] | None = None
+    rollout_top_p_token_offsets: list[int] | None = None
+    rollout_routed_experts: Any = None
+    remove_sample: bool = False
+    """Trained on with a loss mask of zeros: counts as a rollout of the batch, adds no tokens."""
+    teacher_log_probs: list[float] | None = None
+    status: SampleStatus = SampleStatus.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+    """Seconds spent in tools and environments."""
+    spec_info: SpecInfo = field(default_factory=SpecInfo)
+    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    token_spans: list[TokenSpan] = field(default_factory=list)
+    """Origin of the response tokens, in order; see `TokenSpan`."""
+    trace: dict[str, Any] | None = None
+    """Spans recorded for this sample; see `slime.observe.trace`."""
+    source: str | None = None
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.tokens) - self.response_length
+
+    @property
+    def effective_response_length(self) -> int:
+        """Number of trained response tokens."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    def get_reward_value(self, args: Any) -> float:
+        """The reward as a number; a dict reward is looked up under ``args.reward_key``."""
+        if not isinstance(self.reward, dict):
+            if self.reward is None:
+                raise UserError(
+                    f"sample {self.index} has no reward",
+                    why=f"its status is '{self.status.value}'",
+                    fix="let the reward function return a number for it, or drop the sample in a filter",
+                )
+            return float(self.reward)
+        key = getattr(args, "reward_key", None)
+        if key not in self.reward:
+            raise UserError(
+                f"the reward of sample {self.index} is a dict without the key {key!r}",
+                why=f"its keys are: {', '.join(map(str, self.reward))}",
+                fix="pass --reward-key with one of them",
+            )
+        return float(self.reward[key])
+
+    def oldest_weight_version(self) -> int | None:
+        versions = [span.weight_version for span in self.token_spans if span.weight_version is not None]
+        return min(versions) if versions else None
+
+    # -- writing -------------------------------------------------------------------------------------
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: list[int],
+        log_probs: list[float] | None = None,
+        trainable: bool = True,
+        meta_info: dict[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Append sampled tokens (``trainable``) or tool/environment tokens to the response.
+
+        Sampled tokens need one log-prob each; others must not have any (they get log-prob 0 and mask 0).
+        ``meta_info`` is the engine's, from which status, weight version and cache counters are taken.
+
+        Raises:
+            UserError: log-probs missing, surplus, or not one per token.
+        """
+        if trainable and (log_probs is None or len(log_probs) != len(tokens)):
+            given = "none" if log_probs is None else str(len(log_probs))
+            raise UserError(
+                f"{len(tokens)} sampled tokens were appended with {given} log-probs",
+                fix="pass one log-prob per token, or trainable=False for tokens the model did not sample",
+            )
+        if not trainable and log_probs:
+            raise UserError(
+                "tokens that the model did not sample were appended with log-probs",
+                fix="leave log_probs out when trainable=False",
+            )
+        before = self.response_length
+        if self.loss_mask is None:
+            self.loss_mask = [1] * before
+        if self.rollout_log_probs is None:
+            self.rollout_log_probs = [0.0] * before
+        self.tokens.extend(tokens)
+        self.response_length = before + len(tokens)
+        self.loss_mask.extend([int(trainable)] * len(tokens))
+        self.rollout_log_probs.extend(log_probs if trainable and log_probs else [0.0] * len(tokens))
+        if text is not None:
+            self.response += text
+        version = (meta_info or {}).get("weight_version")
+        if tokens:
+            numeric = int(version) if trainable and version is not None and str(version).isdigit() else None
+            self._extend_spans(before, self.response_length, numeric)
+        if meta_info is not None and update_terminal_info:
+            self._apply_terminal_info(meta_info)
+
+    append = append_response_tokens
+
+    def _extend_spans(self, start: int, end: int, weight_version: int | None) -> None:
+        last = self.token_spans[-1] if self.token_spans else None
+        if last is not None and last.end == start and last.weight_version == weight_version:
+            last.end = end
+        else:
+            self.token_spans.append(TokenSpan(start, end, weight_version))
+
+    def _apply_terminal_info(self, meta_info: dict[str, Any]) -> None:
+        reason = meta_info.get("finish_reason")
+        if reason is None:
+            return
+        self.spec_info.add(meta_info)
+        self.prefix_cache_info.add(meta_info)
+        if meta_info.get("weight_version") is not None:
+            self.weight_versions.append(str(meta_info["weight_version"]))
+        kind = reason["type"] if isinstance(reason, dict) else str(reason)
+        self.status = _STATUS_OF_FINISH_REASON.get(kind, self.status)
+
+    def reset_response(self) -> None:
+        """Back to the prompt alone, e.g. to generate again from scratch."""
+        self.tokens = self.tokens[: self.prompt_length]
+        self.response, self.response_length = "", 0
+        self.loss_mask = self.rollout_log_probs = None
+        self.weight_versions, self.token_spans = [], []
+        self.spec_info, self.prefix_cache_info = SpecInfo(), PrefixCacheInfo()
+        self.reward, self.status = None, SampleStatus.PENDING
+
+    # -- validation ----------------------------------------------------------------------------------
+
+    def validate(self, origin: str = "sample") -> None:
+        """Check the lengths; called once when the sample leaves user code.
+
+        A loss mask over all tokens (prompt too) is cut to the response; any other odd length is refused.
+
+        Args:
+            origin: who made the sample, for the message (the path of the user's function, say).
+        Raises:
+            UserError: a length that does not fit, a mask value other than 0 and 1, or a response longer than tokens.
+        """
+
+        def refuse(what: str, fix: str) -> None:
+            raise UserError(f"{origin} returned a sample (index {self.index}) with {what}", fix=fix)
+
+        if self.response_length < 0 or self.response_length > len(self.tokens):
+            refuse(
+                f"response_length {self.response_length} but {len(self.tokens)} tokens",
+                "tokens must hold the prompt and the response; use sample.append_response_tokens",
+            )
+        if self.loss_mask is not None:
+            if len(self.loss_mask) == len(self.tokens) != self.response_length:
+                self.loss_mask = list(self.loss_mask[self.prompt_length :])
+            if len(self.loss_mask) != self.response_length:
+                refuse(
+                    f"a loss_mask of {len(self.loss_mask)} entries for {self.response_length} response tokens",
+                    "give one entry per response token (or one per token of prompt and response)",
+                )
+            if any(value not in (0, 1) for value in self.loss_mask):
+                refuse("a loss_mask with values other than 0 and 1", "use 1 for trained tokens, else 0")
+        for name in ("rollout_log_probs", "teacher_log_probs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.response_length:
+                refuse(
+                    f"{len(values)} {name} for {self.response_length} response tokens", f"give one {name[:-1]} per token"
+                )
+        if not isinstance(self.status, SampleStatus):
+            self.status = SampleStatus(self.status)
+
+    # -- storage -------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        data = {key: copy.copy(value) for key, value in self.__dict__.items()}
+        data["status"] = self.status.value
+        data["spec_info"] = self.spec_info.to_dict()
+        data["prefix_cache_info"] = self.prefix_cache_info.to_dict()
+        data["token_spans"] = [[s.start, s.end, s.weight_version] for s in self.token_spans]
+        return data
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Sample:
+        """Inverse of `to_dict`; unknown keys become attributes, so dumps of plugins survive."""
+        data = dict(data)
+        data["status"] = SampleStatus(data.get("status", "pending"))
+        data["spec_info"] = SpecInfo.from_dict(data.get("spec_info") or {})
+        data["prefix_cache_info"] = PrefixCacheInfo.from_dict(data.get("prefix_cache_info") or {})
+        data["token_spans"] = [TokenSpan(*span) for span in data.get("token_spans") or []]
+        known = {f.name for f in dataclasses.fields(Sample)}
+        sample = Sample(**{key: value for key, value in data.items() if key in known})
+        for key in data.keys() - known:
+            setattr(sample, key, data[key])
+        return sample
+
+
+@dataclass
+class Group:
+    """The samples of one prompt draw: the unit of group statistics, filters and the buffer.
+
+    Attributes:
+        index: the draw's ``group_index``.
+        executions: one entry per execution; each holds the samples that it fanned out into (usually one).
+
+    Example:
+        >>> group = Group(0, [[Sample(index=0)], [Sample(index=1), Sample(index=1)]])   # second one fanned out
+        >>> len(group.samples), group.num_executions
+        (3, 2)
+    """
+
+    index: int
+    executions: list[list[Sample]]
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for execution in self.executions for sample in execution]
+
+    @property
+    def num_executions(self) -> int:
+        return len(self.executions)
+
+
+@dataclass
+class StepPlan:
+    """One optimizer step of a `TrainBatch`: which samples of this shard go into which micro-batch.
+
+    Attributes:
+        micro_batches: indices into the shard's sample lists; every data-parallel rank has the same number of
+            micro-batches in a step (a rank with nothing left has empty lists).
+        global_batch_size: executions in this step over all data-parallel ranks (the loss denominator).
+        num_loss_tokens: trained tokens in this step over all data-parallel ranks (per-token loss denominator).
+    """
+
+    micro_batches: list[list[int]]
+    global_batch_size: int
+    num_loss_tokens: int
+
+
+@dataclass
+class TrainBatch:
+    """All training data of one rollout for one data-parallel rank. CPU tensors; entry i belongs to sample i.
+
+    L_i is the length of sample i in tokens (prompt + response), R_i its response length.
+
+    Attributes:
+        rollout_id: which step of the run this is.
+        tokens: int64 [L_i].
+        response_lengths: R_i.
+        loss_masks: float32 [R_i], 0 or 1.
+        rewards: after post-processing (group-normalised for GRPO): the scalar advantage of sample i.
+        raw_rewards: as the reward function gave them.
+        rollout_log_probs: float32 [R_i] from the engine, or None when generation gave none.
+        teacher_log_probs: float32 [R_i], or None.
+        execution_ids: samples that one execution fanned out into share one.
+        rollout_mask_sums: trained tokens of sample i's whole execution, >= 1: its denominator in the default loss.
+        steps: the optimizer steps, in order.
+        global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
+    """
+
+    rollout_id: int
+    tokens: list[torch.Tensor]
+    response_lengths: list[int]
+    loss_masks: list[torch.Tensor]
+    rewards: list[float]
+    raw_rewards: list[float]
+    sample_indices: list[int]
+    group_indices: list[int]
+    execution_ids: list[int]
+    rollout_mask_sums: list[float]
+    truncated: list[bool]
+    steps: list[StepPlan]
+    rollout_log_probs: list[torch.Tensor] | None = None
+    teacher_log_probs: list[torch.Tensor] | None = None
+    routed_experts: list[torch.Tensor] | None = None
+    weight_versions: list[int | None] = field(default_factory=list)
+    metadata: list[dict[str, Any] | None] = field(default_factory=list)
+    global_stats: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def total_lengths(self) -> list[int]:
+        return [int(t.numel()) for t in self.tokens]
+
+
+@dataclass(frozen=True)
+class TrainLayout:
+    """What packing must know of the trainer's parallel layout.
+
+    Attributes:
+        data_parallel_size: shards to make.
+        context_parallel_size: ranks that share one micro-batch; the token cap of a micro-batch scales with it.
+        micro_batch_multiple: the micro-batch count of a step must be a multiple of it (virtual pipeline stages), else 1.
+    """
+
+    data_parallel_size: int = 1
+    context_parallel_size: int = 1
+    micro_batch_multiple: int = 1
