@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class SampleStatus(str, Enum):
+class SampleStatus(StrEnum):
     """Where a sample stands. PENDING and ABORTED samples may be generated (further); the others are final."""
 
     PENDING = "pending"
@@ -316,9 +316,7 @@ class Sample:
         for name in ("rollout_log_probs", "teacher_log_probs"):
             values = getattr(self, name)
             if values is not None and len(values) != self.response_length:
-                refuse(
-                    f"{len(values)} {name} for {self.response_length} response tokens", f"give one {name[:-1]} per token"
-                )
+                refuse(f"{len(values)} {name} for {self.response_length} response tokens", "give one entry per token")
         if not isinstance(self.status, SampleStatus):
             self.status = SampleStatus(self.status)
 
@@ -445,7 +443,7 @@ class TrainLayout:
     Attributes:
         data_parallel_size: shards to make.
         context_parallel_size: ranks that share one micro-batch; the token cap of a micro-batch scales with it.
-        micro_batch_multiple: the micro-batch count of a step must be a multiple of it (virtual pipeline stages), else 1.
+        micro_batch_multiple: the micro-batch count of a step is a multiple of it (virtual pipeline stages), else 1.
     """
 
     data_parallel_size: int = 1
