@@ -1,0 +1,160 @@
+"""Flat buckets: many tensors in one uint8 buffer, and the fingerprints that prove they arrived.
+
+    tensors ─► pack ─► Bucket(buffer, entries) ── wire ──► unpack ─► tensors
+
+A bucket holds tensors of one dtype only, back to back and without gaps: the byte layout is then a function of names
+and shapes alone, which is what SGLang's ``flattened_bucket`` expects, and every tensor starts aligned to its dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+Allocate = Callable[[int], torch.Tensor]
+"""nbytes → uint8 tensor of that many elements; lets the caller pack straight into shared or pinned memory."""
+
+
+def fingerprint(tensor: torch.Tensor) -> str:
+    """xxh3-128 of the tensor's bytes in row-major order, as 32 hex digits. Shape and dtype do not enter.
+
+    Example:
+        >>> fingerprint(torch.zeros(2, 3)) == fingerprint(torch.zeros(6))
+        True
+    """
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return xxhash.xxh3_128_hexdigest(flat.numpy())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Inverse of `dtype_name`; also takes "torch.bfloat16". ValueError for anything that is no dtype."""
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not the name of a torch dtype")
+    return dtype
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies in a bucket.
+
+    Attributes:
+        name: Hugging Face parameter name.
+        dtype: as in `dtype_name`.
+        shape: row-major.
+        offset: bytes from the start of the buffer.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "offset": self.offset}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> TensorEntry:
+        return TensorEntry(data["name"], data["dtype"], tuple(data["shape"]), int(data["offset"]))
+
+
+@dataclass
+class Bucket:
+    """A flat buffer (uint8 [nbytes]) and the table of what lies in it."""
+
+    buffer: torch.Tensor
+    entries: list[TensorEntry]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.buffer.numel())
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, view into the buffer); writing to a view writes to the bucket."""
+        return unpack(self.buffer, self.entries)
+
+
+def unpack(buffer: torch.Tensor, entries: Iterable[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of the tensors in a flat uint8 buffer.
+
+    Raises:
+        ValueError: an entry reaches beyond the buffer.
+    """
+    for entry in entries:
+        end = entry.offset + entry.nbytes
+        if entry.offset < 0 or end > buffer.numel():
+            raise ValueError(f"{entry.name} ends at byte {end} of a bucket of {buffer.numel()} bytes")
+        yield entry.name, buffer[entry.offset : end].view(dtype_of(entry.dtype)).view(entry.shape)
+
+
+def entries_of(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[TensorEntry]:
+    """The table of a bucket from what ``/update_weights_from_distributed`` carries: tensors back to back."""
+    entries, offset = [], 0
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        entry = TensorEntry(name, dtype.removeprefix("torch."), tuple(shape), offset)
+        entries.append(entry)
+        offset += entry.nbytes
+    return entries
+
+
+def pack(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    limit: int,
+    dtype: torch.dtype | None = None,
+    allocate: Allocate | None = None,
+) -> Iterator[Bucket]:
+    """Pack named tensors into buckets of at most ``limit`` bytes; a larger tensor gets a bucket of its own.
+
+    Tensors are copied (and cast) once, into the buffer. At most one bucket per dtype is open at a time, so the
+    order of tensors is kept within a dtype and the memory held is bounded by ``limit`` per dtype.
+
+    Args:
+        tensors: (name, tensor of any strides), read lazily.
+        limit: bytes per bucket.
+        dtype: cast floating-point tensors to it; None keeps each tensor's own.
+        allocate: where the buffers come from; CPU memory by default, on the tensors' device otherwise.
+
+    Example:
+        >>> [b.nbytes for b in pack([("a", torch.zeros(4)), ("b", torch.zeros(4)), ("c", torch.zeros(4))], limit=32)]
+        [32, 16]
+    """
+    open_buckets: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for name, tensor in tensors:
+        target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        nbytes = tensor.numel() * target.itemsize
+        if open_buckets.get(target) and sizes[target] + nbytes > limit:
+            yield _fill(open_buckets.pop(target), target, allocate)
+        if target not in open_buckets:
+            open_buckets[target], sizes[target] = [], 0
+        open_buckets[target].append((name, tensor))
+        sizes[target] += nbytes
+    for target in list(open_buckets):
+        yield _fill(open_buckets.pop(target), target, allocate)
+
+
+def _fill(tensors: list[tuple[str, torch.Tensor]], dtype: torch.dtype, allocate: Allocate | None) -> Bucket:
+    names, shapes = [name for name, _ in tensors], [list(tensor.shape) for _, tensor in tensors]
+    entries = entries_of(names, [dtype_name(dtype)] * len(names), shapes)
+    total = entries[-1].offset + entries[-1].nbytes
+    if allocate is None:
+        buffer = torch.empty(total, dtype=torch.uint8, device=tensors[0][1].device)
+    else:
+        buffer = allocate(total)
+    for (_, source), (_, target) in zip(tensors, unpack(buffer, entries), strict=True):
+        target.copy_(source.detach())
+    return Bucket(buffer, entries)

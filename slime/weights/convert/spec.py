@@ -1,0 +1,165 @@
+"""Architecture facts of a model, read once from its Hugging Face config.
+
+config.json ─► read_hf_config ─► family.model_spec ─► ModelSpec ─► TransformerConfig + GPTModel arguments
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from slime.errors import UserError
+
+
+class HasToDict(Protocol):
+    """What we need of a transformers ``PretrainedConfig``."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+HfConfig = Mapping[str, Any] | HasToDict | str | Path
+"""A parsed config.json, a transformers config object, a config.json or the directory that holds one."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the trainer must build for a checkpoint to mean what it means in transformers.
+
+    Attributes:
+        family: name of the conversion table ("llama", "qwen2", "qwen3", …).
+        transformer: scalar keyword arguments of Megatron's ``TransformerConfig``. `transformer_kwargs` adds what is
+            not a scalar (the activation function).
+        activation: name of the MLP's activation, "silu" for all gated families.
+        vocab_size: rows of the embedding in the Hugging Face checkpoint.
+        padded_vocab_size: rows of the embedding in Megatron, over all tensor-parallel ranks. The surplus rows are
+            zero and no token has their ids: the log-softmax must leave these columns out.
+        rotary_base: theta of the rotary embedding.
+        rotary_percent: share of each head's dimensions that is rotated.
+        rotary_scaling: transformers' scaling dict, always with the key "rope_type" ("linear", "llama3", "yarn", …);
+            None for plain rope.
+        tie_embeddings: the output layer is the embedding.
+        max_position_embeddings: longest sequence the model was made for.
+    """
+
+    family: str
+    transformer: dict[str, Any]
+    activation: str
+    vocab_size: int
+    rotary_base: float
+    rotary_percent: float = 1.0
+    rotary_scaling: dict[str, Any] | None = None
+    tie_embeddings: bool = False
+    max_position_embeddings: int = 2048
+    padded_vocab_size: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        if not self.padded_vocab_size:
+            object.__setattr__(self, "padded_vocab_size", self.vocab_size)
+
+    def padded(self, tensor_parallel_size: int, divisible_by: int = 1) -> ModelSpec:
+        """The same model with the vocabulary padded so that every tensor-parallel rank gets equally many rows.
+
+        Example:
+            >>> spec.vocab_size, spec.padded(4).padded_vocab_size
+            (49153, 49156)
+        """
+        unit = tensor_parallel_size * divisible_by
+        return dataclasses.replace(self, padded_vocab_size=-(-self.vocab_size // unit) * unit)
+
+    def transformer_kwargs(self) -> dict[str, Any]:
+        """All keyword arguments for ``TransformerConfig`` that describe the architecture (imports torch)."""
+        import torch.nn.functional as F
+
+        activations = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+        return {**self.transformer, "activation_func": activations[self.activation]}
+
+    # -- shortcuts for the layouts in `rules` --------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.transformer["num_layers"])
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.transformer["num_attention_heads"])
+
+    @property
+    def num_query_groups(self) -> int:
+        return int(self.transformer["num_query_groups"])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.transformer["kv_channels"])
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.transformer.get("num_moe_experts") or 0)
+
+
+def read_hf_config(source: HfConfig) -> dict[str, Any]:
+    """The config as a plain dict, whatever form it comes in.
+
+    Raises:
+        UserError: no config.json there, or not valid JSON.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    if not isinstance(source, (str, Path)):
+        return source.to_dict()
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        there = sorted(p.name for p in path.parent.iterdir())[:12] if path.parent.is_dir() else None
+        raise UserError(
+            f"no model config at {path}",
+            why=f"the directory holds: {', '.join(there) or 'nothing'}" if there is not None else "no such directory",
+            fix="pass --hf-checkpoint with a Hugging Face model directory (config.json, *.safetensors, tokenizer)",
+        ) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON", why=str(error), fix="copy the file again") from error
+    return dict(data)
+
+
+def rotary_settings(config: Mapping[str, Any], default_base: float = 10000.0) -> tuple[float, float, dict | None]:
+    """(base, percent, scaling) of the rotary embedding, from either spelling.
+
+    transformers ≤ 4 writes ``rope_theta`` and ``rope_scaling`` (with "type" or "rope_type"), transformers 5 one
+    ``rope_parameters``. Where both are there they must agree.
+
+    Example:
+        >>> rotary_settings({"rope_theta": 1e6, "rope_scaling": None})
+        (1000000.0, 1.0, None)
+        >>> rotary_settings({"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}})
+        (500000.0, 1.0, {'rope_type': 'linear', 'factor': 2.0})
+    """
+    new = config.get("rope_parameters") or {}
+    if new and all(isinstance(value, Mapping) for value in new.values()):
+        raise UserError(
+            "this model has a different rotary embedding per kind of layer",
+            why=f"rope_parameters has the entries {', '.join(new)}",
+            fix="such models are not supported yet",
+        )
+    old_base, new_base = config.get("rope_theta"), new.get("rope_theta")
+    if old_base is not None and new_base is not None and float(old_base) != float(new_base):
+        raise UserError(
+            "the model config contradicts itself on the rotary base",
+            why=f"rope_theta is {old_base}, rope_parameters.rope_theta is {new_base}",
+            fix="correct config.json; the model card tells which one it was trained with",
+        )
+    base = float(new_base if new_base is not None else old_base if old_base is not None else default_base)
+    percent = new.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    scaling = dict(new) if new else dict(config.get("rope_scaling") or {})
+    for key in ("rope_theta", "partial_rotary_factor"):
+        scaling.pop(key, None)
+    if "type" in scaling:
+        scaling.setdefault("rope_type", scaling["type"])
+        del scaling["type"]
+    plain = scaling.get("rope_type", "default") == "default"
+    return base, float(percent) if percent is not None else 1.0, None if plain else scaling
