@@ -1,0 +1,247 @@
+"""Where the trainer computes: a GPU if there is one, else the CPU, on which megatron-core then runs unmodified.
+
+megatron-core asks ``torch.cuda`` for everything: the current device, streams, RNG states, ``device="cuda"`` in its
+tensor factories, ``torch.cuda.FloatTensor`` as the name of a dtype. Where no GPU is present, `install` answers those
+questions with the CPU, once per process and before the first ``import megatron``:
+
+==============================================  ====================================================================
+megatron-core asks for                          and gets on a host without a GPU
+==============================================  ====================================================================
+``torch.cuda.current_device()``                 ``torch.device("cpu")``
+``torch.zeros(..., device="cuda")`` and kin     a CPU tensor (``pin_memory`` is dropped: there is nothing to pin for)
+``tensor.cuda()``                               the tensor itself
+``tensor.type()``                               the ``torch.cuda.…`` spelling that its optimizers compare with
+``torch.cuda.FloatTensor`` and siblings         the CPU types, for its ``isinstance`` checks
+streams, events, ``synchronize``                stand-ins that do nothing: CPU work is already in order
+``torch.cuda`` RNG states                       the CPU generator's
+``torch.compile`` as its "jit fuser"            no compilation: a C++ compiler and minutes of warm-up are not needed
+==============================================  ====================================================================
+
+Nothing else in slime branches on this. The factories are wrapped, instead of entering a ``TorchFunctionMode``, because
+a mode belongs to one thread (a Ray actor may call from several) and costs 0.9 µs on every torch call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "randperm", "linspace")
+_TYPE_NAMES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+_installed = False
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def install() -> torch.device:
+    """Make ``import megatron.core`` usable in this process; idempotent. Call it before megatron is imported.
+
+    Returns:
+        The device that parameters and batches live on: the process's current GPU, or the CPU.
+    """
+    global _installed
+    _quiet_megatron()
+    if has_gpu():
+        return torch.device("cuda", torch.cuda.current_device())
+    if not _installed:
+        _installed = True
+        _redirect_tensors()
+        _redirect_cuda_module()
+        _import_megatron()
+    return CPU
+
+
+def select_gpu(local_rank: int) -> torch.device:
+    """Bind this process to its GPU (nothing to bind without one), then `install`."""
+    if has_gpu():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    return install()
+
+
+def communication_backend() -> str:
+    """Backend of ``torch.distributed`` for tensors on the trainer's device."""
+    return "nccl" if has_gpu() else "gloo"
+
+
+def synchronize() -> None:
+    """Wait for the device, so that a clock read afterwards is honest."""
+    if has_gpu():
+        torch.cuda.synchronize()
+
+
+def set_deterministic() -> None:
+    """Same inputs, same bits: deterministic kernels only (the CPU's are, for a fixed number of threads)."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _quiet_megatron() -> None:
+    """Drop what megatron-core says at every import about packages that slime does not need."""
+    for said in (".*Apex", "full scope is deprecated"):
+        warnings.filterwarnings("ignore", message=said, category=UserWarning)
+
+
+# -- the stand-ins ---------------------------------------------------------------------------------------------
+
+
+class _Event:
+    """A CUDA event where every operation has finished by the time it is recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 0.0
+
+
+class _Stream:
+    """A CUDA stream on a device that runs everything in program order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = CPU
+        self.cuda_stream = 0
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> _Event:
+        return _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+_THE_STREAM = _Stream()
+
+
+def _on_cpu(device: Any) -> Any:
+    """``device`` with every way of saying "the GPU" replaced by the CPU."""
+    if isinstance(device, str) and device.startswith("cuda"):
+        return CPU
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return CPU
+    return device
+
+
+def _redirected_factory(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _redirect_tensors() -> None:
+    for name in _FACTORIES:
+        original = getattr(torch, name)
+        redirected = _redirected_factory(original)
+        # TorchScript finds builtins by identity, so the wrapper has to be known to it under the builtin's name
+        torch.jit._builtins._register_builtin(redirected, f"aten::{name}")
+        setattr(torch, name, redirected)
+
+    original_type = torch.Tensor.type
+    original_to = torch.Tensor.to
+
+    def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original_type(self, dtype, *args, **kwargs)
+        name = original_type(self)
+        return name.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else name
+
+    def tensor_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args:
+            args = (_on_cpu(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return original_to(self, *args, **kwargs)
+
+    def same_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    def nothing(self: torch.Tensor, *args: Any) -> None:
+        return None
+
+    for method, stand_in in (
+        ("type", tensor_type),
+        ("to", tensor_to),
+        ("cuda", same_tensor),
+        ("record_stream", nothing),
+    ):
+        setattr(torch.Tensor, method, stand_in)
+
+
+def _redirect_cuda_module() -> None:
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def stream_context(stream: Any) -> Iterator[None]:
+        yield
+
+    stand_ins: dict[str, Any] = {
+        "current_device": lambda: CPU,
+        "set_device": nothing,
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda device=None: _THE_STREAM,
+        "default_stream": lambda device=None: _THE_STREAM,
+        "stream": stream_context,
+        "manual_seed": torch.default_generator.manual_seed,
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+    }
+    for name, stand_in in stand_ins.items():
+        setattr(torch.cuda, name, stand_in)
+    for name in _TYPE_NAMES:
+        setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
+
+
+def _import_megatron() -> None:
+    """Import megatron-core with its fuser off and its RNG tracker on the CPU generator.
+
+    Both are bound when its modules are first imported; `torch.compile` is put back afterwards for everyone else.
+    """
+    original_compile = torch.compile
+    torch.compile = lambda function=None, **kwargs: function if function is not None else (lambda f: f)  # type: ignore[assignment]
+    try:
+        rng = importlib.import_module("megatron.core.tensor_parallel.random")
+    finally:
+        torch.compile = original_compile
+    rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()  # type: ignore[attr-defined]
+    rng._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)  # type: ignore[attr-defined]
+    # its tracker expects two generators; here they are one, and saying so at every parameter helps nobody
+    logging.getLogger(rng.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
