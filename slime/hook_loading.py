@@ -1,0 +1,124 @@
+"""How a hook is found by its dotted path, how its signature is checked, which keywords it takes.
+
+The hooks themselves are in `slime.hooks`, which re-exports what users and stations need from here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from typing import Any
+
+from slime.errors import UserError
+
+
+@functools.cache
+def load_function(path: str) -> Any:
+    """The object at a dotted path: ``"pkg.module.name"`` or ``"pkg.module:name"``; cached. Modules in the working
+    directory are found too.
+
+    Raises:
+        UserError: no such module, no such name in it (tells the nearest), or the module's own code fails on import.
+    """
+    module_path, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module_path or not name:
+        raise UserError(f"'{path}' names no function", fix="write it as package.module.function")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        target = importlib.import_module(module_path)
+    except Exception as error:  # whatever user code raises on import is the message
+        raise _import_error(path, module_path, error) from error
+    for part in name.split("."):
+        found = vars(target).get(part, _MISSING) if inspect.ismodule(target) else getattr(target, part, _MISSING)
+        if found is _MISSING and inspect.ismodule(target):
+            found = getattr(target, part, _MISSING)  # a lazy attribute (module __getattr__)
+        if found is _MISSING:
+            names = [n for n in dir(target) if not n.startswith("_") and callable(getattr(target, n))]
+            near = difflib.get_close_matches(part, names, n=1)
+            raise UserError(
+                f"'{path}' cannot be found: {module_path} has no '{part}'",
+                why=f"it has: {', '.join(names[:12]) or 'no functions'}",
+                fix=f"did you mean '{near[0]}'?" if near else "check the name",
+            )
+        target = found
+    return target
+
+
+_MISSING = object()
+
+
+def _import_error(path: str, module_path: str, error: BaseException) -> UserError:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and (module_path == missing or module_path.startswith(missing + ".")):
+        return UserError(
+            f"'{path}' cannot be found: there is no module '{missing}'",
+            why=f"searched the working directory {os.getcwd()} and Python's path",
+            fix="check the spelling, install the package, or set PYTHONPATH",
+        )
+    own = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own[1:] else ""
+    return UserError(
+        f"'{path}' cannot be loaded: importing {module_path} failed",
+        why=f"{type(error).__name__}: {error}{where}",
+        fix=f'mend the module; python -c "import {module_path}" shows the same error',
+    )
+
+
+def check_signature(fn: Any, protocol: type, path: str) -> None:
+    """Check that ``fn`` can be called as ``protocol`` promises.
+
+    Raises:
+        UserError: not callable, or its parameters do not fit; shows the call that will be made and the signature.
+    """
+    if not callable(fn):
+        raise UserError(f"'{path}' is not a function but a {type(fn).__name__}", fix="name a function")
+    wanted = list(inspect.signature(protocol.__call__).parameters.values())[1:]
+    required = [p for p in wanted if p.default is p.empty]
+    positional = [p.name for p in required if p.kind is not p.KEYWORD_ONLY]
+    keywords = [p.name for p in required if p.kind is p.KEYWORD_ONLY]
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # some builtins have none; the first call will tell
+        return
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        call = ", ".join(positional + [f"{name}=…" for name in keywords])
+        raise UserError(
+            f"'{path}' cannot be called as ({call})",
+            why=f"its signature is {signature}: {error}",
+            fix=f"give it these parameters; see slime.hooks.{protocol.__name__}",
+        ) from error
+
+
+@functools.lru_cache(maxsize=256)
+def _accepted_keywords(fn: Any) -> frozenset[str] | None:
+    """Names that ``fn`` takes by keyword; None when it takes any."""
+    parameters = inspect.signature(fn).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def accepted(fn: Any, optional: dict[str, Any]) -> dict[str, Any]:
+    """Those of the ``optional`` keyword arguments that ``fn`` accepts.
+
+    Example:
+        >>> accepted(lambda args, sample, evaluation: 0, {"evaluation": True, "rollout_id": 3})
+        {'evaluation': True}
+    """
+    names = _accepted_keywords(fn)
+    return optional if names is None else {key: value for key, value in optional.items() if key in names}
+
+
+def is_async(fn: Any) -> bool:
+    """Whether calling ``fn`` gives a coroutine (functions, partials and objects with an async ``__call__``)."""
+    if isinstance(fn, functools.partial):
+        return is_async(fn.func)
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)

@@ -1,0 +1,387 @@
+"""Every place where users plug their own code in: one Protocol per hook, and how hooks are found, checked, called.
+
+A hook is named on the command line by a dotted path, ``--custom-rm-path my_project.rewards.score`` (or
+``my_project.rewards:score``). Before anything starts, `check_hooks` loads each one and compares its signature with
+the Protocol here, so that a wrong argument list costs a second instead of the first rollout.
+
+How a Protocol is read: parameters without a default are always passed (keyword-only ones by name); parameters with a
+default are passed by name, and only to functions that accept them. ``args`` is `Config.flat()`: all flags as
+attributes. Every hook may be sync or async, unless its docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slime.errors import UserError
+from slime.hook_loading import accepted, check_signature, is_async, load_function
+from slime.samples.groups import groups_from_nested
+from slime.samples.types import Group, Sample
+
+if TYPE_CHECKING:
+    import torch
+
+# -- what hooks return -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """What one training rollout delivers; ``metrics`` are logged under their own names."""
+
+    samples: list[Group]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """What one evaluation delivers: per data set ``{"rewards": [...], "truncated": [...], "samples": [...]}``."""
+
+    data: dict[str, dict[str, list[Any]]]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class DynamicFilterOutput:
+    """Verdict on one group.
+
+    Attributes:
+        keep: train on it.
+        reason: counted as ``rollout/dynamic_filter/drop_<reason>`` when dropped.
+        keep_when_insufficient: keep it after all when dropping would leave too few groups under way.
+    """
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
+
+
+# -- data source -----------------------------------------------------------------------------------------------------
+
+
+class DataSource(abc.ABC):
+    """Where prompts come from: ``--data-source-path`` names a subclass; it is built as ``cls(args)``.
+
+    A group is the list of ``args.n_samples_per_prompt`` samples of one prompt draw, with ``group_index`` and
+    ``index`` set. A source that can resume implements the last four methods; their defaults do nothing.
+    """
+
+    @abc.abstractmethod
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """``num_samples`` groups (fewer only when the data has ended for good)."""
+
+    @abc.abstractmethod
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Take groups back (aborted, or finished but not needed); they come out again first."""
+
+    def __len__(self) -> int:
+        raise UserError(
+            f"{type(self).__name__} does not say how many prompts it has",
+            fix="give it a __len__, or pass --num-rollout instead of --num-epoch",
+        )
+
+    def save(self, rollout_id: int) -> None:  # noqa: B027  (optional by contract)
+        """Write what `load` needs; called when a checkpoint of ``rollout_id`` is written."""
+
+    def load(self, rollout_id: int | None = None) -> None:  # noqa: B027
+        """Restore what `save` wrote for ``rollout_id``."""
+
+    def mark_consumed(self, group_indices: Iterable[int]) -> None:  # noqa: B027
+        """Training has taken these groups: they are not drawn again after a resume."""
+
+    def mark_discarded(self, group_indices: Iterable[int]) -> None:  # noqa: B027
+        """These groups were filtered out for good: they are not drawn again after a resume."""
+
+
+# -- protocols: rollout ----------------------------------------------------------------------------------------------
+
+
+class RolloutFunction(Protocol):
+    """``--rollout-function-path``, ``--eval-function-path``: replaces the whole rollout (or evaluation)."""
+
+    def __call__(self, args: Any, rollout_id: int, data_source: DataSource, /, *, evaluation: bool) -> Any: ...
+
+
+class GenerateFunction(Protocol):
+    """``--custom-generate-function-path``: one sample in, the same sample (or its fan-out, a list) back. Async."""
+
+    def __call__(
+        self, args: Any, sample: Sample, sampling_params: dict[str, Any], /, *, evaluation: bool = False
+    ) -> Any: ...
+
+
+class SampleHook(Protocol):
+    """``--rollout-sample-hook-path``: after generate, before the reward; None keeps the sample it was given."""
+
+    def __call__(
+        self, args: Any, sample: Sample, /, *, rollout_id: int | None = None, evaluation: bool = False
+    ) -> Sample | None: ...
+
+
+class RewardFunction(Protocol):
+    """``--custom-rm-path``: a number (or a dict, see ``--reward-key``) for a sample.
+
+    With ``--group-rm``, and when one generate call returned several samples, it is called with the list of samples
+    and returns a list of rewards. Sync functions run in threads, several at once.
+
+    Example:
+        >>> def reward_func(args, sample, **kwargs):
+        ...     return float(sample.response.strip() == sample.label)
+    """
+
+    def __call__(self, args: Any, sample: Any, /) -> Any: ...
+
+
+class DynamicFilter(Protocol):
+    """``--dynamic-sampling-filter-path``: keep this finished group? A bool or a `DynamicFilterOutput`."""
+
+    def __call__(self, args: Any, samples: list[Sample], /) -> DynamicFilterOutput | bool: ...
+
+
+class BufferFilter(Protocol):
+    """``--buffer-filter-path``: choose at most ``num_samples`` groups and remove them from ``buffer``. Sync."""
+
+    def __call__(
+        self, args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int, /
+    ) -> list[list[Sample]]: ...
+
+
+class RolloutSampleFilter(Protocol):
+    """``--rollout-sample-filter-path``: sets ``remove_sample`` on samples of the kept groups."""
+
+    def __call__(self, args: Any, groups: list[list[Sample]], /) -> None: ...
+
+
+class AllSamplesProcess(Protocol):
+    """``--rollout-all-samples-process-path``: sees every finished group, the filtered ones too."""
+
+    def __call__(self, args: Any, all_groups: list[list[Sample]], data_source: DataSource, /) -> None: ...
+
+
+class RolloutLog(Protocol):
+    """``--custom-rollout-log-function-path``: a true result replaces the default logging."""
+
+    def __call__(
+        self, rollout_id: int, args: Any, samples: list[Sample], extra_metrics: dict[str, Any], rollout_time: float, /
+    ) -> bool | None: ...
+
+
+class EvalLog(Protocol):
+    """``--custom-eval-rollout-log-function-path``: a true result replaces the default logging."""
+
+    def __call__(
+        self, rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: dict[str, Any], /
+    ) -> bool | None: ...
+
+
+# -- protocols: samples ----------------------------------------------------------------------------------------------
+
+
+class RewardPostProcess(Protocol):
+    """``--custom-reward-post-process-path``: (raw rewards, rewards), one number per sample. Sync."""
+
+    def __call__(self, args: Any, samples: list[Sample], /) -> tuple[list[float], list[float]]: ...
+
+
+class ConvertSamples(Protocol):
+    """``--custom-convert-samples-to-train-data-path``: lists, one entry per sample, under the names of `TrainBatch`.
+
+    Needed: ``tokens``, ``response_lengths``, ``rewards``; optional: ``raw_reward``, ``truncated``, ``sample_indices``,
+    ``rollout_ids``, ``loss_masks``, ``rollout_log_probs``, ``teacher_log_probs``, ``metadata``. Sync.
+    """
+
+    def __call__(self, args: Any, samples: list[Sample], /) -> dict[str, list[Any]]: ...
+
+
+# -- protocols: training; all sync, called on every trainer rank -------------------------------------------------------
+
+
+class RolloutDataPostprocess(Protocol):
+    """``--rollout-data-postprocess-path``: after the advantages, before the first optimizer step."""
+
+    def __call__(self, args: Any, rollout_id: int, rollout_data: Any, /) -> None: ...
+
+
+class LossFunction(Protocol):
+    """``--custom-loss-function-path`` with ``--loss-type custom_loss``: (loss, dict of metrics)."""
+
+    def __call__(
+        self, args: Any, batch: Any, logits: torch.Tensor, sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor], /
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
+
+
+class AdvantageFunction(Protocol):
+    """``--custom-advantage-function-path``: sets ``advantages`` and ``returns`` of ``rollout_data``."""
+
+    def __call__(self, args: Any, rollout_data: Any, /) -> None: ...
+
+
+class TisFunction(Protocol):
+    """``--custom-tis-function-path``: corrects the policy loss for the train–rollout mismatch."""
+
+    def __call__(
+        self,
+        args: Any,
+        /,
+        *,
+        pg_loss: torch.Tensor,
+        train_log_probs: list[torch.Tensor],
+        rollout_log_probs: list[torch.Tensor],
+        loss_masks: list[torch.Tensor],
+        total_lengths: list[int],
+        response_lengths: list[int],
+    ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]: ...
+
+
+class PgLossReducer(Protocol):
+    """``--custom-pg-loss-reducer-function-path``: builds the function that reduces the policy loss to a number."""
+
+    def __call__(
+        self,
+        total_lengths: list[int],
+        response_lengths: list[int],
+        loss_masks: list[torch.Tensor],
+        calculate_per_token_loss: bool,
+        /,
+    ) -> Callable[[torch.Tensor], torch.Tensor]: ...
+
+
+class ModelProvider(Protocol):
+    """``--custom-model-provider-path``: builds the model of this pipeline stage."""
+
+    def __call__(self, pre_process: bool, post_process: bool, /, *, vp_stage: int | None = None) -> Any: ...
+
+
+class MegatronInit(Protocol):
+    """``--custom-megatron-init-path``: after the process groups stand."""
+
+    def __call__(self, args: Any, /) -> None: ...
+
+
+class BeforeLogProb(Protocol):
+    """``--custom-megatron-before-log-prob-hook-path``: before each forward-only pass."""
+
+    def __call__(self, args: Any, model: Any, store_prefix: str, /) -> None: ...
+
+
+class BeforeTrainStep(Protocol):
+    """``--custom-megatron-before-train-step-hook-path``: before each optimizer step."""
+
+    def __call__(
+        self, args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any, /
+    ) -> None: ...
+
+
+class UpdateWeightPostWrite(Protocol):
+    """``--custom-update-weight-post-write-path``: disk sync, on every rank, after the write, before engines read."""
+
+    def __call__(self, args: Any, version_dir: str, rollout_engines: Any, /) -> None: ...
+
+
+#: Flag (as an attribute of ``args``) → the Protocol of its hook. ``--data-source-path`` is a class, checked apart.
+HOOKS: dict[str, type] = {
+    "rollout_function_path": RolloutFunction,
+    "eval_function_path": RolloutFunction,
+    "custom_generate_function_path": GenerateFunction,
+    "rollout_sample_hook_path": SampleHook,
+    "custom_rm_path": RewardFunction,
+    "dynamic_sampling_filter_path": DynamicFilter,
+    "buffer_filter_path": BufferFilter,
+    "rollout_sample_filter_path": RolloutSampleFilter,
+    "rollout_all_samples_process_path": AllSamplesProcess,
+    "custom_rollout_log_function_path": RolloutLog,
+    "custom_eval_rollout_log_function_path": EvalLog,
+    "custom_reward_post_process_path": RewardPostProcess,
+    "custom_convert_samples_to_train_data_path": ConvertSamples,
+    "rollout_data_postprocess_path": RolloutDataPostprocess,
+    "custom_loss_function_path": LossFunction,
+    "custom_advantage_function_path": AdvantageFunction,
+    "custom_tis_function_path": TisFunction,
+    "custom_pg_loss_reducer_function_path": PgLossReducer,
+    "custom_model_provider_path": ModelProvider,
+    "custom_megatron_init_path": MegatronInit,
+    "custom_megatron_before_log_prob_hook_path": BeforeLogProb,
+    "custom_megatron_before_train_step_hook_path": BeforeTrainStep,
+    "custom_update_weight_post_write_path": UpdateWeightPostWrite,
+}
+
+# -- checking and calling --------------------------------------------------------------------------------------------
+
+
+def check_hooks(args: Any) -> None:
+    """Load and check every hook that is set in ``args`` (`Config.flat()`); call it before anything starts.
+
+    Raises:
+        UserError: for the first hook that cannot be loaded or called.
+    """
+    for flag, value in vars(args).items():
+        paths = value if isinstance(value, (list, tuple)) else [value]
+        for path in paths if flag in HOOKS else ():
+            if path:
+                check_signature(load_function(path), HOOKS[flag], path)
+    source_path = vars(args).get("data_source_path")
+    if source_path:
+        check_data_source(load_function(source_path), source_path)
+
+
+def check_data_source(cls: Any, path: str) -> None:
+    """Check that ``cls(args)`` works and gives the two methods every data source must have."""
+    missing = [name for name in ("get_samples", "add_samples") if not callable(getattr(cls, name, None))]
+    if not inspect.isclass(cls) or missing:
+        raise UserError(
+            f"'{path}' is no data source class",
+            why=f"it lacks {', '.join(missing)}" if missing else f"it is a {type(cls).__name__}",
+            fix="derive it from slime.hooks.DataSource",
+        )
+
+
+async def call_hook(
+    fn: Any, *args: Any, optional: dict[str, Any] | None = None, in_thread: bool = False, **kwargs: Any
+) -> Any:
+    """Call a hook, sync or async, and return what it returns.
+
+    Args:
+        optional: keyword arguments passed only if ``fn`` accepts them.
+        in_thread: run a sync function in a worker thread, for hooks that may take long (rewards, whole rollouts);
+            others run at once on the event loop.
+    """
+    kwargs |= accepted(fn, optional or {})
+    if in_thread and not is_async(fn):
+        result = await asyncio.to_thread(fn, *args, **kwargs)
+    else:
+        result = fn(*args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def call_dynamic_filter(fn: DynamicFilter | None, args: Any, samples: list[Sample]) -> DynamicFilterOutput:
+    """The filter's verdict; a bare bool is wrapped, no filter keeps everything."""
+    if fn is None:
+        return DynamicFilterOutput(keep=True)
+    verdict = await call_hook(fn, args, samples)
+    return verdict if isinstance(verdict, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(verdict))
+
+
+async def call_rollout_fn(
+    fn: RolloutFunction, args: Any, rollout_id: int, data_source: DataSource, *, evaluation: bool, path: str = ""
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Call a user's rollout function; a bare list (training) or dict (evaluation) is wrapped, samples become groups.
+
+    Raises:
+        UserError: it returned something else, or samples that do not fit `groups_from_nested`.
+    """
+    output = await call_hook(fn, args, rollout_id, data_source, in_thread=True, evaluation=evaluation)
+    origin = path or str(fn)
+    if evaluation and isinstance(output, dict):
+        return RolloutFnEvalOutput(output)
+    if evaluation and isinstance(output, RolloutFnEvalOutput):
+        return output
+    if not evaluation and isinstance(output, list):
+        output = RolloutFnTrainOutput(output)
+    if not evaluation and isinstance(output, RolloutFnTrainOutput):
+        return RolloutFnTrainOutput(groups_from_nested(output.samples, origin), output.metrics)
+    wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
+    raise UserError(f"{origin} returned a {type(output).__name__}", fix=f"return a slime.hooks.{wanted.__name__}")

@@ -1,0 +1,49 @@
+"""From what users' rollout functions return to `Group`s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.errors import UserError
+from slime.samples.types import Group, Sample
+
+
+def groups_from_nested(nested: list[Any], origin: str = "the rollout function") -> list[Group]:
+    """Groups from ``list[group][Sample]`` or, with fan-out, ``list[group][execution][Sample]`` (Groups pass through).
+
+    Samples of one group that share a ``rollout_id`` are one execution; in the three-level form they must have one.
+
+    Example:
+        >>> a, b, c = Sample(index=0), Sample(index=1, rollout_id=7), Sample(index=1, rollout_id=7)
+        >>> groups_from_nested([[a, b, c]])[0].num_executions
+        2
+
+    Raises:
+        UserError: an entry that is neither, or siblings of one execution without a common ``rollout_id``.
+    """
+    groups = []
+    for position, entry in enumerate(nested):
+        if isinstance(entry, Group):
+            groups.append(entry)
+            continue
+        executions: dict[Any, list[Sample]] = {}
+        for item in entry if isinstance(entry, list) else [entry]:
+            samples = item if isinstance(item, list) else [item]
+            if not all(isinstance(sample, Sample) for sample in samples):
+                raise UserError(f"{origin} returned something other than samples", fix="return list[list[Sample]]")
+            ids = {sample.rollout_id for sample in samples}
+            if isinstance(item, list) and (None in ids or len(ids) > 1):
+                given = ", ".join(sorted(map(str, ids)))
+                raise UserError(
+                    f"{origin} returned an execution of {len(samples)} samples with rollout_id {given}",
+                    why="samples that one execution fanned out into are counted and averaged together",
+                    fix="set the same sample.rollout_id on each of them",
+                )
+            for sample in samples:
+                key = id(sample) if sample.rollout_id is None else ("rollout_id", sample.rollout_id)
+                executions.setdefault(key, []).append(sample)
+        first = next((sample for execution in executions.values() for sample in execution), None)
+        if first is not None:
+            index = position if first.group_index is None else first.group_index
+            groups.append(Group(index, list(executions.values())))
+    return groups
