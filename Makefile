@@ -1,0 +1,43 @@
+# Two commands: `make demo` and `make test`. Each sets up .venv by itself; a second call installs nothing again.
+# TORCH=… chooses another torch build, e.g. make demo TORCH="torch==2.11.0"; PYTHON=… another interpreter.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-full lint types docs docs-check clean install
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[dev,wandb,gguf]"
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python -m recipes.demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not full and not gpu" $(ARGS)
+
+test-full: $(STAMP)
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/python tools/make_docs.py
+
+docs-check: $(STAMP)
+	$(BIN)/python tools/make_docs.py --check
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,145 @@
+"""Engines and their router as Ray actors that own the server processes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+
+from slime.cluster.placement import PlacementPlan, Slots
+from slime.cluster.ports import PortReservation, node_ip, reserve_port
+from slime.cluster.server_process import ServerDied, ServerProcess
+from slime.cluster.waiting import wait_for
+from slime.config import Config
+from slime.errors import UserError
+from slime.observe.log import configure_logging, get_logger
+
+logger = get_logger(__name__)
+
+_COLOCATED_SHARE = 0.2
+_PORT_TRIES = 5
+
+
+class EngineActor:
+    """Owns one engine server process, or the router. The process dies with this actor."""
+
+    def __init__(self, config: Config, name: str, run_path: Path, num_threads: int) -> None:
+        self.config, self.name, self.num_threads = config, name, num_threads
+        self.log_path = run_path / "logs" / f"{name}.log"
+        self._process: ServerProcess | None = None
+        self._port: PortReservation | None = None
+        configure_logging(config, role=name, log_dir=run_path / "logs")
+
+    def start(self, model_path: str) -> str:
+        """Start the engine server; returns its base URL once it answers.
+
+        Raises:
+            UserError: it did not come up; carries its last log lines.
+        """
+        from slime.rollout.engines.launch import embedded_command, sglang_command
+
+        kind = self.config.engine.rollout_engine
+        command = sglang_command if kind == "sglang" else embedded_command
+        host = node_ip()
+        return self._serve(lambda port: command(self.config, model_path, host, port), host)
+
+    def start_router(self, worker_urls: list[str]) -> str:
+        from slime.rollout.engines.launch import router_command
+        from slime.rollout.router import register_workers
+
+        host = node_ip()
+        url = self._serve(lambda port: router_command(self.config, host, port), host)
+        asyncio.run(register_workers(url, worker_urls, timeout=60.0))
+        return url
+
+    def _serve(self, make_spec: Callable, host: str) -> str:
+        for attempt in range(_PORT_TRIES):
+            self._port = reserve_port(host)
+            url = f"http://{host}:{self._port.port}"
+            spec = make_spec(self._port.port)
+            spec = dataclasses.replace(spec, env={**spec.env, "OMP_NUM_THREADS": str(self.num_threads)})
+            self._process = ServerProcess(self.name, spec, url, self.log_path)
+            self._process.start()
+            try:
+                self._process.wait_ready()
+                return url
+            except ServerDied as died:
+                self._port.release()
+                if died.is_port_clash and attempt + 1 < _PORT_TRIES:
+                    logger.warning("%s: port %d was taken meanwhile, trying another", self.name, self._port.port)
+                    continue
+                raise UserError(
+                    f"{died.name} {died.what}",
+                    why=f"last lines of {self.log_path}:\n{_indent(died.log_tail)}",
+                    fix="read the log; on out of memory lower --sglang-mem-fraction-static",
+                    check_id="engine-start",
+                ) from died
+        raise AssertionError("unreachable")
+
+    def status(self) -> tuple[bool, str]:
+        """(alive, last log lines)."""
+        if self._process is None:
+            return False, "(not started)"
+        return self._process.is_alive(), self._process.log_tail()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+        if self._port is not None:
+            self._port.release()
+            self._port = None
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"      {line}" for line in text.splitlines())
+
+
+class EngineGroup:
+    """All engines of a run, and the router in front of them."""
+
+    def __init__(self, config: Config, plan: PlacementPlan, slots: Slots, run_path: Path, num_threads: int) -> None:
+        share = _COLOCATED_SHARE if config.cluster.colocate else 1.0
+        actor = ray.remote(EngineActor)
+        self.config, self.plan = config, plan
+        self.engines = [
+            actor.options(max_restarts=0, **slots.options(plan.rollout_offset + i * plan.slots_per_engine, share)).remote(
+                config, f"engine-{i}", run_path, num_threads
+            )
+            for i in range(plan.num_engines)
+        ]
+        self._router = actor.options(num_cpus=0, max_restarts=0).remote(config, "router", run_path, 1)
+        self.urls: list[str] = []
+        self.router_url = ""
+
+    def begin_start(self, model_path: str) -> list[ray.ObjectRef]:
+        return [engine.start.remote(model_path) for engine in self.engines]
+
+    def finish_start(self, refs: list[ray.ObjectRef], timeout: float, should_stop: Callable[[], bool]) -> None:
+        """Wait for the engines, then put the router in front of them."""
+        self.urls = wait_for(refs, "engines starting", timeout, should_stop)
+        [self.router_url] = wait_for(
+            [self._router.start_router.remote(self.urls)], "router starting", timeout=120, should_stop=should_stop
+        )
+        logger.info("%d engine(s) behind %s", len(self.urls), self.router_url)
+
+    def dead(self) -> list[tuple[str, str]]:
+        """(name, last log lines) of every server process that ended."""
+        statuses = wait_for([e.status.remote() for e in [*self.engines, self._router]], "engine status", timeout=30)
+        names = [*(f"engine-{i}" for i in range(len(self.engines))), "router"]
+        return [(name, tail) for name, (alive, tail) in zip(names, statuses) if not alive]
+
+    def close(self, timeout: float = 15.0) -> None:
+        actors = [*self.engines, self._router]
+        refs = [actor.stop.remote() for actor in actors]
+        ray.wait(refs, num_returns=len(refs), timeout=timeout)
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+
+
+def cores_here() -> int:
+    return len(os.sched_getaffinity(0))

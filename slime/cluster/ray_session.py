@@ -1,0 +1,68 @@
+"""Start a local Ray or join the running one, so that environment and imports reach every process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import ray
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.observe.log import get_logger
+
+logger = get_logger(__name__)
+
+#: Variables of the driver that every process gets when the cluster was there before (a local Ray inherits all).
+_FORWARDED = ("NCCL_", "GLOO_", "TORCH", "CUDA_LAUNCH_BLOCKING", "SLIME_", "HF_", "OMP_", "TOKENIZERS_", "WANDB_", "TENSORBOARD_")
+
+
+def start_ray(config: Config, num_local_slots: int) -> bool:
+    """Join the cluster named by --ray-address or RAY_ADDRESS (set under ``ray job submit``), else start one here.
+
+    Args:
+        num_local_slots: process slots a local Ray must offer; cores are oversubscribed when there are fewer,
+            since trainer and engines take turns.
+    Returns:
+        True when Ray was started here and must be stopped at the end.
+    """
+    if ray.is_initialized():
+        return False  # a test or notebook that brought its own cluster
+    address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
+    environment = {"env_vars": _environment(joined=bool(address))}
+    if address:
+        try:
+            ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
+        except ConnectionError as error:
+            raise UserError(
+                f"no Ray cluster answers at {address}",
+                why=str(error).splitlines()[0],
+                fix="start one with 'ray start --head', or leave --ray-address and RAY_ADDRESS unset to run on this host",
+            ) from error
+        return False
+    # Ray's own metrics and usage reporting cost processes and start-up time, and report to the outside.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_enable_metrics_collection", "0")
+    ray.init(
+        num_cpus=max(num_local_slots, os.cpu_count() or 1),
+        include_dashboard=False,
+        runtime_env=environment,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
+    return True
+
+
+def _environment(joined: bool) -> dict[str, str]:
+    """Environment of every actor: the import path (user functions live next to the script), and forwarded variables."""
+    here = [str(Path(__file__).resolve().parents[2]), os.getcwd()]
+    # a recipe or `python script.py` puts its folder first on sys.path: hooks given by path are found there
+    if sys.path and sys.path[0] and sys.path[0] not in here:
+        here.append(sys.path[0])
+    known = os.environ.get("PYTHONPATH", "")
+    variables = {"PYTHONPATH": ":".join([*here, *([known] if known else [])])}
+    if joined:
+        variables |= {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+    return variables

@@ -1,0 +1,126 @@
+"""The rollout actor: prompts, generation, rewards, conversion and packing in one asyncio process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.config import Config
+from slime.observe.log import configure_logging, get_logger
+from slime.samples.types import Group, TrainLayout
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class RolloutResult:
+    """What the driver gets of a rollout: references to the shards, never the data itself.
+
+    Attributes:
+        shards: one object reference per data-parallel rank.
+        metrics: ``rollout/…`` and ``perf/…``.
+    """
+
+    rollout_id: int
+    shards: list[ray.ObjectRef]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class RolloutActor:
+    """Async actor: `progress`, `state_dict` and `close` are answered while a rollout is under way."""
+
+    def __init__(self, config: Config, run_path: Path) -> None:
+        self.config, self.run_path = config, run_path
+        self._groups_of: dict[int, list[int]] = {}
+        self._loop_state: Any = None
+        configure_logging(config, role="rollout", log_dir=run_path / "logs")
+
+    async def setup(self) -> int:
+        """Open the data and load the tokenizer; returns the number of prompts per epoch (0: unknown, streaming).
+
+        Bad data is refused here, before any engine or trainer is needed.
+        """
+        return await asyncio.to_thread(self._setup)
+
+    def _setup(self) -> int:
+        from slime.observe.recorder import Recorder
+        from slime.prompts.source import make_source
+        from slime.prompts.tokenizer import load_tokenizer
+
+        assert self.config.checkpoint.hf_checkpoint is not None
+        self.tokenizer = load_tokenizer(self.config.checkpoint.hf_checkpoint)
+        self.source = make_source(self.config, self.tokenizer)
+        self.recorder = Recorder(self.run_path, self.config)
+        return 0 if self.config.data.streaming_data else len(self.source)
+
+    async def connect(self, router_url: str) -> None:
+        """Build the rollout loop on the engines behind ``router_url``; checks hooks and evaluation data."""
+        from slime.rollout.loop import RolloutLoop
+
+        self.loop = RolloutLoop(self.config, self.tokenizer, self.source, router_url)
+        await self.loop.start()
+
+    async def generate(self, rollout_id: int, layout: TrainLayout) -> RolloutResult:
+        """One rollout, converted, packed and put into the object store, one shard per data-parallel rank."""
+        from slime.samples.convert import to_train_batches
+
+        started = time.perf_counter()
+        if self.config.algorithm.loss_type == "sft_loss":
+            from slime.rollout.sft import generate_sft
+
+            output = await asyncio.to_thread(
+                generate_sft, self.config, rollout_id, self.source, self.tokenizer
+            )
+        else:
+            output = await self.loop.generate(rollout_id)
+        groups: list[Group] = output.samples
+        metrics = dict(output.metrics or {})
+        generated = time.perf_counter()
+        batches = to_train_batches(groups, self.config, layout, rollout_id)
+        metrics |= batches[0].global_stats
+        shards = [ray.put(batch) for batch in batches]
+        self._groups_of[rollout_id] = [group.index for group in groups]
+        converted = time.perf_counter()
+        self.recorder.record_rollout(rollout_id, groups, metrics)
+        metrics["perf/rollout_time"] = generated - started
+        metrics["perf/data_preprocess_time"] = converted - generated
+        metrics["perf/record_time"] = time.perf_counter() - converted
+        return RolloutResult(rollout_id, shards, metrics)
+
+    async def load_dump(self, rollout_id: int, layout: TrainLayout) -> RolloutResult:
+        """The samples of ``--load-debug-rollout-data`` instead of generated ones."""
+        from slime.rollout.debug_data import load_rollout
+        from slime.samples.convert import to_train_batches
+
+        groups = load_rollout(self.config, rollout_id)
+        batches = to_train_batches(groups, self.config, layout, rollout_id)
+        return RolloutResult(rollout_id, [ray.put(batch) for batch in batches], dict(batches[0].global_stats))
+
+    async def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """Metrics ``eval/…`` with the weights that the engines hold now."""
+        output = await self.loop.evaluate(rollout_id)
+        self.recorder.record_evaluation(rollout_id, output.data)
+        return dict(output.metrics or {})
+
+    async def progress(self) -> dict[str, float]:
+        """Counters of what is under way (``done``, ``target``, ``tokens``), for the live display."""
+        return self.loop.progress() if hasattr(self, "loop") else {}
+
+    async def mark_consumed(self, rollout_id: int) -> None:
+        """Training has taken the groups of ``rollout_id``: a resumed run will not draw them again."""
+        self.source.mark_consumed(self._groups_of.pop(rollout_id, []))
+
+    async def state_dict(self) -> dict[str, Any]:
+        return self.source.state_dict()
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.source.load_state_dict(state)
+
+    async def close(self) -> None:
+        if hasattr(self, "loop"):
+            await self.loop.close()

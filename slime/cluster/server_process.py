@@ -1,0 +1,133 @@
+"""A child process that serves HTTP: started, watched, and never left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from slime.rollout.engines.launch import LaunchSpec
+
+_PR_SET_PDEATHSIG = 1
+_CLASH_MARKS = ("address already in use", "address in use", "errno 98", "addrinuse")
+
+
+class ServerDied(Exception):
+    """A server process ended by itself. Carries the last lines of its log."""
+
+    def __init__(self, name: str, what: str, log_tail: str) -> None:
+        super().__init__(name, what, log_tail)
+        self.name, self.what, self.log_tail = name, what, log_tail
+
+    @property
+    def is_port_clash(self) -> bool:
+        return any(mark in self.log_tail.lower() for mark in _CLASH_MARKS)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.what}; last lines of its log:\n{self.log_tail}"
+
+
+def _die_with_parent(libc: ctypes.CDLL) -> Callable[[], None]:
+    parent = os.getpid()
+
+    def in_child() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent died between fork and prctl
+            os._exit(1)
+
+    return in_child
+
+
+class ServerProcess:
+    """One server process of this actor.
+
+    Args:
+        name: for messages and the log file.
+        spec: command line, environment and the path that answers when it is ready.
+        url: base URL under which it will answer.
+        log_path: stdout and stderr go there.
+
+    The process leads its own session, so that `stop` also reaches its children; it is killed by the kernel when
+    the process that started it dies.
+    """
+
+    def __init__(self, name: str, spec: LaunchSpec, url: str, log_path: Path) -> None:
+        self.name, self.spec, self.url, self.log_path = name, spec, url, log_path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                self.spec.argv,
+                env={**os.environ, **self.spec.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(ctypes.CDLL(None)),
+            )
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def log_tail(self, num_lines: int = 20) -> str:
+        if not self.log_path.exists():
+            return "(no log)"
+        with open(self.log_path, "rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - 16_384))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-num_lines:])
+
+    def wait_ready(self, deadline: float | None = None) -> None:
+        """Poll the health path until it answers 200.
+
+        Raises:
+            ServerDied: the process ended first, or the deadline (default: the spec's) passed.
+        """
+        limit = deadline if deadline is not None else self.spec.startup_timeout
+        end = time.monotonic() + limit
+        delay = 0.02
+        while time.monotonic() < end:
+            if not self.is_alive():
+                code = self._process.returncode if self._process else None
+                raise ServerDied(self.name, f"ended with exit status {code} before it was ready", self.log_tail())
+            try:
+                with urllib.request.urlopen(self.url + self.spec.health_path, timeout=5) as answer:
+                    if answer.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                pass  # not up yet; the loop's deadline bounds the wait
+            time.sleep(delay)
+            delay = min(delay * 1.3, 0.5)
+        self.stop(grace=0)
+        raise ServerDied(self.name, f"was not ready within {limit:.0f} s", self.log_tail())
+
+    def stop(self, grace: float = 5.0) -> None:
+        """SIGTERM to the whole session, SIGKILL after ``grace`` seconds; returns when it is gone."""
+        if self._process is None:
+            return
+        if self._process.poll() is None and grace > 0:
+            self._signal(signal.SIGTERM)
+            try:
+                self._process.wait(grace)
+            except subprocess.TimeoutExpired:
+                pass  # the kill below follows
+        self._signal(signal.SIGKILL)  # children that outlived their leader, too
+        self._process.wait(10)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            pass  # already gone, children included

@@ -1,0 +1,169 @@
+"""Trainer ranks as Ray actors: each holds one rank of the Megatron backend and its side of weight sync."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.cluster.placement import PlacementPlan, Slots
+from slime.cluster.ports import node_ip, reserve_port
+from slime.cluster.waiting import wait_for
+from slime.config import Config
+from slime.observe.log import configure_logging, get_logger
+
+logger = get_logger(__name__)
+
+_COLOCATED_SHARE = 0.4  # of a slot; engines take 0.2 (the reference's fractions), so both fit on one GPU
+
+
+@dataclass(frozen=True)
+class TrainerStart:
+    """What a rank found when it was set up.
+
+    Attributes:
+        start_rollout_id: the next rollout to train.
+        extra_state: what was saved beside the weights (data position, weight version, …), {} on a fresh start.
+        summary: a line for people: parameters, where they came from.
+    """
+
+    start_rollout_id: int
+    extra_state: dict[str, Any] = field(default_factory=dict)
+    summary: str = ""
+
+
+class TrainerActor:
+    """One trainer rank. Heavy imports happen in `setup`, so that all ranks start at once."""
+
+    def __init__(self, config: Config, rank: int, world_size: int, run_path: Path, num_threads: int) -> None:
+        self.config, self.rank, self.world_size = config, rank, world_size
+        self.run_path, self.num_threads = run_path, num_threads
+        configure_logging(config, role=f"trainer-{rank}", log_dir=run_path / "logs")
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 listens for the process group's rendezvous."""
+        self._reservation = reserve_port()
+        return node_ip(), self._reservation.port
+
+    def setup(self, master_addr: str, master_port: int, local_rank: int) -> TrainerStart:
+        import torch
+
+        from slime.train.backend import RankInfo
+        from slime.train.megatron.backend import MegatronBackend
+
+        torch.set_num_threads(self.num_threads)
+        info = RankInfo(self.rank, self.world_size, local_rank, master_addr, master_port)
+        self.backend = MegatronBackend(self.config, info)
+        start = self.backend.setup()
+        self.sync: Any = None
+        return TrainerStart(start, dict(self.backend.extra_state), self.backend.summary)
+
+    def connect_engines(self, urls: list[str], version: int) -> None:
+        from slime.weights.sync import WeightSync
+
+        self.sync = WeightSync(
+            self.config,
+            self.backend.model_chunks,
+            self.backend.hf_config,
+            rank=self.rank,
+            world_size=self.world_size,
+            start_version=version,
+        )
+        self.sync.connect(urls)
+
+    def update_weights(self) -> dict[str, float]:
+        """Push the current weights to every engine. Collective."""
+        receipt = self.sync.push()
+        return receipt.metrics()
+
+    def train(self, shards: list[ray.ObjectRef]) -> dict[str, float]:
+        """One rollout's training steps on this rank's shard. Collective.
+
+        Args:
+            shards: references to the `TrainBatch` of each data-parallel rank, so that a rank fetches only its own.
+        """
+        batch = ray.get(shards[self.backend.data_parallel_rank])
+        return self.backend.train(batch)
+
+    def save(self, rollout_id: int, extra_state: dict[str, Any]) -> float:
+        return self.backend.save(rollout_id, extra_state)
+
+    def shutdown(self) -> None:
+        if getattr(self, "sync", None) is not None:
+            self.sync.close()
+        if hasattr(self, "backend"):
+            self.backend.close()
+
+
+class TrainerGroup:
+    """All trainer ranks, driven together. Results are the reporting rank's (rank 0 of the last pipeline stage)."""
+
+    def __init__(self, config: Config, plan: PlacementPlan, slots: Slots, run_path: Path, num_threads: int) -> None:
+        share = _COLOCATED_SHARE if config.cluster.colocate else 1.0
+        environment = {str(k): str(v) for k, v in (config.cluster.train_env_vars or {}).items()}
+        # One rank's OpenMP pool; set in the environment because it is read when torch is first imported.
+        environment["OMP_NUM_THREADS"] = str(num_threads)
+        actor = ray.remote(TrainerActor)
+        self.config = config
+        self.world_size = plan.num_train
+        self.node_ips = slots.node_ips[: plan.num_train]
+        self._slots = slots
+        self.actors = [
+            actor.options(
+                name=None, max_restarts=0, runtime_env={"env_vars": environment}, **slots.options(rank, share)
+            ).remote(config, rank, plan.num_train, run_path, num_threads)
+            for rank in range(plan.num_train)
+        ]
+
+    def start_setup(self) -> list[ray.ObjectRef]:
+        """Begin setting up all ranks; wait with `finish_setup`."""
+        [(address, port)] = wait_for([self.actors[0].address.remote()], "trainer rank 0 starting", timeout=180)
+        places = [self._slots.node_ips[self._slots.order[rank]] for rank in range(self.world_size)]
+        local_ranks = [places[:rank].count(ip) for rank, ip in enumerate(places)]
+        return [actor.setup.remote(address, port, local) for actor, local in zip(self.actors, local_ranks)]
+
+    def finish_setup(self, refs: list[ray.ObjectRef], timeout: float, should_stop: Callable[[], bool]) -> TrainerStart:
+        starts = wait_for(refs, "trainer ranks setting up", timeout, should_stop)
+        ids = {start.start_rollout_id for start in starts}
+        assert len(ids) == 1, f"ranks disagree about where to start: {sorted(ids)}"
+        return starts[0]
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        what: str,
+        timeout: float,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_poll: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Call ``method`` on every rank and wait for all."""
+        refs = [getattr(actor, method).remote(*args) for actor in self.actors]
+        return wait_for(refs, what, timeout, should_stop, on_poll)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Ask the ranks to end their process groups, then kill what is left."""
+        refs = [actor.shutdown.remote() for actor in self.actors]
+        ray.wait(refs, num_returns=len(refs), timeout=timeout)
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def threads_per_process(num_processes_on_node: int, take_turns: bool) -> int:
+    """CPU threads for each of ``num_processes_on_node`` that work at the same time.
+
+    Args:
+        take_turns: trainer and engines do not run at the same time (synchronous loop), so each may use all cores.
+    """
+    cores = len(os.sched_getaffinity(0))
+    share = cores if take_turns else max(1, cores // 2)
+    return max(1, share // max(1, num_processes_on_node))

@@ -1,0 +1,6 @@
+"""Generate, train, save, push weights, evaluate, in lock step: `python train.py --help`. The loop: slime/drivers/train.py."""
+
+from slime.__main__ import run
+
+if __name__ == "__main__":
+    run("train")

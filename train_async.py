@@ -1,0 +1,6 @@
+"""Like train.py with generation one batch ahead of training. The loop: slime/drivers/train_async.py."""
+
+from slime.__main__ import run
+
+if __name__ == "__main__":
+    run("train-async")
