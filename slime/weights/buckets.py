@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
         True
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return xxhash.xxh3_128_hexdigest(flat.numpy())
+    return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -151,10 +152,8 @@ def _fill(tensors: list[tuple[str, torch.Tensor]], dtype: torch.dtype, allocate:
     names, shapes = [name for name, _ in tensors], [list(tensor.shape) for _, tensor in tensors]
     entries = entries_of(names, [dtype_name(dtype)] * len(names), shapes)
     total = entries[-1].offset + entries[-1].nbytes
-    if allocate is None:
-        buffer = torch.empty(total, dtype=torch.uint8, device=tensors[0][1].device)
-    else:
-        buffer = allocate(total)
+    make = allocate or partial(torch.empty, dtype=torch.uint8, device=tensors[0][1].device)
+    buffer = make(total)
     for (_, source), (_, target) in zip(tensors, unpack(buffer, entries), strict=True):
         target.copy_(source.detach())
     return Bucket(buffer, entries)

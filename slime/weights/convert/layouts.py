@@ -1,0 +1,183 @@
+"""How one Megatron parameter is made of Hugging Face tensors, and how it is cut over tensor-parallel ranks.
+
+A `Layout` works in both directions and per rank:
+
+    Hugging Face tensors ── load(sources, shard) ──► this rank's piece of the Megatron parameter
+    all ranks' pieces    ── export(pieces) ───────► Hugging Face tensors
+
+``load`` indexes its sources lazily, so a rank reads only the bytes that it keeps. Sources may be torch tensors or
+anything with ``shape`` and slicing (`slime.weights.hf_files.LazyTensor`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from slime.weights.convert.spec import ModelSpec
+
+
+class Source(Protocol):
+    """A tensor that need not be in memory yet."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which piece of a parameter: piece ``rank`` of ``size`` along the layout's tensor-parallel axis."""
+
+    rank: int = 0
+    size: int = 1
+
+    def bounds(self, length: int, what: str = "axis") -> tuple[int, int]:
+        """Half-open range of this piece. ValueError when ``size`` does not divide ``length``."""
+        if length % self.size:
+            raise ValueError(f"{what} of length {length} cannot be cut into {self.size} equal pieces")
+        step = length // self.size
+        return self.rank * step, (self.rank + 1) * step
+
+
+class Layout(ABC):
+    """One kind of correspondence. Stateless; what depends on the model comes from the `ModelSpec`.
+
+    Attributes:
+        tp_axis: axis along which tensor parallelism cuts the Megatron parameter; None when every rank has it whole.
+    """
+
+    tp_axis: int | None = None
+
+    @abstractmethod
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+        """This rank's piece. ValueError when a source has a shape that cannot be right."""
+
+    @abstractmethod
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+        """The Hugging Face tensors from the pieces of all tensor-parallel ranks, in rank order.
+
+        With one piece the results are views of it where the layout allows; otherwise copies.
+        """
+
+
+class Replicated(Layout):
+    """The same tensor on every rank (norms, routers, biases added after a row-parallel product)."""
+
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+        return sources[0][:]
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+        return [pieces[0]]
+
+
+class ColumnParallel(Layout):
+    """Output features over ranks: rows of [out, in], entries of a bias [out]."""
+
+    tp_axis = 0
+
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+        start, end = shard.bounds(sources[0].shape[0], "output features")
+        return sources[0][start:end]
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+        return [_joined(pieces, 0)]
+
+
+class RowParallel(Layout):
+    """Input features over ranks: columns of [out, in]."""
+
+    tp_axis = 1
+
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+        start, end = shard.bounds(sources[0].shape[1], "input features")
+        return sources[0][:, start:end]
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+        return [_joined(pieces, 1)]
+
+
+class VocabParallel(Layout):
+    """Embedding or output layer: rows over ranks after padding with zero rows to ``spec.padded_vocab_size``."""
+
+    tp_axis = 0
+
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+        (rows, *rest), padded = sources[0].shape, spec.padded_vocab_size
+        if rows != spec.vocab_size:
+            raise ValueError(f"it has {rows} rows, the config says vocab_size {spec.vocab_size}")
+        start, end = shard.bounds(padded, "padded vocabulary")
+        present = sources[0][min(start, rows) : min(end, rows)]
+        missing = (end - start) - present.shape[0]
+        return torch.cat([present, present.new_zeros(missing, *rest)]) if missing else present
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+        return [_joined(pieces, 0)[: spec.vocab_size]]
+
+
+class FusedQKV(Layout):
+    """Query, key and value in one parameter, interleaved by query group as Megatron's attention unpacks it.
+
+    With H heads of size D in G groups, the rows are, group after group, H/G query heads, one key head, one value
+    head: for H=4, G=2 ``q0 q1 k0 v0 | q2 q3 k1 v1``. Ranks get equal runs of rows: whole groups as long as there
+    are at least as many groups as ranks, parts of a group beyond. Works for weights [rows, hidden] and biases
+    [rows]. Hugging Face order: q [H·D, …], k [G·D, …], v [G·D, …].
+    """
+
+    tp_axis = 0
+
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+        groups, per_group = spec.num_query_groups, spec.num_heads // spec.num_query_groups
+        heads_of = (per_group, 1, 1)
+        for source, heads, name in zip(sources, heads_of, "qkv", strict=True):
+            expected = heads * groups * spec.head_dim
+            if source.shape[0] != expected:
+                raise ValueError(f"{name} has {source.shape[0]} rows, heads and head size make it {expected}")
+        group_rows = sum(heads_of) * spec.head_dim
+        start, end = shard.bounds(groups * group_rows, "query, key and value rows")
+        first, last = start // group_rows, -(-end // group_rows)  # the groups this rank touches
+        count, rest = last - first, tuple(sources[0].shape[1:])
+        parts = [
+            source[first * heads * spec.head_dim : last * heads * spec.head_dim].reshape(count, -1, *rest)
+            for source, heads in zip(sources, heads_of, strict=True)
+        ]
+        rows = torch.cat(parts, dim=1).reshape(count * group_rows, *rest)
+        return rows[start - first * group_rows : end - first * group_rows]
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+        groups, per_group = spec.num_query_groups, spec.num_heads // spec.num_query_groups
+        fused = _joined(pieces, 0)
+        rest = fused.shape[1:]
+        grouped = fused.reshape(groups, (per_group + 2) * spec.head_dim, *rest)
+        parts = grouped.split([per_group * spec.head_dim, spec.head_dim, spec.head_dim], dim=1)
+        return [part.reshape(-1, *rest) for part in parts]
+
+
+class GateUp(Layout):
+    """Gate and up projection in one parameter; every rank holds [its gate rows; its up rows]."""
+
+    tp_axis = 0
+
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+        gate, up = sources
+        if tuple(gate.shape) != tuple(up.shape):
+            raise ValueError(f"gate has shape {list(gate.shape)}, up has {list(up.shape)}")
+        start, end = shard.bounds(gate.shape[0], "intermediate features")
+        return torch.cat([gate[start:end], up[start:end]])
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+        halves = [piece.chunk(2, dim=0) for piece in pieces]
+        return [_joined([half[0] for half in halves], 0), _joined([half[1] for half in halves], 0)]
+
+
+def _joined(pieces: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=axis)
+
+
+REPLICATED, COLUMN, ROW = Replicated(), ColumnParallel(), RowParallel()
+VOCAB, QKV, GATE_UP = VocabParallel(), FusedQKV(), GateUp()
