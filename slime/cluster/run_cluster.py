@@ -1,0 +1,293 @@
+"""Everything of a run that lives in Ray, as plain blocking verbs for the drivers.
+
+    with Cluster(config, run_path, should_stop) as cluster:
+        start = cluster.launch()
+        batch = cluster.generate(rollout_id)
+        metrics = cluster.train(batch)
+        cluster.update_weights()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.cluster.engine_group import EngineGroup, cores_here
+from slime.cluster.placement import PlacementPlan, Slots, has_evaluation, needs_engines, reserve
+from slime.cluster.ray_session import start_ray
+from slime.cluster.rollout_actor import RolloutActor, RolloutResult
+from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
+from slime.cluster.waiting import ActorDied, wait_for
+from slime.config import Config
+from slime.errors import UserError
+from slime.observe.log import get_logger
+from slime.samples.types import TrainLayout
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the drivers must know once everything runs.
+
+    Attributes:
+        start_rollout_id: the first rollout of this launch.
+        num_prompts: prompts per epoch, 0 when unknown (streaming).
+        seconds: time by part of the launch.
+    """
+
+    start_rollout_id: int
+    num_prompts: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A rollout that was started and not yet collected."""
+
+    rollout_id: int
+    ref: ray.ObjectRef
+
+
+class Cluster:
+    """Owns Ray, the rollout actor, the trainer ranks, the engines and the router; leaves nothing behind on exit.
+
+    Args:
+        take_turns: generation and training never overlap (train.py), so each may use all CPU cores.
+        should_stop: polled while waiting; true ends the wait with `StopRequested`.
+        on_progress: called with the rollout's counters while a rollout is waited for.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_path: Path,
+        *,
+        take_turns: bool,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_progress: Callable[[dict[str, float]], None] | None = None,
+    ) -> None:
+        self.config, self.run_path = config, run_path
+        self.plan = PlacementPlan.of(config)
+        self._take_turns, self._should_stop, self._on_progress = take_turns, should_stop, on_progress
+        self._started_ray = False
+        self._slots: Slots | None = None
+        self._rollout: Any = None
+        self._trainers: TrainerGroup | None = None
+        self._engines: EngineGroup | None = None
+        self._progress_ref: ray.ObjectRef | None = None
+        self._seconds_limit = config.cluster.distributed_timeout_minutes * 60.0
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def launch(self) -> Launch:
+        """Start everything; data, trainer ranks and engines come up side by side.
+
+        Raises:
+            UserError: bad data, a model that does not load, too few GPUs, an engine that does not start.
+        """
+        config, clock = self.config, _Clock()
+        self._started_ray = start_ray(config, num_local_slots=self.plan.total)
+        clock.lap("ray")
+        self._slots = reserve(self.plan, config.cluster.placement_timeout)
+        clock.lap("placement")
+        self._rollout = ray.remote(RolloutActor).options(num_cpus=0, max_concurrency=16).remote(config, self.run_path)
+        data_ref = self._rollout.setup.remote()
+        trainer_refs, engine_refs = [], []
+        if self.plan.num_train:
+            threads = threads_per_process(self._trainers_per_node(), self._take_turns)
+            self._trainers = TrainerGroup(config, self.plan, self._slots, self.run_path, threads)
+            trainer_refs = self._trainers.start_setup()
+        if self.plan.num_engines:
+            threads = threads_per_process(self.plan.num_engines, self._take_turns)
+            self._engines = EngineGroup(config, self.plan, self._slots, self.run_path, threads)
+            engine_refs = self._engines.begin_start(str(config.checkpoint.hf_checkpoint))
+        [num_prompts] = wait_for([data_ref], "reading the data", self._seconds_limit, self._should_stop)
+        clock.lap("data")
+        start = self._finish_trainers(trainer_refs)
+        clock.lap("trainer")
+        if self._engines is not None:
+            self._engines.finish_start(engine_refs, self._seconds_limit, self._should_stop)
+            clock.lap("engines")
+            self._call_rollout("connect", self._engines.router_url, what="connecting to the router")
+        self._restore(start)
+        clock.lap("connect")
+        return Launch(start.start_rollout_id, num_prompts, clock.seconds)
+
+    def _finish_trainers(self, refs: list[ray.ObjectRef]) -> TrainerStart:
+        if self._trainers is None:
+            return TrainerStart(self.config.rollout.start_rollout_id or 0)
+        start = self._trainers.finish_setup(refs, self._seconds_limit, self._should_stop)
+        logger.info("trainer: %s", start.summary)
+        return start
+
+    def _restore(self, start: TrainerStart) -> None:
+        if "source" in start.extra_state:
+            self._call_rollout("load_state_dict", start.extra_state["source"], what="restoring the data position")
+        if self._trainers is not None and self._engines is not None:
+            version = int(start.extra_state.get("weight_version", 0))
+            self._trainers.call(
+                "connect_engines", self._engines.urls, version, what="connecting trainer and engines", timeout=self._seconds_limit
+            )
+
+    def close(self) -> None:
+        """Stop engines and router, end actors, give the slots back, stop a Ray that was started here."""
+        if not ray.is_initialized():
+            return
+        if self._rollout is not None:
+            ray.wait([self._rollout.close.remote()], timeout=5)
+            ray.kill(self._rollout, no_restart=True)
+        if self._trainers is not None:
+            self._trainers.close()
+        if self._engines is not None:
+            self._engines.close()
+        if self._slots is not None:
+            self._slots.release()
+        self._rollout = self._trainers = self._engines = self._slots = None
+        if self._started_ray:
+            ray.shutdown()
+
+    # -- the verbs of the loop -----------------------------------------------------------------------------
+
+    @property
+    def has_engines(self) -> bool:
+        return self._engines is not None
+
+    @property
+    def has_trainers(self) -> bool:
+        return self._trainers is not None
+
+    def start_generating(self, rollout_id: int) -> Pending:
+        """Begin a rollout; collect it with `collect`."""
+        method = "load_dump" if self.config.debug.load_debug_rollout_data else "generate"
+        return Pending(rollout_id, getattr(self._rollout, method).remote(rollout_id, self._layout()))
+
+    def collect(self, pending: Pending) -> RolloutResult:
+        # the rollout loop has its own watchdog, which knows more than this outer deadline
+        limit = self.config.rollout.rollout_timeout
+        [result] = self._guarded(
+            lambda: wait_for([pending.ref], "generating", limit, self._should_stop, self._poll_progress)
+        )
+        return result
+
+    def finish(self, pending: Pending) -> None:
+        """Wait until a started rollout is done, leaving it to be collected."""
+        self.collect(pending)
+
+    def generate(self, rollout_id: int) -> RolloutResult:
+        return self.collect(self.start_generating(rollout_id))
+
+    def train(self, batch: RolloutResult) -> dict[str, float]:
+        """Train on a rollout; afterwards its prompts count as consumed."""
+        metrics = self._call_trainers("train", batch.shards, what="training")
+        self._call_rollout("mark_consumed", batch.rollout_id, what="noting consumed prompts")
+        return metrics[0]
+
+    def update_weights(self) -> dict[str, float]:
+        if self._engines is None or self._trainers is None:
+            return {}
+        return self._guarded(lambda: self._call_trainers("update_weights", what="pushing weights"))[0]
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """Metrics ``eval/…``; {} when there is nothing to evaluate."""
+        if self._engines is None or not has_evaluation(self.config):
+            return {}
+        ref = self._rollout.evaluate.remote(rollout_id)
+        limit = self.config.rollout.rollout_timeout
+        return self._guarded(lambda: wait_for([ref], "evaluating", limit, self._should_stop, self._poll_progress))[0]
+
+    def save(self, rollout_id: int, weight_version: int) -> float:
+        """Checkpoint after training ``rollout_id``; returns its seconds."""
+        source = self._call_rollout("state_dict", what="asking for the data position")
+        state = {"source": source, "weight_version": weight_version}
+        started = time.perf_counter()
+        self._call_trainers("save", rollout_id, state, what="saving a checkpoint")
+        return time.perf_counter() - started
+
+    # -- helpers -------------------------------------------------------------------------------------------
+
+    def _layout(self) -> TrainLayout:
+        megatron = self.config.megatron
+        model_parallel = (
+            megatron.tensor_model_parallel_size
+            * megatron.pipeline_model_parallel_size
+            * megatron.context_parallel_size
+        )
+        ranks = max(self.plan.num_train, model_parallel)
+        return TrainLayout(
+            data_parallel_size=ranks // model_parallel,
+            context_parallel_size=megatron.context_parallel_size,
+        )
+
+    def _trainers_per_node(self) -> int:
+        return min(self.plan.num_train, self.config.cluster.actor_num_gpus_per_node)
+
+    def _call_rollout(self, method: str, *args: Any, what: str) -> Any:
+        ref = getattr(self._rollout, method).remote(*args)
+        return wait_for([ref], what, self._seconds_limit)[0]
+
+    def _call_trainers(self, method: str, *args: Any, what: str) -> list[Any]:
+        if self._trainers is None:
+            return [{}]
+        return self._trainers.call(method, *args, what=what, timeout=self._train_limit())
+
+    def _train_limit(self) -> float:
+        # collectives inside have the process group's time-out; this outer one only catches what that cannot see
+        return max(3600.0, 4 * self._seconds_limit)
+
+    def _poll_progress(self) -> None:
+        """Ask the rollout actor for its counters without waiting: the answer is shown at the next poll."""
+        if self._on_progress is None or self._rollout is None:
+            return
+        if self._progress_ref is not None:
+            done, _ = ray.wait([self._progress_ref], timeout=0)
+            if not done:
+                return
+            self._on_progress(ray.get(self._progress_ref))
+        self._progress_ref = self._rollout.progress.remote()
+
+    def _guarded(self, action: Callable[[], Any]) -> Any:
+        """Run ``action``; when it fails because an engine died, say which one and why."""
+        try:
+            return action()
+        except (ActorDied, UserError):
+            raise
+        except Exception as error:
+            dead = self._engines.dead() if self._engines is not None else []
+            if not dead:
+                raise
+            name, tail = dead[0]
+            raise UserError(
+                f"{name} died",
+                why=f"last lines of its log:\n{tail}",
+                fix="pass --use-fault-tolerance; raise --sglang-mem-fraction-static; lower --rollout-batch-size; "
+                "to find the cause, --sglang-disable-cuda-graph",
+                check_id="engine-died",
+            ) from error
+
+
+class _Clock:
+    """Seconds since the last lap, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self._last
+        self._last = now
+
+
+__all__ = ["Cluster", "Launch", "Pending", "cores_here", "needs_engines"]

@@ -1,0 +1,186 @@
+"""What both loops share: the run folder, metrics, signals, periodic actions, and the way a run ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from slime.cluster.placement import PlacementPlan
+from slime.cluster.run_cluster import Cluster, Launch
+from slime.cluster.waiting import StopRequested
+from slime.config import Config
+from slime.errors import UserError
+from slime.observe.log import configure_logging, get_logger
+from slime.observe.run_folder import RunFolder
+from slime.observe.sinks import Sinks
+
+logger = get_logger(__name__)
+
+
+class Session:
+    """One run of one driver: owns the run folder, the sinks and the cluster, and turns SIGTERM into a clean end.
+
+    ``step`` in all metrics is the number of rollouts trained on so far: what is evaluated before training is step
+    0, rollout k's training is step k + 1.
+    """
+
+    def __init__(self, config: Config, *, take_turns: bool, resuming: bool) -> None:
+        self.config = config
+        self.run = RunFolder.create(config, resuming=resuming)
+        configure_logging(config, role="driver", log_dir=self.run.path / "logs")
+        self.sinks = Sinks(config, self.run)
+        self._stop = threading.Event()
+        self.cluster = Cluster(
+            config,
+            self.run.path,
+            take_turns=take_turns,
+            should_stop=self._stop.is_set,
+            on_progress=self.sinks.progress,
+        )
+        self.start_rollout_id = 0
+        self.num_rollout = 0
+        self.num_prompts = 0
+        self.weight_version = 0
+        self._last_trained: int | None = None
+        self._last_saved: int | None = None
+
+    # -- start and end ---------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Bring everything up and push the trainer's weights once, so that a broken push shows before any rollout."""
+        self.sinks.phase("launch")
+        launch = self.cluster.launch()
+        self.start_rollout_id = launch.start_rollout_id
+        self.num_prompts = launch.num_prompts
+        self.num_rollout = self._count_rollouts(launch)
+        self.sinks.begin(self.start_rollout_id, self.num_rollout, launch.seconds)
+        self.update_weights()
+
+    def _count_rollouts(self, launch: Launch) -> int:
+        rollout = self.config.rollout
+        if rollout.num_rollout is not None:
+            return rollout.num_rollout
+        if not launch.num_prompts:
+            raise UserError(
+                "--num-epoch needs the number of prompts, which a streamed data set does not tell",
+                fix="pass --num-rollout, or leave --streaming-data out",
+            )
+        assert self.config.data.num_epoch is not None
+        per_epoch = launch.num_prompts // rollout.rollout_batch_size
+        if per_epoch == 0:
+            raise UserError(
+                f"the data has {launch.num_prompts} prompts, fewer than one --rollout-batch-size of {rollout.rollout_batch_size}",
+                fix="lower --rollout-batch-size, or pass --num-rollout (prompts are then used again in a new epoch)",
+            )
+        return per_epoch * self.config.data.num_epoch
+
+    def close(self) -> None:
+        self.cluster.close()
+        self.sinks.close()
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        return self.start_rollout_id if self._last_trained is None else self._last_trained + 1
+
+    def log(self, metrics: dict[str, float], **extra: Any) -> None:
+        self.sinks.log(self.step, {**metrics, **extra})
+
+    def trained(self, rollout_id: int) -> None:
+        self._last_trained = rollout_id
+
+    def update_weights(self) -> dict[str, float]:
+        self.sinks.phase("update_weights")
+        metrics = self.cluster.update_weights()
+        self.weight_version = int(metrics.get("perf/weight_version", self.weight_version))
+        return metrics
+
+    def should_evaluate(self, rollout_id: int) -> bool:
+        interval = self.config.eval.eval_interval
+        return bool(interval) and self._is_due(rollout_id, interval)
+
+    def should_save(self, rollout_id: int) -> bool:
+        if not self.config.checkpoint.save or self._last_saved == rollout_id:
+            return False
+        interval = self.config.checkpoint.save_interval
+        last = rollout_id + 1 == self.num_rollout
+        return last or (bool(interval) and self._is_due(rollout_id, interval))
+
+    def _is_due(self, rollout_id: int, interval: int | None) -> bool:
+        """Every ``interval`` rollouts, at the end of each epoch, and after the last."""
+        number = rollout_id + 1
+        per_epoch = self.num_prompts // self.config.rollout.rollout_batch_size if self.num_prompts else 0
+        epoch_end = bool(per_epoch) and number % per_epoch == 0 and self.config.data.num_epoch is not None
+        return number == self.num_rollout or epoch_end or (bool(interval) and number % interval == 0)
+
+    def save(self, rollout_id: int) -> float:
+        self.sinks.phase("save")
+        seconds = self.cluster.save(rollout_id, self.weight_version)
+        self._last_saved = rollout_id
+        return seconds
+
+    def save_before_leaving(self) -> None:
+        """After SIGTERM: keep the last completed step, unless it is on disk already."""
+        if self._last_trained is None or self._last_saved == self._last_trained or not self.config.checkpoint.save:
+            return
+        self.save(self._last_trained)
+        logger.info("saved rollout %d before leaving", self._last_trained)
+
+    # -- signals ---------------------------------------------------------------------------------------
+
+    def on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        logger.warning("SIGTERM: finishing up; the next one ends the run at once")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def clear_stop(self) -> None:
+        """Let the final save wait for its actors."""
+        self._stop.clear()
+
+
+@contextmanager
+def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
+    """A launched `Session`; on the way out the engines, actors and sinks are closed whatever happened.
+
+    SIGTERM ends the loop: the step under way is abandoned (generation) or finished (training), the last completed
+    one saved, and the process exits with status 0. Any other failure leaves a ``crash/`` folder and propagates.
+    """
+    from slime.weights.load_plan import resolve_load
+
+    plan = resolve_load(config)  # before anything starts: a bad --load is refused at once
+    session = Session(config, take_turns=take_turns, resuming=plan.is_resume)
+    previous = signal.signal(signal.SIGTERM, session.on_sigterm)
+    try:
+        session.launch()
+        yield session
+        session.sinks.finish()
+    except StopRequested:
+        session.clear_stop()
+        session.save_before_leaving()
+    except KeyboardInterrupt:
+        logger.warning("interrupted; closing down")
+        raise
+    except BaseException as error:
+        session.run.write_crash(error)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        session.close()
+        session.run.write_report()
+
+
+def dry_run(config: Config) -> None:
+    """Print what would run, start nothing."""
+    plan = PlacementPlan.of(config)
+    print(config.describe(), file=sys.stdout)
+    print(f"placement: {plan.formula}; {plan.num_engines} engine(s) of {plan.slots_per_engine}")
