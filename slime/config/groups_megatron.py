@@ -1,0 +1,122 @@
+"""The group of Megatron's flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from slime.config.field import derived, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """Parallel layout, precision, recompute, optimizer and schedule, with Megatron's own names and meaning.
+
+    Only what the user set of Megatron's further fields, by field name, ready to pass on:
+        transformer: of `TransformerConfig` and `ModelParallelConfig`; architecture fields in it have been checked
+            against the Hugging Face config.
+        optimizer: of `OptimizerConfig`, beyond the fields below.
+        ddp: of `DistributedDataParallelConfig`, beyond the fields below.
+        model: Megatron-LM's model arguments that are no config field (`rotary_base`, `vocab_size`, `swiglu`, ...).
+    """
+
+    tensor_model_parallel_size: int = flag(1)
+    """GPUs over which each layer's matrices are split."""
+    pipeline_model_parallel_size: int = flag(1)
+    """Pipeline stages."""
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None)
+    """Layers per virtual pipeline stage (interleaved schedule)."""
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None)
+    """Virtual stages per pipeline rank; an alternative to the flag above."""
+    context_parallel_size: int = flag(1)
+    """GPUs over which each sequence is split."""
+    expert_model_parallel_size: int = flag(1)
+    """GPUs over which experts are spread."""
+    expert_tensor_parallel_size: int | None = flag(None)
+    """GPUs over which each expert's matrices are split; unset: 1 with expert parallelism, else the tensor size."""
+    sequence_parallel: bool = flag(False)
+    """Split activations of norms and dropout along the sequence; needs tensor parallelism."""
+    bf16: bool = derived("true unless fp16 or fp32")
+    """Train in bfloat16 with float32 master weights."""
+    fp16: bool = flag(False)
+    """Train in float16 with loss scaling."""
+    fp32: bool = flag(False)
+    """Train in float32."""
+    recompute_activations: bool = flag(False)
+    """Recompute activations in the backward pass: less memory, about a third more computation."""
+    recompute_granularity: Literal["full", "selective"] | None = derived("full with recompute_activations")
+    """What is recomputed: whole layers, or --recompute-modules."""
+    recompute_method: Literal["uniform", "block"] | None = derived("uniform with recompute_activations")
+    """Which layers are recomputed, with full granularity."""
+    recompute_num_layers: int | None = derived("1 with recompute_activations")
+    """Layers per recomputed block, with full granularity."""
+    recompute_modules: tuple[str, ...] = flag(())
+    """Modules recomputed with selective granularity."""
+    optimizer_name: Literal["adam", "sgd"] = flag("adam", name="optimizer")
+    """Optimizer."""
+    lr: float = flag(1e-6)
+    """Learning rate."""
+    min_lr: float = flag(0.0)
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag("constant")
+    """Schedule of the learning rate after the warm-up."""
+    lr_decay_iters: int | None = flag(None)
+    """Optimizer steps over which the learning rate decays; unset: the whole run."""
+    lr_decay_samples: int | None = flag(None)
+    """The same, in samples."""
+    lr_warmup_iters: int = flag(0)
+    """Optimizer steps of linear warm-up."""
+    lr_warmup_fraction: float | None = flag(None)
+    """Warm-up as a fraction of the decay."""
+    lr_warmup_samples: int = flag(0)
+    """Warm-up in samples."""
+    lr_warmup_init: float = flag(0.0)
+    """Learning rate at the start of the warm-up."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag("exponential")
+    """Last phase of the WSD schedule."""
+    lr_wsd_decay_iters: int | None = flag(None)
+    """Optimizer steps of the last phase of the WSD schedule."""
+    weight_decay: float = flag(0.01)
+    """Weight decay."""
+    start_weight_decay: float = derived("weight_decay")
+    """Weight decay at the start, with a schedule."""
+    end_weight_decay: float = derived("weight_decay")
+    """Weight decay at the end, with a schedule."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant")
+    """Schedule of the weight decay."""
+    adam_beta1: float = flag(0.9)
+    """Adam's beta 1."""
+    adam_beta2: float = flag(0.999)
+    """Adam's beta 2."""
+    adam_eps: float = flag(1e-8)
+    """Adam's epsilon."""
+    sgd_momentum: float = flag(0.9)
+    """Momentum of SGD."""
+    clip_grad: float = flag(1.0)
+    """Largest global gradient norm; 0: no clipping."""
+    check_for_nan_in_loss_and_grad: bool = flag(True)
+    """Stop on NaN or Inf; off: the step is skipped and counted."""
+    use_distributed_optimizer: bool = flag(True)
+    """Shard optimizer states over data-parallel ranks."""
+    use_precision_aware_optimizer: bool = flag(False)
+    """Optimizer states in lower precision (needs Transformer Engine)."""
+    optimizer_cpu_offload: bool = flag(False)
+    """Run the optimizer step on the CPU, with its states in host memory."""
+    offload_optimizer_states: bool = flag(False)
+    """Optimizer states live in host memory while the engines hold the GPU."""
+    overlap_grad_reduce: bool = flag(False)
+    """Overlap gradient reduction with the backward pass."""
+    overlap_param_gather: bool = flag(False)
+    """Overlap gathering of parameters with the forward pass."""
+    accumulate_allreduce_grads_in_fp32: bool = derived("true unless fp32 is the training precision anyway")
+    """Accumulate and reduce gradients in float32."""
+    use_checkpoint_opt_param_scheduler: bool = flag(False)
+    """On resume, take the schedule's settings from the checkpoint."""
+    override_opt_param_scheduler: bool = flag(False)
+    """On resume, take the schedule's settings from the flags."""
+    padded_vocab_size: int | None = flag(None)
+    """Vocabulary size after padding; unset: padded to a multiple for the tensor-parallel size."""
+    transformer: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)

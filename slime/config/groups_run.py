@@ -1,0 +1,178 @@
+"""Groups about the run as a whole: cluster, fault tolerance, observation, debugging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slime.config.field import derived, flag
+
+_NO_CRITIC = "the PPO critic is not in this version"
+_NO_MEGATRON_SERVER = "the Megatron teacher server is not in this version"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Placement: how many GPUs trainer and engines get, and how their processes are connected.
+
+    On a host without a GPU, a "GPU" is one CPU process slot. `Config.placement` has the numbers that follow.
+    """
+
+    actor_num_nodes: int = flag(1)
+    """Nodes of the trainer."""
+    actor_num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU")
+    """GPUs of the trainer on each of its nodes."""
+    rollout_num_gpus: int = derived("colocate: actor_num_nodes × actor_num_gpus_per_node; else one engine")
+    """GPUs of all engines together. 0: no engines."""
+    rollout_num_gpus_per_engine: int = flag(1)
+    """GPUs of one engine (its tensor-parallel times pipeline-parallel size)."""
+    num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU")
+    """GPUs of a node on which engines are laid out."""
+    colocate: bool = flag(False)
+    """Trainer and engines share the same GPUs and take turns."""
+    offload: bool = flag(False)
+    """Short for --offload-train --offload-rollout."""
+    offload_train: bool = derived("colocate")
+    """Free the trainer's GPU memory while the engines generate."""
+    offload_rollout: bool = derived("colocate")
+    """Free the engines' GPU memory while the trainer trains."""
+    distributed_backend: str = derived("nccl with GPUs, gloo without")
+    """torch.distributed backend of the trainer's process groups."""
+    distributed_timeout_minutes: float = derived("NCCL_TIMEOUT / 60 when that variable is set, else 10")
+    """Time-out of every process group, the weight-update group included."""
+    train_env_vars: dict[str, Any] = flag({})
+    """Environment variables of the trainer's processes, as JSON."""
+    placement_timeout: float = flag(300.0)
+    """Seconds to wait for the cluster to have the GPUs that were asked for."""
+    ray_address: str | None = flag(None)
+    """Ray cluster to join ("auto", "host:port"). Unset: RAY_ADDRESS if set, else a local Ray is started."""
+    http_proxy: str | None = flag(None, refused="requests to engines never go through a proxy")
+    """HTTP proxy for requests to engines."""
+    use_distributed_post: bool = flag(False, refused="one HTTP client drives all engines; it is not the bottleneck")
+    """Send requests to engines from several nodes."""
+    release_train: bool = flag(False, refused="trainer processes stay; use --offload-train to free their GPU memory")
+    """End the trainer's processes during rollout and start them again from a checkpoint."""
+    train_backend: Literal["megatron"] = flag("megatron")
+    """Training backend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultToleranceConfig:
+    """Watching engines and replacing dead ones."""
+
+    use_fault_tolerance: bool = flag(False)
+    """Health-check the engines, restart dead ones, retry their requests."""
+    rollout_health_check_interval: float = flag(30.0)
+    """Seconds between two health checks of an engine."""
+    rollout_health_check_timeout: float = flag(30.0)
+    """Seconds after which an unanswered health check counts as failed."""
+    rollout_health_check_first_wait: float = flag(0.0)
+    """Seconds before the first health check, for engines that compile on first use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveConfig:
+    """The run folder, logs and metrics."""
+
+    output_dir: str = flag("outputs")
+    """Directory of run folders; `tensorboard --logdir` reads it."""
+    run_name: str = derived("<model>-<YYYYMMDD-HHMMSS>")
+    """Name of the run folder inside --output-dir."""
+    stage: str | None = flag(None)
+    """Name of this stage, when several runs (SFT, then RL) share one run folder and its metrics.jsonl."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = derived("DEBUG when SLIME_DEBUG=1, else INFO")
+    """Verbosity of the logs."""
+    trace: bool = flag(True)
+    """Record the spans of every sample (queue, prefill and decode, reward) for Perfetto."""
+    use_tensorboard: bool = flag(True)
+    """Write TensorBoard event files into the run folder."""
+    tb_project_name: str | None = flag(None)
+    """First level of the TensorBoard directory: tensorboard/<project>/<experiment>."""
+    tb_experiment_name: str | None = flag(None)
+    """Second level of the TensorBoard directory."""
+    use_wandb: bool = flag(False)
+    """Log to Weights & Biases (pip install 'slime-rl[wandb]')."""
+    wandb_mode: Literal["online", "offline", "disabled"] | None = flag(None)
+    """Mode of Weights & Biases; unset: its own default."""
+    wandb_dir: str | None = flag(None)
+    """Directory of the W&B files; unset: the run folder."""
+    wandb_key: str | None = flag(None)
+    """W&B API key; better given as WANDB_API_KEY. Never written to config.json."""
+    wandb_host: str | None = flag(None)
+    """W&B server."""
+    wandb_team: str | None = flag(None)
+    """W&B entity."""
+    wandb_group: str | None = flag(None)
+    """W&B group."""
+    wandb_project: str | None = flag(None)
+    """W&B project; unset: slime."""
+    wandb_run_id: str | None = flag(None)
+    """Resume this W&B run."""
+    disable_wandb_random_suffix: bool = flag(False)
+    """Leave the group name as given, without a random suffix."""
+    wandb_always_use_train_step: bool = flag(False)
+    """Use the count of optimizer steps as the x axis of rollout and eval metrics too."""
+    log_multi_turn: bool = flag(False)
+    """Log the number of turns and their lengths."""
+    log_passrate: bool = flag(False)
+    """Log pass@k of the training samples."""
+    log_reward_category: str | None = flag(None)
+    """Key of the reward dict whose values are counted per category."""
+    log_correct_samples: bool = flag(False)
+    """Log the lengths of correct samples separately."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebugConfig:
+    """Configuration files, dry runs, and running one half of the loop alone."""
+
+    config: str | None = flag(None)
+    """YAML file that sets flags by name (with dashes or underscores); flags on the command line win."""
+    custom_config_path: str | None = flag(None)
+    """YAML file of names that are set on `args` for hooks; names that are flags set the flag."""
+    dry_run: bool = flag(False)
+    """Resolve, plan placement and memory, print, and start nothing."""
+    debug_rollout_only: bool = flag(False)
+    """Start the engines only, no trainer."""
+    debug_train_only: bool = derived("true when load_debug_rollout_data is set")
+    """Start the trainer only, no engines."""
+    save_debug_rollout_data: str | None = derived("<dump_details>/rollout_data/{rollout_id}.pt with --dump-details")
+    """Write every rollout's samples to this path, formatted with rollout_id."""
+    load_debug_rollout_data: str | None = flag(None)
+    """Train on samples written by --save-debug-rollout-data instead of generating; implies --debug-train-only."""
+    load_debug_rollout_data_subsample: float | None = flag(None)
+    """Fraction of the loaded samples to keep."""
+    load_forge_rollout_data: str | None = flag(None, refused="replaying dumps while engines live is not supported")
+    """Replay dumps while the engines stay live."""
+    save_debug_train_data: str | None = derived("<dump_details>/train_data/{rollout_id}.pt with --dump-details")
+    """Write the tensors of every training step to this path, formatted with rollout_id."""
+    dump_details: str | None = flag(None)
+    """Directory for all of the above dumps."""
+    memory_snapshot_dir: str = flag(".")
+    """Directory of GPU memory snapshots."""
+    memory_snapshot_num_steps: int | None = flag(None)
+    """Steps after which the GPU memory snapshot is written."""
+    record_memory_history: bool = flag(False)
+    """Record GPU memory allocations for a snapshot."""
+    memory_recorder: Literal["torch", "memray"] = flag("torch", refused_values={"memray": "only torch's recorder"})
+    """What records memory."""
+    use_pytorch_profiler: bool = flag(False)
+    """Profile with torch.profiler; see --profile-step-start, --profile-step-end, --profile-target."""
+    profile_step_start: int = flag(10)
+    """First step that is profiled."""
+    profile_step_end: int = flag(12)
+    """Step after the last that is profiled."""
+    profile_target: tuple[Literal["train_overall", "train_actor", "train_log_probs"], ...] = flag(("train_overall",))
+    """What the profiler covers."""
+    check_weight_update_equal: bool = flag(False)
+    """Verify every weight on the engines after the first sync."""
+    ci_test: bool = flag(False, refused="assertions live in the test suite, not in the product")
+    """Assertions of the reference system's CI."""
+    ci_disable_kl_checker: bool = flag(False, refused="see --ci-test")
+    """Part of --ci-test."""
+    ci_train_rollout_logprob_abs_diff_threshold: float = flag(0.1, refused="see --ci-test")
+    """Part of --ci-test."""
+    ci_save_grad_norm: str | None = flag(None, refused="see --ci-test")
+    """Part of --ci-test."""
+    ci_load_grad_norm: str | None = flag(None, refused="see --ci-test")
+    """Part of --ci-test."""

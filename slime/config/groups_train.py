@@ -1,0 +1,263 @@
+"""Groups about training: algorithm, batches, checkpoints, weight sync."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slime.config.field import derived, flag
+
+_NO_CRITIC = "the PPO critic is not in this version"
+_NO_OPD = "on-policy distillation is not in this version"
+_NO_DELTA = "delta weight updates are not in this version; leave --update-weight-mode at full"
+_NO_REPLAY = "routing replay is not in this version"
+_NO_MTP = "training of multi-token-prediction layers is not in this version"
+_NO_DEEPGEMM = "the DeepGEMM alignment kernels are not in this version"
+_NO_TEACHER_SERVER = "the Megatron teacher server is not in this version"
+_NO_OLD_ACTOR = "a lagged copy of the policy is not in this version; the old log-probs are those of the trained weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """Loss, advantages, and corrections between the sampling and the trained policy."""
+
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag("policy_loss")
+    """policy_loss for RL, sft_loss for supervised fine-tuning, custom_loss for a function of your own."""
+    custom_loss_function_path: str | None = flag(None)
+    """Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), with --loss-type custom_loss."""
+    advantage_estimator: Literal[
+        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
+    ] = flag("grpo", refused_values={"ppo": _NO_CRITIC})
+    """How rewards become advantages."""
+    disable_compute_advantages_and_returns: bool = flag(False)
+    """Train without advantages (SFT, custom losses)."""
+    custom_advantage_function_path: str | None = flag(None)
+    """Function (args, rollout_data) that sets advantages and returns."""
+    eps_clip: float = flag(0.2)
+    """Lower clip range of the policy ratio."""
+    eps_clip_high: float = derived("eps_clip")
+    """Upper clip range of the policy ratio."""
+    eps_clip_c: float | None = flag(None)
+    """Bound of dual-clip PPO, > 1."""
+    value_clip: float = flag(0.2, refused=_NO_CRITIC)
+    """Clip range of the value loss."""
+    kl_coef: float = flag(0.0)
+    """Coefficient of the KL penalty in the reward."""
+    use_kl_loss: bool = flag(False)
+    """Add a KL loss against the reference model (--ref-load)."""
+    kl_loss_coef: float = flag(0.0)
+    """Coefficient of the KL loss."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag("k1")
+    """KL estimator (Schulman, http://joschu.net/blog/kl-approx.html)."""
+    use_unbiased_kl: bool = flag(False)
+    """Weight the KL estimator by the importance ratio."""
+    entropy_coef: float = flag(0.0)
+    """Coefficient of the entropy bonus."""
+    gamma: float = flag(1.0)
+    """Discount per token (REINFORCE++)."""
+    lambd: float = flag(1.0, refused=_NO_CRITIC)
+    """Lambda of generalised advantage estimation."""
+    normalize_advantages: bool = flag(False)
+    """Whiten advantages over the batch."""
+    disable_grpo_std_normalization: bool = flag(False)
+    """Do not divide by the group's standard deviation (Dr. GRPO)."""
+    grpo_std_normalization: bool = derived("not disable_grpo_std_normalization, and n_samples_per_prompt > 1")
+    """The opposite of --disable-grpo-std-normalization, as hooks read it."""
+    disable_rewards_normalization: bool = flag(False)
+    """Use raw rewards, without the group mean."""
+    rewards_normalization: bool = derived("not disable_rewards_normalization")
+    """The opposite of --disable-rewards-normalization, as hooks read it."""
+    use_rollout_entropy: bool = flag(False)
+    """Compute and log the entropy of the rollout tokens."""
+    use_rollout_logprobs: bool = flag(False)
+    """Take the engine's log-probs as the old policy's, instead of recomputing them."""
+    use_tis: bool = flag(False)
+    """Truncated importance sampling between the engine's and the trainer's policy."""
+    tis_clip: float = flag(2.0)
+    """Upper bound of the importance weight."""
+    tis_clip_low: float = flag(0.0)
+    """Lower bound of the importance weight."""
+    custom_tis_function_path: str | None = flag(None)
+    """Function that replaces truncated importance sampling."""
+    get_mismatch_metrics: bool = flag(False)
+    """Log the mismatch between engine and trainer as --custom-tis-function-path measures it, without correcting."""
+    custom_pg_loss_reducer_function_path: str | None = flag(None)
+    """Function that makes the reducer of the policy loss."""
+    calculate_per_token_loss: bool = flag(False)
+    """Average the loss over tokens instead of over rollouts."""
+    use_opsm: bool = flag(False)
+    """Off-policy sequence masking."""
+    opsm_delta: float = flag(1e-4)
+    """Sequence KL above which a sample of negative advantage is masked."""
+    use_opd: bool = flag(False, refused=_NO_OPD)
+    """On-policy distillation."""
+    opd_type: Literal["sglang", "megatron"] | None = flag(None, refused=_NO_OPD)
+    """Where the teacher runs."""
+    opd_kl_coef: float = flag(1.0, refused=_NO_OPD)
+    """Coefficient of the distillation term."""
+    opd_teacher_load: str | None = flag(None, refused=_NO_OPD)
+    """Checkpoint of the teacher."""
+    opd_teacher_ckpt_step: int | None = flag(None, refused=_NO_OPD)
+    """Iteration of the teacher's checkpoint."""
+    num_critic_only_steps: int = flag(0, refused=_NO_CRITIC)
+    """Steps that train the critic alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Batches, packing, what is trained, and hooks of the trainer."""
+
+    seed: int = flag(1234)
+    """Seed of the trainer."""
+    global_batch_size: int = derived("rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout")
+    """Samples (executions) per optimizer step, over all data-parallel ranks."""
+    num_steps_per_rollout: int = derived("rollout_batch_size × n_samples_per_prompt ÷ global_batch_size")
+    """Optimizer steps per rollout."""
+    micro_batch_size: int = flag(1)
+    """Samples per micro-batch, when batches are not dynamic."""
+    use_dynamic_batch_size: bool = flag(False)
+    """Pack micro-batches by tokens, up to --max-tokens-per-gpu."""
+    max_tokens_per_gpu: int | None = flag(None)
+    """Most tokens of a micro-batch on one GPU, with --use-dynamic-batch-size."""
+    log_probs_max_tokens_per_gpu: int | None = derived("max_tokens_per_gpu")
+    """The same for passes that only compute log-probs."""
+    balance_data: bool = derived("balance_by_flops")
+    """Spread samples over data-parallel ranks so that each has the same work."""
+    balance_by_flops: bool = flag(False)
+    """Balance by floating-point operations instead of tokens."""
+    data_pad_size_multiplier: int = flag(128)
+    """Packed micro-batches are padded to a multiple of this many tokens times the tensor-parallel size."""
+    log_probs_chunk_size: int = flag(-1)
+    """Rows of logits computed at a time for log-probs; -1: chosen from the vocabulary size."""
+    recompute_loss_function: bool = flag(False)
+    """Recompute the loss in the backward pass instead of keeping its intermediates."""
+    seq_length: int | None = flag(None)
+    """Hard cap of prompt plus response: generation is limited to it, longer samples are refused."""
+    only_train_params_name_list: tuple[str, ...] = flag(())
+    """Regular expressions (re.search) of the parameters to train; all others are frozen."""
+    freeze_params_name_list: tuple[str, ...] = flag(())
+    """Regular expressions (re.search) of the parameters to freeze."""
+    keep_old_actor: bool = flag(False, refused=_NO_OLD_ACTOR)
+    """Take the old policy from a lagged copy of the weights."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = flag("auto")
+    """Layer implementation; auto: Transformer Engine where it is installed and a GPU is there, else local."""
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag("auto")
+    """Attention kernel, with or without Transformer Engine; one that is not there is refused by name."""
+    custom_model_provider_path: str | None = flag(None)
+    """Function (pre_process, post_process, vp_stage) -> GPTModel that builds the model."""
+    custom_megatron_init_path: str | None = flag(None)
+    """Function (args) run after Megatron is initialised."""
+    custom_megatron_before_log_prob_hook_path: str | None = flag(None)
+    """Function (args, model, store_prefix) run before each forward-only pass."""
+    custom_megatron_before_train_step_hook_path: str | None = flag(None)
+    """Function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler) run before each step."""
+    use_routing_replay: bool = flag(False, refused=_NO_REPLAY)
+    """Replay the experts of the old-policy pass in training."""
+    use_rollout_routing_replay: bool = flag(False, refused=_NO_REPLAY)
+    """Replay the experts that the engine chose."""
+    enable_mtp_training: bool = flag(False, refused=_NO_MTP)
+    """Train the multi-token-prediction layers."""
+    qwen_gdn_backend: Literal["fla", "flashqla"] = flag("fla", refused="Qwen3-Next layers are not in this version")
+    """Kernels of Gated DeltaNet layers."""
+    freeze_indexer: bool = flag(False, refused="DeepSeek sparse attention is not in this version")
+    """Freeze the indexer of DeepSeek sparse attention."""
+    allgather_cp: bool = flag(False, refused="DeepSeek sparse attention is not in this version")
+    """Contiguous context parallelism for DeepSeek sparse attention."""
+    megatron_config_path: str | None = flag(None, refused=_NO_CRITIC + ", and so are role files")
+    """YAML file of settings per role."""
+    megatron_deepgemm_forward_layers: tuple[int, ...] = flag((), refused=_NO_DEEPGEMM)
+    """Layers that use DeepGEMM in the forward pass."""
+    megatron_deepgemm_forward_modules: tuple[str, ...] = flag((), refused=_NO_DEEPGEMM)
+    """Modules that use DeepGEMM in the forward pass."""
+    megatron_deepgemm_moe_forward_layers: tuple[int, ...] = flag((), refused=_NO_DEEPGEMM)
+    """MoE layers that use DeepGEMM in the forward pass."""
+    megatron_deepgemm_moe_forward_modules: tuple[str, ...] = flag((), refused=_NO_DEEPGEMM)
+    """MoE modules that use DeepGEMM in the forward pass."""
+    teacher_port: int = flag(7999, refused=_NO_TEACHER_SERVER)
+    """Port of the Megatron teacher server."""
+    teacher_warmup_port: int | None = flag(None, refused=_NO_TEACHER_SERVER)
+    """Port of the teacher server while it warms up."""
+    teacher_warmup_timeout_s: int = flag(3000, refused=_NO_TEACHER_SERVER)
+    """Deadline of the teacher server's warm-up."""
+    teacher_sample_reduction_chunk_size: int = flag(4096, refused=_NO_TEACHER_SERVER)
+    """Chunk size of the teacher server."""
+    teacher_label_reduction_chunk_size: int = flag(4096, refused=_NO_TEACHER_SERVER)
+    """Chunk size of the teacher server."""
+    megatron_server_max_length: int = flag(0, refused=_NO_TEACHER_SERVER)
+    """Longest input of the teacher server."""
+    megatron_server_update_timeout_s: int = flag(3600, refused=_NO_TEACHER_SERVER)
+    """Deadline of the teacher server's weight update."""
+    megatron_server_warmup: bool = flag(True, refused=_NO_TEACHER_SERVER)
+    """Warm the teacher server up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is loaded and what is saved."""
+
+    hf_checkpoint: str | None = flag(None)
+    """Hugging Face directory: tokenizer, config, engine weights, and the trainer's weights for a fresh start."""
+    model_name: str | None = flag(None)
+    """Model family of the weight converter; unset: found from the Hugging Face config."""
+    load: str | None = derived("ref_load or hf_checkpoint, for a fresh start")
+    """Checkpoint to start from; equal to --save: resume, or start fresh when there is nothing yet."""
+    ckpt_step: int | None = flag(None)
+    """Iteration of --load; unset: the latest."""
+    save: str | None = flag(None)
+    """Directory of the run's own checkpoints."""
+    save_interval: int | None = flag(None)
+    """Save every so many rollouts, and after the last."""
+    save_retain: int | None = flag(None)
+    """Keep only the last N checkpoints; unset: all."""
+    save_hf: str | None = flag(None)
+    """Also write a Hugging Face directory with each checkpoint; formatted with rollout_id."""
+    async_save: bool = flag(False)
+    """Write checkpoints in the background."""
+    no_save_optim: bool = flag(False)
+    """Leave the optimizer out of checkpoints."""
+    no_save_rng: bool = flag(False)
+    """Leave the random number generators out of checkpoints."""
+    no_load_optim: bool = flag(False)
+    """Do not load the optimizer."""
+    no_load_rng: bool = flag(False)
+    """Do not load the random number generators."""
+    finetune: bool = flag(False)
+    """Load the weights only and start at rollout 0."""
+    ref_load: str | None = derived("hf_checkpoint, when a reference model is needed")
+    """Checkpoint of the reference model."""
+    ref_ckpt_step: int | None = flag(None)
+    """Iteration of --ref-load."""
+    ref_update_interval: int | None = flag(None)
+    """Copy the trained weights into the reference model every so many rollouts."""
+    reset_optimizer_states: bool = flag(False)
+    """Reset Adam's moments at each rollout."""
+    use_stateless_adam: bool = flag(False, refused="stateless Adam is not in this version")
+    """Adam without kept moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """Weights from trainer to engines."""
+
+    update_weight_mode: Literal["full", "delta"] = flag("full", refused_values={"delta": _NO_DELTA})
+    """Push all weights, or only what changed."""
+    update_weight_transport: Literal["nccl", "disk"] = flag("nccl")
+    """nccl: by memory or network (IPC or shared memory when colocated, NCCL or gloo else); disk: a directory."""
+    update_weight_buffer_size: int = flag(512 * 1024 * 1024)
+    """Bytes per bucket."""
+    update_weights_interval: int = flag(1)
+    """Push the weights every so many rollouts."""
+    async_buffer_size: int = flag(1)
+    """Asynchronous training: most rollout batches finished or under way ahead of the trainer."""
+    update_weight_disk_dir: str | None = flag(None)
+    """Directory for --update-weight-transport disk."""
+    update_weight_disk_keep_files: bool = flag(False)
+    """Keep the directories of earlier weight versions."""
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = flag("xor", refused=_NO_DELTA)
+    """Encoding of deltas."""
+    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = flag("xxh3-128", refused=_NO_DELTA)
+    """Checksum of deltas."""
+    update_weight_local_checkpoint_dir: str | None = flag(None, refused=_NO_DELTA)
+    """Local directory on engine hosts to which deltas are applied."""
+    custom_update_weight_post_write_path: str | None = flag(None)
+    """Function (args, version_dir, rollout_engines) run on every rank after a disk push is written."""
