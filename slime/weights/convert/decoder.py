@@ -9,7 +9,7 @@ from typing import Any
 
 from slime.errors import UserError
 from slime.weights.convert.family import Rule
-from slime.weights.convert.layouts import COLUMN, GATE_UP, QKV, REPLICATED, ROW, VOCAB
+from slime.weights.convert.layouts import GATE_UP, QKV, REPLICATED, ROW, VOCAB
 from slime.weights.convert.spec import ModelSpec, rotary_settings
 
 MEGATRON_LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -66,8 +66,6 @@ MLP_RULES = (
 
 #: Buffers that old checkpoints carry although they are computed.
 COMPUTED_BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-
-__all__ = ["ATTENTION_RULES", "COLUMN", "COMPUTED_BUFFERS", "MLP_RULES", "OUTER_RULES", "decoder_spec", "require"]
 
 
 def require(config: dict[str, Any], key: str) -> Any:

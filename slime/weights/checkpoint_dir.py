@@ -1,0 +1,263 @@
+"""The directory of Megatron checkpoints: names, the tracker file, completeness, atomic publishing, retention.
+
+    checkpoints/
+      iter_0000007/  iter_0000010/          one directory per saved rollout; complete or not there at all
+      latest_checkpointed_iteration.txt     "10"; written last
+      .iter_0000013.partial/                a save under way, or one that died
+
+Imports no torch: the launch looks here before anything is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.errors import UserError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|replaced)")
+
+
+def iteration_name(iteration: int) -> str:
+    """``iter_0000010`` for 10."""
+    return f"iter_{iteration:07d}"
+
+
+def saved_iterations(root: Path) -> list[int]:
+    """Iterations that have a directory, in order; [] when ``root`` is not there."""
+    if not root.is_dir():
+        return []
+    found = (_ITERATION.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir())
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def read_tracker(root: Path) -> int | str | None:
+    """What the tracker file says: an iteration, "release" (weights only, converted), or None without the file.
+
+    Raises:
+        UserError: the file says anything else.
+    """
+    try:
+        text = (root / TRACKER).read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if text == "release":
+        return text
+    if text.isdigit():
+        return int(text)
+    raise UserError(
+        f"{root / TRACKER} does not hold an iteration number",
+        why=f"it says {text[:40]!r}",
+        fix=f"write one of {saved_iterations(root)} into it, or pass --ckpt-step",
+    )
+
+
+def iteration_dir(root: Path, iteration: int | str) -> Path:
+    """Where an iteration is stored. A save that died while replacing it may have left it under another name."""
+    name = "release" if iteration == "release" else iteration_name(int(iteration))
+    replaced = root / f".{name}.replaced"
+    return replaced if not (root / name).exists() and replaced.exists() else root / name
+
+
+def is_leftover(name: str) -> bool:
+    """Does the name belong to a save that did not finish?"""
+    return bool(_LEFTOVER.fullmatch(name))
+
+
+# -- completeness ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint: path relative to the iteration's directory, size, xxh3-128 of its content."""
+
+    path: str
+    nbytes: int
+    xxh3: str
+
+
+def write_manifest(directory: Path, records: list[FileRecord]) -> None:
+    """Written as the last file of a checkpoint: what must be there for it to be complete."""
+    listed = {record.path: {"nbytes": record.nbytes, "xxh3": record.xxh3} for record in records}
+    write_file(directory / MANIFEST, json.dumps({"files": listed}, indent=1))
+
+
+def read_manifest(directory: Path) -> list[FileRecord] | None:
+    """The manifest, or None for a checkpoint that another program wrote.
+
+    Raises:
+        UserError: the manifest cannot be read.
+    """
+    try:
+        data = json.loads((directory / MANIFEST).read_text())
+        return [FileRecord(path, entry["nbytes"], entry["xxh3"]) for path, entry in data["files"].items()]
+    except FileNotFoundError:
+        return None
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise UserError(f"{directory / MANIFEST} is damaged", why=str(error), fix=_go_back(directory)) from error
+
+
+def check_complete(directory: Path) -> None:
+    """Every file of the manifest is there and has its size. Cheap: reads no data.
+
+    Raises:
+        UserError: names the files that are missing or truncated, and the iterations to go back to.
+    """
+    if not directory.is_dir():
+        raise UserError(f"there is no checkpoint {directory}", fix=_go_back(directory))
+    records = read_manifest(directory)
+    if records is None:
+        needed = [name for name in ("metadata.json", "common.pt", ".metadata") if not (directory / name).is_file()]
+        if needed:
+            raise UserError(
+                f"{directory} is not a complete checkpoint", f"missing: {', '.join(needed)}", _go_back(directory)
+            )
+        return
+    faults = []
+    for record in records:
+        path = directory / record.path
+        if not path.is_file():
+            faults.append(f"{record.path} is missing")
+        elif path.stat().st_size != record.nbytes:
+            faults.append(f"{record.path} has {path.stat().st_size} of {record.nbytes} bytes")
+    if faults:
+        more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
+        raise UserError(f"{directory} is damaged", why="; ".join(faults[:4]) + more, fix=_go_back(directory))
+
+
+def check_contents(directory: Path, rank: int = 0, world_size: int = 1) -> None:
+    """Compare the files' fingerprints with the manifest; each rank reads its share.
+
+    Raises:
+        UserError: names the first file whose content changed after it was written.
+    """
+    records = read_manifest(directory) or []
+    for record in records[rank::world_size]:
+        if file_fingerprint(directory / record.path) != record.xxh3:
+            raise UserError(
+                f"{directory / record.path} is corrupt",
+                why="its content is not what was written (xxh3-128 differs from manifest.json)",
+                fix=_go_back(directory),
+            )
+
+
+def file_fingerprint(path: Path) -> str:
+    """xxh3-128 of a file's bytes."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as stream:
+        while chunk := stream.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _go_back(directory: Path) -> str:
+    root, own = directory.parent, directory.name
+    others = [i for i in saved_iterations(root) if iteration_name(i) != own]
+    if others:
+        return f"pass --ckpt-step with an earlier iteration of {root}: {', '.join(map(str, others[-5:]))}"
+    return "pass --load with another checkpoint, or leave --load out to start from --hf-checkpoint"
+
+
+# -- writing -----------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a small file so that readers see the old or the new content, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(directory: Path) -> None:
+    """Every file and directory below, so that a later rename publishes only what is on the disk."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_directory(Path(folder))
+
+
+def partial_dir(final: Path) -> Path:
+    """An empty directory beside ``final`` to write into; what an earlier attempt left there is removed.
+
+    Raises:
+        UserError: the place cannot be written to.
+    """
+    path = final.with_name(f".{final.name}.partial")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            shutil.rmtree(path)
+        path.mkdir()
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {final.parent}", why=f"{error.strerror}", fix="pass a directory that you may write to"
+        ) from error
+    return path
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Make a finished directory visible under its name. An older one of that name is removed afterwards.
+
+    Between the two renames the older one lies at ``.<name>.replaced``, where `iteration_dir` finds it.
+    """
+    fsync_tree(partial)
+    replaced = final.with_name(f".{final.name}.replaced")
+    if replaced.exists() and final.exists():
+        shutil.rmtree(replaced)
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    fsync_directory(final.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def set_latest(root: Path, iteration: int | str) -> None:
+    write_file(root / TRACKER, f"{iteration}\n")
+
+
+def retain(root: Path, keep: int | None) -> list[int]:
+    """Remove all but the newest ``keep`` iterations, and what dead saves left. The tracked one always stays.
+
+    Returns:
+        The iterations that were removed.
+    """
+    for entry in root.iterdir():
+        if is_leftover(entry.name) and entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+    if keep is None:
+        return []
+    latest = read_tracker(root)
+    iterations = saved_iterations(root)
+    doomed = [i for i in iterations[: max(0, len(iterations) - max(1, keep))] if i != latest]
+    for iteration in doomed:
+        victim = root / iteration_name(iteration)
+        hidden = victim.with_name(f".{victim.name}.replaced")  # invisible at once, even if the removal is cut short
+        victim.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+    return doomed

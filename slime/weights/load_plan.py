@@ -1,0 +1,198 @@
+"""Where a run's weights come from, decided before anything starts. Imports no torch.
+
+--load / --save / --ref-load / --ckpt-step / --hf-checkpoint  ─► resolve_load ─► LoadPlan
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.weights.checkpoint_dir import (
+    check_complete,
+    is_leftover,
+    iteration_dir,
+    read_tracker,
+    saved_iterations,
+)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What to load and where to go on.
+
+    Attributes:
+        kind: "megatron" (a checkpoint of this program or of Megatron-LM) or "hf" (a Hugging Face directory).
+        path: the iteration's directory, or the Hugging Face directory.
+        iteration: the rollout after which the checkpoint was saved; None for weights without a past.
+        start_rollout_id: the next rollout.
+        load_optimizer, load_rng: whether training goes on from the saved optimizer and random numbers.
+        is_resume: the run goes on in its own --save directory.
+        note: one line for people: what is loaded and why.
+    """
+
+    kind: Literal["megatron", "hf"]
+    path: Path
+    iteration: int | None
+    start_rollout_id: int
+    load_optimizer: bool
+    load_rng: bool
+    is_resume: bool
+    note: str
+
+
+def resolve_load(config: Config) -> LoadPlan:
+    """The actor's weights.
+
+    * ``--load`` equal to ``--save`` with nothing saved yet: fresh start from ``--ref-load`` or ``--hf-checkpoint``.
+    * ``--load`` with a Megatron checkpoint: iteration ``--ckpt-step`` or the latest; goes on at iteration + 1.
+    * ``--load`` with a Hugging Face directory, or no ``--load``: a fresh start from it.
+
+    Raises:
+        UserError: nothing loadable at --load; names the directory, what is in it, and the flags.
+    """
+    flags = config.checkpoint
+    given = flags.load
+    resumable = given is not None and flags.save is not None and _same(Path(given), Path(flags.save))
+    if given is not None:
+        root = Path(given)
+        if resumable and read_tracker(root) is None and flags.ckpt_step is None and not _looks_like_checkpoint(root):
+            fresh = _fresh(config, f"nothing saved yet in {root} (--load is --save)")
+            return fresh
+        tracked = read_tracker(root)
+        if tracked is not None or (flags.ckpt_step is not None and saved_iterations(root)):
+            return _megatron(config, root, tracked, flags.ckpt_step, resumable)
+        if is_hf_dir(root):
+            return _from_hf(config, root, f"Hugging Face weights from {root}")
+        raise _nothing_there(root, "--load")
+    return _fresh(config, "no --load")
+
+
+def resolve_reference(config: Config) -> LoadPlan:
+    """The reference model's weights: --ref-load (either kind), else --hf-checkpoint.
+
+    Raises:
+        UserError: as `resolve_load`.
+    """
+    flags = config.checkpoint
+    given = flags.ref_load or flags.hf_checkpoint
+    if given is None:
+        raise UserError("no weights for the reference model", fix="pass --ref-load or --hf-checkpoint")
+    root, tracked = Path(given), read_tracker(Path(given))
+    if tracked is None and is_hf_dir(root):
+        return _weights_only("hf", root, None, f"reference model from {root}")
+    if tracked is None and flags.ref_ckpt_step is None:
+        raise _nothing_there(root, "--ref-load")
+    path, iteration = _pick(root, tracked, flags.ref_ckpt_step, "--ref-ckpt-step")
+    return _weights_only("megatron", path, iteration, f"reference model from {path}")
+
+
+def is_hf_dir(path: Path) -> bool:
+    """Does the directory hold a Hugging Face model: a config.json with a model_type or architectures?"""
+    try:
+        data = json.loads((path / "config.json").read_text())
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        return False
+    return isinstance(data, dict) and ("model_type" in data or "architectures" in data)
+
+
+def _fresh(config: Config, reason: str) -> LoadPlan:
+    flags = config.checkpoint
+    for given in (flags.ref_load, flags.hf_checkpoint):
+        if given is None:
+            continue
+        root = Path(given)
+        tracked = read_tracker(root)
+        if tracked is not None:
+            path, _ = _pick(root, tracked, flags.ref_ckpt_step, "--ref-ckpt-step")
+            return _weights_only("megatron", path, None, f"{reason}: fresh start from {path}", config)
+        if is_hf_dir(root):
+            return _from_hf(config, root, f"{reason}: fresh start from {root}")
+        raise _nothing_there(root, "--ref-load" if given == flags.ref_load else "--hf-checkpoint")
+    raise UserError("no weights to start from", why=reason, fix="pass --hf-checkpoint, or --load with a checkpoint")
+
+
+def _from_hf(config: Config, root: Path, note: str) -> LoadPlan:
+    return _weights_only("hf", root, None, note, config)
+
+
+def _weights_only(
+    kind: Literal["megatron", "hf"], path: Path, iteration: int | None, note: str, config: Config | None = None
+) -> LoadPlan:
+    start = config.rollout.start_rollout_id if config is not None else None
+    return LoadPlan(kind, path, iteration, start or 0, False, False, False, note)
+
+
+def _megatron(config: Config, root: Path, tracked: int | str | None, step: int | None, resumable: bool) -> LoadPlan:
+    flags = config.checkpoint
+    path, iteration = _pick(root, tracked, step, "--ckpt-step")
+    if iteration is None or flags.finetune:
+        why = "--finetune" if flags.finetune else "converted weights"
+        return _weights_only("megatron", path, iteration, f"weights from {path} ({why}): starts at rollout 0", config)
+    start = config.rollout.start_rollout_id
+    start = iteration + 1 if start is None else start
+    return LoadPlan(
+        kind="megatron",
+        path=path,
+        iteration=iteration,
+        start_rollout_id=start,
+        load_optimizer=not flags.no_load_optim,
+        load_rng=not flags.no_load_rng,
+        is_resume=resumable,
+        note=f"{'resuming' if resumable else 'continuing'} from {path}: next rollout is {start}",
+    )
+
+
+def _pick(root: Path, tracked: int | str | None, step: int | None, flag: str) -> tuple[Path, int | None]:
+    """The directory of the wanted iteration, checked to be complete; iteration None for converted weights."""
+    wanted = step if step is not None else tracked
+    assert wanted is not None
+    path = iteration_dir(root, wanted)
+    if not path.is_dir():
+        there = saved_iterations(root)
+        raise UserError(
+            f"{root} has no checkpoint of iteration {wanted}",
+            why=f"{'asked for by ' + flag if step is not None else 'named in ' + str(root / 'latest_checkpointed_iteration.txt')};"
+            f" the iterations there: {', '.join(map(str, there)) or 'none'}",
+            fix=f"pass {flag} with one of them" if there else "pass --load with another directory",
+        )
+    check_complete(path)
+    return path, None if wanted == "release" else int(wanted)
+
+
+def _same(left: Path, right: Path) -> bool:
+    return left.resolve() == right.resolve()
+
+
+def _looks_like_checkpoint(root: Path) -> bool:
+    """Anything that a user may take for a checkpoint; then a fresh start would be a silent loss."""
+    if not root.is_dir():
+        return root.exists()
+    suffixes = (".safetensors", ".distcp", ".bin", ".pt")
+    return any(
+        entry.name.startswith(("iter_", "release")) or entry.name.endswith(suffixes)
+        for entry in root.iterdir()
+        if not is_leftover(entry.name)
+    ) or is_hf_dir(root)
+
+
+def _nothing_there(root: Path, flag: str) -> UserError:
+    if not root.exists():
+        what, why = f"{flag} {root} does not exist", ""
+    elif not root.is_dir():
+        what, why = f"{flag} {root} is not a directory", ""
+    else:
+        names = sorted(entry.name for entry in root.iterdir())
+        listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        what = f"{flag} {root} holds no checkpoint"
+        why = f"no latest_checkpointed_iteration.txt and no Hugging Face config.json; it holds: {listed or 'nothing'}"
+    return UserError(
+        what,
+        why=why,
+        fix="pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a Hugging Face"
+        " directory; set --load to the --save directory to resume or start fresh there from --ref-load or --hf-checkpoint",
+    )
