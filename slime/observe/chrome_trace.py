@@ -1,0 +1,189 @@
+"""Timelines as Chrome trace-event JSON: opens in https://ui.perfetto.dev (or chrome://tracing), nothing to install.
+
+Processes are lanes of one kind: 1 = the driver's phases, 2 = requests inside the engines (counters),
+3 = the samples, one row each. Times are microseconds since 1970, so that files of one run line up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from slime.observe.json_text import json_safe, write_atomically
+from slime.observe.phases import PhaseEvent
+from slime.samples.types import Sample
+
+DRIVER, ENGINE, SAMPLES = 1, 2, 3
+_PROCESS_NAMES = {DRIVER: "driver", ENGINE: "engine", SAMPLES: "samples"}
+_COUNTED = ("queue", "prefill", "decode")
+
+
+@dataclass
+class TraceSpan:
+    """A finished span of one sample; times in microseconds."""
+
+    name: str
+    start: int
+    end: int
+    span_id: str
+    parent_span_id: str | None
+    attempt: int
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def sample_spans(trace: dict[str, Any]) -> list[TraceSpan]:
+    """Spans of one ``sample.trace``, by start; one that never ended gets the last time seen and ``unfinished``."""
+    spans: dict[str, TraceSpan] = {}
+    closed = set()
+    last_ts = max((_microseconds(e["ts"]) for e in trace["events"]), default=0)
+    for event in trace["events"]:
+        ts, span_id = _microseconds(event["ts"]), event["span_id"]
+        if event["type"] == "span_start":
+            parent, attempt = event["parent_span_id"], event["attempt"]
+            spans[span_id] = TraceSpan(event["name"], ts, last_ts, span_id, parent, attempt, dict(event["attrs"]))
+        elif event["type"] == "span_end" and span_id in spans:
+            spans[span_id].end = max(ts, spans[span_id].start)
+            spans[span_id].attrs.update(event["attrs"])
+            closed.add(span_id)
+    for span in spans.values():
+        if span.span_id not in closed:
+            span.attrs["unfinished"] = True
+    return sorted(spans.values(), key=lambda span: (span.start, -span.end))
+
+
+def assign_rows(spans: Sequence[TraceSpan]) -> list[int]:
+    """Row of each span such that within a row spans nest (or follow each other): what the format demands of a lane.
+
+    One row is enough for a sample that does one thing at a time; parallel tool calls need more. `spans` are sorted
+    by start, the longer first.
+    """
+    open_ends: list[list[int]] = []  # per row: ends of the spans that are open, outermost first
+    rows = []
+    for span in spans:
+        for row, ends in enumerate(open_ends):
+            while ends and ends[-1] <= span.start:
+                ends.pop()
+            if not ends or span.end <= ends[-1]:
+                ends.append(span.end)
+                rows.append(row)
+                break
+        else:
+            open_ends.append([span.end])
+            rows.append(len(open_ends) - 1)
+    return rows
+
+
+def _metadata(kind: str, pid: int, name: str, tid: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
+
+
+def _complete(name: str, pid: int, tid: int, start: int, end: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": "slime",
+        "pid": pid,
+        "tid": tid,
+        "ts": start,
+        "dur": end - start,
+        "args": args,
+    }
+
+
+def _sample_events(samples: Iterable[Sample]) -> tuple[list[dict[str, Any]], list[TraceSpan]]:
+    """Rows of all samples, and their spans inside the engine."""
+    events: list[dict[str, Any]] = []
+    in_engine: list[TraceSpan] = []
+    next_tid = 1
+    for sample in samples:
+        if not sample.trace:
+            continue
+        spans = sample_spans(sample.trace)
+        in_engine += [span for span in spans if span.name in _COUNTED]
+        rows = assign_rows(spans)
+        title = f"group {sample.group_index} · sample {sample.index}"
+        for row in range(max(rows, default=-1) + 1):
+            events.append(
+                _metadata("thread_name", SAMPLES, title if row == 0 else f"{title} ({row + 1})", next_tid + row)
+            )
+        for span, row in zip(spans, rows):
+            args = json_safe(span.attrs, max_text=200) | ({"attempt": span.attempt} if span.attempt else {})
+            events.append(_complete(span.name, SAMPLES, next_tid + row, span.start, span.end, args))
+        for point in sample.trace["events"]:
+            if point["type"] == "event":
+                args = json_safe(point["attrs"], max_text=200)
+                ts = _microseconds(point["ts"])
+                events.append(
+                    {
+                        "ph": "i",
+                        "s": "t",
+                        "name": point["name"],
+                        "cat": "slime",
+                        "pid": SAMPLES,
+                        "tid": next_tid,
+                        "ts": ts,
+                        "args": args,
+                    }
+                )
+        next_tid += max(rows, default=-1) + 1
+    return events, in_engine
+
+
+def _engine_counters(spans: Iterable[TraceSpan]) -> list[dict[str, Any]]:
+    """A counter of requests queued, in prefill and in decode over time."""
+    changes = sorted(
+        change
+        for span in spans
+        if span.end > span.start
+        for change in ((span.start, _COUNTED.index(span.name), 1), (span.end, _COUNTED.index(span.name), -1))
+    )
+    counts = [0] * len(_COUNTED)
+    events: list[dict[str, Any]] = []
+    for ts, which, change in changes:
+        counts[which] += change
+        event = {"ph": "C", "name": "requests", "pid": ENGINE, "tid": 0, "ts": ts, "args": dict(zip(_COUNTED, counts))}
+        if events and events[-1]["ts"] == ts:
+            events[-1] = event
+        else:
+            events.append(event)
+    return events
+
+
+def _phase_events(phases: Iterable[PhaseEvent]) -> list[dict[str, Any]]:
+    return [
+        _complete(p.name, DRIVER, 1, _microseconds(p.start), _microseconds(p.start + p.duration), {}) for p in phases
+    ]
+
+
+def chrome_trace(samples: Iterable[Sample], phases: Iterable[PhaseEvent] = ()) -> dict[str, Any]:
+    """The trace of one rollout as a JSON object in Chrome's trace-event format."""
+    sample_events, in_engine = _sample_events(samples)
+    names = [_metadata("process_name", pid, name) for pid, name in _PROCESS_NAMES.items()]
+    names.append(_metadata("thread_name", DRIVER, "phases", 1))
+    events = names + _phase_events(phases) + _engine_counters(in_engine) + sample_events
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(path: Path, samples: Iterable[Sample], phases: Iterable[PhaseEvent] = ()) -> None:
+    """Write ``trace/rollout_000012.json``."""
+    write_atomically(path, orjson.dumps(chrome_trace(samples, phases)))
+
+
+def add_phases(path: Path, phases: Sequence[PhaseEvent]) -> None:
+    """Put the driver's phases into a trace that the rollout process wrote; makes the file when there is none."""
+    if not phases:
+        return
+    if not path.exists():
+        write_trace(path, [], phases)
+        return
+    trace = orjson.loads(path.read_bytes())
+    trace["traceEvents"] += _phase_events(phases)
+    write_atomically(path, orjson.dumps(trace))

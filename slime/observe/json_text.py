@@ -1,0 +1,71 @@
+"""Anything that users put into samples and metrics, as JSON that every reader accepts."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+_MAX_DEPTH = 12
+_INT64 = 1 << 63
+
+
+def json_safe(value: Any, max_text: int = 0, _depth: int = 0) -> Any:
+    """`value` made of JSON types only: non-finite floats become None, unknown objects their repr.
+
+    Args:
+        value: anything.
+        max_text: cut strings to this many characters (0: never), with a mark that says how many were cut.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        text = value.encode("utf-8", "replace").decode()  # lone surrogates are no valid UTF-8
+        if max_text and len(text) > max_text:
+            return f"{text[:max_text]}… [{len(text) - max_text} more characters]"
+        return str(text)
+    if isinstance(value, int):
+        return int(value) if -_INT64 <= value < _INT64 else str(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if _depth < _MAX_DEPTH:
+        if isinstance(value, dict):
+            return {str(json_safe(str(k))): json_safe(v, max_text, _depth + 1) for k, v in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return [json_safe(item, max_text, _depth + 1) for item in value]
+    return json_safe(repr(value), max_text or 200)
+
+
+def dump_line(value: dict[str, Any]) -> bytes:
+    """One JSON object and a newline."""
+    return orjson.dumps(value) + b"\n"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that readers see whole or not at all, also when we are killed half-way."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a JSONL file; a line that is still being written (or was cut by a crash) is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            row = orjson.loads(line) if line.strip() else None
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

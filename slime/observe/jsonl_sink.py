@@ -1,0 +1,86 @@
+"""``metrics.jsonl``: one JSON object per step, appended as whole lines."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from typing import Any
+
+from slime.errors import UserError
+from slime.observe.json_text import dump_line, read_lines, write_atomically
+from slime.observe.run_folder import RunFolder
+
+
+def metrics_row(step: int, metrics: dict[str, float], stage: str | None) -> dict[str, Any]:
+    """The object of one line: the metrics plus ``step``, ``time`` (epoch seconds) and ``stage``.
+
+    NaN and infinities are no JSON: they become null, and ``nonfinite`` lists their keys.
+
+    Example:
+        >>> metrics_row(3, {"train/loss": float("nan"), "train/lr": 0.1}, "sft")
+        {'step': 3, 'time': 1767225600.0, 'stage': 'sft', 'train/loss': None, 'train/lr': 0.1,
+         'nonfinite': ['train/loss']}
+    """
+    row: dict[str, Any] = {"step": step, "time": time.time(), "stage": stage}
+    nonfinite = []
+    for name, value in metrics.items():
+        number = value if isinstance(value, int) else float(value)
+        if not math.isfinite(number):
+            nonfinite.append(name)
+        row[name] = number if math.isfinite(number) else None
+    if nonfinite:
+        row["nonfinite"] = nonfinite
+    return row
+
+
+class JsonlSink:
+    """Appends to ``metrics.jsonl``; a line is there whole or not at all.
+
+    A line cut by an earlier crash is removed when the file is opened.
+    """
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        self._path = run.metrics_path
+        self._remove_cut_line()
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def _remove_cut_line(self) -> None:
+        if not self._path.exists():
+            return
+        content = self._path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            os.truncate(self._path, content.rfind(b"\n") + 1)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        line = dump_line(metrics_row(step, metrics, self._run.stage))
+        size = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, line)
+            if written < len(line):  # the disk filled up within the line
+                os.write(self._file, line[written:])
+        except OSError as error:
+            os.ftruncate(self._file, size)
+            raise UserError(
+                f"cannot write step {step} to {self._path}", why=error.strerror or str(error), fix="free disk space"
+            ) from error
+
+    def rewind(self, next_step: int) -> None:
+        """Drop this stage's lines from `next_step` on, which a resumed run will write again.
+
+        They are kept in ``history/``, because they tell what the lost steps did.
+        """
+        rows = read_lines(self._path)
+        lost = [row for row in rows if row.get("stage") == self._run.stage and row.get("step", -1) >= next_step]
+        if not lost:
+            return
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        write_atomically(self._run.path / "history" / f"metrics.{stamp}.jsonl", b"".join(map(dump_line, lost)))
+        kept = [row for row in rows if row not in lost]
+        write_atomically(self._path, b"".join(map(dump_line, kept)))
+        os.close(self._file)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self._file)

@@ -1,0 +1,101 @@
+"""One log format for every process of a run; files go to the run folder's ``logs/``.
+
+    12:03:04.512 INFO    trainer 0  weights.sync: version 7 pushed in 0.18 s
+
+Modules take ``logger = get_logger(__name__)`` at import; each process calls `configure_logging` once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from slime.errors import UserError
+
+if TYPE_CHECKING:
+    from slime.config import Config
+
+_ROOT = "slime"
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class _ProcessFormatter(logging.Formatter):
+    """Adds the process role and shortens ``slime.weights.sync`` to ``weights.sync``."""
+
+    def __init__(self, role: str, with_date: bool) -> None:
+        date = "%Y-%m-%d " if with_date else ""
+        super().__init__(
+            "%(asctime)s.%(msecs)03d %(levelname)-7s %(role)s  %(short_name)s: %(message)s", date + "%H:%M:%S"
+        )
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.role = self._role
+        record.short_name = record.name.removeprefix(_ROOT + ".")
+        return super().format(record)
+
+
+class _CurrentStderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to whatever `sys.stderr` is now, so that lines appear above a live display instead of through it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def get_logger(name: str) -> logging.Logger:
+    """A standard logger below ``slime``: pass ``__name__``, or a bare topic ("rewards" becomes "slime.rewards")."""
+    return logging.getLogger(name if name == _ROOT or name.startswith(_ROOT + ".") else f"{_ROOT}.{name}")
+
+
+def log_level(level: str | None = None) -> int:
+    """The numeric level: DEBUG when ``SLIME_DEBUG`` is set (to anything but 0), else `level`, else INFO.
+
+    Raises:
+        UserError: no such level.
+    """
+    if os.environ.get("SLIME_DEBUG", "0") not in ("", "0"):
+        return logging.DEBUG
+    name = (level or "INFO").upper()
+    if name not in _LEVELS:
+        raise UserError(f"--log-level {level}: no such level", fix=f"use one of {', '.join(_LEVELS)}")
+    return int(logging.getLevelName(name))
+
+
+def configure_logging(config: Config, role: str, log_dir: str | Path | None = None) -> None:
+    """`setup_logging` with the level of ``--log-level``; the first call of every process of a run."""
+    setup_logging(role, config.observe.log_level, log_dir)
+
+
+def setup_logging(role: str, level: str | None = None, log_dir: str | Path | None = None) -> None:
+    """Send this process's slime logs to stderr and, when `log_dir` is given, to ``<log_dir>/<role>.log``.
+
+    Calling it again replaces what an earlier call set up. Only the ``slime`` loggers are touched: the root logger
+    belongs to the program that embeds us.
+
+    Args:
+        role: what this process is: "driver", "rollout", "trainer 0", "engine 1". Shown in each line.
+        level: name of the level, see `log_level`.
+        log_dir: the run folder's ``logs/``; created if missing.
+    """
+    logger = logging.getLogger(_ROOT)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(log_level(level))
+    logger.propagate = False
+    console = _CurrentStderrHandler()
+    console.setFormatter(_ProcessFormatter(role, with_date=False))
+    logger.addHandler(console)
+    if log_dir is not None:
+        directory = Path(log_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(directory / f"{role.replace(' ', '-')}.log", encoding="utf-8")
+        file.setFormatter(_ProcessFormatter(role, with_date=True))
+        logger.addHandler(file)

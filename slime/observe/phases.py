@@ -1,0 +1,76 @@
+"""Wall-clock phases of a process: ``perf/{phase}_time`` metrics and the events of the timeline, from one clock.
+
+Example:
+    >>> timer = PhaseTimer()
+    >>> with timer.phase("rollout"):
+    ...     generate()
+    >>> timer.pop_metrics()
+    {'perf/rollout_time': 2.1}
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+#: Epoch seconds that never run backwards: the wall clock is read once, then a monotonic one counts.
+_EPOCH = time.time() - time.perf_counter()
+
+
+def now() -> float:
+    """Seconds since 1970, monotonic within this process; the time base of phases and traces."""
+    return _EPOCH + time.perf_counter()
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEvent:
+    """One finished phase: `start` in epoch seconds, `duration` in seconds, `depth` 0 for outermost phases."""
+
+    name: str
+    start: float
+    duration: float
+    depth: int
+
+
+class PhaseTimer:
+    """Times named phases, nested ones too. A phase entered several times in a step adds up. One thread only.
+
+    Args:
+        on_change: told the name of the innermost open phase whenever it changes, None when there is none.
+    """
+
+    def __init__(self, on_change: Callable[[str | None], None] | None = None) -> None:
+        self._on_change = on_change
+        self._open: list[str] = []
+        self._events: list[PhaseEvent] = []
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._open.append(name)
+        self._changed()
+        start = now()
+        try:
+            yield
+        finally:
+            duration = now() - start
+            self._open.pop()
+            self._events.append(PhaseEvent(name, start, duration, len(self._open)))
+            self._seconds[name] = self._seconds.get(name, 0.0) + duration
+            self._changed()
+
+    def _changed(self) -> None:
+        if self._on_change is not None:
+            self._on_change(self._open[-1] if self._open else None)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """``perf/{phase}_time`` in seconds of all phases that ended since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return {f"perf/{name}_time": value for name, value in seconds.items()}
+
+    def pop_events(self) -> list[PhaseEvent]:
+        """The phases that ended since the last call, in order of their end."""
+        events, self._events = self._events, []
+        return events

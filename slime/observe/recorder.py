@@ -1,0 +1,161 @@
+"""What was generated, on disk: ``samples/rollout_000012.jsonl``, ``samples/eval_000012.jsonl`` and the traces.
+
+One line per sample, so that ``jq``, pandas and ``datasets`` read it. Only a part of a large rollout is kept (whole
+groups, evenly spread): enough to read, not a second copy of the data. For everything, use --save-debug-rollout-data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.observe.chrome_trace import write_trace
+from slime.observe.json_text import dump_line, json_safe, write_atomically
+from slime.observe.run_folder import RunFolder
+from slime.observe.trace import set_tracing
+from slime.samples.types import Group, Sample
+
+if TYPE_CHECKING:
+    from slime.config import Config
+
+#: Longest text kept of a prompt, a response or a label, in characters.
+MAX_TEXT = 20_000
+
+
+def run_lengths(mask: Sequence[int]) -> list[list[int]]:
+    """Run-length code of a loss mask: [value, count] pairs.
+
+    Example:
+        >>> run_lengths([1, 1, 0, 0, 0, 1])
+        [[1, 2], [0, 3], [1, 1]]
+    """
+    runs: list[list[int]] = []
+    for value in mask:
+        if runs and runs[-1][0] == value:
+            runs[-1][1] += 1
+        else:
+            runs.append([int(value), 1])
+    return runs
+
+
+def segments(sample: Sample, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+    """The response as pieces of text that are trained on or not, and came from one version of the weights.
+
+    Returns:
+        [{"text", "trained", "version"}] in order; empty when everything is trained and of one version.
+    """
+    mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+    versions: list[int | None] = [None] * sample.response_length
+    for piece in sample.token_spans:
+        versions[piece.start : piece.end] = [piece.weight_version] * (piece.end - piece.start)
+    keys = list(zip(mask, versions))
+    cuts = [0] + [i for i in range(1, len(keys)) if keys[i] != keys[i - 1]] + [len(keys)]
+    if len(cuts) <= 2 and all(mask):
+        return []
+    response = sample.tokens[sample.prompt_length :]
+    return [
+        {"text": decode(response[start:end]), "trained": bool(mask[start]), "version": versions[start]}
+        for start, end in itertools.pairwise(cuts)
+        if end > start
+    ]
+
+
+def _log_prob_stats(values: Sequence[float] | None, mask: Sequence[int] | None) -> dict[str, float] | None:
+    """Mean and least log-prob of the trained tokens."""
+    if not values:
+        return None
+    kept = [v for v, m in zip(values, mask if mask is not None else [1] * len(values)) if m and math.isfinite(v)]
+    return {"mean": sum(kept) / len(kept), "min": min(kept)} if kept else None
+
+
+def sample_record(sample: Sample, decode: Callable[[list[int]], str] | None = None) -> dict[str, Any]:
+    """One line of a samples file; ``docs/run-folder.md`` lists the fields."""
+    record: dict[str, Any] = {
+        "group": sample.group_index,
+        "index": sample.index,
+        "execution": sample.rollout_id,
+        "status": sample.status.value,
+        "reward": sample.reward,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "prompt_length": sample.prompt_length,
+        "response_length": sample.response_length,
+        "trained_tokens": 0 if sample.remove_sample else sample.effective_response_length,
+        "loss_mask": None if sample.loss_mask is None else run_lengths(sample.loss_mask),
+        "log_probs": _log_prob_stats(sample.rollout_log_probs, sample.loss_mask),
+        "weight_versions": sample.weight_versions,
+        "token_spans": [[s.start, s.end, s.weight_version] for s in sample.token_spans],
+        "cached_tokens": sample.prefix_cache_info.cached_tokens,
+        "non_generation_time": sample.non_generation_time,
+        "remove_sample": sample.remove_sample,
+        "source": sample.source,
+        "metadata": sample.metadata,
+    }
+    if decode is not None:
+        record["segments"] = segments(sample, decode)
+    safe: dict[str, Any] = json_safe(record, max_text=MAX_TEXT)
+    return safe
+
+
+def spread(groups: Sequence[Group], max_samples: int) -> list[Group]:
+    """Whole groups, evenly spread, with at most `max_samples` samples in all (but at least one group)."""
+    count = sum(len(group.samples) for group in groups)
+    if count <= max_samples:
+        return list(groups)
+    keep = max(1, int(len(groups) * max_samples / count))
+    return [groups[i * len(groups) // keep] for i in range(keep)]
+
+
+class Recorder:
+    """Writes samples and traces of the process that generates.
+
+    Args:
+        run: the run folder (or its path; the stage is then taken from `config`).
+        decode: turns token ids into text (``tokenizer.decode``); with it, responses with a loss mask or several weight
+            versions are stored in coloured pieces too.
+        max_samples: training samples kept per rollout, and evaluation samples kept per data set; 0 keeps none.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder | Path,
+        config: Config,
+        decode: Callable[[list[int]], str] | None = None,
+        max_samples: int = 256,
+    ) -> None:
+        self._run = run if isinstance(run, RunFolder) else RunFolder(run, config.observe.stage or None)
+        self._decode = decode
+        self._max_samples = max_samples
+        self._tracing = config.observe.trace
+        set_tracing(self._tracing)
+
+    def record_rollout(
+        self, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write what rollout `rollout_id` generated, and its timeline. `metrics` are logged by the driver."""
+        kept = spread(groups, self._max_samples) if self._max_samples else []
+        self._write(f"rollout_{rollout_id:06d}", [{"rollout_id": rollout_id}] * len(kept), [g.samples for g in kept])
+        if self._tracing:
+            samples = [sample for group in groups for sample in group.samples]
+            write_trace(self._run.trace / f"rollout_{rollout_id:06d}.json", samples)
+
+    def record_evaluation(self, rollout_id: int, data: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write the samples of an evaluation: ``data`` as in `slime.hooks.RolloutFnEvalOutput`."""
+        extras, lists = [], []
+        for name, result in data.items():
+            extras.append({"rollout_id": rollout_id, "dataset": name})
+            lists.append(list(result.get("samples") or [])[: self._max_samples])
+        self._write(f"eval_{rollout_id:06d}", extras, lists)
+
+    def _write(self, name: str, extras: Sequence[Mapping[str, Any]], lists: Sequence[Sequence[Sample]]) -> None:
+        lines = [
+            dump_line({**extra, **sample_record(sample, self._decode)})
+            for extra, samples in zip(extras, lists)
+            for sample in samples
+        ]
+        if lines:
+            write_atomically(self._run.samples / f"{name}.jsonl", b"".join(lines))

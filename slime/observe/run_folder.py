@@ -1,0 +1,248 @@
+"""The run folder: everything one run leaves behind, readable while the run goes on.
+
+outputs/<run_name>/
+  config.json           every setting and where it came from (config.<stage>.json for a named stage)
+  run.json              stages with start, end and state; host, pid and command line
+  metrics.jsonl         one JSON object per step
+  tensorboard/          event files
+  samples/              what was generated, per rollout and per evaluation
+  trace/                timelines that open in Perfetto, per rollout
+  logs/                 one file per process
+  checkpoints/          unless --save says otherwise
+  crash/                traceback, last metrics and configuration of a failed run
+  report.html           all of it on one page
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from slime.errors import UserError
+from slime.observe.json_text import json_safe, read_lines, write_atomically
+from slime.observe.log import get_logger
+
+if TYPE_CHECKING:
+    from slime.config import Config
+
+logger = get_logger(__name__)
+
+_REPORTED_PACKAGES = ("slime-rl", "torch", "megatron-core", "sglang", "ray", "transformers", "sglang-router")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run. Cheap and picklable; other processes build it again from path and stage.
+
+    Attributes:
+        path: the folder itself.
+        stage: name of this stage where several share one folder (SFT, then RL); None when there is only one.
+    """
+
+    path: Path
+    stage: str | None = None
+
+    # -- layout --------------------------------------------------------------------------------------
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / (f"config.{self.stage}.json" if self.stage else "config.json")
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def crash(self) -> Path:
+        return self.path / "crash"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self._of_stage("tensorboard")
+
+    @property
+    def samples(self) -> Path:
+        return self._of_stage("samples")
+
+    @property
+    def trace(self) -> Path:
+        return self._of_stage("trace")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self._of_stage("checkpoints")
+
+    def _of_stage(self, name: str) -> Path:
+        return self.path / name / self.stage if self.stage else self.path / name
+
+    # -- creation ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def create(config: Config, resuming: bool = False) -> RunFolder:
+        """Make the folder of this run, or open it again to continue.
+
+        Args:
+            config: gives ``--output-dir``, ``--run-name`` and ``--stage``.
+            resuming: a checkpoint is being continued, so an existing folder (or stage) is what we want.
+
+        Raises:
+            UserError: the folder (or this stage in it) exists and we are not resuming, or it cannot be written.
+        """
+        observe = config.observe
+        run = RunFolder(Path(observe.output_dir) / observe.run_name, observe.stage or None)
+        try:
+            run._claim(resuming)
+            if run.config_path.exists() and run.config_path.stat().st_size:
+                run._keep_old_config()
+            config.save(run.config_path)
+            run.logs.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot write the run folder {run.path}",
+                why=error.strerror or str(error),
+                fix="pass --output-dir with a directory you can write to",
+            ) from error
+        run.set_state("running")
+        return run
+
+    def _claim(self, resuming: bool) -> None:
+        existed = self.path.is_dir() and any(self.path.iterdir())
+        self.path.mkdir(parents=True, exist_ok=True)
+        if resuming:
+            return
+        if existed and self.stage is None:
+            raise UserError(
+                f"the run folder {self.path} exists already",
+                why="a run never writes over the results of another one",
+                fix="pass another --run-name, or set --load to its checkpoint directory to continue that run",
+            )
+        if existed and not any(self.path.glob("config*.json")):
+            raise UserError(
+                f"{self.path} is not a run folder", why="it has no config.json", fix="pass another --run-name"
+            )
+        try:  # creation is the claim: of two runs that start at once, one gets the folder
+            self.config_path.touch(exist_ok=False)
+        except FileExistsError as error:
+            name = f"stage '{self.stage}'" if self.stage else "a run"
+            raise UserError(
+                f"the run folder {self.path} already has {name}",
+                fix="pass another --stage or --run-name, or set --load to its checkpoint directory to continue it",
+            ) from error
+
+    def _keep_old_config(self) -> None:
+        """A resumed run may have other settings; those of the earlier part stay readable."""
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.config_path.stat().st_mtime))
+        history = self.path / "history"
+        history.mkdir(exist_ok=True)
+        shutil.copyfile(self.config_path, history / f"{self.config_path.stem}.{stamp}.json")
+
+    def lock(self) -> int:
+        """Make sure that no other process logs into this folder; holds until the returned descriptor is closed.
+
+        Raises:
+            UserError: another live process holds it.
+        """
+        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise UserError(
+                f"another process is writing to {self.path}",
+                why=f"it is {holder}" if holder else "it holds the lock",
+                fix="wait for it or stop it, or pass another --run-name",
+            ) from error
+        except OSError as error:  # file systems without locks: carry on, and say so
+            logger.warning("no lock on %s: %s", self.path, error.strerror)
+            return descriptor
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()} on {platform.node()}\n".encode(), 0)
+        return descriptor
+
+    # -- state ---------------------------------------------------------------------------------------
+
+    def set_state(self, state: str) -> None:
+        """Note in ``run.json`` how this stage stands: "running", "finished", "stopped" (can resume) or "failed"."""
+        summary = self.read_summary()
+        entry = summary["stages"].setdefault(self.stage or "", {})
+        if state == "running":
+            entry.update(started=time.time(), ended=None, pid=os.getpid(), host=platform.node(), argv=sys.argv)
+        else:
+            entry["ended"] = time.time()
+        entry["state"] = state
+        write_atomically(self.path / "run.json", orjson.dumps(json_safe(summary), option=orjson.OPT_INDENT_2))
+
+    def read_summary(self) -> dict[str, Any]:
+        """``run.json``: ``{"name", "stages": {stage or "": {"state", "started", "ended", "pid", "host", "argv"}}}``."""
+        path = self.path / "run.json"
+        if path.exists():
+            summary = orjson.loads(path.read_bytes())
+            if isinstance(summary, dict) and isinstance(summary.get("stages"), dict):
+                return summary
+        return {"name": self.path.name, "stages": {}}
+
+    def write_crash(self, error: BaseException, note: str = "") -> Path | None:
+        """Keep what explains a failure: ``crash/<time>/`` with the traceback, the last metrics and the configuration.
+
+        Drivers call it on the way out. It never hides the error itself: when the folder cannot be written (a full
+        disk may be the reason of the crash), it logs that and returns None.
+
+        Args:
+            note: what the run was doing, e.g. the open phase.
+        """
+        folder = self.crash / time.strftime("%Y%m%d-%H%M%S")
+        details = {
+            "error": type(error).__name__,
+            "message": str(error),
+            "note": note,
+            "stage": self.stage,
+            "time": time.time(),
+            "host": platform.node(),
+            "python": platform.python_version(),
+            "packages": _package_versions(),
+            "argv": sys.argv,
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = traceback.format_exception(error)
+            (folder / "traceback.txt").write_text("".join(lines), encoding="utf-8", errors="replace")
+            (folder / "crash.json").write_bytes(orjson.dumps(json_safe(details), option=orjson.OPT_INDENT_2))
+            last_rows = read_lines(self.metrics_path)[-20:]
+            (folder / "last_metrics.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in last_rows))
+            if self.config_path.exists():
+                shutil.copyfile(self.config_path, folder / self.config_path.name)
+            self.set_state("failed")
+        except OSError as problem:
+            logger.error("could not write the crash report to %s: %s", folder, problem)
+            return None
+        return folder
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for name in _REPORTED_PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions

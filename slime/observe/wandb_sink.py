@@ -1,0 +1,60 @@
+"""Weights & Biases (the ``wandb`` extra). Imported only with ``--use-wandb``."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from slime.errors import UserError
+from slime.observe.json_text import json_safe
+from slime.observe.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from slime.config import Config
+
+
+class WandbSink:
+    """One W&B run per run folder and stage; its id is kept there, so that resuming continues the same curves."""
+
+    def __init__(self, config: Config, run: RunFolder) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError("--use-wandb needs the package wandb", fix="pip install 'slime-rl[wandb]'") from error
+        observe = config.observe
+        if observe.wandb_key:
+            wandb.login(key=observe.wandb_key, host=observe.wandb_host)
+        group = observe.wandb_group
+        if group and not observe.disable_wandb_random_suffix:
+            group = f"{group}-{_kept(run, 'wandb-suffix', secrets.token_hex(3))}"
+        settings = {name: json_safe(value) for name, value in vars(config.flat()).items() if name != "wandb_key"}
+        self._run: Any = wandb.init(
+            project=observe.wandb_project or "slime",
+            entity=observe.wandb_team,
+            group=group,
+            name=f"{run.path.name}-{run.stage}" if run.stage else run.path.name,
+            id=_kept(run, "wandb-id", observe.wandb_run_id or secrets.token_hex(5)),
+            resume="allow",
+            mode=observe.wandb_mode,
+            dir=observe.wandb_dir or str(run.path),
+            config=settings,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def rewind(self, next_step: int) -> None:
+        """W&B history cannot be cut; repeated steps show up as later points at the same ``step``."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _kept(run: RunFolder, name: str, fresh: str) -> str:
+    """A value that stays the same over resumes of this stage."""
+    path = run.path / f".{name}{'-' + run.stage if run.stage else ''}"
+    if not path.exists():
+        path.write_text(fresh)
+    return path.read_text().strip()
