@@ -1,0 +1,249 @@
+"""Log-probs of given tokens straight from hidden states: the [tokens, vocabulary] logits never exist as a whole.
+
+    hidden [N, H] ──┐
+                    ├─ block of rows × block of vocabulary ─► running max, sum, target logit, Σ p·x ─► log-prob, entropy
+    weight [V, H] ──┘                      (backward: the same blocks again, each written once into the gradients)
+
+Logits of 16k tokens over a vocabulary of 150k are 10 GB in float32, and a backward pass holds several of them. Here a
+block of a few million logits is all there is at any time, for one more matrix product in the backward pass. On a CPU
+the block is small enough to stay in the cache, which is faster than the whole product besides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ROWS_PER_BLOCK = 8192
+_BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+_MIN_COLUMNS = 512
+_LOWEST = -1e30  # instead of -inf, so that 0 · (max - max) stays 0
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The rows of the output weight that this rank holds.
+
+    Attributes:
+        start: token id of the first row.
+        size: rows that are real tokens; the padding rows after them take no part in the softmax.
+        group: ranks that hold the other rows; None when this one holds all.
+    """
+
+    start: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    shard: VocabShard | None = None,
+    chunk_size: int = -1,
+    grad_accumulator: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(hidden @ weight.T / temperature)[target] of each row, and the entropy of each row's distribution.
+
+    Products run in the dtype of the inputs, the softmax in float32 (float64 for float64 inputs). Differentiable in
+    ``hidden`` and ``weight``, once. With a sharded vocabulary the gradient of ``hidden`` is this shard's part; the
+    caller sums it over the group (as ``copy_to_tensor_model_parallel_region`` does).
+
+    Args:
+        hidden: [N, H], one row per target.
+        weight: [V, H], the output layer (this rank's rows of it).
+        targets: int64 [N], token ids.
+        temperature: logits are divided by it, as in sampling.
+        with_entropy: also compute the entropy, differentiably.
+        shard: which rows ``weight`` holds; default: all of them, none padding.
+        chunk_size: rows per block; -1 lets the device decide.
+        grad_accumulator: [V, H], any float dtype. When given, the gradient of ``weight`` is added to it and not
+            returned to autograd: Megatron's ``main_grad``, which saves a copy of the largest matrix of the model.
+    Returns:
+        (log_probs [N] float32, entropy [N] float32 or None).
+    Source: the running softmax is Milakov & Gimelshein (arXiv:1805.02867); computing it blockwise together with the
+        linear layer is known from Wijmans et al., "Cut Your Losses" (arXiv:2411.09009).
+
+    Example:
+        >>> h, w = torch.eye(2), torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+        >>> lp, entropy = linear_log_probs(h, w, torch.tensor([0, 2]), with_entropy=True)
+        >>> [round(v, 4) for v in lp.tolist() + entropy.tolist()]           # uniform over 3 tokens: ∓ log 3
+        [-1.0986, -1.0986, 1.0986, 1.0986]
+    """
+    if shard is None:
+        shard = VocabShard(0, weight.size(0))
+    plan = _Plan(1.0 / temperature, with_entropy, shard, _rows_per_block(hidden, chunk_size), grad_accumulator)
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, plan)
+    return log_probs, entropy if with_entropy else None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    scale: float
+    with_entropy: bool
+    shard: VocabShard
+    rows: int
+    grad_accumulator: Tensor | None
+
+    def columns(self, device: torch.device, rows: int) -> int:
+        """Vocabulary rows per block, so that a block of logits has the size that suits the device."""
+        elements = _BLOCK_ELEMENTS.get(device.type, 1 << 22)
+        return max(_MIN_COLUMNS, elements // max(rows, 1) // 64 * 64)
+
+
+def _rows_per_block(hidden: Tensor, chunk_size: int) -> int:
+    return chunk_size if chunk_size > 0 else min(_ROWS_PER_BLOCK, max(hidden.size(0), 1))
+
+
+def _softmax_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan
+    ) -> tuple[Tensor, Tensor]:
+        dtype = _softmax_dtype(hidden)
+        n = hidden.size(0)
+        # rows: max, Σ exp, target logit, Σ exp · x; x relative to the max
+        stats = torch.zeros(4, n, dtype=dtype, device=hidden.device)
+        for lo in range(0, n, plan.rows):
+            rows = slice(lo, min(lo + plan.rows, n))
+            stats[:, rows] = _running_softmax(hidden[rows], weight, targets[rows], plan)
+        log_sum, target, mean = _combine(stats, plan.shard.group)
+        log_probs, entropy = target - log_sum, log_sum - mean
+        ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
+        ctx.plan = plan  # type: ignore[attr-defined]
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_log_probs: Tensor, grad_entropy: Tensor):  # type: ignore[no-untyped-def, override]
+        hidden, weight, targets, log_sum, entropy = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        sink = plan.grad_accumulator
+        if need_weight and sink is None:
+            sink = torch.zeros_like(weight)
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        for lo in range(0, hidden.size(0), plan.rows):
+            rows = slice(lo, min(lo + plan.rows, hidden.size(0)))
+            entropy_part = (grad_entropy[rows], entropy[rows]) if plan.with_entropy else None
+            block = _backward_rows(
+                hidden[rows],
+                weight,
+                targets[rows],
+                log_sum[rows],
+                grad_log_probs[rows],
+                entropy_part,
+                sink if need_weight else None,
+                need_hidden,
+                plan,
+            )
+            if grad_hidden is not None and block is not None:
+                grad_hidden[rows] = block.to(hidden.dtype)
+        returned = sink if need_weight and plan.grad_accumulator is None else None
+        return grad_hidden, returned, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
+    block = (hidden @ weight.t()).to(_softmax_dtype(hidden))
+    return block.mul_(scale) if scale != 1.0 else block
+
+
+def _running_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) -> Tensor:
+    """max, Σ exp(x - max), target logit (0 if another rank holds it) and Σ exp(x - max)·(x - max): [4, rows]."""
+    n, shard = hidden.size(0), plan.shard
+    dtype = _softmax_dtype(hidden)
+    top = torch.full((n,), _LOWEST, dtype=dtype, device=hidden.device)
+    total, target, weighted = (torch.zeros(n, dtype=dtype, device=hidden.device) for _ in range(3))
+    local = targets - shard.start
+    step = plan.columns(hidden.device, n)
+    for lo in range(0, shard.size, step):
+        hi = min(lo + step, shard.size)
+        x = _logits(hidden, weight[lo:hi], plan.scale)
+        here = (local >= lo) & (local < hi)
+        picked = x.gather(1, (local - lo).clamp(0, hi - lo - 1)[:, None])[:, 0]
+        target = torch.where(here, picked, target)
+        new_top = torch.maximum(top, x.amax(dim=1))
+        x.sub_(new_top[:, None])
+        rescale = torch.exp(top - new_top)
+        if plan.with_entropy:
+            p = torch.exp(x)
+            weighted = rescale * (weighted + (top - new_top) * total) + torch.linalg.vecdot(p, x)
+        else:
+            p = x.exp_()
+        total = rescale * total + p.sum(dim=1)
+        top = new_top
+    return torch.stack([top, total, target, weighted])
+
+
+def _combine(stats: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """log Σ exp, the target's logit and Σ p·x over the whole vocabulary."""
+    top, total, target, weighted = stats.unbind()
+    if group is not None and dist.get_world_size(group) > 1 and stats.numel() > 0:
+        global_top = top.clone()
+        dist.all_reduce(global_top, op=dist.ReduceOp.MAX, group=group)
+        rescale = torch.exp(top - global_top)
+        sums = torch.stack([rescale * total, target, rescale * (weighted + (top - global_top) * total)])
+        dist.all_reduce(sums, group=group)
+        top, (total, target, weighted) = global_top, sums.unbind()
+    return top + torch.log(total), target, top + weighted / total
+
+
+def _backward_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    log_sum: Tensor,
+    grad_log_probs: Tensor,
+    entropy_part: tuple[Tensor, Tensor] | None,
+    weight_sink: Tensor | None,
+    need_hidden: bool,
+    plan: _Plan,
+) -> Tensor | None:
+    """Gradient of these rows of ``hidden`` (float32); the gradient of ``weight`` is added to ``weight_sink``.
+
+    With p = softmax: d log_prob / d x_j = 1[j = target] - p_j and d entropy / d x_j = -p_j (log p_j + entropy).
+    """
+    n, shard = hidden.size(0), plan.shard
+    dtype = _softmax_dtype(hidden)
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    grad_hidden = torch.zeros(hidden.shape, dtype=accumulate, device=hidden.device) if need_hidden else None
+    grad_log_probs = grad_log_probs.to(dtype) * plan.scale
+    local = targets - shard.start
+    index = torch.arange(n, device=hidden.device)
+    step = plan.columns(hidden.device, n)
+    for lo in range(0, shard.size, step):
+        hi = min(lo + step, shard.size)
+        x = _logits(hidden, weight[lo:hi], plan.scale).sub_(log_sum[:, None])
+        if entropy_part is None:
+            grad = x.exp_().mul_(-grad_log_probs[:, None])
+        else:
+            grad_entropy, entropy = entropy_part
+            slope = (x + entropy[:, None]).mul_(grad_entropy.to(dtype)[:, None] * plan.scale)
+            grad = x.exp_().mul_(slope.add_(grad_log_probs[:, None]).neg_())
+        here = (local >= lo) & (local < hi)
+        grad.index_put_(
+            (index, (local - lo).clamp(0, hi - lo - 1)), torch.where(here, grad_log_probs, 0.0), accumulate=True
+        )
+        grad = grad.to(hidden.dtype)
+        if weight_sink is not None:
+            _add_product(weight_sink[lo:hi], grad.t(), hidden)
+        if grad_hidden is not None:
+            _add_product(grad_hidden, grad, weight[lo:hi])
+    return grad_hidden
+
+
+def _add_product(sink: Tensor, a: Tensor, b: Tensor) -> None:
+    """sink += a @ b, without an intermediate where the dtypes allow it."""
+    if sink.dtype == a.dtype:
+        sink.addmm_(a, b)
+    else:
+        sink.add_(a @ b)

@@ -1,0 +1,74 @@
+"""From one value per token to one number, the same number at any packing, micro-batch size and parallel layout.
+
+Denominators are known before the step (`slime.samples.packing` counts them over all ranks), so a reduction is one
+weight per token, and the weighted sums of all micro-batches and ranks simply add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def token_weights(
+    loss_masks: Sequence[Tensor],
+    mask_sums: Sequence[float],
+    global_batch_size: int,
+    num_loss_tokens: int | None = None,
+) -> Tensor:
+    """The weight of each response token in the loss and in every averaged metric.
+
+    Default: each execution counts alike, and within it each trained token: ``mask / mask_sum / global_batch_size``.
+    Per token (``num_loss_tokens`` given): each trained token counts alike: ``mask / num_loss_tokens``.
+
+    Args:
+        loss_masks: [R_i] per sample of the micro-batch, 0 or 1.
+        mask_sums: trained tokens of sample i's whole execution, which may span several samples; >= 1.
+        global_batch_size: executions in the optimizer step, over all ranks.
+        num_loss_tokens: trained tokens in the optimizer step, over all ranks.
+    Returns:
+        float32 [sum of R_i].
+
+    Example (a sample of 2 trained tokens and one of 1; the second one's execution trained 3 tokens in all):
+        >>> masks = [torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0])]
+        >>> [round(w, 3) for w in token_weights(masks, [2.0, 3.0], global_batch_size=2).tolist()]
+        [0.25, 0.0, 0.25, 0.167]
+        >>> [round(w, 3) for w in token_weights(masks, [2.0, 3.0], 2, num_loss_tokens=5).tolist()]
+        [0.2, 0.0, 0.2, 0.2]
+    """
+    if not loss_masks:
+        return torch.zeros(0)
+    if num_loss_tokens is not None:
+        return torch.cat(list(loss_masks)).float() / max(num_loss_tokens, 1)
+    return torch.cat([mask.float() / (max(s, 1.0) * global_batch_size) for mask, s in zip(loss_masks, mask_sums)])
+
+
+def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """``sum(values * weights)`` over the tokens that count; a NaN on a token of weight 0 does no harm.
+
+    Example:
+        >>> weighted_sum(torch.tensor([1.0, float("nan")]), torch.tensor([0.5, 0.0])).item()
+        0.5
+    """
+    return (torch.where(weights != 0, values, 0.0) * weights).sum()
+
+
+def sequence_mean(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
+    """The mean of each sample over its trained tokens, given back to each of its tokens.
+
+    Args:
+        values, masks: flat [sum of R_i].
+        lengths: int64 [samples], R_i.
+    Returns:
+        flat [sum of R_i]; 0 for a sample without trained tokens. Differentiable in ``values``.
+
+    Example:
+        >>> v, m = torch.tensor([1.0, 3.0, 5.0]), torch.ones(3)
+        >>> sequence_mean(v, m, torch.tensor([2, 1])).tolist()
+        [2.0, 2.0, 5.0]
+    """
+    sums = torch.segment_reduce(values * masks, "sum", lengths=lengths, initial=0.0)
+    counts = torch.segment_reduce(masks.to(values.dtype), "sum", lengths=lengths, initial=0.0)
+    return torch.repeat_interleave(sums / counts.clamp(min=1.0), lengths)
