@@ -1,0 +1,250 @@
+"""Packing: which sample goes into which optimizer step, data-parallel rank and micro-batch. Pure functions.
+
+    samples ─► steps (whole executions) ─► micro-batches (token cap) ─► ranks (equal counts, balanced cost)
+
+Invariants, each one a property test:
+  * every sample is in exactly one micro-batch of one rank of one step; nothing is dropped;
+  * the samples of one execution are in one step;
+  * the executions of two steps differ by at most one, so a remainder is spread, never lost;
+  * in a step every rank has the same number of micro-batches, a multiple of ``micro_batch_multiple``;
+    a rank with nothing left has empty ones;
+  * a micro-batch holds at most ``max_tokens`` tokens (dynamic) or ``micro_batch_size`` samples (static); a single
+    sample above ``max_tokens`` gets a micro-batch of its own and is reported in `Schedule.oversize`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from slime.samples.types import StepPlan
+
+
+@dataclass(frozen=True)
+class PackingRules:
+    """What packing must obey.
+
+    Attributes:
+        global_batch_size: executions per optimizer step.
+        data_parallel_size: ranks to spread over.
+        micro_batch_multiple: the micro-batch count of a step is a multiple of it (virtual pipeline stages), else 1.
+        micro_batch_size: most samples of a micro-batch, when ``max_tokens`` is None.
+        max_tokens: most tokens of a micro-batch: ``max_tokens_per_gpu`` × context-parallel size.
+        balance: choose micro-batches for each rank so that all ranks have about the same cost.
+    """
+
+    global_batch_size: int
+    data_parallel_size: int = 1
+    micro_batch_multiple: int = 1
+    micro_batch_size: int = 1
+    max_tokens: int | None = None
+    balance: bool = True
+
+
+@dataclass
+class Schedule:
+    """The plan of one rollout.
+
+    Attributes:
+        shards: per data-parallel rank the positions of its samples.
+        steps: per data-parallel rank its `StepPlan`s; their indices point into the shard.
+        oversize: positions of samples longer than ``max_tokens``.
+    """
+
+    shards: list[list[int]]
+    steps: list[list[StepPlan]]
+    oversize: list[int] = field(default_factory=list)
+
+
+def plan_steps(
+    lengths: Sequence[int],
+    execution_ids: Sequence[int],
+    mask_sums: Sequence[int],
+    rules: PackingRules,
+    costs: Sequence[float] | None = None,
+) -> Schedule:
+    """Plan all optimizer steps of one rollout.
+
+    Args:
+        lengths: tokens of each sample, prompt and response.
+        execution_ids: samples with one id stay in one step.
+        mask_sums: trained tokens of each sample.
+        costs: what is balanced, e.g. FLOPs (`slime.samples.flops`); tokens when None.
+
+    Example (at most 10 tokens, two ranks, so four micro-batches: 8 | 7 | 4 | 3 + 2):
+        >>> rules = PackingRules(global_batch_size=5, data_parallel_size=2, max_tokens=10)
+        >>> plan_steps([8, 7, 3, 4, 2], [0, 1, 2, 3, 4], [1] * 5, rules).shards
+        [[0, 3], [1, 2, 4]]
+    """
+    assert len(lengths) == len(execution_ids) == len(mask_sums)
+    costs = lengths if costs is None else costs
+    shards: list[list[int]] = [[] for _ in range(rules.data_parallel_size)]
+    plans: list[list[StepPlan]] = [[] for _ in range(rules.data_parallel_size)]
+    for members in split_steps(execution_ids, rules.global_batch_size):
+        bins = pack_micro_batches(members, lengths, costs, rules)
+        num_executions = len({execution_ids[i] for i in members})
+        num_loss_tokens = sum(mask_sums[i] for i in members)
+        for rank, rank_bins in enumerate(assign_ranks(bins, costs, rules)):
+            start, local = len(shards[rank]), []
+            for bin_ in rank_bins:
+                local.append(list(range(start, start + len(bin_))))
+                start += len(bin_)
+                shards[rank].extend(bin_)
+            plans[rank].append(StepPlan(local, num_executions, num_loss_tokens))
+    cap = rules.max_tokens
+    oversize = [] if cap is None else [i for i, length in enumerate(lengths) if length > cap]
+    return Schedule(shards, plans, oversize)
+
+
+def split_steps(execution_ids: Sequence[int], global_batch_size: int) -> list[list[int]]:
+    """Positions per step: executions in first-seen order, in the nearest whole number of steps, evenly filled.
+
+    Example (7 executions of which one has two samples, 3 a step: 2 steps of 4 and 3):
+        >>> split_steps([0, 0, 1, 2, 3, 4, 5, 6], 3)
+        [[0, 1, 2, 3, 4], [5, 6, 7]]
+    """
+    members: dict[int, list[int]] = {}
+    for position, execution in enumerate(execution_ids):
+        members.setdefault(execution, []).append(position)
+    if not members:
+        return []
+    executions = list(members.values())
+    num_steps = max(1, (2 * len(executions) + global_batch_size) // (2 * global_batch_size))
+    steps = []
+    for step_executions in _even_chunks(executions, min(num_steps, len(executions))):
+        steps.append([position for execution in step_executions for position in execution])
+    return steps
+
+
+T = TypeVar("T")
+
+
+def _even_chunks(items: list[T], count: int) -> list[list[T]]:
+    """``count`` contiguous chunks whose sizes differ by at most one, longer ones first."""
+    size, extra = divmod(len(items), count)
+    bounds = [index * size + min(index, extra) for index in range(count + 1)]
+    return [items[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def pack_micro_batches(
+    members: list[int], lengths: Sequence[int], costs: Sequence[float], rules: PackingRules
+) -> list[list[int]]:
+    """The micro-batches of one step over all ranks: as few as the cap allows, rounded up to what the layout needs.
+
+    The count is a multiple of ``data_parallel_size × micro_batch_multiple``; micro-batches that no sample is left
+    for stay empty. With ``balance`` they are filled evenly (largest cost first into the least filled); without it
+    samples keep their order.
+    """
+    unit = rules.data_parallel_size * rules.micro_batch_multiple
+    if rules.max_tokens is None:
+        count = _round_up(len(members), unit * rules.micro_batch_size) // rules.micro_batch_size
+        if not rules.balance:
+            return _even_chunks(members, count)
+        even = _fill_evenly(members, [1] * len(lengths), costs, count, rules.micro_batch_size)
+        assert even is not None, "count × micro_batch_size samples always fit"
+        return even
+    order = sorted(members, key=lambda i: -lengths[i]) if rules.balance else members
+    tight = _first_fit(order, lengths, rules.max_tokens)
+    count = _round_up(len(tight), unit)
+    if rules.balance:
+        even = _fill_evenly(members, lengths, costs, count, rules.max_tokens)
+        if even is not None:
+            return even
+    return _split_to(tight, costs, count)
+
+
+def assign_ranks(bins: list[list[int]], costs: Sequence[float], rules: PackingRules) -> list[list[list[int]]]:
+    """Micro-batches per rank, the same number for each; balanced, or rank r gets r, r + dp, r + 2 dp, …"""
+    size = rules.data_parallel_size
+    if not rules.balance:
+        return [bins[rank::size] for rank in range(size)]
+    per_rank = len(bins) // size
+    ranks: list[list[list[int]]] = [[] for _ in range(size)]
+    loads = [(0.0, rank) for rank in range(size)]
+    for load, bin_ in sorted(((sum(costs[i] for i in b), b) for b in bins), key=lambda item: -item[0]):
+        total, rank = heapq.heappop(loads)
+        ranks[rank].append(bin_)
+        if len(ranks[rank]) < per_rank:
+            heapq.heappush(loads, (total + load, rank))
+    return ranks
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _first_fit(members: Sequence[int], sizes: Sequence[int], cap: int) -> list[list[int]]:
+    """First fit in the given order; a member above the cap gets a bin of its own."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    smallest = min((sizes[member] for member in members), default=0)
+    open_bins: list[int] = []  # those that the smallest member would still fit in
+    for member in members:
+        index = next((b for b in open_bins if sizes[member] <= room[b]), len(bins))
+        if index == len(bins):
+            bins.append([])
+            room.append(cap)
+            open_bins.append(index)
+        bins[index].append(member)
+        room[index] -= sizes[member]
+        if room[index] < smallest:
+            open_bins.remove(index)
+    return bins
+
+
+def _fill_evenly(
+    members: Sequence[int], sizes: Sequence[int], costs: Sequence[float], count: int, cap: int
+) -> list[list[int]] | None:
+    """Largest cost first, each into the bin of least cost that has room; None when that does not work out."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    room = [cap] * count
+    heap = [(0.0, index) for index in range(count)]
+    for member in sorted(members, key=lambda i: (-costs[i], i)):
+        full = []
+        while heap and bins[heap[0][1]] and room[heap[0][1]] < sizes[member]:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        cost, index = heapq.heappop(heap)
+        bins[index].append(member)
+        room[index] -= sizes[member]
+        heapq.heappush(heap, (cost + costs[member], index))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return bins
+
+
+def _split_to(bins: list[list[int]], costs: Sequence[float], count: int) -> list[list[int]]:
+    """Halve the costliest bins of several samples until there are ``count``; then add empty ones."""
+    single = [bin_ for bin_ in bins if len(bin_) == 1]
+    heap = [(-sum(costs[i] for i in bin_), position, bin_) for position, bin_ in enumerate(bins) if len(bin_) > 1]
+    heapq.heapify(heap)
+    position = len(bins)
+    while heap and len(single) + len(heap) < count:
+        _, _, bin_ = heapq.heappop(heap)
+        for half in _halves(bin_, costs):
+            position += 1
+            if len(half) == 1:
+                single.append(half)
+            else:
+                heapq.heappush(heap, (-sum(costs[i] for i in half), position, half))
+    done = single + [bin_ for _, _, bin_ in heap]
+    return done + [[] for _ in range(count - len(done))]
+
+
+def _halves(bin_: list[int], costs: Sequence[float]) -> tuple[list[int], list[int]]:
+    """Two non-empty parts of about equal cost."""
+    first, second, balance = [], [], 0.0
+    for member in sorted(bin_, key=lambda i: (-costs[i], i)):
+        if balance <= 0:
+            first.append(member)
+            balance += costs[member]
+        else:
+            second.append(member)
+            balance -= costs[member]
+    if not second:  # all costs are zero
+        second.append(first.pop())
+    return first, second
