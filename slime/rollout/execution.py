@@ -1,0 +1,353 @@
+"""One group of samples from prompt to reward: generate → sample hooks → reward, each sample on its own.
+
+    Execution   queued ─► generating ─► hooks ─► reward ─► done
+                   └──────────┴── abort ──┘        └── abort: generated, to be scored later
+
+A failing sample fails alone: the exception becomes its `Execution.failure`, the loop replaces its group and stops the
+run when too many fail. A `UserError` is a mistake in configuration, data or user code: it stops the run at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import time
+import uuid
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, TypeVar
+
+from slime.errors import UserError
+from slime.hooks import GenerateFunction, SampleHook, accepted, call_hook, check_signature, load_function
+from slime.observe.log import get_logger
+from slime.observe.trace import span
+from slime.rollout.generate import GenerateState, complete_tokens, generate
+from slime.samples.types import Group, Sample, SampleStatus
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+
+_FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+
+
+class Rewards(Protocol):
+    """What the loop needs of `slime.rollout.rewards`: scores for one sample, or for several scored together."""
+
+    async def score(self, sample: Sample) -> float | dict[str, Any]: ...
+
+    async def score_group(self, samples: list[Sample]) -> list[float | dict[str, Any]]: ...
+
+
+class Stage(StrEnum):
+    """Where an execution is; the watchdog's words."""
+
+    QUEUED = "queued"
+    GENERATING = "generating"
+    HOOKS = "sample hooks"
+    REWARD = "reward"
+    DONE = "done"
+
+
+@dataclass
+class Execution:
+    """One run of the generate function.
+
+    Attributes:
+        prompt: the sample as it was drawn, kept when user code might change it beyond repair; else ``samples[0]``.
+        samples: what it is now; several after a fan-out.
+        failure: what stopped it for good.
+    """
+
+    prompt: Sample
+    samples: list[Sample]
+    fanned_out: bool = False
+    stage: Stage = Stage.QUEUED
+    since: float = field(default_factory=time.monotonic)
+    failure: Exception | None = None
+
+    @property
+    def is_generated(self) -> bool:
+        return bool(self.samples) and all(sample.status in _FINAL for sample in self.samples)
+
+    @property
+    def view(self) -> Sample | list[Sample]:
+        """As user code returned it: a sample, or a list after a fan-out."""
+        return self.samples if self.fanned_out else self.samples[0]
+
+    def enter(self, stage: Stage) -> None:
+        self.stage, self.since = stage, time.monotonic()
+
+    def restart(self) -> None:
+        """Back to the prompt alone."""
+        self.prompt.reset_response()
+        self.samples, self.fanned_out = [self.prompt], False
+
+
+@dataclass
+class GroupRun:
+    """A drawn group on its way through the loop; ``order`` counts the draws of this rollout."""
+
+    executions: list[Execution]
+    order: int = 0
+
+    @staticmethod
+    def of(drawn: list[Sample | list[Sample]], order: int = 0) -> GroupRun:
+        """From what a data source gives; an execution that had fanned out before comes back as a list."""
+        executions = []
+        for item in drawn:
+            samples = item if isinstance(item, list) else [item]
+            executions.append(Execution(samples[0], list(samples), fanned_out=isinstance(item, list)))
+        return GroupRun(executions, order)
+
+    @property
+    def index(self) -> int:
+        index = self.executions[0].prompt.group_index
+        return self.order if index is None else index
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for execution in self.executions for sample in execution.samples]
+
+    @property
+    def is_generated(self) -> bool:
+        return all(execution.is_generated for execution in self.executions)
+
+    @property
+    def is_scored(self) -> bool:
+        return self.is_generated and all(sample.reward is not None for sample in self.samples)
+
+    @property
+    def failure(self) -> Exception | None:
+        return next((e.failure for e in self.executions if e.failure is not None), None)
+
+    @property
+    def view(self) -> list[Any]:
+        """For hooks and data sources: ``list[Sample]``, with a list in the place of each fanned-out execution."""
+        return [execution.view for execution in self.executions]
+
+    def to_group(self) -> Group:
+        return Group(self.index, [execution.samples for execution in self.executions])
+
+    def restart(self) -> None:
+        for execution in self.executions:
+            execution.restart()
+
+
+class GroupRunner:
+    """Runs groups. Shared by training rollouts and evaluations; nothing in it belongs to one group.
+
+    Args:
+        state: tokenizer, client, sampling parameters.
+        rewards: None when the samples bring their rewards along.
+        rollout_id, evaluation: passed to hooks that ask for them.
+        group_rm: score the finished group as a whole.
+        mask_offpolicy: do not train on what an earlier rollout had generated of a resumed sample.
+    """
+
+    def __init__(
+        self,
+        state: GenerateState,
+        rewards: Rewards | None,
+        *,
+        rollout_id: int,
+        evaluation: bool = False,
+        group_rm: bool = False,
+        mask_offpolicy: bool = False,
+    ) -> None:
+        self.state, self.rewards = state, rewards
+        self.rollout_id, self.evaluation, self.group_rm = rollout_id, evaluation, group_rm
+        self.mask_offpolicy = mask_offpolicy
+        self.last_progress = time.monotonic()
+        self._default_path: str | None = state.args.custom_generate_function_path
+        self._functions: dict[str, Any] = {}
+
+    def _checked(self, path: str, protocol: type) -> Any:
+        if path not in self._functions:
+            fn = load_function(path)
+            check_signature(fn, protocol, path)
+            self._functions[path] = fn
+        return self._functions[path]
+
+    async def run(self, group: GroupRun) -> None:
+        """Bring every execution as far as it goes: scored, aborted, or failed (never raises for a failure)."""
+        for sample in group.samples:
+            sample.session_id = sample.session_id or uuid.uuid4().hex
+        with span(group.samples, "generate_and_rm_group"):
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for execution in group.executions:
+                        tasks.create_task(self._run_execution(execution))
+            except BaseExceptionGroup as errors:  # only what must stop the run gets here
+                raise errors.exceptions[0] from None
+            if self.group_rm and group.is_generated and not group.is_scored and group.failure is None:
+                await self._score_group(group)
+
+    async def _run_execution(self, execution: Execution) -> None:
+        with span(execution.samples, "generate_and_rm") as sample_span:
+            try:
+                if not execution.is_generated:
+                    await self._generate(execution)
+                    sample_span.adopt(execution.samples)
+                if execution.is_generated and not self.group_rm:
+                    await self._score(execution)
+                execution.enter(Stage.DONE)
+            except UserError:
+                raise
+            except Exception as error:  # the one boundary of a sample's failures; see the module's docstring
+                self._fail(execution, error)
+        self.last_progress = time.monotonic()
+
+    def _fail(self, execution: Execution, error: Exception) -> None:
+        logger.warning(
+            "sample %s failed while %s: %s: %s",
+            execution.prompt.index,
+            execution.stage.value,
+            type(error).__name__,
+            error,
+            exc_info=error if logger.isEnabledFor(10) else None,
+        )
+        execution.failure = error
+        for sample in execution.samples:
+            sample.status = SampleStatus.FAILED
+
+    # -- generation ----------------------------------------------------------------------------------------
+
+    async def _generate(self, execution: Execution) -> None:
+        sample = execution.samples[0]
+        if self.mask_offpolicy and sample.response_length:
+            sample.loss_mask = [0] * sample.response_length
+        async with self.state.client.slots:
+            if self.state.client.aborting:
+                sample.status = SampleStatus.ABORTED
+                return
+            execution.enter(Stage.GENERATING)
+            returned, origin = await self._call_generate(execution, sample)
+        self._accept(execution, returned, origin)
+        if execution.is_generated:
+            execution.enter(Stage.HOOKS)
+            await self._run_hooks(execution)
+
+    async def _call_generate(self, execution: Execution, sample: Sample) -> tuple[Any, str]:
+        params = self.state.params_for(sample)
+        path = sample.generate_function_path or self._default_path
+        if not path:
+            return await generate(self.state.args, sample, params), "the generate function"
+        fn = self._checked(path, GenerateFunction)
+        # user code may leave anything behind when it is cancelled or returns other samples
+        execution.prompt = _copy_of_prompt(sample)
+        returned = fn(self.state.args, sample, params, **accepted(fn, {"evaluation": self.evaluation}))
+        if not inspect.isawaitable(returned):
+            raise UserError(f"'{path}' is not async", fix="declare the generate function with 'async def'")
+        return await returned, path
+
+    def _accept(self, execution: Execution, returned: Any, origin: str) -> None:
+        """Validate what user code returned; siblings of a fan-out share the id of their execution.
+
+        Raises:
+            UserError: no samples, lengths that do not fit, or siblings with different ``rollout_id``.
+        """
+        samples = returned if isinstance(returned, list) else [returned]
+        if not samples or not all(isinstance(sample, Sample) for sample in samples):
+            kind = "an empty list" if returned == [] else f"a {type(returned).__name__}"
+            raise UserError(f"{origin} returned {kind}", fix="return the sample, or a list of samples")
+        execution.samples, execution.fanned_out = samples, isinstance(returned, list)
+        prompt = execution.prompt
+        for sample in samples:
+            sample.index = prompt.index if sample.index is None else sample.index
+            sample.group_index = prompt.group_index if sample.group_index is None else sample.group_index
+            sample.session_id = sample.session_id or prompt.session_id
+            complete_tokens(sample, self.state.tokenizer)
+            sample.validate(origin)
+            if sample.status is SampleStatus.PENDING:  # user code need not set it: returned is done
+                aborted = self.state.client.aborting
+                sample.status = SampleStatus.ABORTED if aborted else SampleStatus.COMPLETED
+        if execution.fanned_out:
+            ids = {sample.rollout_id for sample in samples}
+            if len(ids) > 1:
+                raise UserError(
+                    f"{origin} returned samples of one execution with different rollout_id: {sorted(map(str, ids))}",
+                    fix="set the same sample.rollout_id on each of them, or leave it None",
+                )
+            for sample in samples:
+                sample.rollout_id = prompt.index if sample.rollout_id is None else sample.rollout_id
+
+    async def _run_hooks(self, execution: Execution) -> None:
+        optional = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
+        for path in self.state.args.rollout_sample_hook_path or ():
+            hook = self._checked(path, SampleHook)
+            for position, sample in enumerate(execution.samples):
+                replaced = await call_hook(hook, self.state.args, sample, optional=optional)
+                if replaced is not None:
+                    replaced.validate(path)
+                    execution.samples[position] = replaced
+
+    # -- rewards -------------------------------------------------------------------------------------------
+
+    async def _score(self, execution: Execution) -> None:
+        unscored = [sample for sample in execution.samples if sample.reward is None]
+        if not unscored or self.rewards is None:
+            return
+        execution.enter(Stage.REWARD)
+        with span(unscored, "reward_model"):
+            if execution.fanned_out:
+                scores = await self._unless_aborted(self.rewards.score_group(unscored))
+            else:
+                score = await self._unless_aborted(self.rewards.score(unscored[0]))
+                scores = None if score is None else [score]
+        _set_rewards(unscored, scores)
+
+    async def _score_group(self, group: GroupRun) -> None:
+        if self.rewards is None:
+            return
+        for execution in group.executions:
+            execution.enter(Stage.REWARD)
+        try:
+            with span(group.samples, "group_reward_model"):
+                scores = await self._unless_aborted(self.rewards.score_group(group.samples))
+        except UserError:
+            raise
+        except Exception as error:  # a group scored together fails together
+            for execution in group.executions:
+                self._fail(execution, error)
+            return
+        _set_rewards(group.samples, scores)
+        for execution in group.executions:
+            execution.enter(Stage.DONE)
+        self.last_progress = time.monotonic()
+
+    async def _unless_aborted(self, work: Awaitable[T]) -> T | None:
+        """The result, or None when an abort begins first: a slow judge must not hold up the end of a rollout."""
+        working = asyncio.ensure_future(work)
+        aborting = asyncio.ensure_future(self.state.client.wait_for_abort())
+        try:
+            await asyncio.wait({working, aborting}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            aborting.cancel()
+            working.cancel()
+
+
+def _set_rewards(samples: list[Sample], scores: list[Any] | None) -> None:
+    if scores is None:
+        return
+    if len(scores) != len(samples):
+        raise UserError(
+            f"the reward function returned {len(scores)} rewards for {len(samples)} samples",
+            fix="return one reward per sample, in their order",
+        )
+    for sample, score in zip(samples, scores):
+        sample.reward = score
+
+
+def _copy_of_prompt(sample: Sample) -> Sample:
+    """A copy that shares nothing mutable that generation touches."""
+    twin = copy.copy(sample)
+    twin.tokens, twin.metadata = list(sample.tokens), copy.deepcopy(sample.metadata)
+    twin.loss_mask = None if sample.loss_mask is None else list(sample.loss_mask)
+    twin.rollout_log_probs = None if sample.rollout_log_probs is None else list(sample.rollout_log_probs)
+    twin.token_spans, twin.weight_versions = copy.deepcopy(sample.token_spans), list(sample.weight_versions)
+    twin.spec_info, twin.prefix_cache_info = copy.copy(sample.spec_info), copy.copy(sample.prefix_cache_info)
+    twin.trace = copy.deepcopy(sample.trace)
+    return twin

@@ -1,0 +1,285 @@
+"""Generation of one sample: the built-in single-turn function, and the state that users' own functions work with.
+
+A generate function is ``async fn(args, sample, sampling_params[, evaluation]) -> Sample | list[Sample]``. It finds
+tokenizer and client through `current_state` (``GenerateState(args)`` in existing plugins):
+
+    async def two_turns(args, sample, sampling_params):
+        sample = await generate(args, sample, sampling_params)
+        sample.append_response_tokens(tokens=state.tokenizer.encode(tool(sample.response)), trainable=False)
+        return await generate(args, sample, sampling_params)
+
+Tokens go in and come out: what the engine sampled is what is trained on, text is never tokenised again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.observe.log import get_logger
+from slime.observe.trace import record_engine_timings, span
+from slime.rollout.client import RequestRefused, RolloutClient
+from slime.rollout.engines.api import EngineError, GenerateResult
+from slime.samples.types import Sample, SampleStatus
+
+logger = get_logger(__name__)
+
+_MASK64 = (1 << 64) - 1
+_MAX_RESUMES = 64
+
+
+@dataclass
+class GenerateState:
+    """What generate functions of one rollout or evaluation share.
+
+    Attributes:
+        args: the flat view of the configuration; the same object in every hook of a run.
+        sampling_params: defaults of this rollout; each request gets a copy of its own.
+        max_context_len: most tokens of prompt plus response, None for no limit but the engine's.
+        deterministic: requests carry a seed made from ``rollout_seed`` and the sample's index.
+        loop: the event loop that everything runs on.
+        counts: events worth a metric, e.g. "prompt_too_long".
+    """
+
+    args: Any
+    tokenizer: Any
+    client: RolloutClient
+    sampling_params: dict[str, Any]
+    max_context_len: int | None = None
+    deterministic: bool = False
+    rollout_seed: int = 0
+    loop: asyncio.AbstractEventLoop | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def semaphore(self) -> asyncio.Semaphore:
+        return self.client.slots
+
+    @property
+    def aborted(self) -> bool:
+        return self.client.aborting
+
+    def params_for(self, sample: Sample) -> dict[str, Any]:
+        """This sample's own copy of the sampling parameters, with its seed in deterministic mode."""
+        params = copy.deepcopy(self.sampling_params)
+        if self.deterministic:
+            assert sample.index is not None, "samples get their index when they are drawn"
+            params["sampling_seed"] = sample_seed(self.rollout_seed, sample.index)
+        return params
+
+
+_STATE: contextvars.ContextVar[GenerateState] = contextvars.ContextVar("slime_generate_state")
+
+
+def bind_state(state: GenerateState) -> None:
+    """Make ``state`` the one that `current_state` finds in this task and the tasks and threads that it starts."""
+    _STATE.set(state)
+
+
+def current_state(args: Any = None) -> GenerateState:
+    """The state of the rollout that this code runs in. ``args`` is accepted for existing plugins and not needed.
+
+    Raises:
+        UserError: called outside a rollout.
+    """
+    try:
+        return _STATE.get()
+    except LookupError:
+        raise UserError(
+            "there is no rollout here to generate for",
+            why="generate functions find tokenizer and engines only while a rollout or evaluation runs",
+            fix="call this from a function given by --custom-generate-function-path or --rollout-function-path",
+        ) from None
+
+
+def rollout_sampling_params(config: Config) -> dict[str, Any]:
+    """Sampling parameters of training rollouts, as SGLang spells them; log-probs are of the tempered distribution."""
+    rollout = config.rollout
+    return sampling_params(
+        temperature=rollout.rollout_temperature,
+        top_p=rollout.rollout_top_p,
+        top_k=rollout.rollout_top_k,
+        min_p=rollout.rollout_min_p,
+        max_new_tokens=rollout.rollout_max_response_len,
+        stop=rollout.rollout_stop,
+        stop_token_ids=rollout.rollout_stop_token_ids,
+        skip_special_tokens=rollout.rollout_skip_special_tokens,
+    )
+
+
+def sampling_params(*, stop: Any = (), stop_token_ids: Any = (), **params: Any) -> dict[str, Any]:
+    """A request's ``sampling_params``. The stop string stays in the text, which is the text of the trained tokens."""
+    defaults: dict[str, Any] = {"no_stop_trim": True, "spaces_between_special_tokens": False}
+    if stop:
+        defaults["stop"] = [stop] if isinstance(stop, str) else list(stop)
+    if stop_token_ids:
+        defaults["stop_token_ids"] = list(stop_token_ids)
+    return defaults | params
+
+
+def sample_seed(rollout_seed: int, index: int) -> int:
+    """A 31-bit seed for sample ``index``: neighbouring indices and seeds give unrelated values (splitmix64).
+
+    Example:
+        >>> sample_seed(42, 0) != sample_seed(42, 1) != sample_seed(43, 0)
+        True
+    """
+    z = (rollout_seed * 0xD1342543DE82EF95 + (index + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (z ^ (z >> 31)) >> 33
+
+
+def context_limit(*limits: int | None) -> int | None:
+    """The smallest of the limits that are set."""
+    given = [limit for limit in limits if limit]
+    return min(given) if given else None
+
+
+# -- the built-in function ---------------------------------------------------------------------------------
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Generate (or go on generating) the response of ``sample``; returns the same sample.
+
+    ``max_new_tokens`` counts the whole response: what is there already is taken off, so an aborted sample goes on
+    where it stopped. A request that somebody else aborts (a weight push, the engine itself) is resumed here. A prompt
+    that leaves no room is TRUNCATED with what it has; that is counted, never an error.
+
+    Raises:
+        RequestRefused: the engine refused the request for another reason than its length.
+        EngineError: no answer after retries, or aborted again and again without a token.
+    """
+    state = current_state(args)
+    sample.tokens = sample.tokens or prompt_token_ids(state.tokenizer, sample)
+    sample.session_id = sample.session_id or uuid.uuid4().hex
+    for attempt in range(_MAX_RESUMES):
+        params = _remaining_params(state, sample, sampling_params)
+        if params is None:
+            sample.status = SampleStatus.TRUNCATED
+            return sample
+        await asyncio.sleep(min(attempt, 10) * 0.05)  # whoever aborts us may still be at work
+        await _call_engine(state, sample, params)
+        if sample.status is not SampleStatus.ABORTED or state.aborted:
+            return sample
+    raise EngineError(state.client.base_url, f"sample {sample.index} was aborted {_MAX_RESUMES} times")
+
+
+def _remaining_params(state: GenerateState, sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any] | None:
+    """The request's own parameters for what is left of the response; None when there is no room."""
+    room = sampling_params["max_new_tokens"] - sample.response_length
+    if state.max_context_len is not None and state.max_context_len - len(sample.tokens) < room:
+        room = state.max_context_len - len(sample.tokens)
+        if room <= 0:
+            _note_too_long(state, sample, f"the limit is {state.max_context_len}")
+    if room <= 0:
+        return None
+    params = {**sampling_params, "max_new_tokens": room}
+    if params.get("min_new_tokens"):
+        params["min_new_tokens"] = min(room, max(0, params["min_new_tokens"] - sample.response_length))
+    return params
+
+
+async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, Any]) -> None:
+    """One ``/generate``; the answer goes into the sample."""
+    assert sample.session_id is not None
+    with span(sample, "generate", input_tokens=len(sample.tokens)) as generate_span:
+        try:
+            result = await state.client.generate(
+                sample.tokens,
+                params,
+                rid=f"{sample.session_id}-{uuid.uuid4().hex[:8]}",
+                routing_key=sample.session_id,
+            )
+        except RequestRefused as refused:
+            if "context length" not in refused.what:
+                raise
+            _note_too_long(state, sample, refused.what)
+            sample.status = SampleStatus.TRUNCATED
+            return
+        record_engine_timings(sample, result.meta_info)
+        generate_span.set(tokens=len(result.token_ids), finish_reason=result.finish_reason)
+    if result.finish_reason not in ("stop", "length", "abort"):
+        raise EngineError(state.client.base_url, f"answer with the unknown finish_reason {result.finish_reason!r}")
+    append_result(sample, result)
+
+
+def _note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
+    state.counts["prompt_too_long"] += 1
+    if state.counts["prompt_too_long"] == 1:
+        logger.warning(
+            "sample %s has %d tokens and no room to generate: %s; it counts as truncated "
+            "(raise --rollout-max-context-len or --sglang-context-length, or lower --rollout-max-prompt-len)",
+            sample.index,
+            len(sample.tokens),
+            limit,
+        )
+
+
+def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
+    """Token ids of the prompt: text as it stands, chat messages through the chat template.
+
+    Raises:
+        UserError: the prompt is empty, or carries images.
+    """
+    if sample.multimodal_inputs:
+        raise UserError(
+            f"sample {sample.index} has images or other media",
+            why="the built-in generate function sends token ids only",
+            fix="pass a --custom-generate-function-path that handles them",
+        )
+    if isinstance(sample.prompt, str):
+        ids = tokenizer.encode(sample.prompt, add_special_tokens=False)
+    else:
+        ids = tokenizer.apply_chat_template(
+            sample.prompt,
+            tools=sample.metadata.get("tools"),
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
+            **sample.apply_chat_template_kwargs,
+        )
+    if not ids:
+        raise UserError(f"sample {sample.index} has an empty prompt", fix="remove such rows from the data")
+    return list(ids)
+
+
+def append_result(sample: Sample, result: GenerateResult) -> None:
+    """Append an engine's answer to the response, with the weight version of every token.
+
+    An engine whose weights changed during the call says so in ``token_weight_versions``: ``[[start, version], ...]``
+    counted from the call's first token. Otherwise all tokens carry ``weight_version``.
+
+    Example:
+        tokens [7, 8, 9] with token_weight_versions [[0, 3], [2, 4]] give the spans 0-2 of version 3, 2-3 of version 4.
+    """
+    meta = result.meta_info
+    runs = meta.get("token_weight_versions") or [[0, meta.get("weight_version")]]
+    bounds = [int(start) for start, _ in runs] + [len(result.token_ids)]
+    for i, (_, version) in enumerate(runs):
+        is_last = i + 1 == len(runs)
+        piece = slice(bounds[i], bounds[i + 1])
+        sample.append_response_tokens(
+            tokens=result.token_ids[piece],
+            log_probs=result.log_probs[piece],
+            meta_info={**meta, "weight_version": version},
+            text=result.text if is_last else None,
+            update_terminal_info=is_last,
+        )
+
+
+def complete_tokens(sample: Sample, tokenizer: Any) -> None:
+    """Give tokens to a finished sample that user code built from text alone (``Sample(prompt=…, response=…)``)."""
+    if sample.response and not sample.response_length:
+        if not sample.tokens:
+            sample.tokens = prompt_token_ids(tokenizer, sample)
+        ids = tokenizer.encode(sample.response, add_special_tokens=False)
+        sample.tokens = sample.tokens + ids
+        sample.response_length = len(ids)
