@@ -13,6 +13,7 @@ from typing import Literal
 from slime.config import Config
 from slime.errors import UserError
 from slime.weights.checkpoint_dir import (
+    TRACKER,
     check_complete,
     is_leftover,
     iteration_dir,
@@ -154,10 +155,10 @@ def _pick(root: Path, tracked: int | str | None, step: int | None, flag: str) ->
     path = iteration_dir(root, wanted)
     if not path.is_dir():
         there = saved_iterations(root)
+        asked = f"asked for by {flag}" if step is not None else f"named in {root / TRACKER}"
         raise UserError(
             f"{root} has no checkpoint of iteration {wanted}",
-            why=f"{'asked for by ' + flag if step is not None else 'named in ' + str(root / 'latest_checkpointed_iteration.txt')};"
-            f" the iterations there: {', '.join(map(str, there)) or 'none'}",
+            why=f"{asked}; the iterations there: {', '.join(map(str, there)) or 'none'}",
             fix=f"pass {flag} with one of them" if there else "pass --load with another directory",
         )
     check_complete(path)
@@ -194,5 +195,5 @@ def _nothing_there(root: Path, flag: str) -> UserError:
         what,
         why=why,
         fix="pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a Hugging Face"
-        " directory; set --load to the --save directory to resume or start fresh there from --ref-load or --hf-checkpoint",
+        " directory; set it to the --save directory to resume, or to start fresh from --ref-load or --hf-checkpoint",
     )

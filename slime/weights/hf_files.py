@@ -1,0 +1,282 @@
+"""Hugging Face checkpoint directories on disk: verified reading by slices, atomic sharded writing.
+
+HfReader(dir).verify(family, spec)      every shard, every index entry, every layer, before anything is loaded
+reader["model.norm.weight"][0:16]       reads these bytes only
+with HfWriter(dir, assets_from) as out: out.add(name, tensor)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from slime.errors import UserError
+from slime.weights.buckets import dtype_name
+from slime.weights.checkpoint_dir import partial_dir, publish
+from slime.weights.convert import ModelFamily, ModelSpec
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
+
+
+class LazyTensor:
+    """A tensor in a safetensors file; indexing reads only the bytes asked for (`[a:b]`, `[:, a:b]`, `[:]`)."""
+
+    def __init__(self, piece: Any) -> None:
+        self._piece = piece
+        self.shape: tuple[int, ...] = tuple(piece.get_shape())
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._piece[index]
+
+
+class HfReader:
+    """The tensors of a Hugging Face directory, one file or several with an index.
+
+    Opening checks that the files are there and agree with the index; nothing is read but the headers.
+
+    Raises:
+        UserError: no safetensors (with advice when there are .bin files), shards missing or damaged, index entries
+            that no shard has. Everything that is wrong is in one message.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        for file_name, expected in self._expected_files().items():
+            self._files[file_name] = self._open(file_name)
+            names = set(self._files[file_name].keys())
+            if expected is not None and expected - names:
+                missing = sorted(expected - names)
+                raise UserError(
+                    f"{self.directory / file_name} lacks {len(missing)} tensors that the index promises",
+                    why=f"the first: {', '.join(missing[:3])}",
+                    fix=f"download {file_name} and {INDEX} again from the same revision",
+                )
+            self._file_of.update(dict.fromkeys(names, file_name))
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def file_of(self, name: str) -> str:
+        return self._file_of[name]
+
+    @property
+    def num_files(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        return LazyTensor(self._files[self._file_of[name]].get_slice(name))
+
+    def verify(self, family: ModelFamily, spec: ModelSpec) -> list[str]:
+        """Compare with what the family's table expects of a model of this shape.
+
+        Returns:
+            Tensors that are there and known not to be used.
+        Raises:
+            UserError: tensors missing or unknown, named by layer.
+        """
+        expected, present = set(family.expected_hf_names(spec)), self.names()
+        surplus = present - expected
+        ignored = sorted(name for name in surplus if family.is_ignored(name, spec))
+        unknown, missing = sorted(surplus - set(ignored)), sorted(expected - present)
+        if missing or unknown:
+            raise UserError(
+                f"{self.directory} is not a complete {family.name} model",
+                why="; ".join(_describe(missing, "missing", spec) + _describe(unknown, "unknown", spec)),
+                fix="download the missing files again; if config.json belongs to another model, replace it",
+            )
+        return ignored
+
+    def _expected_files(self) -> dict[str, set[str] | None]:
+        """File name → tensors the index promises in it (None: no index)."""
+        index = self.directory / INDEX
+        if not index.is_file():
+            if (self.directory / SINGLE).is_file():
+                return {SINGLE: None}
+            raise self._no_weights()
+        try:
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+            raise UserError(f"{index} is damaged", why=str(error), fix="download it again") from error
+        promised: dict[str, set[str] | None] = {}
+        for name, file_name in weight_map.items():
+            entry = promised.setdefault(file_name, set())
+            assert entry is not None
+            entry.add(name)
+        absent = [name for name in sorted(promised) if not (self.directory / name).is_file()]
+        if absent:
+            layers = _layers_of(name for file_name in absent for name in promised[file_name] or ())
+            raise UserError(
+                f"{len(absent)} of {len(promised)} shards are missing in {self.directory}",
+                why=f"{', '.join(absent[:6])}{' …' if len(absent) > 6 else ''}"
+                + (f"; they hold tensors of the layers {layers}" if layers else ""),
+                fix="download them again: the download was cut short",
+            )
+        return dict(sorted(promised.items()))
+
+    def _open(self, file_name: str) -> Any:
+        path = self.directory / file_name
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{path} is not a readable safetensors file",
+                why=f"{error} (it has {path.stat().st_size} bytes)",
+                fix="download it again: the download was cut short, or a Git LFS pointer lies in its place",
+            ) from error
+
+    def _no_weights(self) -> UserError:
+        if not self.directory.is_dir():
+            return UserError(
+                f"there is no directory {self.directory}", fix="pass --hf-checkpoint with a model directory"
+            )
+        names = sorted(entry.name for entry in self.directory.iterdir())
+        if any(name.endswith(".bin") for name in names):
+            return UserError(
+                f"{self.directory} holds PyTorch .bin weights",
+                why="pickled files run code when they are read and cannot be read by slices",
+                fix="convert once: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir), and use new_dir",
+            )
+        if any(name.endswith(".gguf") for name in names):
+            fix = f"convert once: slime convert gguf-to-hf, then use the new directory instead of {self.directory}"
+            return UserError(f"{self.directory} holds GGUF weights", fix=fix)
+        return UserError(
+            f"no weights in {self.directory}",
+            why=f"neither {SINGLE} nor {INDEX}; it holds: {', '.join(names[:10]) or 'nothing'}",
+            fix="pass --hf-checkpoint with a complete model directory",
+        )
+
+
+def _layers_of(names: Iterable[str]) -> str:
+    """ "3-5, 9" for tensors of these layers."""
+    layers = sorted({int(found.group(1)) for name in names if (found := re.search(r"\.layers\.(\d+)\.", name))})
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _describe(names: list[str], adjective: str, spec: ModelSpec) -> list[str]:
+    """What is wrong, whole layers first: "layer 3 is missing" says more than nine tensor names."""
+    if not names:
+        return []
+    per_layer = Counter(found.group(1) for name in names if (found := re.search(r"\.layers\.(\d+)\.", name)))
+    count = f"{len(names)} tensors {adjective}" if len(names) > 1 else f"1 tensor {adjective}"
+    layers = _layers_of(names)
+    where = f" in layers {layers} of {spec.num_layers}" if per_layer else ""
+    return [f"{count}{where}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"]
+
+
+class HfWriter:
+    """Writes a Hugging Face directory: shards, index, config and tokenizer assets. Visible only when complete.
+
+    Args:
+        directory: final place; replaced as a whole when it exists.
+        assets_from: directory whose config and tokenizer files are copied.
+        shard_bytes: upper bound of a weight file.
+    Raises:
+        UserError: ``directory`` is ``assets_from``.
+    """
+
+    def __init__(self, directory: str | Path, assets_from: str | Path, shard_bytes: int = 4 << 30) -> None:
+        self.directory, self.assets_from, self.shard_bytes = Path(directory), Path(assets_from), shard_bytes
+        if self.directory.resolve() == self.assets_from.resolve():
+            raise UserError(
+                f"{self.directory} is the --hf-checkpoint itself",
+                why="writing there would destroy the model that training started from",
+                fix="pass another directory to --save-hf",
+            )
+
+    def __enter__(self) -> HfWriter:
+        self._partial = partial_dir(self.directory)
+        self._open: dict[str, torch.Tensor] = {}
+        self._open_bytes = self.total_bytes = 0
+        self._shards: list[list[str]] = []
+        self._dtypes: Counter[str] = Counter()
+        return self
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append a tensor; a full shard goes to disk at once."""
+        nbytes = tensor.numel() * tensor.element_size()
+        if self._open and self._open_bytes + nbytes > self.shard_bytes:
+            self._flush()
+        # a view would be saved with the storage it looks into, and may be overwritten before the flush
+        self._open[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._open_bytes += nbytes
+        self.total_bytes += nbytes
+        self._dtypes[dtype_name(tensor.dtype)] += tensor.numel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            return
+        try:
+            self._flush()
+            self._finish()
+        except OSError as failure:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise UserError(
+                f"could not write {self.directory}",
+                why=f"{failure.strerror or failure}; {self.total_bytes / 1e9:.1f} GB of weights were to be written",
+                fix="free space, or pass another --save-hf; nothing was left half-written",
+            ) from failure
+
+    def _flush(self) -> None:
+        if self._open:
+            name = f"shard-{len(self._shards):05d}.safetensors"
+            try:
+                save_file(self._open, self._partial / name, metadata={"format": "pt"})
+            except SafetensorError as error:  # safetensors wraps the operating system's error in its own
+                raise OSError(str(error)) from error
+            self._shards.append(list(self._open))
+            self._open, self._open_bytes = {}, 0
+
+    def _finish(self) -> None:
+        count = len(self._shards)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            final = SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            (self._partial / f"shard-{number:05d}.safetensors").rename(self._partial / final)
+            weight_map.update(dict.fromkeys(names, final))
+        if count > 1:
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            (self._partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        copy_assets(self.assets_from, self._partial, self._dtypes.most_common(1)[0][0] if self._dtypes else None)
+        publish(self._partial, self.directory)
+
+
+def copy_assets(source: Path, target: Path, dtype: str | None = None) -> None:
+    """Copy config, tokenizer and remote-code files; everything at top level that is not weights.
+
+    The dtype in config.json is set to that of the weights beside it.
+    """
+    for entry in sorted(source.iterdir()):
+        if not entry.is_file() or entry.name.startswith(".") or entry.name.endswith(_WEIGHT_SUFFIXES):
+            continue
+        shutil.copyfile(entry, target / entry.name)
+    config_path = target / "config.json"
+    if dtype is not None and config_path.is_file():
+        config = json.loads(config_path.read_text())
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+        config_path.write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,331 @@
+"""Megatron model ↔ Hugging Face tensors, on any parallel layout.
+
+    Hugging Face directory ── load_hf ──► model chunks ── iter_hf_tensors ──► (name, tensor) … ── save_hf ──► directory
+
+`load_hf` reads on each rank only the slices that it keeps. `iter_hf_tensors` is collective: all ranks call it, all
+ranks get every tensor whole, in the same order whatever the layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slime.errors import UserError
+from slime.weights.buckets import dtype_name, dtype_of
+from slime.weights.convert import Match, ModelFamily, family_of
+from slime.weights.convert.layouts import Shard, VocabParallel
+from slime.weights.convert.spec import HfConfig, ModelSpec
+from slime.weights.hf_files import HfReader, HfWriter
+from slime.weights.megatron_names import Placement, global_parameters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_hf` did on this rank.
+
+    Attributes:
+        directory: where from.
+        num_loaded: parameters (Megatron tensors) of this rank, all of them loaded.
+        num_elements: numbers in them.
+        nbytes: bytes read, in the file's dtype.
+        files: weight files read from, and how many parameters took something from each.
+        ignored: tensors in the files that the family is known not to use.
+        seconds: wall time.
+    """
+
+    directory: Path
+    num_loaded: int
+    num_elements: int
+    nbytes: int
+    files: dict[str, int]
+    ignored: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        amount = f"{self.num_elements / 1e6:,.1f} M numbers, {self.nbytes / 1e6:,.0f} MB"
+        source = f"{len(self.files)} file(s) of {self.directory}"
+        text = f"loaded {self.num_loaded} parameters ({amount}) from {source} in {self.seconds:.1f} s"
+        return text + (f"; {len(self.ignored)} tensors are not used by this model family" if self.ignored else "")
+
+
+def load_hf(
+    model_chunks: Sequence[nn.Module],
+    hf_dir: str | Path,
+    hf_config: HfConfig | None = None,
+    *,
+    model_name: str | None = None,
+) -> LoadReport:
+    """Fill the model with a Hugging Face checkpoint. Collective under ``torch.distributed``.
+
+    An optimizer that keeps its own copy of the parameters must be told afterwards (``reload_model_params``).
+
+    Args:
+        model_chunks: this rank's model, one chunk per virtual pipeline stage, wrapped or not.
+        hf_dir: directory with safetensors.
+        hf_config: its config; read from ``hf_dir`` when None.
+        model_name: conversion table, when config.json does not tell.
+    Raises:
+        UserError: files missing or damaged, a tensor of the wrong shape, a parameter that got nothing, or a tensor
+            that no parameter took; by name.
+    """
+    started = time.perf_counter()
+    config = hf_config if hf_config is not None else hf_dir
+    family = family_of(config, model_name)
+    spec, placement = family.model_spec(config), Placement.current()
+    reader = HfReader(hf_dir)
+    ignored = reader.verify(family, spec)
+    taken: set[str] = set()
+    files: dict[str, int] = {}
+    num_loaded = num_elements = nbytes = 0
+    with torch.no_grad():
+        for name, target in global_parameters(model_chunks, spec.num_experts, placement):
+            match = _match(family, name, spec, target)
+            if match is None:
+                continue
+            piece = _read_piece(reader, match, name, target, spec, placement)
+            target.copy_(piece)
+            taken.update(match.sources)
+            num_loaded, num_elements = num_loaded + 1, num_elements + piece.numel()
+            nbytes += piece.numel() * piece.element_size()
+            for file_name in {reader.file_of(source) for source in match.sources}:
+                files[file_name] = files.get(file_name, 0) + 1
+    _check_all_taken(sorted(family.expected_hf_names(spec)), taken, Path(hf_dir))
+    seconds = time.perf_counter() - started
+    report = LoadReport(Path(hf_dir), num_loaded, num_elements, nbytes, files, tuple(ignored), seconds)
+    logger.info("%s", report)
+    return report
+
+
+def _match(family: ModelFamily, name: str, spec: ModelSpec, tensor: torch.Tensor) -> Match | None:
+    match = family.match_megatron(name, spec)
+    if match is None and isinstance(tensor, nn.Parameter):
+        raise UserError(
+            f"the model has a parameter {name} {list(tensor.shape)} that the table of {family.name} does not know",
+            why="it would start from random numbers",
+            fix="drop the flag that adds it, or choose the model family that has it",
+        )
+    return match
+
+
+def _shard_of(match: Match, placement: Placement) -> Shard:
+    if match.rule.layout.tp_axis is None:
+        return Shard()
+    if match.rule.is_expert:
+        return Shard(placement.etp_rank, placement.etp_size)
+    return Shard(placement.tp_rank, placement.tp_size)
+
+
+def _with_padding_of(match: Match, tensor: torch.Tensor, spec: ModelSpec, shard: Shard) -> ModelSpec:
+    """The model itself tells how far its vocabulary was padded."""
+    if not isinstance(match.rule.layout, VocabParallel):
+        return spec
+    return dataclasses.replace(spec, padded_vocab_size=tensor.shape[0] * shard.size)
+
+
+def _read_piece(
+    reader: HfReader, match: Match, name: str, target: torch.Tensor, spec: ModelSpec, placement: Placement
+) -> torch.Tensor:
+    shard = _shard_of(match, placement)
+    sources = " + ".join(match.sources)
+    try:
+        padded = _with_padding_of(match, target, spec, shard)
+        piece = match.rule.layout.load([reader[source] for source in match.sources], shard, padded)
+    except ValueError as error:
+        raise UserError(
+            f"{sources} does not fit {name}", why=str(error), fix="use the config.json that belongs to the weights"
+        ) from error
+    if piece.shape != target.shape:
+        raise UserError(
+            f"{sources} gives {list(piece.shape)} for {name}, which is {list(target.shape)}"
+            + (f" on tensor-parallel rank {shard.rank} of {shard.size}" if shard.size > 1 else ""),
+            why="the weights and the model that was built have different shapes",
+            fix="leave the architecture flags out (they are read from config.json), or make them agree with it",
+        )
+    return piece
+
+
+def _check_all_taken(expected: list[str], taken: set[str], directory: Path) -> None:
+    """Every expected tensor was taken by a parameter on some rank."""
+    flags = torch.tensor([name in taken for name in expected], dtype=torch.uint8)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        flags = flags.to(_collective_device())
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    left_over = [name for name, was_taken in zip(expected, flags.tolist()) if not was_taken]
+    if left_over:
+        raise UserError(
+            f"{len(left_over)} tensors of {directory} were taken by no parameter",
+            why=f"the first: {', '.join(left_over[:4])}",
+            fix="the model was built without the layers they belong to: check the flags on layers, biases and norms",
+        )
+
+
+def _collective_device() -> torch.device:
+    on_gpu = "nccl" in dist.get_backend()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+# -- export ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter that some rank of this pipeline (and expert) group holds: everything the others must know."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pp_rank: int
+    ep_rank: int
+
+
+class HfExporter:
+    """The model's weights as Hugging Face tensors. Building one and iterating are collective.
+
+    Args:
+        model_chunks: this rank's model, one chunk per virtual pipeline stage, wrapped or not.
+        hf_config: what the model was built from.
+        model_name: conversion table, when the config does not tell.
+    """
+
+    def __init__(
+        self, model_chunks: Sequence[nn.Module], hf_config: HfConfig, *, model_name: str | None = None
+    ) -> None:
+        self.family = family_of(hf_config, model_name)
+        self.spec = self.family.model_spec(hf_config)
+        self.placement = Placement.current()
+        self._local = dict(global_parameters(model_chunks, self.spec.num_experts, self.placement))
+        self._matches: dict[str, Match] = {}
+        for name, tensor in self._local.items():
+            match = _match(self.family, name, self.spec, tensor)
+            if match is not None:
+                self._matches[name] = match
+        self._held = self._exchange()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, whole tensor), the same on every rank: embedding, layers in order, final norm, output.
+
+        On one rank the tensors are views of the parameters where the layout allows: use them before the next
+        optimizer step, or copy.
+        """
+        for held in self._held:
+            match = self._matches.get(held.name) or self.family.match_megatron(held.name, self.spec)
+            assert match is not None
+            if not match.exports:
+                continue
+            with torch.no_grad():
+                tensors = match.rule.layout.export(self._pieces(held, match), self.spec)
+            yield from zip(match.exports, tensors, strict=True)
+
+    def _exchange(self) -> list[_Held]:
+        """Who holds what, over pipeline stages and expert ranks, in the order of export."""
+        place = self.placement
+        mine = [
+            _Held(
+                name, tuple(self._local[name].shape), dtype_name(self._local[name].dtype), place.pp_rank, place.ep_rank
+            )
+            for name in self._matches
+        ]
+        for group in (place.ep_group, place.pp_group):
+            if group is not None:
+                gathered: list[list[_Held]] = [[] for _ in range(group.size())]
+                dist.all_gather_object(gathered, mine, group=group)
+                mine = [held for part in gathered for held in part]
+        first: dict[str, _Held] = {}
+        for held in mine:
+            first.setdefault(held.name, held)
+        return sorted(first.values(), key=lambda held: _export_order(held.name))
+
+    def _pieces(self, held: _Held, match: Match) -> list[torch.Tensor]:
+        """The tensor-parallel pieces of one parameter, brought here from the stage and expert rank that hold it."""
+        place = self.placement
+        tensor = self._local.get(held.name)
+        if tensor is None:
+            tensor = torch.empty(held.shape, dtype=dtype_of(held.dtype), device=self._device())
+        tensor = tensor.detach()
+        if place.pp_group is not None and (not match.rule.is_expert or held.ep_rank == place.ep_rank):
+            tensor = _broadcast(tensor, held.pp_rank, place.pp_group)
+        if place.ep_group is not None and match.rule.is_expert:
+            tensor = _broadcast(tensor, held.ep_rank, place.ep_group)
+        group = place.etp_group if match.rule.is_expert else place.tp_group
+        if group is None or match.rule.layout.tp_axis is None:
+            return [tensor]
+        flat = _bytes(tensor)
+        pieces = [torch.empty_like(flat) for _ in range(group.size())]
+        dist.all_gather(pieces, flat, group=group)
+        return [piece.view(tensor.dtype).view(tensor.shape) for piece in pieces]
+
+    def _device(self) -> torch.device:
+        return next(iter(self._local.values())).device if self._local else _collective_device()
+
+
+def iter_hf_tensors(
+    model_chunks: Sequence[nn.Module], hf_config: HfConfig, *, model_name: str | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """One pass over the model's weights as Hugging Face tensors; see `HfExporter`. Collective."""
+    return HfExporter(model_chunks, hf_config, model_name=model_name).tensors()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """As uint8: gloo does not know every dtype, and nothing is computed here."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> torch.Tensor:
+    flat = _bytes(tensor)
+    dist.broadcast(flat, group=group, group_src=source)
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
+def _export_order(name: str) -> tuple[int, list[int | str]]:
+    """Embedding, layers by number, the rest; numbers inside names compare as numbers."""
+    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+    stage = 1 + int(layer.group(1)) if layer else 0 if name.startswith("embedding.") else 1 << 30
+    return stage, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def save_hf(
+    model_chunks: Sequence[nn.Module],
+    hf_config: HfConfig,
+    directory: str | Path,
+    *,
+    assets_from: str | Path,
+    dtype: torch.dtype | None = None,
+    model_name: str | None = None,
+) -> Path:
+    """Write the model as a Hugging Face directory (sharded safetensors, index, config, tokenizer). Collective.
+
+    Rank 0 writes, into a hidden directory that is renamed when it is complete.
+
+    Args:
+        assets_from: Hugging Face directory whose config and tokenizer files go along.
+        dtype: of the floating-point weights; the model's own when None.
+    Raises:
+        UserError: ``directory`` is ``assets_from``, or it cannot be written (rank 0; nothing half-written is left).
+    """
+    tensors = iter_hf_tensors(model_chunks, hf_config, model_name=model_name)
+    if dist.is_initialized() and dist.get_rank() != 0:
+        for _ in tensors:
+            pass
+        return Path(directory)
+    try:
+        with HfWriter(directory, assets_from) as writer:
+            for name, tensor in tensors:
+                writer.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+    except (OSError, UserError):
+        for _ in tensors:  # the other ranks are inside the collectives; leave them no one to wait for
+            pass
+        raise
+    logger.info("wrote %.2f GB of weights to %s", writer.total_bytes / 1e9, directory)
+    return Path(directory)

@@ -1,0 +1,93 @@
+"""Names of a rank's Megatron parameters with global layer and expert numbers.
+
+Under pipeline parallelism (virtual stages included) a chunk calls its first layer ``decoder.layers.0``; under expert
+parallelism a rank calls its first expert 0. The conversion tables speak of global numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias)(?=\d+$))(\d+)")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """This rank's place in the parallel layout, and the groups that weights are gathered over.
+
+    A group is None when it has one member (or ``torch.distributed`` is not in use).
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    tp_group: torch.distributed.ProcessGroup | None = None
+    pp_rank: int = 0
+    pp_size: int = 1
+    pp_group: torch.distributed.ProcessGroup | None = None
+    ep_rank: int = 0
+    ep_size: int = 1
+    ep_group: torch.distributed.ProcessGroup | None = None
+    etp_rank: int = 0
+    etp_size: int = 1
+    etp_group: torch.distributed.ProcessGroup | None = None
+
+    @staticmethod
+    def current() -> Placement:
+        """From megatron's parallel state; one rank alone when it is not initialised."""
+        from megatron.core import parallel_state as ps
+
+        if not torch.distributed.is_initialized() or not ps.model_parallel_is_initialized():
+            return Placement()
+
+        def place(group: torch.distributed.ProcessGroup) -> tuple[int, int, torch.distributed.ProcessGroup | None]:
+            return group.rank(), group.size(), group if group.size() > 1 else None
+
+        return Placement(
+            *place(ps.get_tensor_model_parallel_group()),
+            *place(ps.get_pipeline_model_parallel_group()),
+            *place(ps.get_expert_model_parallel_group()),
+            *place(ps.get_expert_tensor_parallel_group()),
+        )
+
+
+def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The GPT models inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
+    from megatron.core.utils import unwrap_model
+
+    return unwrap_model(list(model_chunks))
+
+
+def global_parameters(
+    model_chunks: Sequence[nn.Module], num_experts: int = 0, placement: Placement | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(global name, local tensor) of every parameter of this rank, and of its persistent buffers.
+
+    Example (second of two pipeline stages of a four-layer model):
+        >>> next(global_parameters([stage]))[0]
+        'decoder.layers.2.input_layernorm.weight'
+    """
+    ep_rank, ep_size = (placement.ep_rank, placement.ep_size) if placement else (0, 1)
+    first_expert = num_experts // ep_size * ep_rank
+    for chunk in unwrapped(model_chunks):
+        numbers = _layer_numbers(chunk)
+        persistent = set(chunk.state_dict(keep_vars=True))
+        buffers = ((name, tensor) for name, tensor in chunk.named_buffers() if name in persistent)
+        for name, tensor in [*chunk.named_parameters(), *buffers]:
+            yield _globalised(name, numbers, first_expert), tensor
+
+
+def _layer_numbers(chunk: nn.Module) -> dict[int, int]:
+    """Local layer id → global layer id, both from 0; the layers know their global number, from 1."""
+    layers = chunk.get_submodule("decoder.layers")
+    return {int(local): int(layer.layer_number) - 1 for local, layer in layers.named_children()}  # type: ignore[arg-type]
+
+
+def _globalised(name: str, layer_numbers: dict[int, int], first_expert: int) -> str:
+    name = _LAYER.sub(lambda found: f"decoder.layers.{layer_numbers[int(found.group(1))]}.", name)
+    return _EXPERT.sub(lambda found: f"{found.group(1)}{int(found.group(2)) + first_expert}", name)
