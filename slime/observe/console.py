@@ -27,8 +27,14 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("tok/s", ("perf/tokens_per_gpu_per_sec", "perf/actor_train_tok_per_s"), ",.0f"),
 )
 
-#: Timers inside other timers (or totals), left out where a step's time is split up.
-NESTED_TIMES = ("step", "train", "train_wait", "data_preprocess", "record")
+#: Totals: left out where a step's time is split up, when one of their parts is there ("" stands for any part).
+TOTALS = {
+    "step": ("",),
+    "train": ("actor_train",),
+    "save": ("save_model",),
+    "record": ("rollout",),
+    "train_wait": ("",),
+}
 
 
 def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -47,8 +53,12 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
         for name, value in metrics.items()
         if name.startswith("perf/") and name.endswith("_time") and "/" not in name.removeprefix("perf/")
     }
-    inner = {name: value for name, value in times.items() if name not in NESTED_TIMES}
-    return dict(sorted(inner.items(), key=lambda item: -item[1]))
+    parts = {
+        name: value
+        for name, value in times.items()
+        if not any(part == "" or part in times for part in TOTALS.get(name, ()))
+    }
+    return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
 def column_values(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -85,7 +95,7 @@ class ConsoleSink:
         self._done = 0
         self._phase: str | None = None
         self._phase_start = time.monotonic()
-        self._counts: tuple[int, int] | None = None
+        self._counters: Mapping[str, float] = {}
         self._step_seconds: deque[float] = deque(maxlen=10)
         self._rows: deque[tuple[int, dict[str, str]]] = deque(maxlen=8)
         self._times: dict[str, float] = {}
@@ -101,11 +111,17 @@ class ConsoleSink:
     # -- input ---------------------------------------------------------------------------------------
 
     def phase_changed(self, name: str | None) -> None:
-        self._phase, self._phase_start, self._counts = name, time.monotonic(), None
+        self._phase, self._phase_start, self._counters = name, time.monotonic(), {}
 
-    def progress(self, done: int, target: int) -> None:
-        """How far the open phase is, in things of its own (samples of a rollout, say)."""
-        self._counts = (done, target)
+    def progress(self, counters: Mapping[str, float]) -> None:
+        """How far the open phase is: ``done`` of ``target`` samples, ``tokens`` so far."""
+        self._counters = counters
+
+    def begin(self, first_step: int, total_steps: int, launch_seconds: float) -> None:
+        self._done, self._total = first_step, total_steps
+        if self._live is None:
+            line = f"{self._stage}  ready after {duration(launch_seconds)}, step {first_step} of {total_steps}"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         scores = eval_scores(metrics)
@@ -113,7 +129,7 @@ class ConsoleSink:
         self._last_eval = {**self._last_eval, **scores}
         columns = column_values(metrics)
         if columns or not scores:
-            self._done = step + 1
+            self._done = step
             self._rows.append((step, columns))
             self._times = phase_seconds(metrics)
             if "perf/step_time" in metrics:
@@ -122,7 +138,7 @@ class ConsoleSink:
             self._console.print(self._line(step, columns, scores, metrics), highlight=False, soft_wrap=True)
 
     def rewind(self, next_step: int) -> None:
-        self._done = next_step
+        """Nothing to take back: what was shown, was shown."""
 
     def close(self) -> None:
         if self._live is not None:
@@ -137,7 +153,7 @@ class ConsoleSink:
         return statistics.median(self._step_seconds) * max(0, self._total - self._done)
 
     def _line(self, step: int, columns: dict[str, str], scores: dict[str, float], metrics: Mapping[str, float]) -> Text:
-        parts = [self._stage, f"step {step + 1}/{self._total}" if self._total else f"step {step + 1}"]
+        parts = [self._stage, f"step {step}/{self._total}" if self._total else f"step {step}"]
         parts += [f"{title} {value}" for title, value in columns.items()]
         parts += [f"eval/{name} {score:.3f}" for name, score in scores.items()]
         if columns and "perf/step_time" in metrics:
@@ -174,8 +190,12 @@ class ConsoleSink:
         status = Text(f"eta {duration(remaining)}" if remaining is not None else "", style="cyan")
         if self._phase is not None:
             status.append(f"  {self._phase} {duration(time.monotonic() - self._phase_start)}", style="yellow")
-        if self._counts is not None:
-            status.append(f"  {self._counts[0]}/{self._counts[1]}", style="yellow")
+        if self._counters.get("target"):
+            status.append(
+                f"  {self._counters.get('done', 0):.0f}/{self._counters['target']:.0f} samples", style="yellow"
+            )
+        if self._counters.get("tokens"):
+            status.append(f"  {self._counters['tokens']:,.0f} tokens", style="yellow")
         grid.add_row(Text(self._stage, style="bold magenta"), counter, bar, status)
         return grid
 
@@ -186,5 +206,5 @@ class ConsoleSink:
             table.add_column(title, justify="right", no_wrap=True)
         for step, columns in self._rows:
             style = "bold" if step == self._rows[-1][0] else "dim"
-            table.add_row(str(step + 1), *(columns.get(title, "") for title in titles), style=style)
+            table.add_row(str(step), *(columns.get(title, "") for title in titles), style=style)
         return table

@@ -43,27 +43,46 @@ class PhaseTimer:
 
     def __init__(self, on_change: Callable[[str | None], None] | None = None) -> None:
         self._on_change = on_change
-        self._open: list[str] = []
+        self._open: list[tuple[str, float]] = []
         self._events: list[PhaseEvent] = []
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self._open.append(name)
-        self._changed()
-        start = now()
+        """Time a block; blocks may nest."""
+        self.begin(name)
         try:
             yield
         finally:
-            duration = now() - start
-            self._open.pop()
-            self._events.append(PhaseEvent(name, start, duration, len(self._open)))
-            self._seconds[name] = self._seconds.get(name, 0.0) + duration
-            self._changed()
+            self.end()
+
+    def switch(self, name: str | None) -> None:
+        """End whatever is open and, unless `name` is None, begin `name`: for phases that follow each other."""
+        while self._open:
+            self.end()
+        if name is not None:
+            self.begin(name)
+
+    def begin(self, name: str) -> None:
+        self._open.append((name, now()))
+        self._changed()
+
+    def end(self) -> None:
+        """End the innermost open phase."""
+        name, start = self._open.pop()
+        duration = now() - start
+        self._events.append(PhaseEvent(name, start, duration, len(self._open)))
+        self._seconds[name] = self._seconds.get(name, 0.0) + duration
+        self._changed()
 
     def _changed(self) -> None:
         if self._on_change is not None:
-            self._on_change(self._open[-1] if self._open else None)
+            self._on_change(self.open_phase)
+
+    @property
+    def open_phase(self) -> str | None:
+        """Name of the innermost open phase."""
+        return self._open[-1][0] if self._open else None
 
     def pop_metrics(self) -> dict[str, float]:
         """``perf/{phase}_time`` in seconds of all phases that ended since the last call."""

@@ -131,12 +131,14 @@ class Recorder:
         self._decode = decode
         self._max_samples = max_samples
         self._tracing = config.observe.trace
+        self._started = False
         set_tracing(self._tracing)
 
     def record_rollout(
         self, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, Any] | None = None
     ) -> None:
         """Write what rollout `rollout_id` generated, and its timeline. `metrics` are logged by the driver."""
+        self._started = True
         kept = spread(groups, self._max_samples) if self._max_samples else []
         self._write(f"rollout_{rollout_id:06d}", [{"rollout_id": rollout_id}] * len(kept), [g.samples for g in kept])
         if self._tracing:
@@ -144,12 +146,15 @@ class Recorder:
             write_trace(self._run.trace / f"rollout_{rollout_id:06d}.json", samples)
 
     def record_evaluation(self, rollout_id: int, data: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write the samples of an evaluation: ``data`` as in `slime.hooks.RolloutFnEvalOutput`."""
+        """Write the samples of an evaluation: ``data`` as in `slime.hooks.RolloutFnEvalOutput`.
+
+        The file is named after the rollout that was trained on before it; one before any training is ``eval_start``.
+        """
         extras, lists = [], []
         for name, result in data.items():
             extras.append({"rollout_id": rollout_id, "dataset": name})
             lists.append(list(result.get("samples") or [])[: self._max_samples])
-        self._write(f"eval_{rollout_id:06d}", extras, lists)
+        self._write(f"eval_{rollout_id:06d}" if self._started else "eval_start", extras, lists)
 
     def _write(self, name: str, extras: Sequence[Mapping[str, Any]], lists: Sequence[Sequence[Sample]]) -> None:
         lines = [

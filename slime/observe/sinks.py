@@ -1,22 +1,24 @@
 """Where metrics go: console, ``metrics.jsonl``, TensorBoard, W&B. The driver holds one `Sinks` per run.
 
+``step`` is the number of rollouts trained on so far: an evaluation before training is step 0, and rollout k with its
+training is step k + 1. Each step is logged once.
+
 Example (what a driver does):
-    run = RunFolder.create(config, resuming)
-    with Sinks(config, run) as sinks:
-        sinks.rewind(first_step)                   # after loading a checkpoint
-        for step in range(first_step, num_steps):
-            with sinks.phase("rollout"):
-                metrics = generate(step)
-            with sinks.phase("train"):
-                metrics |= train(step)
-            sinks.log(step, metrics)               # once per step; adds perf/{rollout,train,step}_time
+    sinks = Sinks(config, run)
+    sinks.begin(first_rollout, num_rollout)          # after loading a checkpoint
+    for rollout_id in range(first_rollout, num_rollout):
+        sinks.phase("rollout")                       # ends the phase before it
+        metrics = generate(rollout_id)
+        sinks.phase("train")
+        metrics |= train(rollout_id)
+        sinks.log(rollout_id + 1, metrics)           # adds perf/{rollout,train,step}_time
+    sinks.finish()
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,28 +40,40 @@ class Sink(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def rewind(self, next_step: int) -> None:
-        """The run goes on at `next_step`; what an earlier process logged from there on is void."""
+        """The run goes on with `next_step`; what an earlier process logged from there on is void."""
 
     def close(self) -> None: ...
+
+
+class Phase:
+    """What `Sinks.phase` returns: ignore it, or use it in a ``with`` to end the phase there."""
+
+    def __init__(self, timer: PhaseTimer) -> None:
+        self._timer = timer
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        self._timer.switch(None)
 
 
 class Sinks:
     """All sinks of a run, the driver's phases, and the lock on the run folder.
 
     Args:
-        total_steps: for progress and ETA; by default ``--num-rollout`` (0 when that is unknown).
-        console: for tests; by default stderr.
+        console: where progress is shown; by default stderr.
+
+    Raises:
+        UserError: another process writes to this run folder, or W&B is asked for and not installed.
     """
 
-    def __init__(
-        self, config: Config, run: RunFolder, total_steps: int | None = None, console: Console | None = None
-    ) -> None:
+    def __init__(self, config: Config, run: RunFolder, console: Console | None = None) -> None:
         self._run = run
         self._lock = run.lock()
         self._tracing = config.observe.trace
-        steps = total_steps if total_steps is not None else config.rollout.num_rollout or 0
-        self.console = ConsoleSink(run.stage or "", steps, console)
-        self._sinks: list[Sink] = [self.console, JsonlSink(run)]
+        self._console = ConsoleSink(run.stage or "", config.rollout.num_rollout or 0, console)
+        self._sinks: list[Sink] = [self._console, JsonlSink(run)]
         if config.observe.use_tensorboard:
             from slime.observe.tensorboard_sink import TensorBoardSink
 
@@ -69,26 +83,38 @@ class Sinks:
             from slime.observe.wandb_sink import WandbSink
 
             self._sinks.append(WandbSink(config, run))
-        self._timer = PhaseTimer(on_change=self._phase_changed)
-        self._open_phase: str | None = None
+        self._timer = PhaseTimer(on_change=self._console.phase_changed)
+        self._step_start = now()
+        self._state = "stopped"
+
+    # -- while the run goes on -------------------------------------------------------------------------
+
+    def begin(self, first_step: int, total_steps: int, launch_seconds: float = 0.0) -> None:
+        """Everything is up: `first_step` steps are done already (a checkpoint was loaded), `total_steps` is the goal.
+
+        What an earlier process of this run logged beyond `first_step` is dropped: it will be logged again.
+        """
+        for sink in self._sinks:
+            sink.rewind(first_step + 1 if first_step else 0)
+        self._console.begin(first_step, total_steps, launch_seconds)
         self._step_start = now()
 
-    def _phase_changed(self, name: str | None) -> None:
-        self._open_phase = name
-        self.console.phase_changed(name)
+    def phase(self, name: str) -> Phase:
+        """The driver starts to do `name`, and ends what it did before.
+
+        Gives ``perf/{name}_time``, the driver's lane in the trace and the live display.
+        """
+        self._timer.switch(name)
+        return Phase(self._timer)
 
     @property
     def open_phase(self) -> str | None:
         """What the driver is doing now; for messages and crash reports."""
-        return self._open_phase
+        return self._timer.open_phase
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time a part of the step: ``perf/{name}_time``, the driver's lane in the trace, the live display."""
-        return self._timer.phase(name)
-
-    def progress(self, done: int, target: int) -> None:
-        """How far the open phase is (samples done of a rollout); for the live display only."""
-        self.console.progress(done, target)
+    def progress(self, counters: Mapping[str, float]) -> None:
+        """How far the open phase is: ``done`` of ``target`` samples, ``tokens``; for the live display only."""
+        self._console.progress(counters)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send one step's metrics everywhere, with the times of the phases since the last call.
@@ -96,8 +122,9 @@ class Sinks:
         ``perf/step_time`` is the wall-clock time since the last call, added to rows that hold a rollout or a
         training step (not to evaluations logged on their own). Values given in `metrics` win.
         """
-        end = now()
+        self._timer.switch(None)
         is_step = any(name.startswith(("rollout/", "train/")) for name in metrics)
+        end = now()
         merged: dict[str, float] = dict(self._timer.pop_metrics())
         if is_step:
             merged["perf/step_time"] = end - self._step_start
@@ -105,23 +132,26 @@ class Sinks:
         self._step_start = end
         for sink in self._sinks:
             sink.log(step, merged)
-        if self._tracing and is_step:  # the file of a step is there (or ours to make) once its rollout has ended
-            add_phases(self._run.trace / f"rollout_{step:06d}.json", self._timer.pop_events())
+        if self._tracing and is_step:  # the rollout has ended, so the file of its samples is there (or ours to make)
+            add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", self._timer.pop_events())
 
-    def rewind(self, next_step: int) -> None:
-        """Call when a run continues from a checkpoint: rows of this stage from `next_step` on are dropped."""
-        for sink in self._sinks:
-            sink.rewind(next_step)
-        self._step_start = now()
+    # -- the end ---------------------------------------------------------------------------------------
 
-    def close(self, state: str = "finished") -> None:
-        """Flush and close everything, note `state` ("finished", "stopped" or "failed") in ``run.json``. Idempotent."""
+    def finish(self) -> None:
+        """The run reached its goal; without this call, `close` notes that it was stopped."""
+        self._state = "finished"
+        self.close()
+
+    def close(self) -> None:
+        """Flush and close everything and note in ``run.json`` how the run ended. May be called twice."""
         if not self._sinks:
             return
+        self._timer.switch(None)
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
-        self._run.set_state(state)
+        if self._run.state() == "running":  # not when a crash was written
+            self._run.set_state(self._state)
         os.close(self._lock)
 
     def __enter__(self) -> Sinks:
@@ -130,4 +160,5 @@ class Sinks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close("finished" if kind is None else "failed")
+        self._state = "finished" if kind is None else "failed"
+        self.close()
