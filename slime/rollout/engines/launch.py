@@ -1,0 +1,117 @@
+"""Command lines of the server processes: an engine of either kind, and the router in front of them.
+
+What is described here is started, watched and stopped by `slime.cluster`; nothing in this file starts a process.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from slime.errors import UserError
+from slime.rollout.router import router_policy
+
+if TYPE_CHECKING:
+    from slime.config import Config
+
+_LARGEST_PAYLOAD = 4 << 30  # the router's own limit of 512 MiB is too small for requests with many images
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """How to start one server process, and how to see that it is ready.
+
+    Attributes:
+        argv: command line, the interpreter first.
+        env: variables set on top of the caller's environment.
+        health_path: answers 200 as soon as the server can work.
+        startup_timeout: seconds until then, at most.
+    """
+
+    argv: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    health_path: str = "/health"
+    startup_timeout: float = 600.0
+
+
+def embedded_command(config: Config, model_path: str, host: str, port: int) -> LaunchSpec:
+    """The embedded engine (`slime.rollout.engines.embedded`), CPU or GPU."""
+    argv = [sys.executable, "-m", "slime.rollout.engines.embedded"]
+    argv += ["--model-path", model_path, "--host", host, "--port", str(port)]
+    argv += ["--dtype", _embedded_dtype(config)]
+    argv += ["--max-slots", str(config.engine.embedded_max_slots)]
+    argv += ["--random-seed", str(config.rollout.rollout_seed)]
+    argv += ["--log-level", config.observe.log_level]
+    longest = config.rollout.rollout_max_context_len
+    if longest is not None:
+        argv += ["--max-context-len", str(longest)]
+    if config.rollout.deterministic:
+        argv += ["--deterministic"]
+    return LaunchSpec(argv, startup_timeout=300.0)
+
+
+def sglang_command(config: Config, model_path: str, host: str, port: int) -> LaunchSpec:
+    """A stock SGLang server.
+
+    Raises:
+        UserError: always, in this version.
+    """
+    raise UserError(
+        "SGLang engines are not in this version",
+        why=f"--rollout-engine is 'sglang' for {model_path}",
+        fix="pass --rollout-engine embedded",
+    )
+
+
+def router_command(config: Config, host: str, port: int) -> LaunchSpec:
+    """The router, without workers; they are registered once it answers (`slime.rollout.router.register_workers`).
+
+    Its retries and circuit breaker are off, because our client owns retries. Its metrics need a port of their own
+    (a fixed default would let only one router live on a host); it is free at this moment, and should it be taken
+    before the router binds it, the router dies of "Address already in use" and is started again.
+    """
+    flags: dict[str, Any] = {
+        "policy": "cache_aware",
+        "request_timeout_secs": config.engine.sglang_router_request_timeout_secs,
+        "prometheus_host": "127.0.0.1",
+        "prometheus_port": _free_port("127.0.0.1"),
+        "log_level": "warn",
+        "max_payload_size": _LARGEST_PAYLOAD,
+        "disable_retries": True,
+        "disable_circuit_breaker": True,
+        **config.engine.router,
+    }
+    flags["policy"] = router_policy(flags["policy"])
+    argv = [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
+    return LaunchSpec([*argv, *_as_flags(flags)], health_path="/liveness", startup_timeout=60.0)
+
+
+def _as_flags(values: Mapping[str, Any]) -> list[str]:
+    """ {"policy": "random", "disable_retries": True} → ["--policy", "random", "--disable-retries"]."""
+    words: list[str] = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list | tuple):
+            words += [flag, *map(str, value)]
+        elif value is not None and value is not False:
+            words += [flag, str(value)]
+    return words
+
+
+def _embedded_dtype(config: Config) -> str:
+    """--embedded-dtype, where "auto" means the trainer's precision (float16 training generates in bfloat16)."""
+    chosen = config.engine.embedded_dtype
+    if chosen != "auto":
+        return str(chosen)
+    return "float32" if config.megatron.fp32 else "bfloat16"
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
