@@ -1,0 +1,70 @@
+"""The buffer of groups that come back: aborted ones to be finished, and finished ones that were not needed yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.errors import UserError
+from slime.hooks import BufferFilter
+from slime.samples.types import Sample
+
+
+def pop_first(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+    """The default ``--buffer-filter-path``: the oldest groups first."""
+    taken = buffer[:num_samples]
+    del buffer[: len(taken)]
+    return taken
+
+
+class SampleBuffer:
+    """First in, first out, unless a buffer filter chooses otherwise.
+
+    Args:
+        args: what the filter gets as ``args``.
+        select: the filter; it must remove from the buffer what it returns.
+
+    Example:
+        >>> buffer = SampleBuffer()
+        >>> buffer.add([[Sample(index=0)], [Sample(index=1)]])
+        >>> [group[0].index for group in buffer.take(1)], len(buffer)
+        ([0], 1)
+    """
+
+    def __init__(self, args: Any = None, select: BufferFilter = pop_first) -> None:
+        self._args, self._select = args, select
+        self._groups: list[list[Sample]] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, groups: list[list[Sample]]) -> None:
+        self._groups.extend(group for group in groups if group)
+
+    def take(self, count: int, rollout_id: int | None = None) -> list[list[Sample]]:
+        """At most ``count`` groups.
+
+        Raises:
+            UserError: the filter returned more than asked, or left what it returned in the buffer.
+        """
+        if not self._groups or count <= 0:
+            return []
+        before = len(self._groups)
+        taken = self._select(self._args, rollout_id, self._groups, count)
+        if len(taken) > count or before - len(self._groups) < len(taken):
+            raise UserError(
+                f"the buffer filter returned {len(taken)} groups of {count} asked for and removed "
+                f"{before - len(self._groups)} from the buffer",
+                fix="return at most num_samples groups and delete each of them from the list it was given",
+            )
+        return taken
+
+    @property
+    def group_indices(self) -> set[int]:
+        """Draws that wait here."""
+        return {group[0].group_index for group in self._groups if group[0].group_index is not None}
+
+    def state_dict(self) -> list[list[dict[str, Any]]]:
+        return [[sample.to_dict() for sample in group] for group in self._groups]
+
+    def load_state_dict(self, state: list[list[dict[str, Any]]]) -> None:
+        self._groups = [[Sample.from_dict(sample) for sample in group] for group in state]

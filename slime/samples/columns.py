@@ -1,0 +1,194 @@
+"""The columns of training data: what conversion reads off the samples, or what a user's converter returns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.hooks import load_function
+from slime.samples.normalise import CENTRED, SCALED, normalise_rewards
+from slime.samples.types import Sample, SampleStatus
+
+if TYPE_CHECKING:
+    from slime.samples.convert import Trainable
+
+
+@dataclass
+class Columns:
+    """One entry per sample in every list; the optional ones are None when no sample has the field.
+
+    ``loss_masks`` are 0/1 per response token, zeros for removed samples.
+    """
+
+    tokens: list[list[int]]
+    response_lengths: list[int]
+    loss_masks: list[list[int]]
+    rewards: list[float]
+    raw_rewards: list[float]
+    sample_indices: list[int]
+    group_ids: list[int]
+    execution_ids: list[int]
+    truncated: list[bool]
+    rollout_log_probs: list[list[float]] | None = None
+    teacher_log_probs: list[list[float]] | None = None
+    routed_experts: list[Any] | None = None
+    weight_versions: list[int | None] = field(default_factory=list)
+    metadata: list[dict[str, Any] | None] = field(default_factory=list)
+
+    def rollout_mask_sums(self) -> list[float]:
+        """Per sample the trained tokens of its whole execution, at least 1: the denominator of the default loss.
+
+        Summed before packing, so that the samples of one execution may end up in different micro-batches.
+        """
+        sums: dict[int, int] = {}
+        for execution, mask in zip(self.execution_ids, self.loss_masks):
+            sums[execution] = sums.get(execution, 0) + sum(mask)
+        return [float(max(sums[execution], 1)) for execution in self.execution_ids]
+
+
+def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Columns:
+    """The default conversion."""
+    samples = trainable.samples
+    raw_rewards, rewards = _rewards(trainable, config, args)
+    masks = [[0] * s.response_length if s.remove_sample else _mask(s) for s in samples]
+    return Columns(
+        tokens=[s.tokens for s in samples],
+        response_lengths=[s.response_length for s in samples],
+        loss_masks=masks,
+        rewards=rewards,
+        raw_rewards=raw_rewards,
+        sample_indices=[position if s.index is None else s.index for position, s in enumerate(samples)],
+        group_ids=trainable.group_ids,
+        execution_ids=trainable.execution_ids,
+        truncated=[s.status == SampleStatus.TRUNCATED for s in samples],
+        rollout_log_probs=_optional(samples, masks, "rollout_log_probs"),
+        teacher_log_probs=_optional(samples, masks, "teacher_log_probs"),
+        routed_experts=_optional(samples, masks, "rollout_routed_experts"),
+        weight_versions=[s.oldest_weight_version() for s in samples],
+        metadata=[s.train_metadata for s in samples],
+    )
+
+
+def _mask(sample: Sample) -> list[int]:
+    return [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+
+
+def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[Any] | None:
+    """The field of every sample if any has it. A sample that trains no token may lack per-token numbers: zeros.
+
+    Raises:
+        UserError: some samples that are trained on have the field and some do not.
+    """
+    values = [getattr(sample, name) for sample in samples]
+    if all(value is None for value in values):
+        return None
+    for position, (sample, mask) in enumerate(zip(samples, masks)):
+        if values[position] is None and not any(mask) and name != "rollout_routed_experts":
+            values[position] = [0.0] * sample.response_length
+    without = [sample.index for sample, value in zip(samples, values) if value is None]
+    if without:
+        raise UserError(
+            f"{len(without)} of {len(samples)} samples have no {name} (first: index {without[0]}), the others have",
+            why="samples of different origin are in one batch",
+            fix=f"let every generate function set {name}, or none",
+        )
+    return values
+
+
+def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[float], list[float]]:
+    """(raw, post-processed) rewards."""
+    samples = trainable.samples
+    if config.algorithm.loss_type == "sft_loss":
+        zeros = [0.0] * len(samples)
+        return zeros, list(zeros)
+    path = config.reward.custom_reward_post_process_path
+    if path:
+        return _rewards_from_hook(load_function(path)(args, samples), len(samples), path)
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    estimator = config.algorithm.advantage_estimator
+    normalised = normalise_rewards(
+        rewards,
+        trainable.group_ids,
+        trainable.execution_ids,
+        centre=estimator in CENTRED and config.algorithm.rewards_normalization,
+        scale=estimator in SCALED and config.algorithm.grpo_std_normalization,
+    )
+    return [_raw_reward(sample, reward) for sample, reward in zip(samples, rewards)], normalised
+
+
+def _raw_reward(sample: Sample, reward: float) -> float:
+    """What is logged as raw reward: ``metadata["raw_reward"]`` where a user keeps an unshaped one."""
+    raw = sample.metadata.get("raw_reward")
+    return reward if raw is None else float(raw)
+
+
+def _rewards_from_hook(result: Any, count: int, path: str) -> tuple[list[float], list[float]]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise UserError(f"'{path}' returned a {type(result).__name__}", fix="return (raw_rewards, rewards)")
+    raw, rewards = [float(value) for value in result[0]], [float(value) for value in result[1]]
+    if len(raw) != count or len(rewards) != count:
+        raise UserError(
+            f"'{path}' returned {len(raw)} raw rewards and {len(rewards)} rewards for {count} samples",
+            fix="return one number per sample, in the order of the samples",
+        )
+    bad = [position for position, value in enumerate(rewards) if not math.isfinite(value)]
+    if bad:
+        raise UserError(f"'{path}' returned {rewards[bad[0]]} as the reward of sample {bad[0]} of {count}")
+    return raw, rewards
+
+
+#: Names of the reference system's train-data dict → ours.
+_HOOK_NAMES = {"raw_reward": "raw_rewards", "rollout_ids": "execution_ids", "rollout_routed_experts": "routed_experts"}
+
+
+def columns_from_hook(result: Any, trainable: Trainable, path: str) -> Columns:
+    """Columns from what a user's converter returned; what it left out is filled in from the samples.
+
+    Raises:
+        UserError: not a dict, a needed column missing, an unknown column, or columns of different lengths.
+    """
+    if not isinstance(result, dict):
+        raise UserError(f"'{path}' returned a {type(result).__name__}", fix="return a dict of lists")
+    data: dict[str, list[Any]] = {}
+    for name, column in result.items():
+        if column is not None:
+            data[_HOOK_NAMES.get(name) or str(name)] = list(column)
+    data.pop("rollout_mask_sums", None)  # follows from loss_masks and rollout_ids
+    data.pop("total_lengths", None)
+    missing = [name for name in ("tokens", "response_lengths", "rewards") if name not in data]
+    unknown = sorted(data.keys() - {f.name for f in fields(Columns)})
+    if missing or unknown:
+        raise UserError(
+            f"'{path}' returned a dict " + (f"without {', '.join(missing)}" if missing else f"with {unknown}"),
+            why=f"its keys are: {', '.join(map(str, result))}",
+            fix="see slime.hooks.ConvertSamples for the names",
+        )
+    count = len(data["tokens"])
+    lengths = {name: len(column) for name, column in data.items() if len(column) != count}
+    if lengths:
+        raise UserError(f"'{path}' returned {count} tokens lists but {lengths}", fix="one entry per sample in each")
+    same = count == len(trainable.samples)
+    defaults: dict[str, list[Any]] = {
+        "loss_masks": [[1] * length for length in data["response_lengths"]],
+        "raw_rewards": data["rewards"],
+        "sample_indices": [s.index or 0 for s in trainable.samples] if same else list(range(count)),
+        "group_ids": trainable.group_ids if same else list(range(count)),
+        "execution_ids": trainable.execution_ids if same else list(range(count)),
+        "truncated": [False] * count,
+        "weight_versions": [s.oldest_weight_version() for s in trainable.samples] if same else [None] * count,
+        "metadata": [None] * count,
+    }
+    columns = Columns(**(defaults | data))
+    for position, (tokens, length, mask) in enumerate(
+        zip(columns.tokens, columns.response_lengths, columns.loss_masks)
+    ):
+        if not 0 < length <= len(tokens) or len(mask) != length:
+            raise UserError(
+                f"'{path}': sample {position} has {len(tokens)} tokens, response_length {length} and a loss mask of "
+                f"{len(mask)}",
+                fix="tokens hold prompt and response; the loss mask has one entry per response token",
+            )
+    return columns

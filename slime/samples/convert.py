@@ -1,0 +1,200 @@
+"""From finished groups to one `TrainBatch` per data-parallel rank.
+
+groups ─► trainable samples ─► columns (rewards, masks, denominators) ─► packing ─► shards of tensors
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.hooks import load_function
+from slime.observe.log import get_logger
+from slime.samples.columns import Columns, columns_from_hook, columns_from_samples
+from slime.samples.flops import SequenceCost
+from slime.samples.packing import PackingRules, Schedule, plan_steps
+from slime.samples.types import Group, Sample, SampleStatus, TrainBatch, TrainLayout
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class Trainable:
+    """The samples of a rollout that can be trained on, with their places.
+
+    Attributes:
+        group_ids, execution_ids: one per sample; execution ids are unique in the rollout.
+        dropped: why others were left out → how many.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    group_ids: list[int] = field(default_factory=list)
+    execution_ids: list[int] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def to_train_batches(groups: list[Group], config: Config, layout: TrainLayout, rollout_id: int) -> list[TrainBatch]:
+    """Convert, pack and shard one rollout.
+
+    Samples that failed, that were aborted without a reward, or that have no response are left out and counted in
+    ``global_stats`` (``rollout/dropped_<reason>``). Samples with ``remove_sample`` stay, with a loss mask of zeros.
+
+    Returns:
+        One batch per data-parallel rank of ``layout``; all with the same ``global_stats`` and numbers of
+        micro-batches.
+    Raises:
+        UserError: nothing to train on; a finished sample without reward; a field that only some samples have;
+            a sample longer than ``--seq-length``; a hook that returns something else than it should.
+    """
+    args = config.flat()
+    trainable = select_trainable(groups, config.algorithm.loss_type == "sft_loss", rollout_id)
+    hook_path = config.reward.custom_convert_samples_to_train_data_path
+    if hook_path:
+        columns = columns_from_hook(load_function(hook_path)(args, trainable.samples), trainable, hook_path)
+    else:
+        columns = columns_from_samples(trainable, config, args)
+    _check_lengths(columns, config)
+    schedule = _plan(columns, config, layout)
+    stats = _global_stats(columns, trainable, schedule)
+    return [_shard(columns, schedule, rank, rollout_id, stats) for rank in range(layout.data_parallel_size)]
+
+
+def select_trainable(groups: list[Group], sft: bool, rollout_id: int) -> Trainable:
+    """Leave out what cannot be trained on; see `to_train_batches`."""
+    found = Trainable()
+    unscored: list[int | None] = []
+    execution_id = -1
+    for group in groups:
+        for execution in group.executions:
+            execution_id += 1
+            for sample in execution:
+                sample.validate("the rollout")
+                reason = _why_not(sample, sft)
+                if reason:
+                    found.dropped[reason] += 1
+                    continue
+                if sample.reward is None and not sft:
+                    unscored.append(sample.index)
+                found.samples.append(sample)
+                found.group_ids.append(group.index)
+                found.execution_ids.append(execution_id)
+    if unscored:
+        raise UserError(
+            f"{len(unscored)} finished samples of rollout {rollout_id} have no reward (first: index {unscored[0]})",
+            fix="set sample.reward in the generate function, or pass --rm-type or --custom-rm-path",
+        )
+    if not found.samples:
+        why = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items()) or "it is empty"
+        raise UserError(f"rollout {rollout_id} has no sample to train on", why=why)
+    if found.dropped:
+        logger.warning("rollout %d: samples left out of training: %s", rollout_id, dict(found.dropped))
+    return found
+
+
+def _why_not(sample: Sample, sft: bool) -> str:
+    if sample.status == SampleStatus.FAILED:
+        return "failed"
+    if sample.status == SampleStatus.ABORTED and sample.reward is None and not sft:
+        return "aborted"
+    return "" if sample.response_length > 0 else "empty"
+
+
+def _check_lengths(columns: Columns, config: Config) -> None:
+    cap = config.train.seq_length
+    if cap is None:
+        return
+    long = [(len(tokens), index) for tokens, index in zip(columns.tokens, columns.sample_indices) if len(tokens) > cap]
+    if long:
+        length, index = max(long)
+        raise UserError(
+            f"{len(long)} samples are longer than --seq-length {cap} (longest: index {index}, {length} tokens)",
+            why="they cannot have come from the built-in generation, which is limited to it",
+            fix="raise --seq-length, or cut the samples in the generate function",
+        )
+
+
+def _plan(columns: Columns, config: Config, layout: TrainLayout) -> Schedule:
+    train = config.train
+    dynamic = train.use_dynamic_batch_size
+    max_tokens = (
+        train.max_tokens_per_gpu * layout.context_parallel_size if dynamic and train.max_tokens_per_gpu else None
+    )
+    lengths = [len(tokens) for tokens in columns.tokens]
+    costs = None
+    if train.balance_by_flops and config.checkpoint.hf_checkpoint:
+        costs = SequenceCost.from_checkpoint(config.checkpoint.hf_checkpoint).of(lengths)
+    rules = PackingRules(
+        global_batch_size=train.global_batch_size,
+        data_parallel_size=layout.data_parallel_size,
+        micro_batch_multiple=layout.micro_batch_multiple,
+        micro_batch_size=train.micro_batch_size,
+        max_tokens=max_tokens,
+        # the order of samples in a step means nothing to the loss, so dynamic batches are always filled evenly
+        balance=train.balance_data or train.use_dynamic_batch_size,
+    )
+    schedule = plan_steps(lengths, columns.execution_ids, [sum(mask) for mask in columns.loss_masks], rules, costs)
+    if schedule.oversize:
+        longest = max(lengths[i] for i in schedule.oversize)
+        logger.warning(
+            "%d samples are longer than --max-tokens-per-gpu × context parallel = %d (longest: %d tokens); each has a "
+            "micro-batch of its own",
+            len(schedule.oversize), max_tokens, longest,
+        )  # fmt: skip
+    return schedule
+
+
+def _global_stats(columns: Columns, trainable: Trainable, schedule: Schedule) -> dict[str, float]:
+    count = len(columns.tokens)
+    stats = {
+        "rollout/raw_reward": sum(columns.raw_rewards) / count,
+        "rollout/rewards": sum(columns.rewards) / count,
+        "rollout/response_lengths": sum(columns.response_lengths) / count,
+        "rollout/total_lengths": sum(len(tokens) for tokens in columns.tokens) / count,
+        "rollout/truncated": sum(columns.truncated) / count,
+        "rollout/num_samples": float(count),
+        "rollout/num_executions": float(len(set(columns.execution_ids))),
+        "rollout/num_tokens": float(sum(len(tokens) for tokens in columns.tokens)),
+        "rollout/num_loss_tokens": float(sum(sum(mask) for mask in columns.loss_masks)),
+        "rollout/num_oversize": float(len(schedule.oversize)),
+        "rollout/num_steps": float(len(schedule.steps[0])),
+    }
+    for reason, dropped in trainable.dropped.items():
+        stats[f"rollout/dropped_{reason}"] = float(dropped)
+    return stats
+
+
+def _shard(columns: Columns, schedule: Schedule, rank: int, rollout_id: int, stats: dict[str, float]) -> TrainBatch:
+    rows = schedule.shards[rank]
+
+    def pick(column: list[Any]) -> list[Any]:
+        return [column[i] for i in rows]
+
+    def floats(column: list[Any] | None) -> list[torch.Tensor] | None:
+        return None if column is None else [torch.as_tensor(column[i], dtype=torch.float32) for i in rows]
+
+    experts = columns.routed_experts
+    return TrainBatch(
+        rollout_id=rollout_id,
+        tokens=[torch.tensor(columns.tokens[i], dtype=torch.int64) for i in rows],
+        response_lengths=pick(columns.response_lengths),
+        loss_masks=floats(columns.loss_masks) or [],
+        rewards=pick(columns.rewards),
+        raw_rewards=pick(columns.raw_rewards),
+        sample_indices=pick(columns.sample_indices),
+        group_indices=pick(columns.group_ids),
+        execution_ids=pick(columns.execution_ids),
+        rollout_mask_sums=pick(columns.rollout_mask_sums()),
+        truncated=pick(columns.truncated),
+        steps=schedule.steps[rank],
+        rollout_log_probs=floats(columns.rollout_log_probs),
+        teacher_log_probs=floats(columns.teacher_log_probs),
+        routed_experts=None if experts is None else [torch.as_tensor(experts[i]) for i in rows],
+        weight_versions=pick(columns.weight_versions),
+        metadata=pick(columns.metadata),
+        global_stats=dict(stats),
+    )

@@ -1,0 +1,292 @@
+"""Conversion of groups to training shards: statistics by group, masks, denominators, what is left out or refused."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.config import make_config
+from slime.errors import UserError
+from slime.hooks import load_function
+from slime.samples.convert import to_train_batches
+from slime.samples.normalise import normalise_rewards
+from slime.samples.types import Group, Sample, SampleStatus, TokenSpan, TrainBatch, TrainLayout
+
+
+def make_sample(index: int, reward: Any = 1.0, prompt: int = 3, response: int = 4, **fields: Any) -> Sample:
+    fields.setdefault("status", SampleStatus.COMPLETED)
+    tokens = [100 * index + i for i in range(prompt + response)]
+    return Sample(index=index, tokens=tokens, response_length=response, reward=reward, **fields)
+
+
+def make_groups(*rewards: list[Any]) -> list[Group]:
+    """One group per list, one execution of one sample per reward."""
+    counter = iter(range(1000))
+    return [Group(g, [[make_sample(next(counter), r)] for r in values]) for g, values in enumerate(rewards)]
+
+
+def config_for(groups: list[Group], **flags: Any) -> Any:
+    executions = sum(group.num_executions for group in groups)
+    flags = {"rollout_batch_size": executions, "num_rollout": 1, "global_batch_size": executions, **flags}
+    return make_config(**flags)
+
+
+def convert(groups: list[Group], layout: TrainLayout | None = None, **flags: Any) -> list[TrainBatch]:
+    return to_train_batches(groups, config_for(groups, **flags), layout or TrainLayout(), rollout_id=5)
+
+
+# -- group normalisation ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def rewards_of_groups(draw: st.DrawFn) -> list[tuple[float, int, int]]:
+    rows, execution = [], 0
+    for group in range(draw(st.integers(1, 4))):
+        for _ in range(draw(st.integers(1, 5))):
+            for _ in range(draw(st.integers(1, 3))):
+                rows.append((draw(st.floats(-100, 100)), group, execution))
+            execution += 1
+    return rows
+
+
+@given(rewards_of_groups(), st.booleans())
+@settings(deadline=None)
+def test_advantages_of_a_group_sum_to_zero_over_executions(rows, scale) -> None:
+    advantages = normalise_rewards(*map(list, zip(*rows)), scale=scale)
+    for group in {row[1] for row in rows}:
+        by_execution: dict[int, list[float]] = {}
+        for advantage, (_, g, execution) in zip(advantages, rows):
+            if g == group:
+                by_execution.setdefault(execution, []).append(advantage)
+        means = [math.fsum(values) / len(values) for values in by_execution.values()]
+        # rounding of a mean near 100 is divided by the deviation, which is at least 1e-6
+        assert abs(math.fsum(means)) < 1e-6 * max(1.0, max(map(abs, means)))
+
+
+@given(rewards_of_groups(), st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_advantages_do_not_depend_on_the_order_of_samples(rows, rng: random.Random) -> None:
+    expected = {}
+    for row, advantage in zip(rows, normalise_rewards(*map(list, zip(*rows)))):
+        expected.setdefault(row, advantage)
+    shuffled = rng.sample(rows, len(rows))
+    for row, advantage in zip(shuffled, normalise_rewards(*map(list, zip(*shuffled)))):
+        assert advantage == expected[row]
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
+@settings(deadline=None)
+def test_matches_the_formula_for_one_plain_group(rewards) -> None:
+    values = torch.tensor(rewards, dtype=torch.float64)
+    expected = (values - values.mean()) / (values.std() + 1e-6)
+    got = normalise_rewards(rewards, [0] * len(rewards), list(range(len(rewards))))
+    assert torch.allclose(torch.tensor(got, dtype=torch.float64), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_groups_of_different_sizes_are_never_mixed() -> None:
+    batch = convert(make_groups([1.0, 0.0], [5.0, 5.0, 5.0], [9.0]), disable_grpo_std_normalization=True)[0]
+    assert dict(zip(batch.sample_indices, batch.rewards)) == {0: 0.5, 1: -0.5, 2: 0.0, 3: 0.0, 4: 0.0, 5: 0.0}
+    assert sorted(batch.raw_rewards) == [0.0, 1.0, 5.0, 5.0, 5.0, 9.0]
+
+
+def test_an_execution_that_fanned_out_counts_once() -> None:
+    siblings = [make_sample(1, 1.0, rollout_id=7), make_sample(2, 1.0, rollout_id=7), make_sample(3, 1.0, rollout_id=7)]
+    batch = convert([Group(0, [[make_sample(0, 0.0)], siblings])], disable_grpo_std_normalization=True)[0]
+    assert dict(zip(batch.sample_indices, batch.rewards)) == {0: -0.5, 1: 0.5, 2: 0.5, 3: 0.5}
+    assert batch.steps[0].global_batch_size == 2
+    assert dict(zip(batch.sample_indices, batch.rollout_mask_sums)) == {0: 4.0, 1: 12.0, 2: 12.0, 3: 12.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"disable_rewards_normalization": True}, [3.0, 1.0]),
+        ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}, [3.0, 1.0]),
+        ({"advantage_estimator": "reinforce_plus_plus_baseline", "normalize_advantages": True}, [1.0, -1.0]),
+        ({"advantage_estimator": "gspo", "disable_grpo_std_normalization": True}, [1.0, -1.0]),
+        ({"advantage_estimator": "cispo"}, [2**-0.5, -(2**-0.5)]),
+        ({}, [2**-0.5, -(2**-0.5)]),
+    ],
+)
+def test_switches_and_estimators(flags, expected) -> None:
+    assert convert(make_groups([3.0, 1.0]), **flags)[0].rewards == pytest.approx(expected, abs=1e-6)
+
+
+def test_dict_rewards_need_their_key() -> None:
+    groups = make_groups([{"score": 1.0, "acc": 1}, {"score": -1.0, "acc": 0}])
+    assert convert(groups, reward_key="score")[0].raw_rewards == [1.0, -1.0]
+    with pytest.raises(UserError, match="dict without the key"):
+        convert(groups)
+
+
+# -- what is kept, what is left out ----------------------------------------------------------------------------------
+
+
+def test_removed_samples_count_as_executions_and_in_the_statistics_but_train_nothing() -> None:
+    groups = make_groups([1.0, 0.0])
+    groups[0].executions[1][0].remove_sample = True
+    batch = convert(groups, disable_grpo_std_normalization=True)[0]
+    assert batch.rewards == [0.5, -0.5]
+    assert [mask.tolist() for mask in batch.loss_masks] == [[1.0] * 4, [0.0] * 4]
+    assert batch.rollout_mask_sums == [4.0, 1.0]
+    assert (batch.steps[0].global_batch_size, batch.steps[0].num_loss_tokens) == (2, 4)
+
+
+def test_failed_aborted_and_empty_samples_are_left_out_and_counted() -> None:
+    groups = make_groups([1.0, None, None, 0.0], [1.0, 0.0])
+    failed, aborted, empty = (groups[0].executions[i][0] for i in (1, 2, 3))
+    failed.status, aborted.status = SampleStatus.FAILED, SampleStatus.ABORTED
+    empty.tokens, empty.response_length, empty.status = [1, 2, 3], 0, SampleStatus.TRUNCATED
+    batch = convert(groups)[0]
+    assert sorted(batch.sample_indices) == [0, 4, 5]
+    assert {k: v for k, v in batch.global_stats.items() if "dropped" in k} == {
+        "rollout/dropped_failed": 1.0,
+        "rollout/dropped_aborted": 1.0,
+        "rollout/dropped_empty": 1.0,
+    }
+
+
+def test_a_finished_sample_without_reward_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"1 finished samples of rollout 5 have no reward \(first: index 1\)"):
+        convert(make_groups([1.0, None]))
+
+
+def test_nothing_left_is_an_error_with_the_reasons() -> None:
+    groups = make_groups([None, None])
+    for sample in groups[0].samples:
+        sample.status = SampleStatus.ABORTED
+    with pytest.raises(UserError, match=r"no sample to train on\s+why: 2 aborted"):
+        convert(groups)
+
+
+def test_samples_longer_than_seq_length_are_refused() -> None:
+    groups = make_groups([1.0, 0.0])
+    groups[0].executions[1] = [make_sample(1, 0.0, response=20)]
+    with pytest.raises(UserError, match=r"longer than --seq-length 16 \(longest: index 1, 23 tokens\)"):
+        convert(groups, seq_length=16)
+
+
+# -- optional fields -------------------------------------------------------------------------------------------------
+
+
+def test_optional_fields_are_decided_by_any_sample() -> None:
+    groups = make_groups([1.0, 0.0])
+    assert convert(groups)[0].rollout_log_probs is None
+    groups[0].executions[1][0].rollout_log_probs = [-0.5] * 4
+    with pytest.raises(UserError, match=r"1 of 2 samples have no rollout_log_probs \(first: index 0\)"):
+        convert(groups)
+    groups[0].executions[0][0].remove_sample = True  # trains nothing, so it needs none
+    log_probs = convert(groups)[0].rollout_log_probs
+    assert log_probs is not None and [row.tolist() for row in log_probs] == [[0.0] * 4, [-0.5] * 4]
+
+
+def test_weight_versions_truncation_and_metadata_travel() -> None:
+    sample = make_sample(0, 1.0, status=SampleStatus.TRUNCATED, train_metadata={"k": 1})
+    sample.token_spans = [TokenSpan(0, 2, 3), TokenSpan(2, 4, 4)]
+    batch = convert([Group(8, [[sample], [make_sample(1, 0.0)]])])[0]
+    assert (batch.truncated, batch.weight_versions) == ([True, False], [3, None])
+    assert (batch.metadata, batch.group_indices, batch.rollout_id) == ([{"k": 1}, None], [8, 8], 5)
+    assert batch.global_stats["rollout/truncated"] == 0.5
+
+
+# -- shards ----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.booleans(),
+    st.integers(1, 8),
+)
+@settings(deadline=None, max_examples=50)
+def test_every_sample_reaches_exactly_one_rank_with_its_own_data(lengths, ranks, dynamic, batch_size) -> None:
+    counter = iter(range(1000))
+    groups = [
+        Group(g, [[make_sample(next(counter), float(i), response=n)] for i, n in enumerate(row)])
+        for g, row in enumerate(lengths)
+    ]
+    flags: dict[str, Any] = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40} if dynamic else {}
+    config = make_config(rollout_batch_size=batch_size, global_batch_size=batch_size, num_rollout=1, **flags)
+    shards = to_train_batches(groups, config, TrainLayout(data_parallel_size=ranks), 0)
+    assert len(shards) == ranks
+    seen = {}
+    for shard in shards:
+        local = sorted(i for step in shard.steps for batch in step.micro_batches for i in batch)
+        assert local == list(range(shard.num_samples))
+        for i in range(shard.num_samples):
+            seen[shard.sample_indices[i]] = shard.tokens[i].tolist()
+            assert shard.loss_masks[i].numel() == shard.response_lengths[i]
+        assert shard.global_stats == shards[0].global_stats
+        assert [len(s.micro_batches) for s in shard.steps] == [len(s.micro_batches) for s in shards[0].steps]
+    assert seen == {sample.index: sample.tokens for group in groups for sample in group.samples}
+    assert sum(shard.num_samples for shard in shards) == len(seen)
+    executed = sum(step.global_batch_size for step in shards[0].steps)
+    assert executed == len(seen), "no rollout is dropped, whatever the batch size"
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hook_module(tmp_path, monkeypatch):
+    def write(code: str) -> str:
+        (tmp_path / "user_convert_hooks.py").write_text(code)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(__import__("sys").modules, "user_convert_hooks", raising=False)
+        load_function.cache_clear()
+        return "user_convert_hooks.hook"
+
+    yield write
+    load_function.cache_clear()
+
+
+def test_reward_post_process_hook(hook_module) -> None:
+    path = hook_module("def hook(args, samples): return [7.0] * len(samples), [s.index * 2 for s in samples]")
+    batch = convert(make_groups([1.0, 0.0]), custom_reward_post_process_path=path)[0]
+    assert (batch.raw_rewards, batch.rewards) == ([7.0, 7.0], [0.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("[1.0]", "returned a list"),
+        ("([1.0], [1.0])", "1 raw rewards and 1 rewards for 2 samples"),
+        ("([1, 1], [1.0, float('nan')])", "returned nan as the reward of sample 1"),
+    ],
+)
+def test_a_bad_reward_post_process_hook_is_refused(hook_module, body, message) -> None:
+    path = hook_module(f"def hook(args, samples): return {body}")
+    with pytest.raises(UserError, match=message):
+        convert(make_groups([1.0, 0.0]), custom_reward_post_process_path=path)
+
+
+def test_a_custom_converter_needs_only_what_the_loss_needs(hook_module) -> None:
+    path = hook_module(
+        "def hook(args, samples):\n"
+        "    return {'tokens': [s.tokens for s in samples], 'rewards': [0.25] * len(samples),\n"
+        "            'response_lengths': [s.response_length for s in samples], 'raw_reward': [1, 2]}"
+    )
+    batch = convert(make_groups([1.0, 0.0]), custom_convert_samples_to_train_data_path=path)[0]
+    assert (batch.rewards, batch.raw_rewards, batch.rollout_mask_sums) == ([0.25, 0.25], [1, 2], [4.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("[]", "returned a list"),
+        ("{'tokens': []}", "without response_lengths, rewards"),
+        ("{'tokens': [[1]], 'rewards': [1], 'response_lengths': [1], 'lossmasks': [[1]]}", "lossmasks"),
+        ("{'tokens': [[1, 2]], 'rewards': [1, 2], 'response_lengths': [1]}", "rewards"),
+        ("{'tokens': [[1, 2]], 'rewards': [1], 'response_lengths': [3]}", "sample 0 has 2 tokens, response_length 3"),
+    ],
+)
+def test_a_bad_custom_converter_is_refused(hook_module, body, message) -> None:
+    path = hook_module(f"def hook(args, samples): return {body}")
+    with pytest.raises(UserError, match=message):
+        convert(make_groups([1.0, 0.0]), custom_convert_samples_to_train_data_path=path)
