@@ -107,9 +107,9 @@ class EngineGroup:
         actor = ray.remote(EngineActor)
         self.config, self.plan = config, plan
         self.engines = [
-            actor.options(max_restarts=0, **slots.options(plan.rollout_offset + i * plan.slots_per_engine, share)).remote(
-                config, f"engine-{i}", run_path, num_threads
-            )
+            actor.options(
+                max_restarts=0, **slots.options(plan.rollout_offset + i * plan.slots_per_engine, share)
+            ).remote(config, f"engine-{i}", run_path, num_threads)
             for i in range(plan.num_engines)
         ]
         self._router = actor.options(num_cpus=0, max_restarts=0).remote(config, "router", run_path, 1)

@@ -58,7 +58,9 @@ class PlacementPlan:
         train = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
         rollout = cluster.rollout_num_gpus or 0
         per_engine = cluster.rollout_num_gpus_per_engine
-        trainer_text = f"actor_num_nodes {cluster.actor_num_nodes} x actor_num_gpus_per_node {cluster.actor_num_gpus_per_node}"
+        trainer_text = (
+            f"actor_num_nodes {cluster.actor_num_nodes} x actor_num_gpus_per_node {cluster.actor_num_gpus_per_node}"
+        )
         if not needs_engines(config):
             return PlacementPlan(train, 0, per_engine, 0, train, trainer_text)
         if config.debug.debug_rollout_only:

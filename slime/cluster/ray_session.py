@@ -16,7 +16,18 @@ from slime.observe.log import get_logger
 logger = get_logger(__name__)
 
 #: Variables of the driver that every process gets when the cluster was there before (a local Ray inherits all).
-_FORWARDED = ("NCCL_", "GLOO_", "TORCH", "CUDA_LAUNCH_BLOCKING", "SLIME_", "HF_", "OMP_", "TOKENIZERS_", "WANDB_", "TENSORBOARD_")
+_FORWARDED = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH",
+    "CUDA_LAUNCH_BLOCKING",
+    "SLIME_",
+    "HF_",
+    "OMP_",
+    "TOKENIZERS_",
+    "WANDB_",
+    "TENSORBOARD_",
+)
 
 
 def start_ray(config: Config, num_local_slots: int) -> bool:

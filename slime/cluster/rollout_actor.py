@@ -73,9 +73,7 @@ class RolloutActor:
         if self.config.algorithm.loss_type == "sft_loss":
             from slime.rollout.sft import generate_sft
 
-            output = await asyncio.to_thread(
-                generate_sft, self.config, rollout_id, self.source, self.tokenizer
-            )
+            output = await asyncio.to_thread(generate_sft, self.config, rollout_id, self.source, self.tokenizer)
         else:
             output = await self.loop.generate(rollout_id)
         groups: list[Group] = output.samples

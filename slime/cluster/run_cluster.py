@@ -1,10 +1,10 @@
 """Everything of a run that lives in Ray, as plain blocking verbs for the drivers.
 
-    with Cluster(config, run_path, should_stop) as cluster:
-        start = cluster.launch()
-        batch = cluster.generate(rollout_id)
-        metrics = cluster.train(batch)
-        cluster.update_weights()
+with Cluster(config, run_path, should_stop) as cluster:
+    start = cluster.launch()
+    batch = cluster.generate(rollout_id)
+    metrics = cluster.train(batch)
+    cluster.update_weights()
 """
 
 from __future__ import annotations
@@ -138,7 +138,11 @@ class Cluster:
         if self._trainers is not None and self._engines is not None:
             version = int(start.extra_state.get("weight_version", 0))
             self._trainers.call(
-                "connect_engines", self._engines.urls, version, what="connecting trainer and engines", timeout=self._seconds_limit
+                "connect_engines",
+                self._engines.urls,
+                version,
+                what="connecting trainer and engines",
+                timeout=self._seconds_limit,
             )
 
     def close(self) -> None:
@@ -181,10 +185,6 @@ class Cluster:
         )
         return result
 
-    def finish(self, pending: Pending) -> None:
-        """Wait until a started rollout is done, leaving it to be collected."""
-        self.collect(pending)
-
     def generate(self, rollout_id: int) -> RolloutResult:
         return self.collect(self.start_generating(rollout_id))
 
@@ -220,9 +220,7 @@ class Cluster:
     def _layout(self) -> TrainLayout:
         megatron = self.config.megatron
         model_parallel = (
-            megatron.tensor_model_parallel_size
-            * megatron.pipeline_model_parallel_size
-            * megatron.context_parallel_size
+            megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
         )
         ranks = max(self.plan.num_train, model_parallel)
         return TrainLayout(

@@ -51,7 +51,9 @@ def wait_for(
         left = end - time.monotonic()
         if left <= 0:
             waiting = [list(refs).index(ref) for ref in pending]
-            raise DeadlinePassed(f"{what}: no answer within {timeout:.0f} s from {len(waiting)} of {len(refs)} (numbers {waiting})")
+            raise DeadlinePassed(
+                f"{what}: no answer within {timeout:.0f} s from {len(waiting)} of {len(refs)} (numbers {waiting})"
+            )
         done, pending = ray.wait(pending, num_returns=1, timeout=min(_POLL_SECONDS, left))
         if done:
             fetch(done, what)  # raises for a failed one

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from slime.cluster.placement import PlacementPlan
 from slime.cluster.run_cluster import Cluster, Launch
@@ -48,17 +47,21 @@ class Session:
         self.weight_version = 0
         self._last_trained: int | None = None
         self._last_saved: int | None = None
+        self._state = "failed"
 
     # -- start and end ---------------------------------------------------------------------------------
 
     def launch(self) -> None:
         """Bring everything up and push the trainer's weights once, so that a broken push shows before any rollout."""
-        self.sinks.phase("launch")
-        launch = self.cluster.launch()
+        with self.sinks.phase("launch"):
+            launch = self.cluster.launch()
         self.start_rollout_id = launch.start_rollout_id
         self.num_prompts = launch.num_prompts
         self.num_rollout = self._count_rollouts(launch)
-        self.sinks.begin(self.start_rollout_id, self.num_rollout, launch.seconds)
+        if self.start_rollout_id > 0:
+            self.sinks.rewind(self.start_rollout_id + 1)
+        self.sinks.begin(self.start_rollout_id, self.num_rollout, sum(launch.seconds.values()))
+        logger.info("launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in launch.seconds.items()))
         self.update_weights()
 
     def _count_rollouts(self, launch: Launch) -> int:
@@ -81,7 +84,7 @@ class Session:
 
     def close(self) -> None:
         self.cluster.close()
-        self.sinks.close()
+        self.sinks.close(self._state)
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -89,17 +92,30 @@ class Session:
     def step(self) -> int:
         return self.start_rollout_id if self._last_trained is None else self._last_trained + 1
 
-    def log(self, metrics: dict[str, float], **extra: Any) -> None:
-        self.sinks.log(self.step, {**metrics, **extra})
+    def log(self, metrics: dict[str, float]) -> None:
+        if metrics:
+            self.sinks.log(self.step, metrics)
 
     def trained(self, rollout_id: int) -> None:
         self._last_trained = rollout_id
 
     def update_weights(self) -> dict[str, float]:
-        self.sinks.phase("update_weights")
-        metrics = self.cluster.update_weights()
+        with self.sinks.phase("update_weights"):
+            metrics = self.cluster.update_weights()
         self.weight_version = int(metrics.get("perf/weight_version", self.weight_version))
         return metrics
+
+    @property
+    def evaluates_first(self) -> bool:
+        """Evaluate before training: on a fresh start unless switched off, and always when nothing is trained."""
+        if self.num_rollout == 0:
+            return True
+        return self.start_rollout_id == 0 and not self.config.eval.skip_eval_before_train
+
+    def should_push(self, rollout_id: int) -> bool:
+        """Every --update-weights-interval rollouts, and before every evaluation."""
+        due = (rollout_id + 1) % self.config.sync.update_weights_interval == 0
+        return self.cluster.has_engines and (due or self.should_evaluate(rollout_id))
 
     def should_evaluate(self, rollout_id: int) -> bool:
         interval = self.config.eval.eval_interval
@@ -119,14 +135,22 @@ class Session:
         epoch_end = bool(per_epoch) and number % per_epoch == 0 and self.config.data.num_epoch is not None
         return number == self.num_rollout or epoch_end or (bool(interval) and number % interval == 0)
 
-    def save(self, rollout_id: int) -> float:
-        self.sinks.phase("save")
-        seconds = self.cluster.save(rollout_id, self.weight_version)
+    def save(self, rollout_id: int) -> None:
+        with self.sinks.phase("save_model"):
+            self.cluster.save(rollout_id, self.weight_version)
         self._last_saved = rollout_id
-        return seconds
 
-    def save_before_leaving(self) -> None:
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        with self.sinks.phase("evaluate"):
+            return self.cluster.evaluate(rollout_id)
+
+    def ended(self, state: str) -> None:
+        self._state = state
+
+    def leave(self) -> None:
         """After SIGTERM: keep the last completed step, unless it is on disk already."""
+        self._stop.clear()  # the save must be waited for
+        self._state = "stopped"
         if self._last_trained is None or self._last_saved == self._last_trained or not self.config.checkpoint.save:
             return
         self.save(self._last_trained)
@@ -139,13 +163,10 @@ class Session:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._stop.set()
 
-    @property
-    def stopping(self) -> bool:
-        return self._stop.is_set()
-
-    def clear_stop(self) -> None:
-        """Let the final save wait for its actors."""
-        self._stop.clear()
+    def stop_if_asked(self) -> None:
+        """Between two steps: raises `StopRequested` after a SIGTERM."""
+        if self._stop.is_set():
+            raise StopRequested("between steps")
 
 
 @contextmanager
@@ -163,15 +184,14 @@ def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
     try:
         session.launch()
         yield session
-        session.sinks.finish()
+        session.ended("finished")
     except StopRequested:
-        session.clear_stop()
-        session.save_before_leaving()
+        session.leave()
     except KeyboardInterrupt:
-        logger.warning("interrupted; closing down")
+        session.ended("stopped")
         raise
     except BaseException as error:
-        session.run.write_crash(error)
+        session.run.write_crash(error, note=f"phase: {session.sinks.open_phase}")
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)

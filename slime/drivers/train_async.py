@@ -1,14 +1,15 @@
 """Generation runs one batch ahead of training; weights are pushed between batches.
 
-    generate   │ 0 │ 1 │ 2 │ 3 │ …        rollout k+1 is generated with the weights of the last push
-    train          │ 0 │ 1 │ 2 │ …        while rollout k is trained on
-    push               ▲   ▲   ▲          between two generations, every --update-weights-interval rollouts
+generate   │ 0 │ 1 │ 2 │ 3 │ …        rollout k+1 is generated with the weights of the last push
+train          │ 0 │ 1 │ 2 │ …        while rollout k is trained on
+push               ▲   ▲   ▲          between two generations, every --update-weights-interval rollouts
 """
 
 from __future__ import annotations
 
-import time
+from collections import deque
 
+from slime.cluster.run_cluster import Pending
 from slime.config import Config, parse_args
 from slime.drivers.session import Session, dry_run, open_session
 
@@ -24,37 +25,34 @@ def main(argv: list[str]) -> None:
 
 
 def train_async(config: Config, session: Session) -> None:
-    cluster, sinks = session.cluster, session.sinks
-    if session.start_rollout_id == 0 and (session.num_rollout == 0 or not config.eval.skip_eval_before_train):
-        sinks.phase("evaluate")
-        session.log(cluster.evaluate(rollout_id=0))
-    if session.start_rollout_id >= session.num_rollout:
-        return
+    cluster, phase = session.cluster, session.sinks.phase
+    if session.evaluates_first:
+        session.log(session.evaluate(rollout_id=0))
 
-    pending = cluster.start_generating(session.start_rollout_id)
+    ahead: deque[Pending] = deque()
+    to_start = session.start_rollout_id
     for rollout_id in range(session.start_rollout_id, session.num_rollout):
-        started = time.perf_counter()
-        sinks.phase("rollout")
-        batch = cluster.collect(pending)
-        metrics = dict(batch.metrics)
-        metrics["perf/train_wait_time"] = time.perf_counter() - started
-        is_last = rollout_id + 1 == session.num_rollout
-        if not is_last:
-            pending = cluster.start_generating(rollout_id + 1)
-
-        sinks.phase("train")
-        metrics |= cluster.train(batch)
+        if not ahead:  # the first one, and after each that was waited for with nothing else under way
+            ahead.append(cluster.start_generating(to_start))
+            to_start += 1
+        with phase("train_wait"):
+            batch = cluster.collect(ahead.popleft())
+        while len(ahead) < config.sync.async_buffer_size and to_start < session.num_rollout:
+            ahead.append(cluster.start_generating(to_start))
+            to_start += 1
+        with phase("train"):
+            metrics = batch.metrics | cluster.train(batch)
         session.trained(rollout_id)
-        if session.should_save(rollout_id):
-            metrics["perf/save_model_time"] = session.save(rollout_id)
 
+        if session.should_save(rollout_id):
+            session.save(rollout_id)
         evaluate = session.should_evaluate(rollout_id)
-        if evaluate or (rollout_id + 1) % config.sync.update_weights_interval == 0:
-            if not is_last:
-                cluster.finish(pending)  # a batch boundary: no request is under way while weights change
+        if evaluate or session.should_push(rollout_id):
+            with phase("generation_wait"):  # a batch boundary: nothing is generated while weights change
+                for pending in ahead:
+                    cluster.collect(pending)
             metrics |= session.update_weights()
-        metrics["perf/step_time"] = time.perf_counter() - started
         if evaluate:
-            sinks.phase("evaluate")
-            metrics |= cluster.evaluate(rollout_id)
+            metrics |= session.evaluate(rollout_id)
         session.log(metrics)
+        session.stop_if_asked()
