@@ -1,0 +1,179 @@
+"""Reads a run folder for the report. Whatever is missing or half-written is left out, never an error."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from slime.errors import UserError
+from slime.observe.json_text import read_lines
+from slime.observe.run_folder import RunFolder
+
+#: Keys of a metrics row that are no metrics.
+ROW_KEYS = ("step", "time", "stage", "nonfinite")
+
+
+@dataclass
+class Stage:
+    """One stage of a run.
+
+    Attributes:
+        name: "" when the run has only one stage.
+        summary: its entry in ``run.json``.
+        config: its configuration file as written.
+        rows: metrics by step, one dict per step, in order.
+        rollouts, evaluations: recorded samples by file name, in order.
+    """
+
+    name: str
+    summary: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    rollouts: dict[str, Path] = field(default_factory=dict)
+    evaluations: dict[str, Path] = field(default_factory=dict)
+
+    def series(self, key: str) -> list[tuple[float, float | None]]:
+        """(step, value) of one metric; None where it was not a finite number."""
+        return [(row["step"], row[key]) for row in self.rows if key in row]
+
+    def keys(self) -> list[str]:
+        """Names of all metrics, in order of first appearance."""
+        return list(dict.fromkeys(key for row in self.rows for key in row if key not in ROW_KEYS))
+
+
+@dataclass
+class RunData:
+    """Everything the report shows."""
+
+    path: Path
+    stages: list[Stage]
+    crashes: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`, {} when there is none (yet)."""
+    if not path.is_file():
+        return {}
+    try:
+        value = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def merge_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per step, by step: later rows of a step add to and override earlier ones."""
+    by_step: dict[float, dict[str, Any]] = {}
+    for row in rows:
+        step = row.get("step")
+        if isinstance(step, (int, float)):
+            nonfinite = [*by_step.get(step, {}).get("nonfinite", []), *row.get("nonfinite", [])]
+            merged = {**by_step.get(step, {}), **{k: v for k, v in row.items() if _is_cell(k, v)}}
+            by_step[step] = {**merged, "nonfinite": nonfinite} if nonfinite else merged
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _is_cell(key: str, value: Any) -> bool:
+    return key in ROW_KEYS or value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def read_run(path: Path) -> RunData:
+    """Read the folder of a run, finished or not.
+
+    Raises:
+        UserError: there is no such run folder.
+    """
+    if not path.is_dir():
+        raise UserError(f"no run folder {path}", fix="pass a directory below outputs/")
+    summary = RunFolder(path).read_summary()
+    rows = read_lines(path / "metrics.jsonl")
+    config_names = [p.name.removeprefix("config").removesuffix(".json").strip(".") for p in path.glob("config*.json")]
+    if not rows and not config_names:
+        raise UserError(f"{path} is not a run folder", why="it has neither config.json nor metrics.jsonl")
+    names = dict.fromkeys([*(row.get("stage") or "" for row in rows), *summary["stages"], *config_names])
+    started = {name: entry.get("started") or 0.0 for name, entry in summary["stages"].items()}
+    stages = []
+    for name in sorted(names, key=lambda name: started.get(name, 0.0)):
+        run = RunFolder(path, name or None)
+        stage = Stage(name, summary["stages"].get(name, {}), read_json(run.config_path))
+        stage.rows = merge_rows([row for row in rows if (row.get("stage") or "") == name])
+        stage.rollouts = {p.stem: p for p in sorted(run.samples.glob("rollout_*.jsonl"))}
+        stage.evaluations = {p.stem: p for p in sorted(run.samples.glob("eval_*.jsonl"), key=_eval_order)}
+        if stage.summary.get("state") == "running" and not _is_held(path):
+            stage.summary = {**stage.summary, "state": "interrupted", "ended": _last_time(stage)}
+        stages.append(stage)
+    crashes = [
+        read_json(p) | {"folder": str(p.parent.relative_to(path))} for p in sorted(path.glob("crash/*/crash.json"))
+    ]
+    return RunData(path, stages, crashes)
+
+
+def _eval_order(path: Path) -> tuple[bool, str]:
+    return (path.stem != "eval_start", path.stem)
+
+
+def _last_time(stage: Stage) -> float | None:
+    return max((row["time"] for row in stage.rows if isinstance(row.get("time"), (int, float))), default=None)
+
+
+def _is_held(path: Path) -> bool:
+    """Is a live process (of this host) writing to the run?"""
+    lock = path / ".lock"
+    if not lock.exists():
+        return False
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def flags_with_origins(config: dict[str, Any]) -> list[tuple[str, Any, str]]:
+    """(flag, value, origin) of a configuration file: ``{"flags" | group: {name: value}, "origins": {name: origin}}``.
+
+    Groups are flattened; a value that is itself ``{"value", "origin"}`` is taken apart.
+    """
+    raw_origins = config.get("origins")
+    origins: dict[str, Any] = raw_origins if isinstance(raw_origins, dict) else {}
+    flags: list[tuple[str, Any, str]] = []
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict) and set(value) == {"value", "origin"}:
+            flags.append((name, value["value"], str(value["origin"])))
+        else:
+            flags.append((name, value, str(origins.get(name, ""))))
+
+    for name, value in config.items():
+        if name == "origins":
+            continue
+        if isinstance(value, dict) and name not in origins and set(value) != {"value", "origin"}:
+            for inner, inner_value in value.items():
+                add(inner, inner_value)
+        else:
+            add(name, value)
+    return flags
+
+
+def config_value(config: dict[str, Any], name: str) -> Any:
+    """Value of one flag in a configuration file, None if it is not there."""
+    return next((value for flag, value, _ in flags_with_origins(config) if flag == name), None)
+
+
+def elapsed(stage: Stage) -> float | None:
+    """Seconds from the stage's start to its end (or to now while it runs)."""
+    start = stage.summary.get("started") or (stage.rows[0].get("time") if stage.rows else None)
+    if start is None:
+        return None
+    state = stage.summary.get("state")
+    end = stage.summary.get("ended") or (time.time() if state == "running" else _last_time(stage))
+    return max(0.0, end - start) if end else None
