@@ -228,6 +228,11 @@ class HfExporter:
                 tensors = match.rule.layout.export(self._pieces(held, match), self.spec)
             yield from zip(match.exports, tensors, strict=True)
 
+    def names(self) -> list[str]:
+        """Names of all tensors that `tensors` yields, in order."""
+        matches = (self.family.match_megatron(held.name, self.spec) for held in self._held)
+        return [name for match in matches if match is not None for name in match.exports]
+
     def _exchange(self) -> list[_Held]:
         """Who holds what, over pipeline stages and expert ranks, in the order of export."""
         place = self.placement

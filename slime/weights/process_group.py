@@ -4,12 +4,14 @@ Neither side's WORLD may notice it: the trainer's has its own ranks, a stock eng
 built directly on a store of its own. The chain of key prefixes is the one that engines get who build their side with
 ``torch.distributed``'s ``_new_process_group_helper``, as SGLang does, so that the two sides find each other.
 
-    trainer: ExternalGroup.create("10.0.0.1", …)  rank 0, owns the store     engine: ExternalGroup.join(address, port, …)
+    trainer: store = ExternalGroup.open_store(…); ExternalGroup(store, …, rank=0)
+    engine:  ExternalGroup.join(address, port, …, rank=1)
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ class ExternalGroup:
         device = next(iter(BackendConfig(Backend(backend)).get_device_backend_map()))
         prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         limit = timedelta(seconds=timeout)
+        self._group: Any
         if backend == "gloo":
             self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, timeout=limit)
         else:

@@ -35,12 +35,14 @@ class Segment:
     def __init__(self, nbytes: int, directory: Path = SHM_DIR) -> None:
         self.name = f"{_PREFIX}{secrets.token_hex(8)}"
         self.path, self.nbytes = directory / self.name, nbytes
+        unlocked = directory / f".{self.name}"  # no name that `remove_stale` looks at before the lock is held
         try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise _no_room(directory, nbytes, error) from error
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked.rename(self.path)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # reserve the pages now: an error here beats a SIGBUS in the middle of a copy
             os.posix_fallocate(self._descriptor, 0, max(1, nbytes))
             self._map = mmap.mmap(self._descriptor, max(1, nbytes))
@@ -73,8 +75,13 @@ class SegmentPool:
         self._next = 0
         self._directory = directory
 
+    @property
+    def turn(self) -> int:
+        """Number of the segment that `take` gives next."""
+        return self._next
+
     def take(self, nbytes: int) -> tuple[int, Segment]:
-        """The next segment in turn and its number; the caller sees to it that no one reads it any more."""
+        """The segment whose turn it is and its number; the caller sees to it that no one reads it any more."""
         number = self._next
         self._next = (number + 1) % len(self._segments)
         segment = self._segments[number]

@@ -1,0 +1,66 @@
+"""Weights to engines through a directory that both sides see: the slowest way, and the one that always works.
+
+disk_dir/weight_v000007/ (a Hugging Face directory) ── /update_weights_from_disk ──► every engine
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import torch
+
+from slime.weights.buckets import dtype_name
+from slime.weights.engine_fleet import EngineFleet
+from slime.weights.hf_files import HfWriter
+from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
+
+_VERSION_DIR = re.compile(r"weight_v(\d{6,})")
+
+
+class DiskTransport:
+    """Writes each version as a Hugging Face directory and has the engines read it.
+
+    Args:
+        fleet: the engines; they must see ``directory`` under the same path.
+        directory: parent of the version directories.
+        dtype: of the engines' floating-point weights.
+        assets_from: directory whose config and tokenizer go along.
+        keep: do not remove earlier versions.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self, fleet: EngineFleet, directory: str | Path, dtype: torch.dtype, assets_from: str | Path, keep: bool = False
+    ) -> None:
+        self._fleet, self._directory, self._dtype = fleet, Path(directory), dtype
+        self._assets_from, self._keep = Path(assets_from), keep
+
+    def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
+        target = self._directory / f"weight_v{version:06d}"
+        num_tensors = 0
+        with HfWriter(target, self._assets_from) as writer:
+            for name, tensor in tensors:
+                cast = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+                observe(name, cast)
+                writer.add(name, cast)
+                num_tensors += 1
+        body = {"model_path": str(target.resolve()), "weight_version": str(version), "flush_cache": False}
+        self._fleet.post("/update_weights_from_disk", body, deadline_for(writer.total_bytes))
+        if not self._keep:
+            self._remove_others(version)
+        return Transferred(num_tensors, writer.total_bytes)
+
+    def _remove_others(self, version: int) -> None:
+        for entry in self._directory.iterdir():
+            found = _VERSION_DIR.fullmatch(entry.name)
+            if found and int(found.group(1)) != version:
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def close(self) -> None:
+        """Nothing is held. The last version stays: engines restarted later may read it."""
+
+    def __repr__(self) -> str:
+        return f"DiskTransport({self._directory}, {dtype_name(self._dtype)})"

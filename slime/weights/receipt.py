@@ -1,0 +1,125 @@
+"""The proof of a push: what was sent, how long it took, and fingerprints compared between both sides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from slime.weights.buckets import fingerprint
+
+
+class WeightMismatch(Exception):
+    """An engine does not hold what the trainer sent. Training on would use the wrong policy."""
+
+    def __init__(self, version: int, mismatches: Sequence[str]) -> None:
+        super().__init__(version, tuple(mismatches))
+        self.version, self.mismatches = version, tuple(mismatches)
+
+    def __str__(self) -> str:
+        shown = "; ".join(self.mismatches[:6])
+        more = f" and {len(self.mismatches) - 6} more" if len(self.mismatches) > 6 else ""
+        return f"weights of version {self.version} did not arrive: {shown}{more}"
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """One push.
+
+    Attributes:
+        version: of the weights that the engines now have.
+        num_tensors, nbytes: sent, in the engine's dtype.
+        seconds: by phase: "pause", "transfer", "flush", "check", "continue", "total".
+        transport: how.
+        checked: names whose fingerprints were compared on every engine.
+        full: all tensors were compared, and the engines were asked what else they hold.
+    """
+
+    version: int
+    num_tensors: int
+    nbytes: int
+    seconds: Mapping[str, float]
+    transport: str
+    checked: tuple[str, ...] = ()
+    full: bool = False
+
+    def metrics(self) -> dict[str, float]:
+        phases = {f"perf/update_weights/{name}_time": value for name, value in self.seconds.items() if name != "total"}
+        return {
+            "perf/update_weights_time": self.seconds["total"],
+            "perf/update_weights_wire_bytes": float(self.nbytes),
+            "perf/update_weights/checked_tensors": float(len(self.checked)),
+            **phases,
+        }
+
+    def __str__(self) -> str:
+        rate = self.nbytes / max(self.seconds["transfer"], 1e-9) / 1e9
+        return (
+            f"weights version {self.version}: {self.num_tensors} tensors, {self.nbytes / 1e6:,.0f} MB"
+            f" by {self.transport} in {self.seconds['total']:.2f} s ({rate:.1f} GB/s), {len(self.checked)} fingerprints compared"
+        )
+
+
+@dataclass
+class Sampler:
+    """Chooses which tensors of a push are fingerprinted: a window that moves on with every push.
+
+    The window takes tensors until its time is used up, always at least one, so that after enough pushes each tensor
+    has had its turn whatever its size.
+
+    Attributes:
+        share: of the last push's duration that may be spent here.
+        floor: seconds that may be spent in any case. Both sides hash, so half of it is this side's.
+    """
+
+    share: float = 0.1
+    floor: float = 0.05
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    _cursor: int = 0
+    _left: float = 0.0
+    _full: bool = False
+
+    def begin(self, last_push_seconds: float, full: bool) -> None:
+        self.fingerprints, self.names = {}, []
+        self._full, self._left = full, max(self.floor, self.share * last_push_seconds) / 2
+        self._taken_up_to = self._cursor
+
+    def observe(self, name: str, tensor: torch.Tensor) -> None:
+        """Called for every tensor of the push, in order."""
+        position = len(self.names)
+        self.names.append(name)
+        started = time.perf_counter()
+        due = position >= self._cursor and (self._left > 0 or position == self._cursor)
+        if self._full or due:
+            self.fingerprints[name] = fingerprint(tensor)
+            self._left -= time.perf_counter() - started
+            self._taken_up_to = position + 1
+
+    def end(self) -> None:
+        """The push arrived: the next one samples on from here."""
+        self._cursor = self._taken_up_to if self._taken_up_to < len(self.names) else 0
+
+
+def compare(
+    sent: Mapping[str, str], answers: Mapping[str, Mapping[str, str]], complete: Collection[str] | None = None
+) -> list[str]:
+    """What is wrong, one line per tensor and engine; [] when all is well.
+
+    Args:
+        sent: name → fingerprint on the trainer's side.
+        answers: engine URL → its fingerprints.
+        complete: all names that were sent; given in a full check, where an engine's further tensors are an error.
+    """
+    wrong = []
+    for url, there in answers.items():
+        for name, expected in sent.items():
+            if name not in there:
+                wrong.append(f"{name} is not on {url}")
+            elif there[name] != expected:
+                wrong.append(f"{name} differs on {url} (sent {expected[:8]}…, holds {there[name][:8]}…)")
+        if complete is not None:
+            wrong += [f"{name} on {url} was never sent" for name in sorted(set(there) - set(complete))]
+    return wrong

@@ -1,0 +1,70 @@
+"""Weights to engines on the same host through /dev/shm: one copy out of the model, one into each engine."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from slime.weights.buckets import Bucket, pack
+from slime.weights.engine_fleet import EngineFleet
+from slime.weights.shared_memory import Segment, SegmentPool, remove_stale
+from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
+
+
+class SharedMemoryTransport:
+    """Buckets are packed straight into shared segments; two take turns, so packing overlaps the engines' copies.
+
+    Args:
+        fleet: engines on this host.
+        buffer_size: bytes per bucket.
+        dtype: of the engines' floating-point weights.
+    """
+
+    name = "shared memory"
+
+    def __init__(self, fleet: EngineFleet, buffer_size: int, dtype: torch.dtype) -> None:
+        remove_stale()
+        self._fleet, self._buffer_size, self._dtype = fleet, buffer_size, dtype
+        self._pool = SegmentPool(count=2)
+        self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}  # segment number → engines' answers
+
+    def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
+        num_tensors = nbytes = 0
+        try:
+            for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate):
+                for name, tensor in bucket.tensors():
+                    observe(name, tensor)
+                limit = deadline_for(bucket.nbytes)
+                body = _request(bucket, self._current, version)
+                answers = self._fleet.start("/update_weights_from_tensor", body, limit)
+                self._reading[self._number] = answers, limit
+                num_tensors, nbytes = num_tensors + len(bucket.entries), nbytes + bucket.nbytes
+        finally:
+            for number in sorted(self._reading):
+                self._wait_for_readers(number)
+        return Transferred(num_tensors, nbytes)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        self._wait_for_readers(self._pool.turn)
+        self._number, self._current = self._pool.take(nbytes)
+        return self._current.tensor[:nbytes]
+
+    def _wait_for_readers(self, number: int) -> None:
+        if number in self._reading:
+            answers, limit = self._reading.pop(number)
+            self._fleet.wait(answers, limit)
+
+
+def _request(bucket: Bucket, segment: Segment, version: int) -> dict[str, Any]:
+    table = [entry.to_json() for entry in bucket.entries]
+    return {
+        "load_format": "shared_memory",
+        "weight_version": str(version),
+        "flush_cache": False,  # once for all buckets, by `WeightSync`
+        "segments": [{"shm": segment.name, "nbytes": bucket.nbytes, "tensors": table}],
+    }

@@ -1,0 +1,54 @@
+"""What the ways of moving weights have in common, and which one a run uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+Observer = Callable[[str, torch.Tensor], None]
+"""Called with each tensor as it is sent, in the engine's dtype; the tensor is only valid during the call."""
+
+#: A transfer is given up on when it is slower than this, in bytes per second, plus `FLOOR_SECONDS`.
+SLOWEST_BANDWIDTH = 20e6
+FLOOR_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Transferred:
+    num_tensors: int
+    nbytes: int
+
+
+class Transport(Protocol):
+    """One way to bring named tensors to all engines.
+
+    Attributes:
+        name: for messages and metrics.
+    """
+
+    name: str
+
+    def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
+        """Send everything; returns when every engine has loaded it.
+
+        Raises:
+            EngineError: an engine refused or did not answer in time.
+            UserError: this side cannot (no room, …).
+        """
+
+    def close(self) -> None: ...
+
+
+def deadline_for(nbytes: int) -> float:
+    """Seconds that a step moving ``nbytes`` may take.
+
+    Example:
+        >>> deadline_for(2_000_000_000)
+        220.0
+    """
+    return FLOOR_SECONDS + nbytes / SLOWEST_BANDWIDTH
