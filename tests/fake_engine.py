@@ -59,7 +59,13 @@ class FakeEngine:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/v1/loads", self._loads)
         info = {"model_path": "fake", "tokenizer_path": "fake", "is_generation": True, "weight_version": "1"}
-        server = {**info, "dp_size": 1, "tp_size": 1, "context_length": self.context_length, "served_model_name": "fake"}
+        server = {
+            **info,
+            "dp_size": 1,
+            "tp_size": 1,
+            "context_length": self.context_length,
+            "served_model_name": "fake",
+        }
         for path, body in {
             "/health": {},
             "/health_generate": {},

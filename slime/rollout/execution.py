@@ -14,7 +14,7 @@ import copy
 import inspect
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
@@ -23,7 +23,7 @@ from slime.errors import UserError
 from slime.hooks import GenerateFunction, SampleHook, accepted, call_hook, check_signature, load_function
 from slime.observe.log import get_logger
 from slime.observe.trace import span
-from slime.rollout.generate import GenerateState, complete_tokens, generate
+from slime.rollout.generate import GenerateState, bind_state, complete_tokens, generate
 from slime.samples.types import Group, Sample, SampleStatus
 
 logger = get_logger(__name__)
@@ -79,10 +79,15 @@ class Execution:
     def enter(self, stage: Stage) -> None:
         self.stage, self.since = stage, time.monotonic()
 
+    def rewind(self) -> None:
+        """Back to what it was when this rollout took it up."""
+        self.samples, self.fanned_out = [self.prompt], False
+        self.enter(Stage.QUEUED)
+
     def restart(self) -> None:
         """Back to the prompt alone."""
+        self.rewind()
         self.prompt.reset_response()
-        self.samples, self.fanned_out = [self.prompt], False
 
 
 @dataclass
@@ -93,7 +98,7 @@ class GroupRun:
     order: int = 0
 
     @staticmethod
-    def of(drawn: list[Sample | list[Sample]], order: int = 0) -> GroupRun:
+    def of(drawn: Sequence[Sample | list[Sample]], order: int = 0) -> GroupRun:
         """From what a data source gives; an execution that had fanned out before comes back as a list."""
         executions = []
         for item in drawn:
@@ -172,6 +177,7 @@ class GroupRunner:
 
     async def run(self, group: GroupRun) -> None:
         """Bring every execution as far as it goes: scored, aborted, or failed (never raises for a failure)."""
+        bind_state(self.state)
         for sample in group.samples:
             sample.session_id = sample.session_id or uuid.uuid4().hex
         with span(group.samples, "generate_and_rm_group"):

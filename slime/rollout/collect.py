@@ -1,0 +1,294 @@
+"""Collecting one training batch: draw groups, run them, judge them, stop when there are enough, put the rest back.
+
+    source ─► drawn ─► running ─┬─► failed ──────► discarded, another is drawn
+              (over_sampling_   ├─► dropped ─────► discarded, another is drawn      (dynamic filter)
+               batch_size at    └─► kept ─┬──────► chosen: the batch                (first rollout_batch_size)
+               a time)                    └──────► surplus: put back as it is, nothing is generated twice
+              still running when the batch is full ─► aborted, put back: as far as it came with --partial-rollout,
+                                                      else as a prompt
+Every drawn group ends in exactly one of: chosen, discarded, put back.
+
+Which groups are chosen: the first to finish; in deterministic mode the first by order of drawing, and whatever is
+put back is put back as a prompt, so that nothing depends on timing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from slime.errors import UserError
+from slime.hooks import DataSource, DynamicFilter, call_dynamic_filter
+from slime.observe.log import get_logger
+from slime.rollout.execution import GroupRun, GroupRunner, Stage
+from slime.rollout.filters import should_drop
+from slime.rollout.watchdog import Watchdog
+from slime.samples.types import SampleStatus
+
+logger = get_logger(__name__)
+
+
+class Verdict(StrEnum):
+    KEEP = "keep"
+    DROP = "drop"
+    FAILED = "failed"
+
+
+@dataclass
+class Collected:
+    """The outcome of one rollout.
+
+    Attributes:
+        chosen: the batch, by sample index.
+        finished: every group that was judged by the filter, chosen or not, by sample index.
+        drops: groups dropped, by the filter's reason.
+        data_seconds: time spent in the data source.
+    """
+
+    chosen: list[GroupRun]
+    finished: list[GroupRun]
+    drops: Counter[str] = field(default_factory=Counter)
+    num_failed: int = 0
+    num_surplus: int = 0
+    num_aborted: int = 0
+    data_seconds: float = 0.0
+
+
+class Collector:
+    """One use per rollout: `collect`, then read `Collected`.
+
+    Args:
+        target: groups in the batch.
+        draw_size: groups drawn at a time, when those expected to be kept are fewer than ``target``.
+        group_size: samples per group, checked on what the source gives.
+        max_failed_fraction: of ``target``; at least one group may fail.
+        abort_timeout: seconds for engines and generate functions to stop at the end.
+    """
+
+    def __init__(
+        self,
+        runner: GroupRunner,
+        source: DataSource,
+        *,
+        target: int,
+        draw_size: int,
+        group_size: int,
+        dynamic_filter: DynamicFilter | None = None,
+        deterministic: bool = False,
+        partial_rollout: bool = False,
+        max_failed_fraction: float = 0.1,
+        stall_timeout: float = 600.0,
+        abort_timeout: float = 60.0,
+    ) -> None:
+        self.runner, self.source, self.client = runner, source, runner.state.client
+        self.target, self.draw_size, self.group_size = target, draw_size, group_size
+        self.dynamic_filter = dynamic_filter
+        self.deterministic, self.partial_rollout = deterministic, partial_rollout
+        self.num_failures_allowed = max(1, int(max_failed_fraction * target))
+        self.abort_timeout = abort_timeout
+        self.watchdog = Watchdog(self.client, runner, stall_timeout)
+        self.drawn: list[GroupRun] = []
+        self.verdicts: dict[int, Verdict] = {}  # by GroupRun.order, in the order in which they were found
+        self.result = Collected([], [])
+        self._tasks: dict[asyncio.Task[None], GroupRun] = {}
+
+    async def collect(self) -> Collected:
+        """Run the rollout.
+
+        Raises:
+            UserError: too many failures, nothing left to draw, a stall, or a mistake in user code.
+            EngineError: the engines cannot be stopped at the end.
+        """
+        try:
+            while len(chosen := self._chosen()) < self.target:
+                while self._num_expected() < self.target:
+                    self._draw()
+                for run in await self._wait_for_some():
+                    await self._judge(run)
+            await self._stop_running()
+        finally:
+            await self._cancel(self._tasks)
+        self._put_back(chosen)
+        result = self.result
+        result.chosen = sorted(chosen, key=_sample_index)
+        judged = [run for run in self.drawn if self.verdicts.get(run.order) in (Verdict.KEEP, Verdict.DROP)]
+        result.finished = sorted(judged, key=_sample_index)
+        return result
+
+    # -- choosing ------------------------------------------------------------------------------------------
+
+    def _num_expected(self) -> int:
+        """Groups that are kept or may still be."""
+        return sum(self.verdicts.get(run.order) in (None, Verdict.KEEP) for run in self.drawn)
+
+    def _chosen(self) -> list[GroupRun]:
+        """The batch as far as it is certain."""
+        if not self.deterministic:
+            kept = [order for order, verdict in self.verdicts.items() if verdict is Verdict.KEEP]
+            return [self.drawn[order] for order in kept[: self.target]]
+        certain: list[GroupRun] = []
+        for run in self.drawn:
+            verdict = self.verdicts.get(run.order)
+            if verdict is None or len(certain) == self.target:
+                break
+            if verdict is Verdict.KEEP:
+                certain.append(run)
+        return certain
+
+    def _draw(self) -> None:
+        started = time.monotonic()
+        groups = self.source.get_samples(self.draw_size)
+        self.result.data_seconds += time.monotonic() - started
+        if not groups:
+            raise UserError(
+                f"the data source gave no more prompts after {len(self.drawn)} groups",
+                why=f"the batch needs {self.target}; the dynamic filter dropped {sum(self.result.drops.values())}",
+                fix="give more data, or lower --rollout-batch-size",
+            )
+        for samples in groups:
+            run = GroupRun.of(samples, order=len(self.drawn))
+            if len(run.executions) != self.group_size or any(sample.index is None for sample in run.samples):
+                raise UserError(
+                    f"the data source gave a group of {len(run.executions)} samples",
+                    why=f"a group has {self.group_size} (--n-samples-per-prompt), each with an index of its own",
+                    fix="set group_index and index in get_samples",
+                )
+            self.drawn.append(run)
+            self._tasks[asyncio.create_task(self.runner.run(run))] = run
+
+    async def _wait_for_some(self) -> list[GroupRun]:
+        """The groups that have finished, at least one."""
+        while True:
+            done, _ = await asyncio.wait(
+                self._tasks, timeout=self.watchdog.interval, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done:
+                return self._take(done)
+            await self.watchdog.check(self._tasks.values())
+
+    def _take(self, done: set[asyncio.Task[None]]) -> list[GroupRun]:
+        runs = []
+        for task in done:
+            runs.append(self._tasks.pop(task))
+            task.result()  # raises what must stop the run
+        return sorted(runs, key=lambda run: run.order)
+
+    async def _judge(self, run: GroupRun) -> None:
+        if run.failure is not None or not run.is_generated:
+            self._discard_failed(run)
+            return
+        self._check_rewards(run)
+        verdict = await call_dynamic_filter(self.dynamic_filter, self.runner.state.args, run.samples)
+        if should_drop(verdict, num_expected=self._num_expected(), target=self.target):
+            self.verdicts[run.order] = Verdict.DROP
+            self.result.drops[verdict.reason or "unnamed"] += 1
+            self.source.mark_discarded([run.index])
+        else:
+            self.verdicts[run.order] = Verdict.KEEP
+
+    def _check_rewards(self, run: GroupRun) -> None:
+        if self.runner.rewards is not None and not run.is_scored:
+            raise UserError(
+                f"the reward function returned None in group {run.index}", fix="return a number, or a dict of numbers"
+            )
+
+    def _discard_failed(self, run: GroupRun) -> None:
+        self.verdicts[run.order] = Verdict.FAILED
+        self.result.num_failed += 1
+        self.source.mark_discarded([run.index])
+        if self.result.num_failed <= self.num_failures_allowed:
+            logger.warning("group %d failed and is replaced by another (%s)", run.index, _why_failed(run))
+            return
+        raise UserError(
+            f"{self.result.num_failed} groups have failed in this rollout of {self.target}",
+            why=f"the last one: {_why_failed(run)}",
+            fix="mend what it names; SLIME_DEBUG=1 shows the tracebacks of all failures",
+        ) from run.failure
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    async def _stop_running(self) -> None:
+        """Abort what still runs. Rewards are left at once, engines stop, slow generate functions are cancelled."""
+        if not self._tasks:
+            return
+        with self.client.abort_scope():
+            await asyncio.sleep(0)  # tasks that have just been created see the abort before anything is sent
+            if self.client.in_flight or any(_is_generating(run) for run in self._tasks.values()):
+                await self.client.abort_all(self.abort_timeout)
+            _, late = await asyncio.wait(self._tasks, timeout=self.abort_timeout)
+            if late:
+                logger.warning("%d groups did not stop within %.0f s of the abort", len(late), self.abort_timeout)
+                await self._cancel(late)
+                await self.client.abort_all(self.abort_timeout)
+        for task in self._tasks:
+            if not task.cancelled():
+                task.result()
+
+    async def _cancel(self, tasks: set[asyncio.Task[None]] | dict[asyncio.Task[None], GroupRun]) -> None:
+        running = [task for task in tasks if not task.done()]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=self.abort_timeout)
+
+    def _put_back(self, chosen: list[GroupRun]) -> None:
+        taken = {run.order for run in chosen}
+        back = []
+        for run in self.drawn:
+            if run.order in taken or self.verdicts.get(run.order) in (Verdict.DROP, Verdict.FAILED):
+                continue
+            if run.failure is not None:  # failed, and its siblings were aborted
+                self.verdicts[run.order] = Verdict.FAILED
+                self.result.num_failed += 1
+                self.source.mark_discarded([run.index])
+                continue
+            self.result.num_surplus += run.is_generated
+            self.result.num_aborted += not run.is_generated
+            self._rewind(run)
+            back.append(run)
+        if back:
+            self.source.add_samples([run.view for run in sorted(back, key=_sample_index)])
+
+    def _rewind(self, run: GroupRun) -> None:
+        """Into the state in which the next rollout can take it up."""
+        if run.is_generated and not self.deterministic:
+            return
+        if self.deterministic or not self.partial_rollout:
+            run.restart()
+            return
+        for execution in run.executions:
+            if execution.is_generated:
+                continue
+            if execution.fanned_out or execution.stage is Stage.GENERATING:  # user code left it half-done
+                execution.rewind()
+            for sample in execution.samples:
+                if sample.response_length:
+                    sample.metadata.setdefault("start_rollout_id", self.runner.rollout_id)
+
+    def progress(self) -> dict[str, float]:
+        """``done`` and ``target`` in groups, ``tokens`` generated so far."""
+        kept = sum(verdict is Verdict.KEEP for verdict in self.verdicts.values())
+        tokens = sum(sample.response_length for run in self.drawn for sample in run.samples)
+        return {"done": min(kept, self.target), "target": self.target, "tokens": tokens}
+
+
+def _sample_index(run: GroupRun) -> int:
+    index = run.executions[0].prompt.index
+    assert index is not None
+    return index
+
+
+def _is_generating(run: GroupRun) -> bool:
+    return any(execution.stage is Stage.GENERATING for execution in run.executions)
+
+
+def _why_failed(run: GroupRun) -> str:
+    for execution in run.executions:
+        if execution.failure is not None:
+            error = execution.failure
+            return f"sample {execution.prompt.index} while {execution.stage.value}: {type(error).__name__}: {error}"
+    statuses = sorted({sample.status.value for sample in run.samples if sample.status is not SampleStatus.COMPLETED})
+    return f"the generate function returned samples with status {', '.join(statuses)}"

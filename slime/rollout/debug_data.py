@@ -1,0 +1,95 @@
+"""Rollouts on disk, to debug training without engines: ``--save-debug-rollout-data`` and ``--load-debug-rollout-data``.
+
+The format is the reference system's: a `torch.save` of ``{"rollout_id", "samples": [Sample.to_dict()]}`` at the path
+that the pattern gives, e.g. ``dumps/{rollout_id}.pt``; evaluations are written under the id ``eval_<rollout_id>``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.samples.groups import groups_from_nested
+from slime.samples.types import Group, Sample
+
+
+def save_rollout(pattern: str, rollout_id: int | str, samples: list[Sample]) -> Path:
+    """Write samples; an existing file is replaced only once the new one is complete. Returns the path."""
+    import torch
+
+    path = debug_path(pattern, rollout_id, "--save-debug-rollout-data")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    torch.save({"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}, partial)
+    os.replace(partial, path)
+    return path
+
+
+def load_rollout(config: Config, rollout_id: int) -> list[Group]:
+    """The groups of ``--load-debug-rollout-data`` for this rollout, each with its executions.
+
+    With ``--load-debug-rollout-data-subsample f`` a fraction f of the groups is kept (the same ones on every call).
+
+    Raises:
+        UserError: no pattern, no such file, or not a dump.
+    """
+    pattern = config.debug.load_debug_rollout_data
+    if not pattern:
+        raise UserError("there is no dump to load", fix="pass --load-debug-rollout-data PATTERN")
+    groups = group_samples(load_samples(debug_path(pattern, rollout_id, "--load-debug-rollout-data")))
+    fraction = config.debug.load_debug_rollout_data_subsample
+    if fraction is not None:
+        kept = max(1, round(fraction * len(groups)))
+        chosen = random.Random(rollout_id).sample(range(len(groups)), min(kept, len(groups)))
+        groups = [groups[i] for i in sorted(chosen)]
+    return groups
+
+
+def load_samples(path: Path) -> list[Sample]:
+    """The samples of one dump file, in its order."""
+    import torch
+
+    if not path.is_file():
+        there = sorted(entry.name for entry in path.parent.glob("*.pt"))[:5] if path.parent.is_dir() else []
+        raise UserError(
+            f"there is no rollout dump {path}",
+            why=f"in its directory: {', '.join(there)}" if there else "its directory has no .pt files",
+            fix="check the pattern of --load-debug-rollout-data and --start-rollout-id",
+        )
+    try:
+        # dumps hold whatever users put into metadata, so they are pickles; load only files you trust
+        data: Any = torch.load(path, map_location="cpu", weights_only=False)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise UserError(f"{path} cannot be read as a rollout dump", why=str(error), fix="write it again") from error
+    if not isinstance(data, dict) or "samples" not in data:
+        keys = ", ".join(map(str, data)) if isinstance(data, dict) else type(data).__name__
+        raise UserError(f"{path} is no rollout dump", why=f"it holds: {keys}", fix="it needs the key 'samples'")
+    return [Sample.from_dict(item) for item in data["samples"]]
+
+
+def group_samples(samples: list[Sample]) -> list[Group]:
+    """Flat samples back into groups by ``group_index`` (one group each where it is None)."""
+    groups: dict[Any, list[Sample]] = {}
+    for position, sample in enumerate(samples):
+        key = ("position", position) if sample.group_index is None else sample.group_index
+        groups.setdefault(key, []).append(sample)
+    return groups_from_nested(list(groups.values()), "the rollout dump")
+
+
+def debug_path(pattern: str, rollout_id: int | str, flag: str) -> Path:
+    """The pattern with ``{rollout_id}`` filled in.
+
+    Raises:
+        UserError: the pattern has other fields.
+    """
+    try:
+        return Path(pattern.format(rollout_id=rollout_id))
+    except (KeyError, IndexError, ValueError) as error:
+        raise UserError(
+            f"{flag} {pattern} is no path pattern", why=str(error), fix="write it like dumps/{rollout_id}.pt"
+        ) from error

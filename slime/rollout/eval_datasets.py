@@ -1,0 +1,190 @@
+"""Which data sets are evaluated and how: ``--eval-prompt-data name path …`` or the YAML file of ``--eval-config``.
+
+    eval:                            # this level may be left out
+      defaults: {n_samples_per_eval_prompt: 4}
+      datasets:
+        - {name: gsm8k, path: gsm8k_test.jsonl, rm_type: math}
+        - {name: aime, path: aime.jsonl, max_response_len: 16384, n_samples_per_eval_prompt: 16}
+
+A value comes from the data set, else from ``defaults``, else from the ``--eval-…`` flag, else from the rollout flag.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.rollout.generate import sampling_params
+
+_FOR_AGENT_SERVICES = (
+    "app_service",
+    "eval_task_timeout",
+    "eval_early_stop_remaining",
+    "eval_early_stop_idle_timeout",
+    "message_processor",
+    "reward_model",
+    "remote_environment",
+    "min_eval_samples",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalDataset:
+    """One evaluation set with everything resolved; the field names are the keys of the YAML file.
+
+    Attributes:
+        metadata_overrides: merged into every sample's metadata, over what the row has.
+        custom_rm_path, custom_generate_function_path: for this set instead of the run's.
+    """
+
+    name: str
+    path: str
+    input_key: str
+    label_key: str | None
+    tool_key: str
+    metadata_key: str
+    multimodal_keys: dict[str, Any] | None
+    apply_chat_template: bool
+    apply_chat_template_kwargs: dict[str, Any]
+    n_samples_per_eval_prompt: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_len: int
+    min_new_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    skip_special_tokens: bool
+    no_stop_trim: bool = True
+    repetition_penalty: float = 1.0
+    rm_type: str | None = None
+    custom_rm_path: str | None = None
+    custom_generate_function_path: str | None = None
+    metadata_overrides: dict[str, Any] = field(default_factory=dict)
+
+    def sampling_params(self) -> dict[str, Any]:
+        """A new ``sampling_params`` for the engine."""
+        params = sampling_params(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_new_tokens=self.max_response_len,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            skip_special_tokens=self.skip_special_tokens,
+            no_stop_trim=self.no_stop_trim,
+        )
+        if self.min_new_tokens:
+            params["min_new_tokens"] = self.min_new_tokens
+        if self.repetition_penalty != 1.0:
+            params["repetition_penalty"] = self.repetition_penalty
+        return params
+
+
+_KEYS = {f.name for f in dataclasses.fields(EvalDataset)}
+_PER_SET_ONLY = {"name", "path"}
+
+
+def eval_datasets(config: Config) -> list[EvalDataset]:
+    """The resolved evaluation sets, in the order in which they are given; empty when there are none.
+
+    Raises:
+        UserError: a file that is not there or is no such YAML, unknown keys, a missing name or path, a name twice.
+    """
+    if config.eval.eval_config:
+        entries = list(_entries_of_yaml(Path(config.eval.eval_config)))
+    else:
+        entries = [{"name": name, "path": path} for name, path in _pairs(config.eval.eval_prompt_data)]
+    flags = _values_of_flags(config)
+    datasets = []
+    for entry in entries:
+        values = {**flags, **entry}
+        for name in ("stop", "stop_token_ids"):
+            value = values[name]
+            values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
+        datasets.append(EvalDataset(**values))
+    names = [dataset.name for dataset in datasets]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"evaluation set {twice[0]!r} is given twice", fix="give each set a name of its own")
+    return datasets
+
+
+def _values_of_flags(config: Config) -> dict[str, Any]:
+    evaluation, data, rollout = config.eval, config.data, config.rollout
+    return {
+        "input_key": evaluation.eval_input_key,
+        "label_key": evaluation.eval_label_key,
+        "tool_key": evaluation.eval_tool_key,
+        "metadata_key": data.metadata_key,
+        "multimodal_keys": data.multimodal_keys,
+        "apply_chat_template": data.apply_chat_template,
+        "apply_chat_template_kwargs": dict(data.apply_chat_template_kwargs),
+        "n_samples_per_eval_prompt": evaluation.n_samples_per_eval_prompt,
+        "temperature": evaluation.eval_temperature,
+        "top_p": evaluation.eval_top_p,
+        "top_k": evaluation.eval_top_k,
+        "max_response_len": evaluation.eval_max_response_len,
+        "min_new_tokens": evaluation.eval_min_new_tokens,
+        "stop": rollout.rollout_stop,
+        "stop_token_ids": rollout.rollout_stop_token_ids,
+        "skip_special_tokens": rollout.rollout_skip_special_tokens,
+    }
+
+
+def _pairs(values: tuple[str, ...]) -> list[tuple[str, str]]:
+    """``name path name path …``; a single value is the path of a set called "aime", as in the reference system."""
+    if len(values) == 1:
+        return [("aime", values[0])]
+    if len(values) % 2:
+        raise UserError(
+            f"--eval-prompt-data has {len(values)} values",
+            why="it takes pairs of a name and a path",
+            fix="write it like: --eval-prompt-data gsm8k gsm8k_test.jsonl aime aime.jsonl",
+        )
+    return list(zip(values[::2], values[1::2]))
+
+
+def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        raise UserError(f"--eval-config {path}: there is no such file", fix="check the path")
+    try:
+        root = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"--eval-config {path} is not valid YAML", why=str(error), fix="mend the file") from error
+    root = root.get("eval", root) if isinstance(root, dict) else root
+    if not isinstance(root, dict) or not root.get("datasets"):
+        raise UserError(f"--eval-config {path} has no datasets", fix="see slime/rollout/eval_datasets.py for the form")
+    _refuse_unknown(root, {"defaults", "datasets"}, f"{path}")
+    defaults = dict(root.get("defaults") or {})
+    _refuse_unknown(defaults, _KEYS - _PER_SET_ONLY, f"{path}, defaults")
+    datasets = root["datasets"]
+    entries = [{"name": name, **item} for name, item in datasets.items()] if isinstance(datasets, dict) else datasets
+    for number, entry in enumerate(entries):
+        where = f"{path}, data set {entry.get('name', number)}"
+        _refuse_unknown(entry, _KEYS, where)
+        for key in sorted(_PER_SET_ONLY):
+            if not entry.get(key):
+                raise UserError(f"{where}: it has no {key}", fix=f"add '{key}: …'")
+        yield {**defaults, **entry}
+
+
+def _refuse_unknown(given: dict[str, Any], known: set[str], where: str) -> None:
+    for key in given:
+        if key in known:
+            continue
+        if key in _FOR_AGENT_SERVICES:
+            raise UserError(f"{where}: the key {key!r} is not supported", why="it belongs to agent services")
+        near = difflib.get_close_matches(str(key), known, n=1)
+        raise UserError(
+            f"{where}: unknown key {key!r}",
+            why=f"the keys are: {', '.join(sorted(known))}",
+            fix=f"did you mean {near[0]!r}?" if near else "remove it",
+        )

@@ -1,0 +1,194 @@
+"""Evaluation: every data set at once, n samples per prompt, scored like training samples, never trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.hooks import RolloutFnEvalOutput
+from slime.observe.log import get_logger
+from slime.prompts.problems import Problems, RowProblem
+from slime.prompts.readers import open_rows
+from slime.prompts.row_format import RowFormat, read_prompt
+from slime.rollout.eval_datasets import EvalDataset
+from slime.rollout.execution import GroupRun, GroupRunner
+from slime.rollout.generate import prompt_token_ids
+from slime.rollout.metrics import pass_at_k_metrics, sample_metrics
+from slime.rollout.watchdog import Watchdog
+from slime.samples.types import Sample, SampleStatus
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class EvalSet:
+    """A data set with its prompts, read once and copied for every evaluation."""
+
+    dataset: EvalDataset
+    prompts: list[Sample]
+
+    def draw(self) -> list[GroupRun]:
+        """Fresh groups; sample indices count from 0 in each set, so that seeds do not depend on other sets."""
+        n = self.dataset.n_samples_per_eval_prompt
+        runs = []
+        for i, prompt in enumerate(self.prompts):
+            samples: list[Sample | list[Sample]] = []
+            for j in range(n):
+                sample = copy.deepcopy(prompt)
+                sample.group_index, sample.index = i, i * n + j
+                sample.generate_function_path = self.dataset.custom_generate_function_path
+                sample.custom_rm_path = self.dataset.custom_rm_path
+                sample.metadata = {**sample.metadata, **self.dataset.metadata_overrides}
+                if self.dataset.rm_type:
+                    sample.metadata["rm_type"] = self.dataset.rm_type
+                samples.append(sample)
+            runs.append(GroupRun.of(samples, order=i))
+        return runs
+
+
+def read_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any) -> list[Sample]:
+    """The prompts of one set, in file order; longer ones than ``--eval-max-prompt-len`` are left out with a warning.
+
+    Raises:
+        UserError: rows that cannot be used, or none left.
+    """
+    form = RowFormat(
+        input_key=dataset.input_key,
+        label_key=dataset.label_key,
+        metadata_key=dataset.metadata_key,
+        tool_key=dataset.tool_key,
+        apply_chat_template=dataset.apply_chat_template,
+        template_kwargs=dataset.apply_chat_template_kwargs,
+        input_flag="--eval-input-key",
+        label_flag="--eval-label-key",
+    )
+    rows, problems, prompts = open_rows(dataset.path), Problems(), []
+    for position in range(len(rows)):
+        try:
+            prompts.append(read_prompt(rows[position], form, tokenizer))
+        except RowProblem as problem:
+            problems.add(rows.where(position), problem)
+    if problems.found:
+        raise problems.error(dataset.path, len(rows))
+    samples = [Sample(prompt=p.text, tokens=p.tokens, label=p.label, metadata=p.metadata) for p in prompts]
+    for sample in samples:
+        sample.tokens = sample.tokens or prompt_token_ids(tokenizer, sample)
+    longest = config.eval.eval_max_prompt_len
+    kept = [sample for sample in samples if longest is None or len(sample.tokens) <= longest]
+    if len(kept) < len(samples):
+        logger.warning("%s: %d prompts are longer than %d tokens", dataset.name, len(samples) - len(kept), longest)
+    if not kept:
+        raise UserError(f"evaluation set {dataset.name!r} has no prompts", fix="raise --eval-max-prompt-len")
+    return kept
+
+
+async def evaluate(
+    sets: list[EvalSet],
+    make_runner: Callable[[EvalDataset], GroupRunner],
+    args: Any,
+    *,
+    max_failed_fraction: float,
+    stall_timeout: float,
+) -> RolloutFnEvalOutput:
+    """Generate and score all sets concurrently.
+
+    Args:
+        make_runner: gives each set a runner with its own sampling parameters.
+        max_failed_fraction: of a set's prompts; more failures end the evaluation, fewer are left out of the numbers
+            and counted as ``eval/<name>/num_failed``.
+    Raises:
+        UserError: too many failures, a stall, or a mistake in user code.
+    """
+    runs = {item.dataset.name: item.draw() for item in sets}
+    tasks: dict[asyncio.Task[None], GroupRun] = {}
+    watchdogs = []
+    for item in sets:
+        runner = make_runner(item.dataset)
+        watchdogs.append(Watchdog(runner.state.client, runner, stall_timeout))
+        tasks |= {asyncio.create_task(runner.run(run)): run for run in runs[item.dataset.name]}
+    try:
+        await _wait(tasks, watchdogs)
+    finally:
+        for task in tasks:
+            task.cancel()
+    args = copy.copy(args)
+    args.reward_key = args.eval_reward_key or args.reward_key
+    data: dict[str, dict[str, list[Any]]] = {}
+    metrics: dict[str, float] = {}
+    for item in sets:
+        name = item.dataset.name
+        kept = _without_failures(name, runs[name], max_failed_fraction)
+        metrics[f"eval/{name}/num_failed"] = len(runs[name]) - len(kept)
+        data[name] = _as_output(kept, args)
+        metrics |= eval_metrics(name, kept, args)
+    return RolloutFnEvalOutput(data, metrics)
+
+
+async def _wait(tasks: dict[asyncio.Task[None], GroupRun], watchdogs: list[Watchdog]) -> None:
+    """Until all are done; the first exception ends it. It stands still only when every set does."""
+    pending = set(tasks)
+    while pending:
+        done, pending = await asyncio.wait(pending, timeout=watchdogs[0].interval, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        if not done:
+            stalled = [await _stalled(watchdog, [tasks[task] for task in pending]) for watchdog in watchdogs]
+            if all(stalled):
+                assert stalled[0] is not None
+                raise stalled[0]
+
+
+async def _stalled(watchdog: Watchdog, groups: list[GroupRun]) -> UserError | None:
+    try:
+        await watchdog.check(groups)
+    except UserError as error:
+        return error
+    return None
+
+
+def _without_failures(name: str, runs: list[GroupRun], max_failed_fraction: float) -> list[GroupRun]:
+    kept = [run for run in runs if run.failure is None and run.is_generated]
+    num_failed = len(runs) - len(kept)
+    if num_failed > max(1, int(max_failed_fraction * len(runs))) or (num_failed and not kept):
+        cause = next((run.failure for run in runs if run.failure is not None), None)
+        raise UserError(
+            f"{num_failed} of {len(runs)} prompts of evaluation set {name!r} failed",
+            why=f"one of them: {type(cause).__name__}: {cause}" if cause else "they were aborted",
+            fix="mend what it names; SLIME_DEBUG=1 shows the tracebacks of all failures",
+        ) from cause
+    if num_failed:
+        logger.warning("%d of %d prompts of evaluation set %s failed and are left out", num_failed, len(runs), name)
+    return kept
+
+
+def _as_output(runs: list[GroupRun], args: Any) -> dict[str, list[Any]]:
+    samples = sorted((s for run in runs for s in run.samples), key=lambda sample: sample.index or 0)
+    return {
+        "rewards": [sample.get_reward_value(args) for sample in samples],
+        "truncated": [sample.status is SampleStatus.TRUNCATED for sample in samples],
+        "samples": samples,
+    }
+
+
+def eval_metrics(name: str, runs: list[GroupRun], args: Any) -> dict[str, float]:
+    """``eval/<name>`` (mean reward), ``-truncated_ratio``, ``-pass@k`` and ``/response_len/…`` of one set.
+
+    pass@k uses the number of samples that this set has per prompt.
+    """
+    samples = [sample for run in runs for sample in run.samples]
+    if not samples:
+        return {}
+    scores = [[sample.get_reward_value(args) for sample in run.samples] for run in runs]
+    metrics = sample_metrics(samples, f"eval/{name}")
+    metrics[f"eval/{name}"] = statistics.fmean(score for group in scores for score in group)
+    metrics[f"eval/{name}-truncated_ratio"] = metrics.pop(f"eval/{name}/truncated_ratio")
+    if max(map(len, scores)) > 1 or args.eval_pass_k:
+        for key, value in pass_at_k_metrics(scores, args.eval_pass_k).items():
+            metrics[f"eval/{name}-{key}"] = value
+    return metrics

@@ -1,0 +1,69 @@
+"""Dynamic sampling filters: is a finished group worth training on?
+
+A filter is ``fn(args, samples) -> DynamicFilterOutput | bool``; ``samples`` are all samples of the group, also those
+that one execution fanned out into.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from slime.hooks import DynamicFilterOutput
+from slime.samples.types import Sample
+
+_SMALLEST_STD = 1e-6
+
+
+def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """Keep groups whose rewards differ: equal rewards have advantage 0 (DAPO, https://arxiv.org/abs/2503.14476, §3.2).
+
+    Example:
+        rewards 1, 1, 1, 1 are dropped for the reason "zero_std_1.0"; rewards 1, 0, 1, 1 are kept.
+    """
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    mean = sum(rewards) / len(rewards)
+    variance = sum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1)
+    if variance**0.5 > _SMALLEST_STD:
+        return DynamicFilterOutput(keep=True)
+    return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """The same, but keeps the group after all when dropping it would mean drawing more prompts."""
+    verdict = check_reward_nonzero_std(args, samples)
+    verdict.keep_when_insufficient = True
+    return verdict
+
+
+def should_drop(verdict: DynamicFilterOutput, *, num_expected: int, target: int) -> bool:
+    """Whether a group is dropped.
+
+    Args:
+        num_expected: groups kept or still under way in this rollout, the judged one included.
+        target: groups that the batch needs.
+    """
+    if verdict.keep:
+        return False
+    return not (verdict.keep_when_insufficient and num_expected <= target)
+
+
+class MetricGatherer:
+    """Counts drop reasons; kept for rollout functions of existing plugins.
+
+    Example:
+        >>> gatherer = MetricGatherer()
+        >>> gatherer.on_dynamic_filter_drop("zero_std_1.0")
+        >>> gatherer.collect()
+        {'rollout/dynamic_filter/drop_zero_std_1.0': 1}
+    """
+
+    def __init__(self) -> None:
+        self._reasons: Counter[str] = Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        if reason:
+            self._reasons[reason] += 1
+
+    def collect(self) -> dict[str, float]:
+        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._reasons.items()}

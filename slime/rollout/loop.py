@@ -1,0 +1,397 @@
+"""The rollout station: prompts in, groups with rewards out.
+
+    source ──► Collector ──► GroupRunner ──► generate function ──► RolloutClient ──► router ──► engines
+               (which)       (one group)     (one sample)          (one request)
+                                   └───────► rewards (worker processes)
+
+`RolloutLoop.generate` is what happens between two training steps; a user's ``--rollout-function-path`` may take its
+place, and may call `generate_rollout` (the built-in one) itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.hooks import (
+    DataSource,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    call_hook,
+    call_rollout_fn,
+    check_hooks,
+    load_function,
+)
+from slime.observe.log import get_logger
+from slime.rollout import debug_data
+from slime.rollout.client import RolloutClient
+from slime.rollout.collect import Collected, Collector
+from slime.rollout.engines.api import EngineClient, EngineError
+from slime.rollout.eval_datasets import EvalDataset, eval_datasets
+from slime.rollout.evaluate import EvalSet, evaluate, read_eval_prompts
+from slime.rollout.execution import GroupRunner
+from slime.rollout.generate import (
+    GenerateState,
+    bind_state,
+    context_limit,
+    current_state,
+    rollout_sampling_params,
+)
+from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
+from slime.rollout.rewards import RewardPool
+from slime.rollout.router import list_workers, wants_routing_key
+from slime.samples.types import Group
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+
+_LOAD_INTERVAL = 2.0
+#: How long a failing request is sent again; with fault tolerance it outlasts the restart of an engine.
+_RETRY_SECONDS = {False: 60.0, True: 600.0}
+
+
+class RolloutLoop:
+    """Generates training batches and evaluates. One at a time; both on the event loop that called `start`.
+
+    Args:
+        source: where prompts come from (and unfinished ones go back to).
+        base_url: the router, or a single engine.
+        max_failed_fraction: of the prompts of a rollout; more failing ones stop the run.
+        stall_timeout: seconds without any progress after which the run is stopped with a report.
+    Raises:
+        UserError: a hook or an evaluation set that cannot work.
+
+    Example:
+        loop = RolloutLoop(config, tokenizer, source, "http://127.0.0.1:30000")
+        await loop.start()
+        output = await loop.generate(0)      # output.samples: rollout_batch_size groups, sorted by sample index
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        source: DataSource,
+        base_url: str,
+        *,
+        max_failed_fraction: float = 0.1,
+        stall_timeout: float = 600.0,
+    ) -> None:
+        self.config, self.tokenizer, self.source = config, tokenizer, source
+        self.base_url = base_url.rstrip("/")
+        self.max_failed_fraction, self.stall_timeout = max_failed_fraction, stall_timeout
+        self.args = config.flat()
+        address = urlsplit(self.base_url)
+        self.args.sglang_router_ip, self.args.sglang_router_port = address.hostname, address.port
+        check_hooks(self.args)
+        if config.rollout.deterministic and config.rollout.partial_rollout:
+            raise UserError(
+                "--partial-rollout cannot be combined with --deterministic-rollout",
+                why="where a sample is cut at the end of a rollout depends on timing",
+                fix="leave one of them out",
+            )
+        self._datasets = eval_datasets(config)
+        self._eval_sets: list[EvalSet] | None = None
+        self._client: RolloutClient | None = None
+        self._rewards: RewardPool | None = None
+        self._collector: Collector | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Connect to the engines, start the reward workers, read the evaluation data.
+
+        Raises:
+            EngineError: the router does not answer.
+            UserError: evaluation data that cannot be used.
+        """
+        if self._client is not None:
+            return
+        config = self.config
+        policy = config.engine.router.get("policy") or "cache_aware"
+        async with EngineClient(self.base_url) as router:
+            num_engines = max(1, len(await list_workers(router)))
+        self._rewards = RewardPool(config)
+        self._eval_sets = await asyncio.to_thread(self._read_eval_sets)
+        self._client = RolloutClient(
+            self.base_url,
+            max_concurrency=config.engine.sglang_server_concurrency * num_engines,
+            request_timeout=config.engine.sglang_router_request_timeout_secs,
+            retry_seconds=_RETRY_SECONDS_FAULT_TOLERANT
+            if config.fault_tolerance.use_fault_tolerance
+            else _RETRY_SECONDS,
+            send_routing_key=wants_routing_key(policy),
+        )
+
+    async def close(self) -> None:
+        """Stop the reward workers and drop the connections."""
+        if self._client is not None:
+            await self._client.close()
+        if self._rewards is not None:
+            self._rewards.close()
+        self._client = self._rewards = None
+
+    def _read_eval_sets(self) -> list[EvalSet]:
+        return [EvalSet(dataset, read_eval_prompts(dataset, self.config, self.tokenizer)) for dataset in self._datasets]
+
+    @contextlib.asynccontextmanager
+    async def _session(self) -> AsyncIterator[GenerateState]:
+        """The state of one rollout, bound for generate functions and for `generate_rollout`."""
+        async with self._one_at_a_time:
+            await self.start()
+            assert self._client is not None
+            rollout = self.config.rollout
+            state = GenerateState(
+                args=self.args,
+                tokenizer=self.tokenizer,
+                client=self._client,
+                sampling_params=rollout_sampling_params(self.config),
+                max_context_len=context_limit(rollout.rollout_max_context_len, self._seq_length),
+                deterministic=rollout.deterministic,
+                rollout_seed=rollout.rollout_seed,
+                loop=asyncio.get_running_loop(),
+            )
+            bind_state(state)
+            _LOOP.set(self)
+            yield state
+
+    @property
+    def _seq_length(self) -> int | None:
+        """``--seq-length`` is a cap only when the user has set it."""
+        origin = self.config.origins.get("seq_length", "default")
+        return None if origin == "default" else self.config.train.seq_length
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    async def generate(self, rollout_id: int) -> RolloutFnTrainOutput:
+        """``rollout_batch_size`` groups with rewards, sorted by sample index, and their metrics.
+
+        Raises:
+            UserError: see `Collector.collect`; or what a custom rollout function returned does not fit.
+        """
+        async with self._session() as state:
+            started = time.monotonic()
+            custom = _custom_function(self.args.rollout_function_path)
+            if custom is None:
+                output = await self.generate_built_in(rollout_id, state)
+            else:
+                path = self.args.rollout_function_path
+                returned = await call_rollout_fn(
+                    custom, self.args, rollout_id, self.source, evaluation=False, path=path
+                )
+                assert isinstance(returned, RolloutFnTrainOutput)
+                output = returned
+            validate_groups(output.samples, self.args.rollout_function_path or "the rollout")
+            return await self._finish(rollout_id, output, time.monotonic() - started)
+
+    async def generate_built_in(self, rollout_id: int, state: GenerateState) -> RolloutFnTrainOutput:
+        """The rollout as `slime.rollout.collect` describes it."""
+        rollout = self.config.rollout
+        runner = GroupRunner(
+            state,
+            self._rewards,
+            rollout_id=rollout_id,
+            group_rm=self.config.reward.group_rm,
+            mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
+        )
+        path = rollout.dynamic_sampling_filter_path
+        self._collector = collector = Collector(
+            runner,
+            self.source,
+            target=rollout.rollout_batch_size,
+            draw_size=rollout.over_sampling_batch_size,
+            group_size=rollout.n_samples_per_prompt,
+            dynamic_filter=load_function(path) if path else None,
+            deterministic=rollout.deterministic,
+            partial_rollout=rollout.partial_rollout,
+            max_failed_fraction=self.max_failed_fraction,
+            stall_timeout=self.stall_timeout,
+        )
+        state.client.counters.take()
+        async with self._load_snapshots(state.client) as loads:
+            collected = await collector.collect()
+        if rollout.rollout_sample_filter_path:
+            views = [run.view for run in collected.chosen]
+            await call_hook(load_function(rollout.rollout_sample_filter_path), self.args, views)
+        if rollout.rollout_all_samples_process_path:
+            views = [run.view for run in collected.finished]
+            await call_hook(load_function(rollout.rollout_all_samples_process_path), self.args, views, self.source)
+        groups = [run.to_group() for run in collected.chosen]
+        return RolloutFnTrainOutput(groups, _loop_metrics(collected, state) | load_metrics(loads))
+
+    async def _finish(self, rollout_id: int, output: RolloutFnTrainOutput, seconds: float) -> RolloutFnTrainOutput:
+        """Dump, metrics, and the user's log function."""
+        samples = [sample for group in output.samples for sample in group.samples]
+        pattern = self.config.debug.save_debug_rollout_data
+        if pattern:
+            await asyncio.to_thread(debug_data.save_rollout, pattern, rollout_id, samples)
+        extra = dict(output.metrics or {})
+        log_path = self.config.rollout.custom_rollout_log_function_path
+        if log_path and await call_hook(load_function(log_path), rollout_id, self.args, samples, extra, seconds):
+            return RolloutFnTrainOutput(output.samples, {})
+        metrics = rollout_metrics(output.samples, self.args)
+        metrics |= throughput_metrics(samples, seconds, self.config.cluster.rollout_num_gpus)
+        return RolloutFnTrainOutput(output.samples, metrics | extra)
+
+    @contextlib.asynccontextmanager
+    async def _load_snapshots(self, client: RolloutClient) -> AsyncIterator[list[dict[str, int]]]:
+        """Requests in flight per engine as the router counts them, every few seconds while the block runs."""
+        snapshots: list[dict[str, int]] = []
+
+        async def watch() -> None:
+            router = await client.engine()
+            while True:
+                await asyncio.sleep(_LOAD_INTERVAL)
+                with contextlib.suppress(EngineError):  # a metric is not worth a run
+                    snapshots.append({worker.url: worker.load for worker in await list_workers(router)})
+
+        task = asyncio.create_task(watch())
+        try:
+            yield snapshots
+        finally:
+            task.cancel()
+
+    def progress(self) -> dict[str, float]:
+        """``done`` and ``target`` in groups and ``tokens`` so far, of the rollout under way or the last one."""
+        return self._collector.progress() if self._collector is not None else {}
+
+    # -- evaluation ----------------------------------------------------------------------------------------
+
+    async def evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:
+        """Scores of every evaluation set with the weights that the engines hold now.
+
+        Raises:
+            UserError: no evaluation set, too many failures, a stall, or a mistake in user code.
+        """
+        async with self._session() as state:
+            started = time.monotonic()
+            path = self.args.eval_function_path
+            custom = _custom_function(path)
+            if custom is None:
+                output = await self.evaluate_built_in(rollout_id, state)
+            else:
+                returned = await call_rollout_fn(custom, self.args, rollout_id, self.source, evaluation=True, path=path)
+                assert isinstance(returned, RolloutFnEvalOutput)
+                output = returned
+            metrics: dict[str, Any] = dict(output.metrics or {})
+            for name, values in output.data.items():
+                if f"eval/{name}" not in metrics and values["rewards"]:
+                    metrics[f"eval/{name}"] = sum(values["rewards"]) / len(values["rewards"])
+            pattern = self.config.debug.save_debug_rollout_data
+            if pattern:
+                samples = [sample for values in output.data.values() for sample in values["samples"]]
+                await asyncio.to_thread(debug_data.save_rollout, pattern, f"eval_{rollout_id}", samples)
+            log_path = self.config.rollout.custom_eval_rollout_log_function_path
+            if log_path and await call_hook(load_function(log_path), rollout_id, self.args, output.data, metrics):
+                return RolloutFnEvalOutput(output.data, {})
+            metrics["perf/eval_time"] = time.monotonic() - started
+            return RolloutFnEvalOutput(output.data, metrics)
+
+    async def evaluate_built_in(self, rollout_id: int, state: GenerateState) -> RolloutFnEvalOutput:
+        if not self._eval_sets:
+            raise UserError("there is nothing to evaluate", fix="pass --eval-prompt-data NAME PATH or --eval-config")
+
+        def make_runner(dataset: EvalDataset) -> GroupRunner:
+            own = GenerateState(**{**vars(state), "sampling_params": dataset.sampling_params()})
+            own.max_context_len = context_limit(self.config.eval.eval_max_context_len, self._seq_length)
+            return GroupRunner(
+                own, self._rewards, rollout_id=rollout_id, evaluation=True, group_rm=self.config.reward.group_rm
+            )
+
+        return await evaluate(
+            self._eval_sets,
+            make_runner,
+            self.args,
+            max_failed_fraction=self.max_failed_fraction,
+            stall_timeout=self.stall_timeout,
+        )
+
+
+# -- for rollout functions of users ------------------------------------------------------------------------
+
+_LOOP: contextvars.ContextVar[RolloutLoop] = contextvars.ContextVar("slime_rollout_loop")
+
+
+async def generate_rollout_async(
+    args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """The built-in rollout (or evaluation), to be awaited inside an async ``--rollout-function-path``."""
+    state = current_state(args)
+    loop = _LOOP.get()
+    if evaluation:
+        return await loop.evaluate_built_in(rollout_id, state)
+    return await loop.generate_built_in(rollout_id, state)
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """The same for sync rollout functions; it is also the name of the default in existing launch scripts."""
+    return run(generate_rollout_async(args, rollout_id, data_source, evaluation))
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the rollout's event loop from a sync rollout function, and wait for its result.
+
+    Raises:
+        UserError: called on the event loop itself, where waiting would never end.
+    """
+    loop = current_state().loop
+    assert loop is not None
+    try:
+        running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+    except RuntimeError:
+        running = None
+    if running is loop:
+        coroutine.close()
+        raise UserError(
+            "a sync rollout call was made from async code",
+            why="it would wait for an event loop that waits for it",
+            fix="await the async one (generate_rollout_async), or make your function sync",
+        )
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()  # the coroutine's own deadlines bound this
+
+
+def _custom_function(path: str | None) -> Any:
+    """The user's rollout function; None when the built-in one is meant."""
+    fn = load_function(path) if path else None
+    return None if fn in (generate_rollout, generate_rollout_async) else fn
+
+
+def validate_groups(groups: list[Group], origin: str) -> None:
+    """Check what goes to training, and sort it by sample index.
+
+    Raises:
+        UserError: no groups, lengths that do not fit, samples that are not finished or have no reward.
+    """
+    if not groups:
+        raise UserError(f"{origin} returned no groups", fix="return rollout_batch_size groups of samples")
+    for group in groups:
+        for sample in group.samples:
+            sample.validate(origin)
+            if not sample.tokens:
+                raise UserError(f"{origin} returned a sample (index {sample.index}) without tokens")
+    groups.sort(key=lambda group: min((s.index for s in group.samples if s.index is not None), default=group.index))
+
+
+def _loop_metrics(collected: Collected, state: GenerateState) -> dict[str, float]:
+    """What the collector and the client counted."""
+    counts = state.client.counters.take()
+    metrics: dict[str, float] = {
+        "rollout/num_failed_groups": collected.num_failed,
+        "rollout/num_surplus_groups": collected.num_surplus,
+        "rollout/num_aborted_groups": collected.num_aborted,
+        "rollout/prompt_too_long": state.counts["prompt_too_long"],
+        "rollout/requests": counts["requests"],
+        "rollout/retries": counts["retries"],
+        "perf/data_wait_time": collected.data_seconds,
+    }
+    return metrics | {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in collected.drops.items()}

@@ -1,0 +1,180 @@
+"""Numbers of a rollout or an evaluation, from its samples alone. Names are those of the reference system."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from slime.observe.metrics import distribution
+from slime.samples.types import Group, Sample, SampleStatus
+
+_REPETITION_WINDOW = 10_000
+_REPETITION_RATIO = 10.0
+
+
+def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
+    """Lengths, truncation, repetition, caches and speculative decoding of some samples.
+
+    Args:
+        prefix: "rollout" or "eval/<name>".
+    """
+    if not samples:
+        return {}
+    count = len(samples)
+    metrics = distribution(f"{prefix}/response_len", [sample.response_length for sample in samples])
+    metrics[f"{prefix}/truncated_ratio"] = sum(s.status is SampleStatus.TRUNCATED for s in samples) / count
+    metrics[f"{prefix}/repetition_frac"] = sum(is_repetitive(sample.response) for sample in samples) / count
+    cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
+    prompt_tokens = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
+    if prompt_tokens:
+        metrics[f"{prefix}/prefix_cache_hit_rate"] = cached / prompt_tokens
+        metrics[f"{prefix}/avg_cached_tokens_per_sample"] = cached / count
+    drafted = sum(sample.spec_info.spec_draft_token_num for sample in samples)
+    verified = sum(sample.spec_info.spec_verify_ct for sample in samples)
+    if drafted and verified:
+        accepted = sum(sample.spec_info.spec_accept_token_num for sample in samples)
+        metrics[f"{prefix}/spec_accept_rate"] = accepted / drafted
+        metrics[f"{prefix}/spec_accept_length"] = (
+            sum(sample.spec_info.completion_token_num for sample in samples) / verified
+        )
+    return metrics
+
+
+def rollout_metrics(groups: Sequence[Group], args: Any) -> dict[str, float]:
+    """``rollout/…`` of a training batch: `sample_metrics`, rewards, groups without a signal, weight versions."""
+    samples = [sample for group in groups for sample in group.samples]
+    metrics = sample_metrics(samples, "rollout")
+    rewards = {id(sample): sample.get_reward_value(args) for sample in samples if sample.reward is not None}
+    metrics |= distribution("rollout/reward", rewards.values())
+    flat: Counter[str] = Counter()
+    for group in groups:
+        values = {rewards[id(sample)] for sample in group.samples if id(sample) in rewards}
+        if len(values) == 1 and len(group.samples) > 1:
+            flat[f"rollout/zero_std/count_{round(values.pop(), 1)}"] += 1
+    metrics |= flat
+    if rewards:
+        metrics["rollout/zero_std/ratio"] = sum(flat.values()) / len(groups)
+    versions = [v for sample in samples if (v := sample.oldest_weight_version()) is not None]
+    if versions:
+        metrics["rollout/weight_version/min"] = min(versions)
+        metrics["rollout/weight_version/max"] = max(versions)
+    return metrics | _optional_metrics(groups, samples, args)
+
+
+def _optional_metrics(groups: Sequence[Group], samples: Sequence[Sample], args: Any) -> dict[str, float]:
+    """What --log-multi-turn, --log-passrate, --log-reward-category and --log-correct-samples ask for."""
+    metrics: dict[str, float] = {}
+    if args.log_multi_turn:
+        rounds = [s.metadata["round_number"] for s in samples if "round_number" in s.metadata]
+        metrics |= distribution("multi_turn/round_number", rounds)
+        metrics |= distribution("multi_turn/trained_len", [s.effective_response_length for s in samples])
+    if args.log_passrate:
+        scores = [[s.get_reward_value(args) for s in group.samples] for group in groups]
+        metrics |= {f"passrate/{name}": value for name, value in pass_at_k_metrics(scores).items()}
+    if args.log_reward_category:
+        found = Counter(
+            str(s.reward[args.log_reward_category])
+            for s in samples
+            if isinstance(s.reward, dict) and args.log_reward_category in s.reward
+        )
+        metrics |= {f"rollout/error_cat/{name}": count / len(samples) for name, count in found.items()}
+    if args.log_correct_samples:
+        correct = [s for s in samples if s.reward is not None and s.get_reward_value(args) >= 1]
+        metrics["rollout/correct_ratio"] = len(correct) / max(1, len(samples))
+        metrics |= distribution("rollout/correct_response_len", [s.response_length for s in correct])
+    return metrics
+
+
+def throughput_metrics(samples: Sequence[Sample], seconds: float, num_gpus: int) -> dict[str, float]:
+    """``perf/…`` of a rollout that took ``seconds`` on engines with ``num_gpus`` GPUs (CPU slots) together."""
+    if not samples or seconds <= 0:
+        return {}
+    tokens = sum(sample.response_length for sample in samples)
+    effective = sum(sample.effective_response_length for sample in samples)
+    longest = max(samples, key=lambda sample: sample.response_length)
+    metrics: dict[str, float] = {
+        "perf/rollout_time": seconds,
+        "perf/tokens_per_gpu_per_sec": tokens / seconds / max(1, num_gpus),
+        "perf/effective_tokens_per_gpu_per_sec": effective / seconds / max(1, num_gpus),
+        "perf/longest_sample_tokens_per_sec": longest.response_length / seconds,
+    }
+    outside = [sample.non_generation_time for sample in samples]
+    if any(outside):
+        metrics |= distribution("perf/non_generation_time", outside)
+        inside = max(1e-9, seconds - longest.non_generation_time)
+        metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] = longest.response_length / inside
+    return metrics
+
+
+def load_metrics(loads: Sequence[dict[str, int]]) -> dict[str, float]:
+    """How evenly the router spread requests, from snapshots of each engine's requests in flight.
+
+    Example:
+        >>> load_metrics([{"http://a": 6, "http://b": 2}])["rollout/engine_load/max_over_mean"]
+        1.5
+    """
+    sums: defaultdict[str, float] = defaultdict(float)
+    for snapshot in loads:
+        for url, load in snapshot.items():
+            sums[url] += load
+    if not sums or not sum(sums.values()):
+        return {}
+    means = {url: total / len(loads) for url, total in sums.items()}
+    metrics = {f"rollout/engine_load/{i}": means[url] for i, url in enumerate(sorted(means))}
+    metrics["rollout/engine_load/max_over_mean"] = max(means.values()) / statistics.fmean(means.values())
+    return metrics
+
+
+def is_repetitive(text: str) -> bool:
+    """Whether the end of a response repeats itself so much that it compresses more than tenfold.
+
+    Example:
+        >>> is_repetitive("no no no " * 500), is_repetitive("It is 4, because 2 + 2 = 4.")
+        (True, False)
+    """
+    tail = text[-_REPETITION_WINDOW:].encode()
+    return len(tail) > 200 and len(tail) > _REPETITION_RATIO * len(zlib.compress(tail))
+
+
+# -- pass@k ------------------------------------------------------------------------------------------------
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased probability that at least one of k samples is correct: 1 − C(n−c, k) / C(n, k).
+
+    Source: Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1.
+
+    Example:
+        >>> pass_at_k(4, 1, 2)
+        0.5
+    """
+    assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def powers_of_two(largest: int) -> list[int]:
+    return [1 << i for i in range(largest.bit_length())] if largest else []
+
+
+def pass_at_k_metrics(scores: Iterable[Sequence[float]], ks: Sequence[int] = ()) -> dict[str, float]:
+    """``pass@k`` averaged over prompts; a sample is correct when its reward is at least 1.
+
+    Args:
+        scores: rewards by prompt. Prompts with fewer than k samples do not count for that k.
+        ks: values of k; default: powers of two up to the largest number of samples of a prompt.
+
+    Example:
+        >>> pass_at_k_metrics([[1, 0], [0, 0]])
+        {'pass@1': 0.25, 'pass@2': 0.5}
+    """
+    by_prompt = [list(rewards) for rewards in scores]
+    metrics = {}
+    for k in ks or powers_of_two(max(map(len, by_prompt), default=0)):
+        rates = [pass_at_k(len(r), sum(x >= 1 for x in r), k) for r in by_prompt if len(r) >= k]
+        if rates:
+            metrics[f"pass@{k}"] = statistics.fmean(rates)
+    return metrics

@@ -1,0 +1,83 @@
+"""The rollout's watchdog: when nothing moves any more, an error says who waits for whom."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from slime.errors import UserError
+from slime.rollout.client import RolloutClient
+from slime.rollout.execution import GroupRun, GroupRunner, Stage
+
+_WAITS_FOR = {
+    Stage.QUEUED: "a free slot (--sglang-server-concurrency)",
+    Stage.GENERATING: "the generate function",
+    Stage.HOOKS: "the sample hooks",
+    Stage.REWARD: "the reward function",
+}
+_NUM_SHOWN = 5
+
+
+class RolloutStalled(UserError):
+    """Nothing has moved for longer than the limit."""
+
+
+class Watchdog:
+    """Raises `RolloutStalled` after ``limit`` seconds without an answer, a reward or a sign of life of an engine.
+
+    Long generations answer late, so silence alone proves nothing: the engines are asked for their load, and as long
+    as that changes they are at work.
+
+    Args:
+        limit: seconds.
+    """
+
+    def __init__(self, client: RolloutClient, runner: GroupRunner, limit: float) -> None:
+        self._client, self._runner, self.limit = client, runner, limit
+        self._started = self._engines_moved = time.monotonic()
+        self._last_loads: dict[str, tuple[int, int]] | None = None
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two calls of `check` that make sense."""
+        return min(10.0, self.limit / 2)
+
+    async def check(self, groups: Iterable[GroupRun]) -> None:
+        """Call now and then while waiting.
+
+        Raises:
+            RolloutStalled: see the class.
+        """
+        moved = max(self._client.last_progress, self._runner.last_progress, self._started, self._engines_moved)
+        if time.monotonic() - moved < self.limit:
+            return
+        loads = await self._client.worker_loads()
+        if loads != self._last_loads and any(requests > 0 for requests, _ in loads.values()):
+            self._last_loads, self._engines_moved = loads, time.monotonic()
+            return
+        raise self.report(groups, loads, time.monotonic() - moved)
+
+    def report(self, groups: Iterable[GroupRun], loads: dict[str, tuple[int, int]], seconds: float) -> RolloutStalled:
+        """Phases, waiting samples, the oldest requests, and what the engines say."""
+        waiting = [e for group in groups for e in group.executions if e.stage is not Stage.DONE]
+        stages = Counter(execution.stage for execution in waiting)
+        parts = [f"{count} samples wait for {_WAITS_FOR[stage]}" for stage, count in stages.most_common()]
+        oldest = sorted((e for e in waiting if e.stage is not Stage.QUEUED), key=lambda e: e.since)[:_NUM_SHOWN]
+        now = time.monotonic()
+        if oldest:
+            shown = ", ".join(f"sample {e.prompt.index} ({e.stage.value}, {now - e.since:.0f} s)" for e in oldest)
+            parts.append(f"oldest: {shown}")
+        for request in list(self._client.in_flight.values())[:_NUM_SHOWN]:
+            parts.append(
+                f"request {request.name or '?'}: {request.num_input_tokens} tokens in, "
+                f"try {request.attempt}, {now - request.started:.0f} s"
+            )
+        for url, (requests, _) in loads.items():
+            parts.append(f"engine {url}: " + ("no answer" if requests < 0 else f"{requests} requests"))
+        return RolloutStalled(
+            f"the rollout has stood still for {seconds:.0f} s",
+            why="\n       ".join(parts),
+            fix="look at the logs of whoever is waited for; give slow tools or rewards a deadline of their own",
+            check_id="rollout-stalled",
+        )
