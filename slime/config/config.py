@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from slime.config.flat import FlatArgs
@@ -10,7 +13,13 @@ from slime.config.groups_megatron import MegatronConfig
 from slime.config.groups_rollout import DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
 from slime.config.groups_run import ClusterConfig, DebugConfig, FaultToleranceConfig, ObserveConfig
 from slime.config.groups_train import AlgorithmConfig, CheckpointConfig, SyncConfig, TrainConfig
+from slime.config.registry import all_flags
 from slime.config.specs import GROUPS, own_flags
+from slime.errors import UserError
+
+#: Values that are never written to disk.
+SECRETS = frozenset({"wandb_key", "sglang_api_key", "sglang_admin_api_key", "sglang_ssl_keyfile_password",
+                     "router_api_key", "router_oracle_password", "router_control_plane_api_keys"})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -19,11 +28,12 @@ class Config:
 
     Attributes:
         origins: where each value came from, by flag name with underscores: "flag", "yaml <file>", "default",
-            or "derived: <formula>".
+            or "derived: <formula>". Flags of Megatron and SGLang are there when the user set them.
         extra: names of --custom-config-path that are no flags; hooks find them in `flat()`.
+        warnings: remarks for the user that are no errors.
 
     Example:
-        >>> config = make_config(rollout_batch_size=32, n_samples_per_prompt=8, num_steps_per_rollout=2, num_rollout=1)
+        >>> config = make_config(rollout_batch_size=32, n_samples_per_prompt=8, num_steps_per_rollout=2)
         >>> config.train.global_batch_size, config.origins["global_batch_size"]
         (128, 'derived: rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout = 32 × 8 ÷ 2')
     """
@@ -43,20 +53,110 @@ class Config:
     observe: ObserveConfig
     debug: DebugConfig
     origins: dict[str, str]
-    extra: dict[str, Any]
+    extra: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    # -- views -------------------------------------------------------------------------------------------
+
+    def values(self) -> dict[str, Any]:
+        """Every flag of ours, and those of Megatron and SGLang that the user set, by name with underscores."""
+        specs = all_flags()
+        found = {}
+        for dest in self.origins:
+            spec = specs[dest]
+            group = getattr(self, spec.group)
+            found[dest] = (
+                getattr(group, spec.sections[0])[spec.attribute] if spec.sections else getattr(group, spec.attribute)
+            )
+        return found
 
     def flat(self) -> FlatArgs:
-        """``args`` for hooks: a new mutable namespace of every flag, unset ones at their defaults."""
-        values: dict[str, Any] = {}
-        for spec in own_flags().values():
-            values[spec.dest] = getattr(getattr(self, spec.group), spec.attribute)
-        return FlatArgs({**values, **self.extra})
+        """``args`` for hooks: a new mutable namespace of every flag, unset ones at their defaults.
+
+        Lists are lists there (tuples here); Megatron's, SGLang's and the router's flags are in it under their
+        command-line names: ``args.num_layers``, ``args.sglang_mem_fraction_static``, ``args.router_policy``.
+        """
+        flat: dict[str, Any] = {}
+        mine = self.values()
+        for dest, spec in all_flags().items():
+            value = mine.get(dest, spec.default)
+            flat[dest] = value
+            for alias in spec.meta.aliases:
+                flat.setdefault(alias.replace("-", "_"), value)
+        return FlatArgs({**flat, **self.extra})
+
+    def describe(self) -> str:
+        """What was set or derived, one line per flag with its origin; defaults are left out."""
+        specs, lines = all_flags(), []
+        for group in GROUPS:
+            rows = [
+                (dest, value)
+                for dest, value in self.values().items()
+                if specs[dest].group == group and self.origins[dest] != "default" and value is not None
+            ]
+            if rows:
+                lines.append(group)
+                lines += [f"  {dest} = {_shown(dest, value)}   ({self.origins[dest]})" for dest, value in rows]
+        return "\n".join(lines)
+
+    # -- storage -----------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write config.json: ``{group: {flag: value}, "extra": {…}, "origins": {flag: origin}}``, without secrets."""
+        specs = all_flags()
+        data: dict[str, Any] = {group: {} for group in GROUPS}
+        for dest, value in self.values().items():
+            data[specs[dest].group][dest] = None if dest in SECRETS else value
+        data["extra"], data["origins"] = self.extra, self.origins
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        os.replace(temporary, target)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Config:
+        """The configuration that `save` wrote, as it was resolved then: nothing is derived again.
+
+        Raises:
+            UserError: not such a file, or one of a version with other flags.
+        """
+        specs = all_flags()
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            origins = dict(data["origins"])
+            stored = {dest: value for group in GROUPS for dest, value in data[group].items()}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} is not a configuration of a run", why=f"{type(error).__name__}: {error}"
+            ) from error
+        unknown = [dest for dest in origins if dest not in specs]
+        missing = [dest for dest in own_flags() if dest not in stored]
+        if unknown or missing:
+            raise UserError(
+                f"{path} was written by another version of slime",
+                why=f"flags that are not known here: {', '.join(unknown) or 'none'}; missing: {', '.join(missing) or 'none'}",
+            )
+        values = {dest: tuple(v) if specs[dest].many and isinstance(v, list) else v for dest, v in stored.items()}
+        return build(values, origins, dict(data.get("extra", {})))
 
 
-def build(values: dict[str, Any], origins: dict[str, str], extra: dict[str, Any]) -> Config:
-    """The frozen groups from resolved values by dest."""
+def _shown(dest: str, value: Any) -> str:
+    if dest in SECRETS:
+        return "…"
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def build(
+    values: dict[str, Any], origins: dict[str, str], extra: dict[str, Any], warnings: tuple[str, ...] = ()
+) -> Config:
+    """The frozen groups from resolved values by dest; foreign flags among them go into the groups' dicts."""
     groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
-    for spec in own_flags().values():
-        groups[spec.group][spec.attribute] = values[spec.dest]
+    specs = all_flags()
+    for dest, value in values.items():
+        spec = specs[dest]
+        if not spec.sections:
+            groups[spec.group][spec.attribute] = value
+        for section in spec.sections:
+            groups[spec.group].setdefault(section, {})[spec.attribute] = value
     built = {group: cls(**groups[group]) for group, cls in GROUPS.items()}
-    return Config(**built, origins=origins, extra=extra)
+    return Config(**built, origins=origins, extra=extra, warnings=warnings)

@@ -25,7 +25,7 @@ class FlagMeta:
     Attributes:
         name: the flag without dashes, where it differs from the field's name.
         aliases: further spellings that set the same field.
-        off: spelling that sets a boolean to False, where it is not ``--no-<name>``.
+        off: spelling that sets a boolean to False, where it is not ``--no-<name>``; "-" when there is none.
         append: the flag may be repeated; each occurrence adds to the list.
         derived: formula of the default that `resolve` computes; empty when the default is a constant.
         refused: why setting this flag is not supported in this version; empty when it works.

@@ -13,11 +13,12 @@ class MegatronConfig:
     """Parallel layout, precision, recompute, optimizer and schedule, with Megatron's own names and meaning.
 
     Only what the user set of Megatron's further fields, by field name, ready to pass on:
-        transformer: of `TransformerConfig` and `ModelParallelConfig`; architecture fields in it have been checked
-            against the Hugging Face config.
+        transformer: of `TransformerConfig` and `ModelParallelConfig`. Combine it with what the Hugging Face config
+            says by `slime.config.architecture.merge_transformer`, which refuses contradictions.
         optimizer: of `OptimizerConfig`, beyond the fields below.
         ddp: of `DistributedDataParallelConfig`, beyond the fields below.
-        model: Megatron-LM's model arguments that are no config field (`rotary_base`, `vocab_size`, `swiglu`, ...).
+        model: what the user said of the model beside TransformerConfig (`rotary_base`, `vocab_size`, ...); never
+            passed on, only checked against the Hugging Face config.
     """
 
     tensor_model_parallel_size: int = flag(1)
@@ -33,7 +34,7 @@ class MegatronConfig:
     expert_model_parallel_size: int = flag(1)
     """GPUs over which experts are spread."""
     expert_tensor_parallel_size: int | None = flag(None)
-    """GPUs over which each expert's matrices are split; unset: 1 with expert parallelism, else the tensor size."""
+    """GPUs over which each expert's matrices are split; unset: the tensor-parallel size."""
     sequence_parallel: bool = flag(False)
     """Split activations of norms and dropout along the sequence; needs tensor parallelism."""
     bf16: bool = derived("true unless fp16 or fp32")

@@ -78,6 +78,8 @@ class RolloutConfig:
     """Token ids that end a response."""
     rollout_seed: int = flag(42)
     """Seed of the prompt order and, in deterministic mode, of sampling."""
+    rollout_timeout: float = flag(14400.0)
+    """Seconds after which the generation of one rollout batch, or one evaluation, is given up."""
     deterministic: bool = flag(False, name="deterministic-rollout")
     """Seed every request by its sample, so that tokens do not depend on how requests are batched together."""
     over_sampling_batch_size: int = derived("rollout_batch_size")
@@ -150,7 +152,7 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Evaluation during the run. `Config.eval_datasets` has the resolved data sets."""
+    """Evaluation during the run."""
 
     eval_interval: int | None = flag(None)
     """Evaluate every so many rollouts."""
@@ -192,10 +194,13 @@ class EvalConfig:
 class EngineConfig:
     """The engines and the router in front of them.
 
-    `sglang` and `router` hold what the user set with --sglang-* and --router-*, without the prefix.
+    `sglang` and `router` hold what the user set with --sglang-* and --router-*, without the prefix, ready for
+    `slime.config.foreign.to_argv`: ``router["policy"]`` is --router-policy, for example.
     """
 
-    rollout_engine: Literal["auto", "sglang", "embedded"] = flag("auto")
+    rollout_engine: Literal["auto", "sglang", "embedded"] = flag(
+        "auto", refused_values={"sglang": "SGLang engines are not in this version; use embedded"}
+    )
     """Engine implementation; auto: SGLang where it is installed and a GPU is there, else the embedded engine."""
     embedded_dtype: Literal["auto", "bfloat16", "float32"] = flag("auto")
     """Weights of the embedded engine; auto: as the trainer's."""

@@ -7,9 +7,6 @@ from typing import Any, Literal
 
 from slime.config.field import derived, flag
 
-_NO_CRITIC = "the PPO critic is not in this version"
-_NO_MEGATRON_SERVER = "the Megatron teacher server is not in this version"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
@@ -22,7 +19,7 @@ class ClusterConfig:
     """Nodes of the trainer."""
     actor_num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU")
     """GPUs of the trainer on each of its nodes."""
-    rollout_num_gpus: int = derived("colocate: actor_num_nodes × actor_num_gpus_per_node; else one engine")
+    rollout_num_gpus: int = derived("actor_num_nodes × actor_num_gpus_per_node with colocate, else one engine")
     """GPUs of all engines together. 0: no engines."""
     rollout_num_gpus_per_engine: int = flag(1)
     """GPUs of one engine (its tensor-parallel times pipeline-parallel size)."""
@@ -36,8 +33,8 @@ class ClusterConfig:
     """Free the trainer's GPU memory while the engines generate."""
     offload_rollout: bool = derived("colocate")
     """Free the engines' GPU memory while the trainer trains."""
-    distributed_backend: str = derived("nccl with GPUs, gloo without")
-    """torch.distributed backend of the trainer's process groups."""
+    distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto")
+    """torch.distributed backend of the trainer's process groups; auto: nccl where the trainer has GPUs, else gloo."""
     distributed_timeout_minutes: float = derived("NCCL_TIMEOUT / 60 when that variable is set, else 10")
     """Time-out of every process group, the weight-update group included."""
     train_env_vars: dict[str, Any] = flag({})

@@ -199,8 +199,9 @@ class CheckpointConfig:
     """Hugging Face directory: tokenizer, config, engine weights, and the trainer's weights for a fresh start."""
     model_name: str | None = flag(None)
     """Model family of the weight converter; unset: found from the Hugging Face config."""
-    load: str | None = derived("ref_load or hf_checkpoint, for a fresh start")
-    """Checkpoint to start from; equal to --save: resume, or start fresh when there is nothing yet."""
+    load: str | None = flag(None)
+    """Checkpoint to start from; equal to --save: resume, or start fresh when there is nothing yet. Unset: start
+    from --ref-load or --hf-checkpoint."""
     ckpt_step: int | None = flag(None)
     """Iteration of --load; unset: the latest."""
     save: str | None = flag(None)

@@ -2,42 +2,73 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
+from slime.config.checks import check, check_complete
 from slime.config.config import Config, build
-from slime.config.specs import own_flags
-from slime.errors import UserError
+from slime.config.parse import Given, given_by_name, read_argv, read_config_file, read_custom_config, refuse_unsupported
+from slime.config.registry import all_flags
+from slime.config.resolve import Draft, resolve
+
+logger = logging.getLogger(__name__)
 
 
-def make_config(**flags: Any) -> Config:
-    """The resolution of `parse_args` from flag names with underscores."""
-    values = {dest: spec.default for dest, spec in own_flags().items()}
-    for name in flags:
-        if name not in values:
-            raise UserError(f"unknown flag {name}")
-    values.update(flags)
-    product = (values["rollout_batch_size"] or 1) * values["n_samples_per_prompt"]
-    steps = values["num_steps_per_rollout"] or product // (values["global_batch_size"] or product)
-    fallback = {
-        "rollout_batch_size": 1, "num_steps_per_rollout": steps, "global_batch_size": product // steps,
-        "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1, "num_gpus_per_node": 1, "offload_train": values["colocate"],
-        "offload_rollout": values["colocate"], "distributed_backend": "gloo", "distributed_timeout_minutes": 10.0,
-        "log_level": "INFO", "run_name": "run", "debug_train_only": False, "rollout_max_response_len": 1024,
-        "over_sampling_batch_size": values["rollout_batch_size"] or 1, "rm_num_workers": 2,
-        "eval_input_key": values["input_key"], "eval_label_key": values["label_key"], "eval_tool_key": values["tool_key"],
-        "eval_temperature": values["rollout_temperature"], "eval_top_p": values["rollout_top_p"],
-        "eval_top_k": values["rollout_top_k"], "eval_max_response_len": values["rollout_max_response_len"] or 1024,
-        "eps_clip_high": values["eps_clip"], "grpo_std_normalization": not values["disable_grpo_std_normalization"],
-        "rewards_normalization": not values["disable_rewards_normalization"], "balance_data": False,
-        "bf16": not (values["fp16"] or values["fp32"]), "accumulate_allreduce_grads_in_fp32": True,
-        "start_weight_decay": values["weight_decay"], "end_weight_decay": values["weight_decay"],
-        "ref_load": values["hf_checkpoint"], "load": values["hf_checkpoint"],
-    }  # fmt: skip
-    for dest, value in fallback.items():
-        if values[dest] is None:
-            values[dest] = value
-    return build(values, {dest: "default" for dest in values}, {})
+def make_config(*, entry: str = "train", **flags: Any) -> Config:
+    """A resolved configuration from flag names with underscores; None leaves a flag unset.
+
+    The same resolution and checks as `parse_args`, except that nothing is required: a part of the system can be
+    configured without the rest. ``rollout_batch_size`` is 1 when neither it nor ``global_batch_size`` is given.
+
+    Raises:
+        UserError: unknown name, wrong type, contradiction, or something this version does not support.
+
+    Example:
+        >>> make_config(colocate=True, actor_num_gpus_per_node=4).cluster.rollout_num_gpus
+        4
+    """
+    return _finish(_resolved(given_by_name(flags), entry))
 
 
 def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
-    raise NotImplementedError("being written")
+    """The configuration of a command line (default: that of this process).
+
+    Precedence: --custom-config-path, then flags, then --config, then defaults. ``--help`` prints and exits.
+
+    Args:
+        entry: "train" or "train_async", which some checks depend on.
+    Raises:
+        UserError: in a few lines, with the nearest name, the equation, or the reason.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    if "--help" in words or "-h" in words:
+        from slime.config.help import print_help
+
+        print_help(entry)
+        raise SystemExit(0)
+    draft = _resolved(read_argv(words), entry)
+    check_complete(draft)
+    config = _finish(draft)
+    for warning in config.warnings:
+        logger.warning(warning)
+    return config
+
+
+def _resolved(flags: Given, entry: str) -> Draft:
+    given = Given()
+    path = flags.values.get("config")
+    if path is not None:
+        given.update(read_config_file(path))
+    given.update(flags)
+    custom = given.values.get("custom_config_path")
+    if custom is not None:
+        given.update(read_custom_config(custom))
+    refuse_unsupported(given, all_flags())
+    draft = resolve(given, entry)
+    check(draft)
+    return draft
+
+
+def _finish(draft: Draft) -> Config:
+    return build(draft.values, draft.origins, draft.given.extra, tuple(draft.warnings))

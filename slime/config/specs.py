@@ -1,8 +1,8 @@
 """The table of our own flags, made from the groups: name, type, default, where the value goes.
 
-    >>> spec = own_flags()["rollout_stop"]
-    >>> spec.option, spec.group, spec.kind, spec.many
-    ('--rollout-stop', 'rollout', 'str', True)
+>>> spec = own_flags()["rollout_stop"]
+>>> spec.option, spec.group, spec.kind, spec.many
+('--rollout-stop', 'rollout', 'str', True)
 """
 
 from __future__ import annotations
@@ -46,8 +46,12 @@ class FlagSpec:
 
     Attributes:
         dest: name in YAML files, `make_config` and `args`: the flag with underscores.
-        group, attribute: where `Config` keeps the value (``attribute`` may be ``dict.key`` for native fields).
+        group, attribute: where `Config` keeps the value: ``config.<group>.<attribute>``.
+        sections: for flags of Megatron and SGLang, the dicts of the group that get the value, if the user set it,
+            under the key ``attribute``: ``config.megatron.transformer["moe_permute_fusion"]``.
         kind: type of one value; ``many`` says that the flag takes a list of them (a tuple in `Config`).
+        scalar_or_list: a list of one is kept as that one value.
+        value_optional: may be given without a value.
         optional: None is a value (unset).
         off: spelling that sets a boolean to False; empty when there is none.
         meta: what the field said of itself.
@@ -59,7 +63,10 @@ class FlagSpec:
     attribute: str
     kind: Kind
     default: Any
+    sections: tuple[str, ...] = ()
     many: bool = False
+    scalar_or_list: bool = False
+    value_optional: bool = False
     optional: bool = False
     choices: tuple[Any, ...] = ()
     help: str = ""
@@ -79,7 +86,7 @@ class FlagSpec:
         if self.kind != "bool":
             return ""
         if self.meta.off:
-            return "--" + self.meta.off
+            return "--" + self.meta.off if self.meta.off != "-" else ""
         return "" if self.dest.startswith(("no_", "disable_")) else "--no-" + self.dest.replace("_", "-")
 
 
@@ -111,7 +118,9 @@ def _group_flags(group: str, cls: Any) -> list[FlagSpec]:
         kind, many, optional, choices = _kind_of(hints[field.name])
         default = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
         dest = (meta.name or field.name).replace("-", "_")
-        specs.append(FlagSpec(dest, group, field.name, kind, default, many, optional, choices, meta=meta))
+        specs.append(
+            FlagSpec(dest, group, field.name, kind, default, many=many, optional=optional, choices=choices, meta=meta)
+        )
     return specs
 
 

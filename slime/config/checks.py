@@ -1,0 +1,325 @@
+"""Contradictions between flags, found before anything starts. Each error says which flags, and what to do.
+
+`check` holds for every configuration; `check_complete` adds what a run needs that a part of it does not.
+"""
+
+from __future__ import annotations
+
+from slime.config.resolve import Draft
+from slime.errors import UserError
+
+#: flag -> (flag it has an effect with, value that one must have or None for any true value)
+_NEEDS: dict[str, tuple[str, object]] = {
+    "max_tokens_per_gpu": ("use_dynamic_batch_size", True),
+    "log_probs_max_tokens_per_gpu": ("use_dynamic_batch_size", True),
+    "balance_by_flops": ("use_dynamic_batch_size", True),
+    "kl_loss_coef": ("use_kl_loss", True),
+    "use_unbiased_kl": ("use_kl_loss", True),
+    "opsm_delta": ("use_opsm", True),
+    "mask_offpolicy_in_partial_rollout": ("partial_rollout", True),
+    "update_weight_disk_dir": ("update_weight_transport", "disk"),
+    "update_weight_disk_keep_files": ("update_weight_transport", "disk"),
+    "custom_update_weight_post_write_path": ("update_weight_transport", "disk"),
+    "custom_loss_function_path": ("loss_type", "custom_loss"),
+    "rm_url": ("rm_type", "remote_rm"),
+    "save_interval": ("save", None),
+    "save_retain": ("save", None),
+    "save_hf": ("save", None),
+    "async_save": ("save", None),
+    "ckpt_step": ("load", None),
+    "ref_ckpt_step": ("ref_load", None),
+    "load_debug_rollout_data_subsample": ("load_debug_rollout_data", None),
+    "sglang_router_port": ("sglang_router_ip", None),
+}
+
+
+def check(draft: Draft) -> None:
+    """Refuse contradictions.
+
+    Raises:
+        UserError: the first one found.
+    """
+    for step in (_ranges, _needs, _entry, _placement, _parallel, _batches, _lengths, _algorithm, _evaluation, _debug):
+        step(draft)
+
+
+def _option(dest: str) -> str:
+    return "--" + dest.replace("_", "-")
+
+
+def _at_least(draft: Draft, minimum: float, *dests: str, strictly: bool = False) -> None:
+    for dest in dests:
+        value = draft[dest]
+        if value is not None and (value < minimum or (strictly and value == minimum)):
+            raise UserError(
+                f"{_option(dest)} is {value:g}", why=f"it must be {'more than' if strictly else 'at least'} {minimum:g}"
+            )
+
+
+def _ranges(draft: Draft) -> None:
+    _at_least(
+        draft, 1, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine", "num_gpus_per_node",
+        "micro_batch_size", "max_tokens_per_gpu", "over_sampling_batch_size", "n_samples_per_eval_prompt",
+        "update_weights_interval", "async_buffer_size", "update_weight_buffer_size", "save_interval", "save_retain",
+        "eval_interval", "ref_update_interval", "num_epoch", "rollout_max_response_len", "eval_max_response_len",
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+        "expert_model_parallel_size", "expert_tensor_parallel_size", "embedded_max_slots", "rm_num_workers",
+        "sglang_server_concurrency", "data_pad_size_multiplier",
+    )  # fmt: skip
+    _at_least(draft, 2, "seq_length", "rollout_max_context_len")
+    _at_least(
+        draft, 0, "rollout_num_gpus", "num_rollout", "num_data_workers", "start_rollout_id", "lr", "min_lr", "clip_grad",
+        "eval_temperature", "eval_min_new_tokens", "eps_clip", "eps_clip_high", "lr_warmup_iters", "opsm_delta",
+        "rollout_min_p",
+    )  # fmt: skip
+    _at_least(
+        draft, 0, "rollout_temperature", "rollout_top_p", "eval_top_p", "placement_timeout", "rm_timeout",
+        "rollout_timeout", "distributed_timeout_minutes", "rollout_health_check_interval",
+        "rollout_health_check_timeout", strictly=True,
+    )  # fmt: skip
+    _at_least(draft, 1, "eps_clip_c", strictly=True)
+    for dest in ("rollout_top_p", "eval_top_p", "rollout_min_p", "adam_beta1", "adam_beta2"):
+        if draft[dest] > 1:
+            raise UserError(f"{_option(dest)} is {draft[dest]:g}", why="it must be at most 1")
+    for dest in ("rollout_top_k", "eval_top_k"):
+        if draft[dest] < 1 and draft[dest] != -1:
+            raise UserError(f"{_option(dest)} is {draft[dest]}", fix="pass -1 for the whole vocabulary, or 1 and more")
+
+
+def _needs(draft: Draft) -> None:
+    """A flag that has no effect without another one is an error, not ignored."""
+    for dest, (needed, wanted) in _NEEDS.items():
+        if not draft.differs(dest):
+            continue
+        value = draft[needed]
+        if value != wanted if wanted is not None else value is None:
+            asked = _option(needed) + ("" if wanted in (True, None) else f" {wanted}")
+            raise UserError(
+                f"{_option(dest)} has no effect without {asked}", fix=f"pass {asked} too, or leave {_option(dest)} out"
+            )
+    for dest in ("tis_clip", "tis_clip_low"):
+        if draft.differs(dest) and not (draft["use_tis"] or draft["get_mismatch_metrics"]):
+            raise UserError(f"{_option(dest)} has no effect without --use-tis", fix="pass --use-tis too")
+    if draft["use_dynamic_batch_size"] and draft["max_tokens_per_gpu"] is None:
+        raise UserError(
+            "--use-dynamic-batch-size needs --max-tokens-per-gpu",
+            why="it packs micro-batches up to that many tokens",
+            fix=f"start with rollout_max_response_len ÷ context_parallel_size: --max-tokens-per-gpu "
+            f"{-(-draft['rollout_max_response_len'] // draft['context_parallel_size'])}",
+        )
+
+
+def _entry(draft: Draft) -> None:
+    if draft.entry == "train_async" and draft["colocate"]:
+        raise UserError(
+            "--colocate cannot be used with train_async",
+            why="generation runs while the trainer trains, so they cannot take turns on the same GPUs",
+            fix="remove --colocate and give the engines GPUs of their own with --rollout-num-gpus, or use train.py",
+        )
+
+
+def _placement(draft: Draft) -> None:
+    gpus, per_engine = draft["rollout_num_gpus"], draft["rollout_num_gpus_per_engine"]
+    if gpus % per_engine:
+        raise UserError(
+            f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {per_engine}",
+            fix=f"pass --rollout-num-gpus {max(1, gpus // per_engine) * per_engine}",
+        )
+    for dest in ("offload_train", "offload_rollout"):
+        if draft[dest] and not draft["colocate"]:
+            raise UserError(
+                f"{_option(dest)} has no effect without --colocate",
+                why="trainer and engines have GPUs of their own",
+                fix=f"remove {_option(dest)} (or --offload), or pass --colocate",
+            )
+
+
+def _parallel(draft: Draft) -> None:
+    tensor, pipeline = draft["tensor_model_parallel_size"], draft["pipeline_model_parallel_size"]
+    context, expert = draft["context_parallel_size"], draft["expert_model_parallel_size"]
+    nodes, per_node = draft["actor_num_nodes"], draft["actor_num_gpus_per_node"]
+    world, model = nodes * per_node, tensor * pipeline * context
+    gpus = f"actor_num_nodes × actor_num_gpus_per_node = {nodes} × {per_node} = {world}"
+    if world % model:
+        raise UserError(
+            f"{world} trainer GPUs cannot be divided by {model}",
+            why=f"{gpus}; tensor × pipeline × context parallel size = {tensor} × {pipeline} × {context} = {model}",
+            fix="let the product of the parallel sizes divide the number of GPUs",
+        )
+    expert_tensor = draft["expert_tensor_parallel_size"] or tensor
+    if expert > 1 and world % (expert_tensor * expert * pipeline):
+        raise UserError(
+            f"{world} trainer GPUs cannot be divided by {expert_tensor * expert * pipeline}",
+            why=f"{gpus}; expert tensor × expert × pipeline parallel size = {expert_tensor} × {expert} × {pipeline}",
+            fix="let that product divide the number of GPUs; --expert-tensor-parallel-size 1 is usual",
+        )
+    experts = draft.values.get("num_experts")
+    if expert > 1 and experts is not None and experts % expert:
+        raise UserError(f"--num-experts {experts} cannot be divided by --expert-model-parallel-size {expert}")
+    if draft["sequence_parallel"] and tensor == 1:
+        raise UserError(
+            "--sequence-parallel needs --tensor-model-parallel-size of at least 2",
+            why="it splits what tensor parallelism leaves whole",
+            fix="remove --sequence-parallel, or raise --tensor-model-parallel-size",
+        )
+    if expert > 1 and tensor > 1 and not draft["sequence_parallel"]:
+        raise UserError(
+            "expert parallelism together with tensor parallelism needs --sequence-parallel",
+            why="Megatron's MoE layers require it",
+            fix="pass --sequence-parallel",
+        )
+    _virtual_stages(draft, pipeline)
+    if sum(bool(draft[name]) for name in ("bf16", "fp16", "fp32")) != 1:
+        chosen = [f"--{name}" for name in ("bf16", "fp16", "fp32") if draft[name]]
+        raise UserError(
+            f"{' and '.join(chosen) or 'none of the precisions'} cannot be chosen",
+            fix="choose one of --bf16, --fp16, --fp32",
+        )
+
+
+def _virtual_stages(draft: Draft, pipeline: int) -> None:
+    by_layers, by_count = draft["num_layers_per_virtual_pipeline_stage"], draft["num_virtual_stages_per_pipeline_rank"]
+    if by_layers is not None and by_count is not None:
+        raise UserError(
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same thing",
+            fix="give one of them",
+        )
+    if (by_layers is not None or by_count is not None) and pipeline == 1:
+        raise UserError("virtual pipeline stages need --pipeline-model-parallel-size of at least 2")
+
+
+def _batches(draft: Draft) -> None:
+    model = draft["tensor_model_parallel_size"] * draft["pipeline_model_parallel_size"] * draft["context_parallel_size"]
+    data_parallel = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"] // model
+    micro, batch = draft["micro_batch_size"], draft["global_batch_size"]
+    if not draft["use_dynamic_batch_size"] and not draft["debug_rollout_only"] and batch % (micro * data_parallel):
+        raise UserError(
+            f"global_batch_size {batch} cannot be divided by {micro * data_parallel}",
+            why=f"micro_batch_size × data-parallel size = {micro} × {data_parallel} = {micro * data_parallel}",
+            fix="change --global-batch-size or --micro-batch-size, or pack by tokens with --use-dynamic-batch-size "
+            "--max-tokens-per-gpu",
+        )
+    if draft["over_sampling_batch_size"] < draft["rollout_batch_size"]:
+        raise UserError(
+            f"--over-sampling-batch-size {draft['over_sampling_batch_size']} is less than --rollout-batch-size "
+            f"{draft['rollout_batch_size']}",
+            fix="let it be at least as large",
+        )
+
+
+def _lengths(draft: Draft) -> None:
+    cap, context = draft["seq_length"], draft["rollout_max_context_len"]
+    for dest in ("rollout_max_context_len", "eval_max_context_len"):
+        if cap is not None and draft[dest] is not None and draft[dest] > cap:
+            raise UserError(
+                f"{_option(dest)} {draft[dest]} is more than --seq-length {cap}",
+                why="--seq-length is the hard cap of prompt plus response",
+                fix="lower the first or raise the second",
+            )
+    prompt = draft["rollout_max_prompt_len"]
+    if context is not None and prompt is not None and prompt > context - 1:
+        raise UserError(
+            f"--rollout-max-prompt-len {prompt} leaves no token to generate",
+            why=f"the context is {context} tokens (--rollout-max-context-len or --seq-length)",
+            fix=f"pass at most {context - 1}",
+        )
+
+
+def _algorithm(draft: Draft) -> None:
+    estimator = draft["advantage_estimator"]
+    if draft["kl_coef"] != 0 and draft["kl_loss_coef"] != 0:
+        raise UserError(
+            "--kl-coef and --kl-loss-coef are both set", fix="choose the penalty in the reward or in the loss"
+        )
+    if draft["kl_coef"] != 0 and estimator in ("grpo", "gspo", "cispo"):
+        raise UserError(
+            f"--kl-coef has no effect with --advantage-estimator {estimator}",
+            why="its advantage is the group-normalised reward alone",
+            fix="use --use-kl-loss --kl-loss-coef instead",
+        )
+    if estimator.startswith("reinforce_plus_plus") and not draft["normalize_advantages"]:
+        raise UserError(f"--advantage-estimator {estimator} needs --normalize-advantages")
+    if draft["use_rollout_logprobs"] and draft["use_tis"]:
+        raise UserError(
+            "--use-rollout-logprobs and --use-tis exclude each other",
+            why="with the engine's log-probs as the old policy's there is no mismatch left to correct",
+            fix="choose one",
+        )
+    if draft["get_mismatch_metrics"] and draft["custom_tis_function_path"] is None:
+        raise UserError("--get-mismatch-metrics needs --custom-tis-function-path")
+    if draft["loss_type"] == "custom_loss" and draft["custom_loss_function_path"] is None:
+        raise UserError("--loss-type custom_loss needs --custom-loss-function-path")
+    if draft["loss_type"] == "sft_loss" and draft["n_samples_per_prompt"] != 1:
+        raise UserError(
+            f"--loss-type sft_loss with --n-samples-per-prompt {draft['n_samples_per_prompt']}",
+            why="supervised fine-tuning trains on the data's own answers, one per prompt",
+            fix="pass --n-samples-per-prompt 1",
+        )
+    if draft["only_train_params_name_list"] and draft["freeze_params_name_list"]:
+        raise UserError(
+            "--only-train-params-name-list and --freeze-params-name-list exclude each other", fix="give one"
+        )
+    if draft["update_weight_transport"] == "disk" and draft["update_weight_disk_dir"] is None:
+        raise UserError("--update-weight-transport disk needs --update-weight-disk-dir")
+    if draft["min_lr"] > draft["lr"]:
+        raise UserError(f"--min-lr {draft['min_lr']:g} is more than --lr {draft['lr']:g}")
+    if draft["lr_warmup_init"] > draft["lr"]:
+        raise UserError(f"--lr-warmup-init {draft['lr_warmup_init']:g} is more than --lr {draft['lr']:g}")
+
+
+def _evaluation(draft: Draft) -> None:
+    has_data = bool(draft["eval_prompt_data"] or draft["eval_config"])
+    if draft["eval_interval"] is not None and not has_data and draft["eval_function_path"] is None:
+        raise UserError(
+            "--eval-interval needs evaluation data", fix="pass --eval-prompt-data NAME PATH or --eval-config"
+        )
+
+
+def _debug(draft: Draft) -> None:
+    if draft["debug_rollout_only"] and draft["debug_train_only"]:
+        why = "--load-debug-rollout-data implies --debug-train-only" if draft["load_debug_rollout_data"] else ""
+        raise UserError("--debug-rollout-only and --debug-train-only exclude each other", why=why, fix="choose one")
+    rollout, train = draft["save_debug_rollout_data"], draft["save_debug_train_data"]
+    if rollout is not None and rollout == train:
+        raise UserError("--save-debug-rollout-data and --save-debug-train-data are the same path", fix="change one")
+    for dest in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
+        if draft[dest] is not None and "{rollout_id}" not in draft[dest] and draft["num_rollout"] not in (None, 0, 1):
+            raise UserError(
+                f"{_option(dest)} {draft[dest]} has no {{rollout_id}} in it",
+                why="every rollout would have the same file",
+                fix="put {rollout_id} into the name, e.g. dump_{rollout_id}.pt",
+            )
+
+
+def check_complete(draft: Draft) -> None:
+    """Refuse what cannot be launched: something that a run needs is missing.
+
+    Raises:
+        UserError: names the flag.
+    """
+    if not draft.is_given("rollout_batch_size"):
+        raise UserError("--rollout-batch-size is required", why="it is the number of prompts per rollout")
+    rollouts, epochs = draft["num_rollout"], draft["num_epoch"]
+    if rollouts is None and epochs is None:
+        raise UserError("--num-rollout is required", fix="pass --num-rollout, or --num-epoch to go over the data")
+    if rollouts is not None and epochs is not None:
+        raise UserError("--num-rollout and --num-epoch both say how long to train", fix="give one of them")
+    if draft["hf_checkpoint"] is None:
+        raise UserError(
+            "--hf-checkpoint is required",
+            why="tokenizer and architecture are read from it",
+            fix="pass a Hugging Face model directory (config.json, *.safetensors, tokenizer)",
+        )
+    if rollouts == 0 and not (draft["eval_prompt_data"] or draft["eval_config"]):
+        raise UserError(
+            "--num-rollout 0 only evaluates, but there is no evaluation data", fix="pass --eval-prompt-data"
+        )
+    draws_prompts = draft["rollout_global_dataset"] and draft["data_source_path"] is None and rollouts != 0
+    if draws_prompts and draft["prompt_data"] is None and draft["load_debug_rollout_data"] is None:
+        raise UserError(
+            "--prompt-data is required",
+            fix="pass a JSONL or Parquet file, or --disable-rollout-global-dataset when the rollout function has its own",
+        )
+    generates = not draft["debug_train_only"] and draft["loss_type"] != "sft_loss" and rollouts != 0
+    if generates and draft["rollout_num_gpus"] == 0:
+        raise UserError("--rollout-num-gpus is 0: there would be no engine", fix="pass at least 1")

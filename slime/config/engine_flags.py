@@ -1,0 +1,151 @@
+"""``--sglang-…`` and ``--router-…``: the command lines of SGLang's server and of sglang-router, behind a prefix.
+
+SGLang's table is stored (`sglang_flags.json`, made by `tools/make_sglang_flag_table.py`) for hosts where SGLang is
+not installed; where another version is installed, its own source is read instead. The router is always installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slime.config.field import FlagMeta
+from slime.config.foreign import ForeignArg, SourceReader
+from slime.config.specs import FlagSpec, Kind
+
+TABLE = Path(__file__).with_name("sglang_flags.json")
+
+_PER_ENGINE = "it is chosen for each engine"
+_PORTS = "ports are reserved for each engine"
+
+#: SGLang's arguments that this system sets itself. name -> reason
+SGLANG_RESERVED: dict[str, str] = {
+    "model_path": "it is --hf-checkpoint",
+    "config": "give SGLang's options as --sglang-<name>; --sglang-config is the YAML file of server groups",
+    "trust_remote_code": "it is always on",
+    "random_seed": "it is --rollout-seed, different for each engine",
+    "enable_memory_saver": "it follows --offload-rollout",
+    "tp_size": "it is --rollout-num-gpus-per-engine divided by --sglang-pp-size",
+    "port": _PORTS,
+    "nccl_port": _PORTS,
+    "dist_init_addr": _PORTS,
+    "nnodes": _PER_ENGINE,
+    "node_rank": _PER_ENGINE,
+    "gpu_id_step": _PER_ENGINE,
+    "base_gpu_id": _PER_ENGINE,
+    "skip_server_warmup": "the first weight push warms the engine up",
+    "enable_return_routed_experts": "it follows --use-rollout-routing-replay",
+}
+
+_OWN_ROUTER = "the router is started here, with the engines of this run"
+
+#: The router's arguments that this system sets itself. name -> reason
+ROUTER_RESERVED: dict[str, str] = {
+    "host": "use --sglang-router-ip",
+    "port": "use --sglang-router-port",
+    "worker_urls": _OWN_ROUTER,
+    "model_path": "the client sends token ids; the router needs no tokenizer",
+    "tokenizer_path": "the client sends token ids; the router needs no tokenizer",
+    "request_timeout_secs": "use --sglang-router-request-timeout-secs",
+    "mini_lb": "prefill-decode separation is not in this version",
+    "pd_disaggregation": "prefill-decode separation is not in this version",
+    "prefill": "prefill-decode separation is not in this version",
+    "decode": "prefill-decode separation is not in this version",
+    "prefill_policy": "prefill-decode separation is not in this version",
+    "decode_policy": "prefill-decode separation is not in this version",
+    "service_discovery": _OWN_ROUTER,
+    "selector": _OWN_ROUTER,
+    "prefill_selector": _OWN_ROUTER,
+    "decode_selector": _OWN_ROUTER,
+    "service_discovery_port": _OWN_ROUTER,
+    "service_discovery_namespace": _OWN_ROUTER,
+    "disable_retries": "the router's retries are always off: the client owns retries",
+    "disable_circuit_breaker": "the router's circuit breaker is always off: the client owns retries",
+}
+
+
+def sglang_args_of(server_args_source: str) -> list[ForeignArg]:
+    """What ``python -m sglang.launch_server`` accepts, read from the text of its ``server_args.py``."""
+    reader = SourceReader(server_args_source)
+    found: dict[str, ForeignArg] = {}
+    for arg in (*reader.annotated_fields("ServerArgs"), *reader.added_arguments()):
+        found.setdefault(arg.name, arg)
+    return list(found.values())
+
+
+@functools.lru_cache(maxsize=1)
+def sglang_args() -> tuple[str, list[ForeignArg]]:
+    """(version, arguments) of the installed SGLang, or of the stored table where none is installed."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    stored = table["version"], [ForeignArg.from_json(row) for row in table["arguments"]]
+    try:
+        distribution = importlib.metadata.distribution("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return stored
+    if distribution.version == table["version"]:
+        return stored
+    source = Path(str(distribution.locate_file("sglang/srt/server_args.py")))
+    return distribution.version, sglang_args_of(source.read_text(encoding="utf-8"))
+
+
+@functools.lru_cache(maxsize=1)
+def sglang_flags() -> dict[str, FlagSpec]:
+    """``--sglang-<name>`` for everything SGLang's server accepts, by dest."""
+    version, arguments = sglang_args()
+    return _prefixed("sglang", arguments, SGLANG_RESERVED, f"sglang {version}")
+
+
+@functools.lru_cache(maxsize=1)
+def router_flags() -> dict[str, FlagSpec]:
+    """``--router-<name>`` for everything sglang-router accepts, by dest."""
+    distribution = importlib.metadata.distribution("sglang-router")
+    path = Path(str(distribution.locate_file("sglang_router/router_args.py")))
+    reader = SourceReader(path.read_text(encoding="utf-8"))
+    arguments = reader.added_arguments(reader.class_defaults("RouterArgs"))
+    flags = _prefixed("router", arguments, ROUTER_RESERVED, f"sglang-router {distribution.version}")
+    policy = flags["router_policy"]  # also under the names that launch scripts of the reference system use
+    flags["router_policy"] = replace(
+        policy,
+        choices=(*policy.choices, "consistent_hashing"),
+        meta=replace(policy.meta, aliases=("sglang-router-strategy", "sglang-router-policy")),
+    )
+    return flags
+
+
+def _prefixed(prefix: str, arguments: list[ForeignArg], reserved: dict[str, str], origin: str) -> dict[str, FlagSpec]:
+    specs = {}
+    for arg in arguments:
+        reason = reserved.get(arg.name, "")
+        kind: Kind = arg.kind  # type: ignore[assignment]
+        dest = f"{prefix}_{arg.name}"
+        meta = FlagMeta(
+            aliases=tuple(f"{prefix}-{alias}".replace("_", "-") for alias in arg.aliases),
+            off="" if arg.negatable else "-",
+            refused=reason,
+        )
+        specs[dest] = FlagSpec(
+            dest=dest,
+            group="engine",
+            attribute=arg.name,
+            kind=kind,
+            default=arg.default,
+            sections=(prefix,),
+            many=arg.many,
+            value_optional=arg.value_optional,
+            optional=True,
+            choices=arg.choices,
+            help=arg.help,
+            meta=meta,
+            origin=origin,
+        )
+    return specs
+
+
+def table_as_json(version: str, arguments: list[ForeignArg]) -> dict[str, Any]:
+    """What `sglang_flags.json` holds: names, types, choices and defaults; SGLang's own `--help` has the texts."""
+    rows = [{key: value for key, value in arg.to_json().items() if key != "help"} for arg in arguments]
+    return {"version": version, "arguments": rows}

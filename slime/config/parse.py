@@ -1,0 +1,235 @@
+"""Command lines and YAML files to values by dest, each with its origin. Nothing unknown passes.
+
+--flag value      --flag=value      --list-flag a b c      --switch      --no-switch
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.config.registry import Spelling, nearest, spellings, unknown_name
+from slime.config.specs import FlagSpec
+from slime.config.values import convert
+from slime.errors import UserError
+
+_OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
+
+
+@dataclass
+class Given:
+    """What the user set, by dest.
+
+    Attributes:
+        values: typed values.
+        origins: "flag" or "yaml <file>".
+        extra: keys of --custom-config-path that are no flags.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def set(self, dest: str, value: Any, origin: str) -> None:
+        self.values[dest], self.origins[dest] = value, origin
+
+    def update(self, other: Given) -> None:
+        """``other`` wins."""
+        self.values.update(other.values)
+        self.origins.update(other.origins)
+        self.extra.update(other.extra)
+
+
+def read_argv(argv: list[str]) -> Given:
+    """Parse a command line.
+
+    A word is a flag when it looks like one (two dashes and a letter). A value that looks like a flag is written
+    with an equals sign: ``--rollout-stop=--END``. A scalar flag given twice keeps the last value, as launch
+    scripts that append overrides expect; a list flag given several times with an equals sign collects.
+
+    Raises:
+        UserError: unknown or abbreviated flag, missing or surplus value, wrong type.
+    """
+    given = Given()
+    position = 0
+    collected: dict[str, list[str]] = {}
+    while position < len(argv):
+        match = _OPTION.fullmatch(argv[position])
+        if match is None:
+            raise _stray(argv, position)
+        name, inline = match.groups()
+        spelling = spellings().get(name)
+        if spelling is None:
+            raise unknown_name(name, "")
+        end = position + 1
+        while end < len(argv) and _OPTION.fullmatch(argv[end]) is None:
+            end += 1
+        words = argv[position + 1 : end]
+        if inline is not None and not words:
+            words = [inline]
+            if spelling.spec is not None and spelling.spec.many:
+                words = collected.setdefault(spelling.spec.dest, [])
+                words.append(inline)
+        elif inline is not None:
+            raise UserError(f"--{name}={inline} is followed by {words[0]!r}, which belongs to no flag")
+        _apply(given, f"--{name}", spelling, words, is_inline=inline is not None)
+        position = end
+    return given
+
+
+def _apply(given: Given, option: str, spelling: Spelling, words: list[str], is_inline: bool) -> None:
+    spec = spelling.spec
+    if spec is None:
+        _no_value(option, words)
+        for dest, value in spelling.sets:
+            given.set(dest, value, "flag")
+    elif spec.kind == "bool":
+        if not is_inline:
+            _no_value(option, words)
+        value = convert(spec, words[0]) if words else True
+        given.set(spec.dest, value != spelling.negated, "flag")
+    elif spec.meta.append:
+        given.set(spec.dest, (*given.values.get(spec.dest, ()), *convert(spec, _wanted(option, words))), "flag")
+    elif spec.many:
+        given.set(spec.dest, convert(spec, words if spec.meta.refused else _wanted(option, words)), "flag")
+    elif not words and spec.value_optional:
+        given.set(spec.dest, None, "flag")
+    else:
+        _wanted(option, words)
+        if len(words) > 1:
+            raise UserError(
+                f"{option} takes one value, but {len(words)} were given: {' '.join(words)}",
+                fix="quote a value that has spaces in it",
+            )
+        given.set(spec.dest, convert(spec, words[0]), "flag")
+
+
+def _no_value(option: str, words: list[str]) -> None:
+    if words:
+        raise UserError(f"{option} takes no value, but {words[0]!r} follows it", fix=f"remove {words[0]!r}")
+
+
+def _wanted(option: str, words: list[str]) -> list[str]:
+    if not words:
+        raise UserError(f"{option} needs a value", fix=f"a value that begins with -- is written {option}=--value")
+    return words
+
+
+def _stray(argv: list[str], position: int) -> UserError:
+    word = argv[position]
+    if word.startswith("-") and len(word) > 1 and word[1] != "-":
+        return UserError(f"{word!r} is not a flag", why="flags have two dashes and no short forms")
+    return UserError(f"{word!r} belongs to no flag", why="it is the first word of the command line")
+
+
+def read_yaml(path: str, flag: str) -> dict[str, Any]:
+    """The top-level mapping of a YAML file.
+
+    Raises:
+        UserError: no such file, not YAML, not a mapping.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be read", why=error.strerror or str(error)) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{flag} {path}: is not valid YAML", why=str(error)) from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise UserError(f"{flag} {path}: must be a mapping of flag names to values, not a {type(data).__name__}")
+    return {str(key): value for key, value in data.items()}
+
+
+def read_config_file(path: str) -> Given:
+    """Values of a ``--config`` file. Names have dashes or underscores, as one likes.
+
+    Raises:
+        UserError: a key that is no flag (names the nearest).
+    """
+    given = Given()
+    for key, value in read_yaml(path, "--config").items():
+        _set_key(given, key, value, f"yaml {path}", f"{path}: ")
+    return given
+
+
+def read_custom_config(path: str) -> Given:
+    """Values of a ``--custom-config-path`` file: flags, and anything else hooks want to find on ``args``.
+
+    Raises:
+        UserError: a key that is no flag but nearly one.
+    """
+    given = Given()
+    for key, value in read_yaml(path, "--custom-config-path").items():
+        dashed = key.replace("_", "-")
+        if dashed in spellings():
+            _set_key(given, key, value, f"yaml {path}", f"{path}: ")
+            continue
+        near = nearest(dashed, spellings(), count=1)
+        if near and abs(len(near[0]) - len(dashed)) <= 1 and _differ_by_little(dashed, near[0]):
+            raise UserError(f"{path}: {key} looks like a misspelt flag", fix=f"did you mean {near[0]}?")
+        given.extra[key] = value
+    return given
+
+
+def _differ_by_little(one: str, other: str) -> bool:
+    """One letter more, less, other, or two swapped."""
+    prefix = 0
+    while prefix < min(len(one), len(other)) and one[prefix] == other[prefix]:
+        prefix += 1
+    return any(one[prefix + i :] == other[prefix + j :] for i, j in ((1, 0), (0, 1), (1, 1))) or (
+        sorted(one[prefix : prefix + 2]) == sorted(other[prefix : prefix + 2])
+        and one[prefix + 2 :] == other[prefix + 2 :]
+    )
+
+
+def _set_key(given: Given, key: str, value: Any, origin: str, where: str) -> None:
+    """Set a flag by any of its spellings; None leaves it unset."""
+    spelling = spellings().get(key.replace("_", "-"))
+    if spelling is None:
+        raise unknown_name(key.replace("_", "-"), where)
+    if value is None:
+        return
+    spec = spelling.spec
+    if spec is None:
+        if value is not True:
+            raise UserError(f"{where}{key} takes no value but true")
+        for dest, fixed in spelling.sets:
+            given.set(dest, fixed, origin)
+    elif spelling.negated:
+        given.set(spec.dest, not convert(spec, value, where), origin)
+    else:
+        given.set(spec.dest, convert(spec, value, where), origin)
+
+
+def given_by_name(flags: dict[str, Any]) -> Given:
+    """Values from Python keywords; any spelling of a flag with underscores."""
+    given = Given()
+    for key, value in flags.items():
+        _set_key(given, key, value, "flag", "")
+    return given
+
+
+def refuse_unsupported(given: Given, specs: dict[str, FlagSpec]) -> None:
+    """Stop at the first value that asks for what this version does not do.
+
+    Raises:
+        UserError: names the flag and the reason.
+    """
+    for dest, value in given.values.items():
+        spec = specs[dest]
+        reason = spec.meta.refused if value != spec.default else ""
+        values = value if isinstance(value, tuple) else (value,)
+        for item in values:
+            reason = reason or (spec.meta.refused_values.get(item, "") if isinstance(item, str) else "")
+        if reason:
+            shown = "" if spec.meta.refused else f" {value}"
+            origin = given.origins[dest]
+            where = f"{origin.removeprefix('yaml ')}: " if origin.startswith("yaml ") else ""
+            missing = spec.origin == "slime" or "this version" in reason
+            verdict = "is not supported in this version" if missing else "cannot be set"
+            raise UserError(f"{where}{spec.option}{shown} {verdict}", why=reason)

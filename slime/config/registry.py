@@ -1,0 +1,82 @@
+"""All flags in one table, whoever defined them, and the spellings that lead to them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config.engine_flags import router_flags, sglang_flags
+from slime.config.megatron_lm import SHORTHANDS, lm_flags
+from slime.config.native import native_flags
+from slime.config.specs import FlagSpec, own_flags
+from slime.errors import UserError
+
+
+@functools.lru_cache(maxsize=1)
+def all_flags() -> dict[str, FlagSpec]:
+    """Every flag by dest: ours, Megatron's, SGLang's and the router's; of two with one name, the first wins."""
+    flags = dict(own_flags())
+    lm = {spec.dest: spec for spec in lm_flags()}
+    for more in (native_flags(), lm, router_flags(), sglang_flags()):
+        for dest, spec in more.items():
+            flags.setdefault(dest, spec)
+    return flags
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What one word of a command line or one key of a YAML file does.
+
+    Attributes:
+        spec: the flag that takes the value; None for a shorthand.
+        negated: the value is False (``--no-…``) where the flag is given, True where it is denied.
+        sets: values by dest of a shorthand.
+    """
+
+    spec: FlagSpec | None
+    negated: bool = False
+    sets: tuple[tuple[str, Any], ...] = ()
+
+
+@functools.lru_cache(maxsize=1)
+def spellings() -> dict[str, Spelling]:
+    """Every accepted name with dashes (``rollout-stop``, ``no-rope-fusion``) and what it does."""
+    table: dict[str, Spelling] = {}
+    for spec in all_flags().values():
+        for option in spec.options:
+            table.setdefault(option[2:], Spelling(spec))
+    for name, shorthand in SHORTHANDS.items():
+        table.setdefault(name.replace("_", "-"), Spelling(None, sets=tuple(shorthand.sets.items())))
+    for spec in all_flags().values():
+        if spec.off:
+            table.setdefault(spec.off[2:], Spelling(spec, negated=True))
+    return table
+
+
+def unknown_name(name: str, where: str) -> UserError:
+    """The error for a name that is no flag: tells the nearest ones."""
+    known = spellings()
+    dashed = name.replace("_", "-")
+    if dashed in known:
+        return UserError(f"{where}there is no flag --{name}", fix=f"write --{dashed}, with dashes")
+    near = nearest(dashed, known)
+    shown = " or ".join(f"--{n}" for n in near)
+    starts = [n for n in known if n.startswith(dashed)][:4]
+    why = f"abbreviations are not accepted; {len(starts)} or more names start so" if starts and not near else ""
+    if not near and starts:
+        shown = ", ".join(f"--{n}" for n in starts)
+    fix = f"did you mean {shown}?" if shown else "`slime train --help` lists all flags"
+    return UserError(f"{where}there is no flag --{name}", why=why, fix=fix)
+
+
+def nearest(name: str, names: Iterable[str], count: int = 2) -> list[str]:
+    """The closest spellings, nearest first; one only when it is clearly nearer than the next."""
+    found = difflib.get_close_matches(name, list(names), n=count, cutoff=0.75)
+    if len(found) > 1:
+        ratios = [difflib.SequenceMatcher(None, name, other).ratio() for other in found]
+        if ratios[0] - ratios[1] > 0.03:
+            return found[:1]
+    return found

@@ -1,0 +1,198 @@
+"""Everything that follows from the flags, worked out once: defaults, derived values, contradictions.
+
+given values ─► defaults ─► derive_* (each in its order) ─► check_* (in `checks.py`) ─► Config
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime.config.batch import derive_batch_sizes
+from slime.config.host import num_cpus, num_gpus
+from slime.config.parse import Given
+from slime.config.specs import own_flags
+from slime.errors import UserError
+
+
+@dataclass
+class Draft:
+    """A configuration while it is being resolved.
+
+    Attributes:
+        values: by dest; None where nothing is known yet.
+        origins: by dest.
+        given: what the user set.
+        entry: "train" or "train_async".
+        warnings: remarks that are no errors.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    given: Given
+    entry: str
+    warnings: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(given: Given, entry: str) -> Draft:
+        """Constant defaults, and the given values over them."""
+        own = own_flags()
+        values = {dest: spec.default for dest, spec in own.items()}
+        origins = {dest: "default" for dest in own}
+        return Draft({**values, **given.values}, {**origins, **given.origins}, given, entry)
+
+    def __getitem__(self, dest: str) -> Any:
+        return self.values[dest]
+
+    def is_given(self, dest: str) -> bool:
+        return dest in self.given.values
+
+    def differs(self, dest: str) -> bool:
+        """Whether the user asked for something else than the default."""
+        return self.is_given(dest) and self.values[dest] != own_flags()[dest].default
+
+    def derive(self, dest: str, value: Any, formula: str) -> None:
+        """Set ``dest``, unless the user did."""
+        if not self.is_given(dest) and value is not None:
+            self.values[dest], self.origins[dest] = value, f"derived: {formula}"
+
+    def copy(self, dest: str, source: str) -> None:
+        """``dest`` is ``source`` unless given."""
+        self.derive(dest, self.values[source], source)
+
+
+def resolve(given: Given, entry: str = "train") -> Draft:
+    """Derive what is derived. Checks come after, in `slime.config.checks.check`."""
+    draft = Draft.of(given, entry)
+    for step in (
+        _placement,
+        _run,
+        _debug_dumps,
+        _precision_and_memory,
+        _schedule,
+        _lengths,
+        derive_batch_sizes,
+        _sampling,
+        _evaluation,
+        _algorithm,
+        _references,
+    ):
+        step(draft)
+    return draft
+
+
+def _placement(draft: Draft) -> None:
+    here = num_gpus()
+    per_host = max(1, min(8, here))
+    formula = f"GPUs of this host = {here}" + (", at most 8" if here > 8 else "")
+    if here == 0:
+        formula = "no GPU on this host: one CPU process slot"
+    draft.derive("actor_num_gpus_per_node", per_host, formula)
+    draft.derive("num_gpus_per_node", per_host, formula)
+    actor = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
+    if draft["colocate"]:
+        product = f"{draft['actor_num_nodes']} × {draft['actor_num_gpus_per_node']}"
+        draft.derive("rollout_num_gpus", actor, f"colocate: actor_num_nodes × actor_num_gpus_per_node = {product}")
+    else:
+        draft.derive("rollout_num_gpus", draft["rollout_num_gpus_per_engine"], "one engine")
+    for dest in ("offload_train", "offload_rollout"):
+        if draft["offload"]:
+            draft.derive(dest, True, "offload")
+        else:
+            draft.derive(dest, draft["colocate"], "colocate")
+    timeout = os.environ.get("NCCL_TIMEOUT", "")
+    if timeout:
+        if not timeout.isdigit() or int(timeout) == 0:
+            raise UserError(f"NCCL_TIMEOUT is {timeout!r}", fix="set it to a number of seconds")
+        draft.derive("distributed_timeout_minutes", int(timeout) / 60, f"NCCL_TIMEOUT ÷ 60 = {timeout} ÷ 60")
+    draft.derive("distributed_timeout_minutes", 10.0, "10, as NCCL_TIMEOUT is not set")
+
+
+def _run(draft: Draft) -> None:
+    source = draft["config"] or draft["hf_checkpoint"] or "run"
+    stem = Path(source.rstrip("/")).name
+    name = Path(stem).stem if draft["config"] else stem
+    draft.derive("run_name", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", "name of the recipe or model, and the time")
+    debug = os.environ.get("SLIME_DEBUG") == "1"
+    draft.derive("log_level", "DEBUG" if debug else "INFO", "SLIME_DEBUG=1" if debug else "INFO without SLIME_DEBUG=1")
+    cores = num_cpus()
+    draft.derive("rm_num_workers", min(8, cores), f"min(8, CPU cores = {cores})")
+
+
+def _debug_dumps(draft: Draft) -> None:
+    loading = draft["load_debug_rollout_data"] is not None
+    draft.derive("debug_train_only", loading, "load_debug_rollout_data is set" if loading else "not loading dumps")
+    folder = draft["dump_details"]
+    if folder is not None:
+        folder = folder.rstrip("/")
+        draft.derive("save_debug_rollout_data", f"{folder}/rollout_data/{{rollout_id}}.pt", "dump_details")
+        draft.derive("save_debug_train_data", f"{folder}/train_data/{{rollout_id}}.pt", "dump_details")
+
+
+def _precision_and_memory(draft: Draft) -> None:
+    draft.derive("bf16", not (draft["fp16"] or draft["fp32"]), "not fp16 and not fp32")
+    draft.derive("accumulate_allreduce_grads_in_fp32", True, "gradients are summed in float32")
+    if draft["recompute_activations"] and draft["recompute_granularity"] is None:
+        draft.derive("recompute_granularity", "full", "recompute_activations: whole layers, whatever the attention")
+        draft.derive("recompute_method", "uniform", "recompute_activations")
+        draft.derive("recompute_num_layers", 1, "recompute_activations: layer by layer")
+
+
+def _schedule(draft: Draft) -> None:
+    draft.copy("start_weight_decay", "weight_decay")
+    draft.copy("end_weight_decay", "weight_decay")
+
+
+def _lengths(draft: Draft) -> None:
+    if draft["seq_length"] is not None:
+        draft.derive("rollout_max_context_len", draft["seq_length"], "seq_length")
+    context = draft["rollout_max_context_len"]
+    if context is not None:
+        draft.derive("rollout_max_prompt_len", context - 1, f"rollout_max_context_len − 1 = {context} − 1")
+        draft.derive("rollout_max_response_len", context - 1, f"rollout_max_context_len − 1 = {context} − 1")
+    draft.derive("rollout_max_response_len", 1024, "1024, as no length is given")
+
+
+def _sampling(draft: Draft) -> None:
+    draft.copy("over_sampling_batch_size", "rollout_batch_size")
+
+
+def _evaluation(draft: Draft) -> None:
+    for dest, source in (
+        ("eval_function_path", "rollout_function_path"),
+        ("eval_input_key", "input_key"),
+        ("eval_label_key", "label_key"),
+        ("eval_tool_key", "tool_key"),
+        ("eval_temperature", "rollout_temperature"),
+        ("eval_top_p", "rollout_top_p"),
+        ("eval_top_k", "rollout_top_k"),
+        ("eval_max_response_len", "rollout_max_response_len"),
+        ("eval_max_prompt_len", "rollout_max_prompt_len"),
+        ("eval_max_context_len", "rollout_max_context_len"),
+        ("eval_reward_key", "reward_key"),
+    ):
+        draft.copy(dest, source)
+
+
+def _algorithm(draft: Draft) -> None:
+    draft.copy("eps_clip_high", "eps_clip")
+    std = not draft["disable_grpo_std_normalization"] and draft["n_samples_per_prompt"] > 1
+    draft.derive("grpo_std_normalization", std, "not disable_grpo_std_normalization, and n_samples_per_prompt > 1")
+    draft.derive(
+        "rewards_normalization", not draft["disable_rewards_normalization"], "not disable_rewards_normalization"
+    )
+    draft.copy("balance_data", "balance_by_flops")
+    draft.copy("log_probs_max_tokens_per_gpu", "max_tokens_per_gpu")
+    if draft["advantage_estimator"] == "cispo" and draft["eps_clip"] < 1:
+        draft.warnings.append(
+            f"--advantage-estimator cispo with --eps-clip {draft['eps_clip']:g}: CISPO clips the importance weight "
+            "from above only; its lower clip is off when --eps-clip is 1 or more"
+        )
+
+
+def _references(draft: Draft) -> None:
+    if draft["kl_coef"] != 0 or draft["use_kl_loss"]:
+        draft.derive("ref_load", draft["hf_checkpoint"], "hf_checkpoint, as a KL term needs a reference model")

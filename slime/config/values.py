@@ -1,0 +1,119 @@
+"""From what was written (text of a command line, YAML, Python) to the typed value of a flag."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import os
+from typing import Any
+
+from slime.config.specs import FlagSpec
+from slime.errors import UserError
+
+_WORDS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+_KIND_NAMES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "json": "JSON",
+    "int_or_list": "a whole number or a list of them such as ([0]*3+[1]*58)",
+    "str": "text",
+}
+
+
+def convert(spec: FlagSpec, value: Any, where: str = "") -> Any:
+    """The typed value of ``spec`` for ``value``, which may be text or already typed.
+
+    Args:
+        where: for messages, e.g. "run.yaml: ".
+    Raises:
+        UserError: wrong type, not among the choices, or a list where one value is wanted.
+
+    Example:
+        >>> convert(own_flags()["lr"], "1e-6")     # PyYAML too reads 1e-6 as text
+        1e-06
+    """
+    if spec.many:
+        items = list(value) if isinstance(value, (list, tuple)) else [value]
+        values = tuple(_convert_one(spec, item, where) for item in items)
+        return values[0] if spec.scalar_or_list and len(values) == 1 else values
+    if isinstance(value, (list, tuple)) and spec.kind not in ("json", "int_or_list"):
+        raise UserError(f"{where}{spec.option} takes one value, not {len(value)}: {_shown(value)}")
+    return _convert_one(spec, value, where)
+
+
+def _convert_one(spec: FlagSpec, value: Any, where: str) -> Any:
+    try:
+        typed = _typed(spec.kind, value)
+    except (ValueError, TypeError, SyntaxError) as error:
+        raise _wrong(spec, value, where, str(error) if spec.kind == "json" else "") from error
+    if spec.kind == "json" and not spec.sections and not isinstance(typed, dict):
+        raise _wrong(spec, value, where, 'it must be an object, {"key": value}')
+    if spec.choices and typed not in spec.choices:
+        shown = ", ".join(map(str, spec.choices))
+        near = difflib.get_close_matches(str(typed), [str(choice) for choice in spec.choices], n=1)
+        fix = f"did you mean {near[0]}?" if near else f"choose one of: {shown}"
+        raise UserError(f"{where}{spec.option} cannot be {_shown(value)}", why=f"the choices are: {shown}", fix=fix)
+    return typed
+
+
+def _typed(kind: str, value: Any) -> Any:
+    if kind == "bool":
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in _WORDS:
+            return _WORDS[value.lower()]
+        raise ValueError
+    if isinstance(value, bool) and kind != "json":
+        raise ValueError
+    if kind == "int":
+        if isinstance(value, float) and not value.is_integer():
+            raise ValueError
+        return int(value)
+    if kind == "float":
+        return float(value)
+    if kind == "json":
+        return json.loads(value) if isinstance(value, (str, bytes)) else value
+    if kind == "int_or_list":
+        return _int_or_list(value)
+    if isinstance(value, (dict, list, tuple)):
+        raise ValueError
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+
+
+def _int_or_list(value: Any) -> int | list[int]:
+    """A number, a list, or Megatron-LM's list expressions.
+
+    Example:
+        >>> _int_or_list("([0]*1+[1]*3)")
+        [0, 1, 1, 1]
+    """
+    if isinstance(value, str):
+        value = _evaluate(ast.parse(value.strip(), mode="eval").body)
+    if isinstance(value, list) and all(isinstance(item, int) for item in value):
+        return value
+    if isinstance(value, int):
+        return value
+    raise ValueError
+
+
+def _evaluate(node: ast.expr) -> Any:
+    """Lists of whole numbers, with + and *: nothing else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.List):
+        return [_evaluate(item) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        return left + right if isinstance(node.op, ast.Add) else left * right
+    raise ValueError
+
+
+def _wrong(spec: FlagSpec, value: Any, where: str, why: str = "") -> UserError:
+    return UserError(f"{where}{spec.option} must be {_KIND_NAMES[spec.kind]}, not {_shown(value)}", why=why)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 80 else text[:77] + "…"
