@@ -67,7 +67,8 @@ class DataSource(abc.ABC):
     """Where prompts come from: ``--data-source-path`` names a subclass; it is built as ``cls(args)``.
 
     A group is the list of ``args.n_samples_per_prompt`` samples of one prompt draw, with ``group_index`` and
-    ``index`` set. A source that can resume implements the last four methods; their defaults do nothing.
+    ``index`` set. A source that can resume implements ``save`` and ``load``, or ``state_dict`` and
+    ``load_state_dict``; the defaults do nothing.
     """
 
     @abc.abstractmethod
@@ -95,6 +96,13 @@ class DataSource(abc.ABC):
 
     def mark_discarded(self, group_indices: Iterable[int]) -> None:  # noqa: B027
         """These groups were filtered out for good: they are not drawn again after a resume."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs; written with each checkpoint. Sources with `save` and `load` have none."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Restore what `state_dict` returned."""
 
 
 # -- protocols: rollout ----------------------------------------------------------------------------------------------

@@ -1,0 +1,66 @@
+"""Chat messages to text, and the signs that text is already templated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.errors import UserError
+
+Messages = list[dict[str, Any]]
+
+
+def render_messages(
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    **template_kwargs: Any,
+) -> str:
+    """The messages as text, in the tokenizer's chat template.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or the template refuses the messages.
+    """
+    from jinja2.exceptions import TemplateError
+
+    if not tokenizer.chat_template:
+        raise UserError(
+            "--apply-chat-template is set, but the tokenizer has no chat template",
+            why=f"neither tokenizer_config.json nor chat_template.jinja in '{tokenizer.name_or_path}' has one",
+            fix="take an instruct model, add a chat_template.jinja, or leave --apply-chat-template out",
+        )
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
+    except (TemplateError, TypeError, KeyError) as error:
+        raise UserError(
+            "the chat template refuses the messages",
+            why=f"{type(error).__name__}: {error}; roles: {', '.join(str(m.get('role')) for m in messages)}",
+            fix="check the roles and their order, and --apply-chat-template-kwargs",
+        ) from error
+
+
+def render_prompt(
+    tokenizer: Any, prompt: str | Messages, *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
+) -> str:
+    """Like `render_messages`, up to where the assistant is to speak; bare text is taken as one user message."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return render_messages(tokenizer, messages, tools=tools, **template_kwargs)
+
+
+def template_markers(tokenizer: Any) -> list[str]:
+    """Special tokens that the chat template writes around messages, e.g. ``["<|im_start|>", "<|im_end|>"]``."""
+    if not tokenizer.chat_template:
+        return []
+    from slime.prompts.tokenizer import special_tokens
+
+    text = render_prompt(tokenizer, "hello")
+    return sorted({token for token in special_tokens(tokenizer).values() if token and token in text})
+
+
+def carries_template(prompt: str | Messages, markers: list[str]) -> bool:
+    """Whether a prompt that is still to be templated already holds markers of the template."""
+    texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
+    return any(marker in text for text in texts if isinstance(text, str) for marker in markers)

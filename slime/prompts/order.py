@@ -1,0 +1,143 @@
+"""In which order prompts are drawn. An order is a pure function of data, seed and epoch, so a position is enough to
+resume: ``seek(epoch, offset)``, then ``take()`` one prompt after another, from epoch to epoch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from slime.errors import UserError
+from slime.observe.log import get_logger
+from slime.prompts.prepare import Checker
+from slime.prompts.readers import Row, Rows, iter_rows
+from slime.prompts.row_format import Prompt, read_prompt
+
+logger = get_logger(__name__)
+
+#: Rows that streaming holds to shuffle among.
+SHUFFLE_BUFFER = 10_000
+
+
+class Order(Protocol):
+    """Prompts one after another. ``tell()`` is the position of the next ``take()``."""
+
+    def tell(self) -> tuple[int, int]: ...
+    def seek(self, epoch: int, offset: int) -> None: ...
+    def take(self) -> Prompt: ...
+    def __len__(self) -> int: ...
+    def fingerprint(self) -> str: ...
+
+
+class MappedOrder:
+    """Random access: each epoch is the original order, or a permutation of it seeded by ``seed + epoch``."""
+
+    def __init__(self, rows: Rows, kept: np.ndarray, checker: Checker, *, shuffle: bool, seed: int) -> None:
+        self._rows, self._kept, self._checker = rows, kept, checker
+        self._shuffle, self._seed = shuffle, seed
+        self.seek(0, 0)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def tell(self) -> tuple[int, int]:
+        return self._epoch, self._offset
+
+    def seek(self, epoch: int, offset: int) -> None:
+        self._epoch, self._offset = epoch, offset
+        self._permutation = list(range(len(self._kept)))
+        if self._shuffle:
+            random.Random(self._seed + epoch).shuffle(self._permutation)
+
+    def take(self) -> Prompt:
+        if self._offset >= len(self._kept):
+            self.seek(self._epoch + 1, 0)
+        row = self._rows[int(self._kept[self._permutation[self._offset]])]
+        self._offset += 1
+        return read_prompt(row, self._checker.form, self._checker.tokenizer)
+
+    def fingerprint(self) -> str:
+        """Changes with the rows that can be drawn: their number, and content of the first, middle and last."""
+        digest = xxhash.xxh3_64(self._kept.tobytes())
+        for position in (0, len(self._kept) // 2, len(self._kept) - 1):
+            digest.update(repr(self._rows[int(self._kept[position])]).encode())
+        return digest.hexdigest()
+
+
+class StreamedOrder:
+    """Sequential access (``--streaming-data``): rows are read, checked and measured when they are drawn.
+
+    Shuffling picks at random, seeded by ``seed + epoch``, from a buffer of the next `SHUFFLE_BUFFER` rows. An offset
+    counts drawn prompts of the epoch; seeking reads the epoch again up to there.
+    """
+
+    def __init__(self, path: str, checker: Checker, *, shuffle: bool, seed: int) -> None:
+        self._path, self._checker = path, checker
+        self._shuffle, self._seed = shuffle, seed
+        self._too_long = 0
+        self.seek(0, 0)
+
+    def __len__(self) -> int:
+        raise UserError(
+            "the number of prompts is not known with --streaming-data",
+            fix="pass --num-rollout instead of --num-epoch, or leave --streaming-data out",
+        )
+
+    def tell(self) -> tuple[int, int]:
+        return self._epoch, self._offset
+
+    def seek(self, epoch: int, offset: int) -> None:
+        self._epoch, self._offset = epoch, 0
+        self._prompts = self._open()
+        for _ in range(offset):
+            self.take()
+
+    def take(self) -> Prompt:
+        prompt = next(self._prompts, None)
+        if prompt is None:
+            if self._offset == 0:
+                raise UserError(
+                    f"{self._path} has no prompt of at most {self._checker.max_tokens} tokens",
+                    why=f"{self._too_long} prompts are longer" if self._too_long else "it has no rows",
+                    fix="raise --rollout-max-prompt-len or --rollout-max-context-len, or take other data",
+                )
+            if self._too_long:
+                logger.warning("%s: %d prompts were too long and left out", self._path, self._too_long)
+            self.seek(self._epoch + 1, 0)
+            return self.take()
+        self._offset += 1
+        return prompt
+
+    def _open(self) -> Iterator[Prompt]:
+        self._too_long = 0
+        rows: Iterator[tuple[str, Row]] = iter_rows(self._path)
+        if self._shuffle:
+            rows = shuffled(rows, random.Random(self._seed + self._epoch).randrange, SHUFFLE_BUFFER)
+        limit = self._checker.max_tokens
+        for prompt, length in self._checker.stream(rows):
+            if limit is None or length <= limit:
+                yield prompt
+            else:
+                self._too_long += 1
+
+    def fingerprint(self) -> str:
+        return "stream"
+
+
+def shuffled(items: Iterator[Any], randrange: Callable[[int], int], size: int) -> Iterator[Any]:
+    """Each item once, drawn at random from a buffer of the next ``size``."""
+    buffer: list[Any] = []
+    for item in items:
+        if len(buffer) < size:
+            buffer.append(item)
+            continue
+        chosen = randrange(size)
+        yield buffer[chosen]
+        buffer[chosen] = item
+    while buffer:
+        chosen = randrange(len(buffer))
+        buffer[chosen], buffer[-1] = buffer[-1], buffer[chosen]
+        yield buffer.pop()

@@ -1,0 +1,189 @@
+"""The pass over all rows before the first draw: check each row, leave out prompts that are too long, keep the order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from slime.errors import UserError
+from slime.observe.log import get_logger
+from slime.prompts.chat_template import carries_template, template_markers
+from slime.prompts.problems import Problems, RowProblem
+from slime.prompts.readers import Row, Rows
+from slime.prompts.row_format import Prompt, RowFormat, read_prompt
+
+logger = get_logger(__name__)
+
+#: Rows per tokeniser call, and per task of a data worker.
+_BATCH, _TASK = 512, 4096
+
+
+@dataclass
+class Scan:
+    """What the pass found in a range of rows.
+
+    Attributes:
+        kept: positions of the rows that can be drawn.
+        too_long, shortest: how many prompts exceed the limit, and the length of the shortest of them.
+        templated, first_templated: how many prompts already carry the chat template, and where the first is.
+    """
+
+    kept: list[int] = field(default_factory=list)
+    too_long: int = 0
+    shortest: int | None = None
+    templated: int = 0
+    first_templated: str = ""
+    problems: Problems = field(default_factory=Problems)
+
+    def merge(self, other: Scan) -> None:
+        self.kept.extend(other.kept)
+        self.too_long += other.too_long
+        lengths = [length for length in (self.shortest, other.shortest) if length is not None]
+        self.shortest = min(lengths, default=None)
+        self.first_templated = self.first_templated or other.first_templated
+        self.templated += other.templated
+        self.problems.merge(other.problems)
+
+
+@dataclass
+class Checker:
+    """Checks rows one range at a time; picklable, so that data workers can hold one each.
+
+    Args:
+        max_tokens: prompts of more tokens are left out; None for no limit.
+    """
+
+    form: RowFormat
+    tokenizer: Any
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        template = self.form.apply_chat_template and not self.form.raw
+        self.markers = template_markers(self.tokenizer) if template else []
+
+    def scan(self, rows: Rows, start: int, stop: int) -> Scan:
+        found = Scan()
+        for low in range(start, stop, _BATCH):
+            self._scan_batch(rows, range(low, min(low + _BATCH, stop)), found)
+        return found
+
+    def _scan_batch(self, rows: Rows, positions: range, found: Scan) -> None:
+        prompts: list[tuple[int, Prompt]] = []
+        for position in positions:
+            try:
+                prompt = read_prompt(rows[position], self.form, self.tokenizer)
+            except RowProblem as problem:
+                found.problems.add(rows.where(position), problem)
+                continue
+            if self.markers and carries_template(prompt.bare, self.markers):
+                found.templated += 1
+                found.first_templated = found.first_templated or rows.where(position)
+            prompts.append((position, prompt))
+        for (position, _), length in zip(prompts, self.lengths([prompt for _, prompt in prompts])):
+            if self.max_tokens is None or length <= self.max_tokens:
+                found.kept.append(position)
+            else:
+                found.too_long += 1
+                found.shortest = length if found.shortest is None else min(found.shortest, length)
+
+    def lengths(self, prompts: list[Prompt]) -> list[int]:
+        """Tokens of each prompt; 0 where nothing can be measured (no limit, or chat messages without template)."""
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        if self.max_tokens is None or self.form.raw:
+            return [0] * len(prompts)
+        texts = {i: p.text for i, p in enumerate(prompts) if not p.tokens and isinstance(p.text, str)}
+        if texts:
+            encoded = self.tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"]
+            for i, ids in zip(texts, encoded):
+                lengths[i] = len(ids)
+        return lengths
+
+    def stream(self, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[Prompt, int]]:
+        """(prompt, length) of rows that come one by one; a row that cannot be used is a `UserError`."""
+        for where, row in rows:
+            try:
+                prompt = read_prompt(row, self.form, self.tokenizer)
+            except RowProblem as problem:
+                raise problem.at(where) from problem
+            if self.markers and carries_template(prompt.bare, self.markers):
+                logger.warning("%s", templated_warning("streamed data", 1, where, self.markers))
+                self.markers = []  # once is enough
+            yield prompt, self.lengths([prompt])[0]
+
+
+def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np.ndarray:
+    """Positions of the rows that can be drawn, in order; int64 [number kept].
+
+    Args:
+        num_workers: processes that render and tokenise; 0 does it here.
+    Raises:
+        UserError: rows that cannot be used (all of them counted), or no prompt short enough.
+    """
+    total = Scan()
+    for part in _scan_all(rows, checker, num_workers):
+        total.merge(part)
+    if total.problems.found:
+        raise total.problems.error(path, len(rows))
+    if not total.kept:
+        raise UserError(
+            f"every prompt of {path} is longer than {checker.max_tokens} tokens",
+            why=f"{len(rows)} prompts, the shortest has {total.shortest} tokens",
+            fix="raise --rollout-max-prompt-len or --rollout-max-context-len, or take other data",
+        )
+    if total.too_long:
+        logger.warning(
+            "%s: %d of %d prompts are longer than %d tokens and left out",
+            path, total.too_long, len(rows), checker.max_tokens,
+        )  # fmt: skip
+    if total.templated:
+        logger.warning("%s", templated_warning(path, total.templated, total.first_templated, checker.markers))
+    return np.asarray(total.kept, dtype=np.int64)
+
+
+def templated_warning(path: str, count: int, where: str, markers: list[str]) -> str:
+    return (
+        f"{path}: {count} prompts already carry the chat template (first: {where}; markers: {', '.join(markers)}), and "
+        "--apply-chat-template puts them into it a second time; leave the flag out, or strip the markers from the data"
+    )
+
+
+def _scan_all(rows: Rows, checker: Checker, num_workers: int) -> Iterator[Scan]:
+    tasks = [(low, min(low + _TASK, len(rows))) for low in range(0, len(rows), _TASK)]
+    workers = min(num_workers, len(tasks))
+    if workers < 2:
+        yield checker.scan(rows, 0, len(rows))
+        return
+    # spawn: a fork would copy the locks of tokeniser and Ray threads in whatever state they are
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _start_worker, (rows, checker)) as pool:
+        yield from pool.map(_scan_task, tasks)
+
+
+_worker_state: tuple[Rows, Checker] | None = None
+
+
+def _start_worker(rows: Rows, checker: Checker) -> None:
+    global _worker_state
+    _worker_state = rows, checker
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _scan_task(task: tuple[int, int]) -> Scan:
+    assert _worker_state is not None
+    rows, checker = _worker_state
+    return checker.scan(rows, *task)

@@ -1,0 +1,182 @@
+"""How a row becomes a prompt: which columns, which types, whether the chat template is applied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.prompts.chat_template import Messages, render_prompt
+from slime.prompts.problems import RowProblem, missing_key
+
+#: Built-in rewards that compare with a label, which must then be text or a number.
+_TEXT_LABELS = frozenset({"math", "deepscaler", "dapo", "f1", "gpqa"})
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Columns and rendering.
+
+    Attributes:
+        text_label: the label must be text or a number (it is compared with the response); else anything goes.
+        raw: keep chat messages as they are, whatever ``apply_chat_template`` says (supervised fine-tuning renders
+            them together with the answers).
+        metadata_required, tools_required: the column was asked for by flag, so at least its key must be there.
+    """
+
+    input_key: str = "input"
+    label_key: str | None = None
+    metadata_key: str = "metadata"
+    tool_key: str = "tools"
+    apply_chat_template: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    text_label: bool = False
+    raw: bool = False
+    metadata_required: bool = False
+    tools_required: bool = False
+    input_flag: str = "--input-key"
+    label_flag: str = "--label-key"
+
+    @staticmethod
+    def of(config: Config) -> RowFormat:
+        """For the training prompts of ``config``."""
+        data, rm_type = config.data, (config.reward.rm_type or "").removeprefix("boxed_")
+        return RowFormat(
+            input_key=data.input_key,
+            label_key=data.label_key,
+            metadata_key=data.metadata_key,
+            tool_key=data.tool_key,
+            apply_chat_template=data.apply_chat_template,
+            template_kwargs=dict(data.apply_chat_template_kwargs),
+            text_label=rm_type in _TEXT_LABELS and not config.reward.custom_rm_path,
+            raw=config.algorithm.loss_type == "sft_loss",
+            metadata_required=data.metadata_key != "metadata",
+            tools_required=data.tool_key != "tools",
+        )
+
+
+@dataclass
+class Prompt:
+    """One row, ready to be drawn.
+
+    Attributes:
+        text: text for the tokenizer, or chat messages when no template is applied.
+        tokens: ids of a row that was tokenised beforehand, else [].
+        bare: the prompt before the template was applied (for the check of `carries_template`).
+    """
+
+    text: str | Messages
+    tokens: list[int]
+    label: Any
+    metadata: dict[str, Any]
+    bare: str | Messages
+
+
+def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
+    """Check and render one row.
+
+    Raises:
+        RowProblem: a key is missing, a value has the wrong type, or the prompt is empty.
+    """
+    if form.input_key not in row:
+        raise missing_key(form.input_key, form.input_flag, row)
+    value = row[form.input_key]
+    label = _label(row, form)
+    metadata = _metadata(row, form)
+    tools = _tools(row, form)
+    if tools:
+        metadata["tools"] = tools
+    if isinstance(value, list) and value and all(type(item) is int for item in value):
+        return Prompt(tokenizer.decode(value) if tokenizer is not None else "", value, label, metadata, "")
+    prompt = _check_prompt(value, form)
+    text = prompt
+    if form.apply_chat_template and not form.raw:
+        try:
+            text = render_prompt(tokenizer, prompt, tools=tools or None, **form.template_kwargs)
+        except UserError as error:
+            if not tokenizer.chat_template:
+                raise
+            raise RowProblem("are refused by the chat template", error.why, error.fix) from error
+    return Prompt(text, [], label, metadata, prompt)
+
+
+def _check_prompt(value: Any, form: RowFormat) -> str | Messages:
+    key = form.input_key
+    if isinstance(value, str):
+        if not value.strip():
+            raise RowProblem(f"have an empty prompt (key '{key}')", fix="remove these rows")
+        return value
+    if not isinstance(value, list) or not all(isinstance(item, dict) and "role" in item for item in value):
+        kind = "None" if value is None else f"a {type(value).__name__}"
+        raise RowProblem(
+            f"have a prompt (key '{key}') that is no text, chat messages or token ids",
+            f"found {kind}",
+            f"check {form.input_flag}; messages are [{{'role': …, 'content': …}}]",
+        )
+    # columnar files fill keys that only some messages have with None
+    messages = [{name: item for name, item in message.items() if item is not None} for message in value]
+    if not any(_has_content(message) for message in messages):
+        raise RowProblem(f"have an empty prompt (key '{key}')", fix="remove these rows")
+    return messages
+
+
+def _has_content(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    return bool(content.strip() if isinstance(content, str) else content)
+
+
+def _label(row: dict[str, Any], form: RowFormat) -> Any:
+    if form.label_key is None:
+        return None
+    if form.label_key not in row:
+        raise missing_key(form.label_key, form.label_flag, row)
+    label = row[form.label_key]
+    if form.text_label and (isinstance(label, bool) or not isinstance(label, (str, int, float))):
+        found = "None" if label is None else f"a {type(label).__name__}"
+        raise RowProblem(
+            f"have a label (key '{form.label_key}') that is neither text nor a number",
+            f"found {found}; the reward function compares it with the response",
+            f"check {form.label_flag}, or write a reward function of your own (--custom-rm-path)",
+        )
+    if form.text_label and isinstance(label, str) and not label.strip():
+        raise RowProblem(f"have an empty label (key '{form.label_key}')", fix="remove these rows")
+    return label
+
+
+def _metadata(row: dict[str, Any], form: RowFormat) -> dict[str, Any]:
+    if form.metadata_key not in row:
+        if form.metadata_required:
+            raise missing_key(form.metadata_key, "--metadata-key", row)
+        return {}
+    value = _decoded(row[form.metadata_key])
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RowProblem(
+            f"have metadata (key '{form.metadata_key}') that is no dict", f"found a {type(value).__name__}"
+        )
+    return dict(value)
+
+
+def _tools(row: dict[str, Any], form: RowFormat) -> list[dict[str, Any]]:
+    if form.tool_key not in row:
+        if form.tools_required:
+            raise missing_key(form.tool_key, "--tool-key", row)
+        return []
+    value = _decoded(row[form.tool_key])
+    if not isinstance(value, (list, type(None))):
+        raise RowProblem(f"have tools (key '{form.tool_key}') that are no list", f"found a {type(value).__name__}")
+    return list(value or [])
+
+
+def _decoded(value: Any) -> Any:
+    """Columnar files often hold nested values as JSON text."""
+    if isinstance(value, str) and value.strip():
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return value  # reported by type
+    return value or None

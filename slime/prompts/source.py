@@ -1,0 +1,191 @@
+"""The prompt source: draws groups of samples, takes them back, and remembers what training has consumed.
+
+    rows ─► checked and measured ─► order of the epoch ─► groups ─► rollout ─┐
+                                           ▲                                 │ aborted or surplus groups
+                                           └───────────── buffer ◄───────────┘
+
+What a resumed run draws follows from what was *consumed*, not from what was drawn: groups that were under way when the
+run stopped are drawn again, with the same indices and in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.hooks import DataSource, check_data_source, load_function
+from slime.observe.log import get_logger
+from slime.prompts.order import MappedOrder, Order, StreamedOrder
+from slime.prompts.prepare import Checker, prepare
+from slime.prompts.readers import open_rows
+from slime.prompts.row_format import RowFormat
+from slime.samples.buffer import SampleBuffer, pop_first
+from slime.samples.types import Sample
+
+logger = get_logger(__name__)
+
+
+def make_source(config: Config, tokenizer: Any) -> DataSource:
+    """The source that the flags name: ``--data-source-path``, or `PromptSource`.
+
+    Raises:
+        UserError: the class cannot be loaded or is no data source; see also `PromptSource`.
+    """
+    path = config.data.data_source_path
+    if not path:
+        return PromptSource(config, tokenizer)
+    cls = load_function(path)
+    check_data_source(cls, path)
+    return cls(config.flat())
+
+
+class PromptSource(DataSource):
+    """Groups of ``n_samples_per_prompt`` samples, in the order of the data, epoch after epoch.
+
+    The k-th draw of a run gets ``group_index`` k and sample indices k·n … k·n + n − 1, whatever was drawn before a
+    resume.
+
+    Args:
+        config: groups ``data``, ``rollout``, ``reward`` and ``algorithm`` are read.
+        tokenizer: renders and measures prompts.
+    Raises:
+        UserError: any of the conditions that `slime.prompts.readers` and `slime.prompts.prepare` name.
+
+    Example:
+        >>> source = PromptSource(config, tokenizer)                                           # doctest: +SKIP
+        >>> [[sample.index for sample in group] for group in source.get_samples(2)]            # doctest: +SKIP
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+    """
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self._group_size = config.rollout.n_samples_per_prompt
+        select = load_function(config.rollout.buffer_filter_path) if config.rollout.buffer_filter_path else pop_first
+        self._buffer = SampleBuffer(config.flat(), select)
+        self._order = _open_order(config, tokenizer)
+        self._next = 0
+        self._done: set[int] = set()
+        """Finished draws at or above ``_low``, below which all are finished."""
+        self._low = 0
+        self._held: set[int] = set()
+        """Draws that came out of a restored buffer, so that the data must not give them again."""
+        self._positions: dict[int, tuple[int, int]] = {}
+        """Where each unfinished draw stands in the data."""
+
+    # -- drawing ---------------------------------------------------------------------------------------------------
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """``num_samples`` groups: those that were put back first, then new ones."""
+        groups = self._buffer.take(num_samples)
+        while len(groups) < num_samples:
+            groups.append(self._draw())
+        return groups
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        self._buffer.add(samples)
+
+    def _draw(self) -> list[Sample]:
+        if self._order is None:  # --disable-rollout-global-dataset: prompts come from the rollout function
+            self._next += 1
+            return self._make_group(Sample(), self._next - 1)
+        while True:
+            group_index = self._next
+            if group_index in self._done:
+                self._order.take()  # finished before the resume
+                self._next += 1
+                self.mark_consumed(())
+                continue
+            position = self._order.tell()
+            prompt = self._order.take()
+            self._next += 1
+            self._positions[group_index] = position
+            if group_index not in self._held:
+                break
+        metadata = dict(prompt.metadata)
+        sample = Sample(prompt=prompt.text, tokens=prompt.tokens, label=prompt.label, metadata=metadata)
+        return self._make_group(sample, group_index)
+
+    def _make_group(self, sample: Sample, group_index: int) -> list[Sample]:
+        group = []
+        for position in range(self._group_size):
+            drawn = copy.deepcopy(sample)
+            drawn.group_index = group_index
+            drawn.index = group_index * self._group_size + position
+            group.append(drawn)
+        return group
+
+    def __len__(self) -> int:
+        """Prompts per epoch."""
+        if self._order is None:
+            raise UserError("there is no data set to count", fix="pass --num-rollout")
+        return len(self._order)
+
+    # -- resuming --------------------------------------------------------------------------------------------------
+
+    def mark_consumed(self, group_indices: Iterable[int]) -> None:
+        self._done.update(index for index in group_indices if index >= self._low)
+        while self._low in self._done and self._low < self._next:
+            self._done.discard(self._low)
+            self._positions.pop(self._low, None)
+            self._held.discard(self._low)
+            self._low += 1
+
+    def mark_discarded(self, group_indices: Iterable[int]) -> None:
+        self.mark_consumed(group_indices)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values (and tensors, where buffered samples hold some)."""
+        epoch, offset = (0, 0) if self._order is None else self._positions.get(self._low, self._order.tell())
+        return {
+            "version": 1,
+            "low": self._low,
+            "done": sorted(self._done),
+            "epoch": epoch,
+            "offset": offset,
+            "data": "" if self._order is None else self._order.fingerprint(),
+            "buffer": self._buffer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken. With other data, its prompts are drawn from the beginning."""
+        self._buffer.load_state_dict(state["buffer"])
+        self._next = self._low = state["low"]
+        self._done, self._positions = set(state["done"]), {}
+        self._held = self._buffer.group_indices
+        if self._order is None:
+            return
+        if state["data"] == self._order.fingerprint():
+            self._order.seek(state["epoch"], state["offset"])
+            return
+        logger.warning("the prompt data is not the checkpoint's: drawing from its beginning")
+        self._next = self._low = max([state["low"] - 1, *self._done, *self._held]) + 1
+        self._done, self._held = set(), set()
+        self._order.seek(0, 0)
+
+
+def _open_order(config: Config, tokenizer: Any) -> Order | None:
+    data = config.data
+    if not data.rollout_global_dataset:
+        return None
+    if not data.prompt_data:
+        raise UserError(
+            "there is no prompt data",
+            fix="pass --prompt-data, or --disable-rollout-global-dataset when the rollout function brings its own",
+        )
+    checker = Checker(RowFormat.of(config), tokenizer, max_prompt_tokens(config))
+    options: dict[str, Any] = {"shuffle": data.rollout_shuffle, "seed": config.rollout.rollout_seed}
+    if data.streaming_data:
+        return StreamedOrder(data.prompt_data, checker, **options)
+    rows = open_rows(data.prompt_data)
+    kept = prepare(rows, data.prompt_data, checker, data.num_data_workers)
+    return MappedOrder(rows, kept, checker, **options)
+
+
+def max_prompt_tokens(config: Config) -> int | None:
+    """The longest prompt that leaves room for a token of response: ``--rollout-max-prompt-len`` and the contexts."""
+    limits = [config.data.rollout_max_prompt_len]
+    for context in (config.rollout.rollout_max_context_len, config.train.seq_length):
+        limits.append(None if context is None else context - 1)
+    return min((limit for limit in limits if limit is not None), default=None)

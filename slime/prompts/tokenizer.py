@@ -1,0 +1,115 @@
+"""The tokenizer of a model directory, and whether its stop tokens end a turn. Never touches the network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from slime.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Any of these makes a directory one with a tokenizer. transformers builds an empty one from config.json alone.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a local Hugging Face directory.
+
+    Raises:
+        UserError: no such directory, no tokenizer in it, or transformers cannot read it.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(
+            f"there is no model directory '{path}'",
+            why="models are read from the local file system only; nothing is downloaded",
+            fix="pass --hf-checkpoint with a directory that holds config.json, weights and tokenizer",
+        )
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        there = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "nothing"
+        raise UserError(
+            f"the model directory '{path}' has no tokenizer",
+            why=f"it has: {there}; looked for {', '.join(_TOKENIZER_FILES)}",
+            fix="copy tokenizer.json and tokenizer_config.json of the model into it",
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise UserError(
+            f"the tokenizer in '{path}' cannot be read",
+            why=f"{type(error).__name__}: {first_line}",
+            fix="check that its files are complete and fit the installed transformers version",
+        ) from error
+
+
+def generation_config_of(path: str) -> dict[str, Any]:
+    """generation_config.json of a model directory; {} where there is none."""
+    file = Path(path) / "generation_config.json"
+    return orjson.loads(file.read_bytes()) if file.is_file() else {}
+
+
+def stop_token_report(
+    tokenizer: Any,
+    generation_config: dict[str, Any] | None = None,
+    stop_token_ids: Iterable[int] = (),
+    stop: Iterable[str] = (),
+) -> list[str]:
+    """Warnings about how generation will end; empty when all is well.
+
+    Compares what ends an assistant turn in the chat template with what stops generation: the tokenizer's end token,
+    ``eos_token_id`` of the generation config, and the flags ``--rollout-stop-token-ids`` and ``--rollout-stop``.
+
+    Example (template ends turns with <|im_end|>, but only <|endoftext|> stops):
+        >>> stop_token_report(tokenizer)                                                       # doctest: +SKIP
+        ["no stop token ends a turn: the chat template ends turns with '<|im_end|>' (151645), ..."]
+    """
+    stops = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    configured = (generation_config or {}).get("eos_token_id")
+    stops.update([configured] if isinstance(configured, int) else configured or [])
+    stops.update(stop_token_ids)
+    strings = list(stop)
+    if not stops and not strings:
+        return [
+            "nothing stops generation before the length limit: the tokenizer has no end token, the generation config "
+            "names none, and neither --rollout-stop nor --rollout-stop-token-ids is set"
+        ]
+    end = end_of_turn_tokens(tokenizer)
+    if not end or stops & end.keys() or any(text in strings for text in end.values()):
+        return []
+    names = ", ".join(f"{text!r} ({number})" for number, text in end.items())
+    known = ", ".join(f"{tokenizer.convert_ids_to_tokens(number)!r} ({number})" for number in sorted(stops))
+    return [
+        f"no stop token ends a turn: the chat template ends turns with {names}, generation stops at "
+        f"{known or strings}; pass --rollout-stop-token-ids {next(iter(end))}, or responses may never end"
+    ]
+
+
+_PROBE = "probe of the turn's end"
+
+
+def end_of_turn_tokens(tokenizer: Any) -> dict[int, str]:
+    """Special tokens (id → text) that the chat template puts right after an assistant's message; {} without one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return {}
+    from slime.prompts.chat_template import render_messages
+
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
+    text = render_messages(tokenizer, messages, add_generation_prompt=False)
+    tail = text[text.rfind(_PROBE) + len(_PROBE) :]
+    special = special_tokens(tokenizer)
+    ids = tokenizer.encode(tail, add_special_tokens=False)
+    return {number: special[number] for number in ids if number in special}
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Special tokens by id, those added for chat templates included."""
+    added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))

@@ -1,0 +1,190 @@
+"""The prompt source: order, wrap-around, resume by what was consumed, buffer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prompt_fixtures import make_tokenizer, write_jsonl
+
+from slime.config import make_config
+from slime.errors import UserError
+from slime.prompts.source import PromptSource, make_source
+from slime.samples.types import Sample
+
+TOKENIZER = make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_jsonl(tmp_path_factory.mktemp("data") / "d.jsonl", [{"input": f"p{i}", "answer": i} for i in range(7)])
+
+
+def make(data: str, **flags: Any) -> PromptSource:
+    flags = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "num_rollout": 1, "prompt_data": data, **flags}
+    return PromptSource(make_config(**flags), TOKENIZER)
+
+
+def prompts(groups: list[list[Sample]]) -> list[Any]:
+    return [group[0].prompt for group in groups]
+
+
+def test_groups_are_independent_copies_with_monotonic_indices(data: str) -> None:
+    source = make(data, label_key="answer")
+    groups = source.get_samples(3)
+    assert [[(s.group_index, s.index) for s in g] for g in groups] == [
+        [(0, 0), (0, 1)],
+        [(1, 2), (1, 3)],
+        [(2, 4), (2, 5)],
+    ]
+    groups[0][0].metadata["mine"] = 1
+    assert groups[0][1].metadata == {}
+    assert (groups[2][0].prompt, groups[2][0].label, len(source)) == ("p2", 2, 7)
+
+
+def test_one_call_may_wrap_over_several_epochs(data: str) -> None:
+    assert prompts(make(data).get_samples(17)) == [f"p{i % 7}" for i in range(17)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_epoch_is_a_new_permutation_of_the_original_order(data: str, streaming: bool) -> None:
+    drawn = prompts(make(data, rollout_shuffle=True, streaming_data=streaming).get_samples(21))
+    epochs = [drawn[:7], drawn[7:14], drawn[14:]]
+    assert all(sorted(epoch) == [f"p{i}" for i in range(7)] for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert drawn == prompts(make(data, rollout_shuffle=True, streaming_data=streaming).get_samples(21))
+    assert drawn != prompts(make(data, rollout_shuffle=True, streaming_data=streaming, rollout_seed=1).get_samples(21))
+
+
+def test_streaming_knows_no_length(data: str) -> None:
+    with pytest.raises(UserError, match="not known with --streaming-data"):
+        len(make(data, streaming_data=True))
+
+
+# -- resume ----------------------------------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["draw", "consume", "put back", "resume"]), st.integers(0, 5)), min_size=1, max_size=30
+)
+
+
+@pytest.mark.parametrize("flags", [{}, {"rollout_shuffle": True}, {"rollout_shuffle": True, "streaming_data": True}])
+@given(steps=STEPS)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_after_any_history_every_draw_is_consumed_once_and_is_what_it_always_was(data, flags, steps) -> None:
+    """Draw, consume, put back, and resume from a saved state in any order: draw k is always the same prompt with the
+    same indices, an unfinished draw comes again, and a finished one never does."""
+    always = {group[0].group_index: group[0].prompt for group in make(data, **flags).get_samples(100)}
+    source, under_way, consumed = make(data, **flags), [], set()
+    for action, number in steps:
+        if action == "draw":
+            under_way.extend(source.get_samples(number))
+        elif action == "consume" and under_way:
+            group = under_way.pop(number % len(under_way))
+            source.mark_consumed([group[0].group_index])
+            consumed.add(group[0].group_index)
+        elif action == "put back" and under_way:
+            group = under_way.pop(number % len(under_way))
+            group[0].response = "partial"
+            source.add_samples([group])
+        elif action == "resume":
+            state = pickle.loads(pickle.dumps(source.state_dict()))
+            source, under_way = make(data, **flags), []
+            source.load_state_dict(state)
+        for group in under_way:
+            index = group[0].group_index
+            assert index not in consumed
+            assert group[0].prompt == always[index]
+            assert [s.index for s in group] == [2 * index, 2 * index + 1]
+        indices = [group[0].group_index for group in under_way]
+        assert len(set(indices)) == len(indices), "no draw is under way twice"
+    state = source.state_dict()
+    source = make(data, **flags)
+    source.load_state_dict(state)
+    rest = {group[0].group_index for group in source.get_samples(100 - len(consumed))}
+    assert rest | consumed == set(range(100)) and not rest & consumed, "nothing lost, nothing twice"
+
+
+def test_resume_draws_undone_groups_again_in_the_same_order(data: str) -> None:
+    source = make(data, rollout_shuffle=True)
+    drawn = source.get_samples(6)
+    source.mark_consumed([0, 1, 4])
+    source.mark_discarded([2])
+    resumed = make(data, rollout_shuffle=True)
+    resumed.load_state_dict(source.state_dict())
+    again = resumed.get_samples(4)
+    assert [g[0].group_index for g in again] == [3, 5, 6, 7]
+    assert prompts(again)[:2] == [drawn[3][0].prompt, drawn[5][0].prompt]
+    assert prompts(again)[2:] == prompts(source.get_samples(2)), "an unbroken run goes on with the same prompts"
+
+
+def test_buffered_groups_survive_a_resume_with_their_partial_responses(data: str) -> None:
+    source = make(data)
+    groups = source.get_samples(3)
+    groups[1][0].append_response_tokens(tokens=[7], log_probs=[-0.5], text="x")
+    source.add_samples([groups[1]])
+    source.mark_consumed([0, 2])
+    resumed = make(data)
+    resumed.load_state_dict(copy.deepcopy(source.state_dict()))
+    first, second = resumed.get_samples(2)
+    assert (first[0].group_index, first[0].response, first[0].rollout_log_probs) == (1, "x", [-0.5])
+    assert (second[0].group_index, second[0].prompt) == (3, "p3")
+
+
+def test_other_data_after_a_resume_starts_at_its_beginning(data: str, tmp_path: Path) -> None:
+    source = make(data)
+    source.get_samples(4)
+    source.mark_consumed([0, 1, 3])
+    other = make(write_jsonl(tmp_path / "other.jsonl", [{"input": f"q{i}"} for i in range(3)]))
+    other.load_state_dict(source.state_dict())
+    group = other.get_samples(1)[0]
+    assert (group[0].prompt, group[0].group_index) == ("q0", 4)
+
+
+# -- buffer and other sources ----------------------------------------------------------------------------------------
+
+
+def test_put_back_groups_come_first_and_a_filter_may_choose(data: str, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "my_buffer_filter.py").write_text(
+        "def newest(args, rollout_id, buffer, num_samples):\n    return [buffer.pop()]\n"
+        "def keeps(args, rollout_id, buffer, num_samples):\n    return buffer[:1]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for flags, expected in [({}, ["p0", "p1"]), ({"buffer_filter_path": "my_buffer_filter.newest"}, ["p1", "p2"])]:
+        source = make(data, **flags)
+        source.add_samples(source.get_samples(2))
+        assert prompts(source.get_samples(2)) == expected
+    source = make(data, buffer_filter_path="my_buffer_filter.keeps")
+    source.add_samples(source.get_samples(1))
+    with pytest.raises(UserError, match="returned 1 groups of 1 asked for and removed 0"):
+        source.get_samples(1)
+
+
+def test_without_a_data_set_prompts_are_blank(data: str) -> None:
+    group = make(data, rollout_global_dataset=False).get_samples(2)[1]
+    assert [(s.prompt, s.group_index, s.index) for s in group] == [("", 1, 2), ("", 1, 3)]
+
+
+def test_a_source_of_the_users_own(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "my_source.py").write_text(
+        "from slime.hooks import DataSource\nfrom slime.samples.types import Sample\n"
+        "class Mine(DataSource):\n"
+        "    def __init__(self, args): self.n = args.n_samples_per_prompt\n"
+        "    def get_samples(self, num_samples): return [[Sample(prompt='x')] * self.n] * num_samples\n"
+        "    def add_samples(self, samples): pass\n"
+        "class Broken:\n    def __init__(self, args): pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = make_config(rollout_batch_size=1, n_samples_per_prompt=3, num_rollout=1, data_source_path="my_source.Mine")
+    source = make_source(config, TOKENIZER)
+    assert len(source.get_samples(2)[1]) == 3
+    with pytest.raises(UserError, match="does not say how many prompts"):
+        len(source)
+    config = make_config(rollout_batch_size=1, num_rollout=1, data_source_path="my_source.Broken")
+    with pytest.raises(UserError, match="is no data source class"):
+        make_source(config, TOKENIZER)
