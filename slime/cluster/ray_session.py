@@ -50,7 +50,7 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
             raise UserError(
                 f"no Ray cluster answers at {address}",
                 why=str(error).splitlines()[0],
-                fix="start one with 'ray start --head', or leave --ray-address and RAY_ADDRESS unset to run on this host",
+                fix="start one with 'ray start --head', or unset --ray-address and RAY_ADDRESS to run here",
             ) from error
         return False
     # Ray's own metrics and usage reporting cost processes and start-up time, and report to the outside.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -118,16 +119,12 @@ class ServerProcess:
             return
         if self._process.poll() is None and grace > 0:
             self._signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kill below follows
                 self._process.wait(grace)
-            except subprocess.TimeoutExpired:
-                pass  # the kill below follows
         self._signal(signal.SIGKILL)  # children that outlived their leader, too
         self._process.wait(10)
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
-        try:
+        with contextlib.suppress(ProcessLookupError):  # already gone, children included
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass  # already gone, children included

@@ -41,7 +41,7 @@ def wait_for(
         should_stop: polled about twice a second; when true, `StopRequested` is raised.
         on_poll: called as often, e.g. to refresh a progress display.
     Raises:
-        UserError: an actor raised one. DeadlinePassed, ActorDied, StopRequested; other exceptions as the actor raised them.
+        UserError: an actor raised one. DeadlinePassed, ActorDied, StopRequested; others as the actor raised them.
     """
     end = time.monotonic() + timeout
     pending = list(refs)

@@ -77,7 +77,8 @@ class Session:
         per_epoch = launch.num_prompts // rollout.rollout_batch_size
         if per_epoch == 0:
             raise UserError(
-                f"the data has {launch.num_prompts} prompts, fewer than one --rollout-batch-size of {rollout.rollout_batch_size}",
+                f"the data has {launch.num_prompts} prompts, less than one --rollout-batch-size"
+                f" of {rollout.rollout_batch_size}",
                 fix="lower --rollout-batch-size, or pass --num-rollout (prompts are then used again in a new epoch)",
             )
         return per_epoch * self.config.data.num_epoch

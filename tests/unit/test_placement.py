@@ -1,0 +1,151 @@
+"""Placement formulas, ports and server processes; nothing here starts Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.cluster.placement import PlacementPlan
+from slime.cluster.ports import reserve_port
+from slime.cluster.server_process import ServerDied, ServerProcess
+from slime.cluster.trainer_group import threads_per_process
+from slime.config import make_config
+from slime.errors import UserError
+from slime.rollout.engines.launch import LaunchSpec
+
+
+def plan(**flags: object) -> PlacementPlan:
+    base = {"hf_checkpoint": "model", "prompt_data": "data.jsonl", "rollout_batch_size": 8, "num_rollout": 1}
+    return PlacementPlan.of(make_config(**{**base, **flags}))
+
+
+@given(
+    nodes=st.integers(1, 4),
+    per_node=st.integers(1, 8),
+    engines=st.integers(1, 8),
+    size=st.integers(1, 4),
+    share=st.booleans(),
+)
+def test_formulas_of_the_faq(nodes: int, per_node: int, engines: int, size: int, share: bool) -> None:
+    train, rollout = nodes * per_node, engines * size
+    got = plan(
+        actor_num_nodes=nodes,
+        actor_num_gpus_per_node=per_node,
+        rollout_num_gpus=rollout,
+        rollout_num_gpus_per_engine=size,
+        colocate=share,
+        rollout_batch_size=train * 8,
+    )
+    assert got.total == (max(train, rollout) if share else train + rollout)
+    assert got.rollout_offset == (0 if share else train)
+    assert got.num_engines == engines
+    assert str(got.total) in got.formula
+
+
+def test_sft_and_train_only_need_no_engines() -> None:
+    assert plan(loss_type="sft_loss").total == plan().num_train == 1
+    assert plan(debug_train_only=True).num_engines == 0
+    assert plan(debug_rollout_only=True).num_train == 0
+
+
+def test_a_reserved_port_is_not_given_twice() -> None:
+    first = reserve_port("127.0.0.1")
+    with pytest.raises(UserError, match=f"port {first.port} is taken"):
+        reserve_port("127.0.0.1", preferred=first.port)
+    first.release()
+    again = reserve_port("127.0.0.1", preferred=first.port)
+    assert again.port == first.port
+    again.release()
+
+
+def test_a_port_in_use_is_passed_over() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(UserError, match="taken"):
+            reserve_port("127.0.0.1", preferred=taken.getsockname()[1])
+
+
+def test_threads_share_the_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert threads_per_process(1, take_turns=True) == cores
+    assert threads_per_process(cores * 2, take_turns=True) == 1
+    assert threads_per_process(1, take_turns=False) <= cores
+
+
+def server(tmp_path: Path, body: str, port: int, timeout: float = 20.0) -> ServerProcess:
+    spec = LaunchSpec([sys.executable, "-c", body], {}, "/", timeout)
+    return ServerProcess("server", spec, f"http://127.0.0.1:{port}", tmp_path / "server.log")
+
+
+def test_server_process_starts_and_stops_with_its_children(tmp_path: Path) -> None:
+    port = reserve_port("127.0.0.1")
+    child_file = tmp_path / "child"
+    body = (
+        "import subprocess, http.server\n"
+        f"child = subprocess.Popen(['sleep', '600']); open({str(child_file)!r}, 'w').write(str(child.pid))\n"
+        f"http.server.HTTPServer(('127.0.0.1', {port.port}), http.server.SimpleHTTPRequestHandler).serve_forever()\n"
+    )
+    process = server(tmp_path, body, port.port)
+    process.start()
+    process.wait_ready()
+    child = int(child_file.read_text())
+    assert process.is_alive()
+    process.stop()
+    assert not process.is_alive()
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
+    port.release()
+
+
+def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:
+    process = server(tmp_path, "raise SystemExit('no such model')", 1)
+    process.start()
+    with pytest.raises(ServerDied, match="no such model") as died:
+        process.wait_ready()
+    assert not died.value.is_port_clash
+
+
+def test_a_server_that_never_answers_is_killed_at_the_deadline(tmp_path: Path) -> None:
+    process = server(tmp_path, "import time; time.sleep(600)", 1, timeout=0.5)
+    process.start()
+    with pytest.raises(ServerDied, match="not ready within"):
+        process.wait_ready()
+    assert not process.is_alive()
+
+
+def test_a_server_dies_when_its_owner_is_killed(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    owner = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"""
+import sys, time
+from pathlib import Path
+from slime.cluster.server_process import ServerProcess
+from slime.rollout.engines.launch import LaunchSpec
+process = ServerProcess("s", LaunchSpec(["sleep", "600"]), "http://127.0.0.1:1", Path({str(tmp_path / "log")!r}))
+process.start()
+Path({str(pid_file)!r}).write_text(str(process.pid))
+time.sleep(600)
+""",
+        ]
+    )
+    deadline = time.monotonic() + 30
+    while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    served = Path(f"/proc/{pid_file.read_text()}")
+    assert served.exists()
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    while served.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not served.exists()
