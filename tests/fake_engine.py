@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -74,10 +74,10 @@ class FakeEngine:
             "/server_info": server,
             "/get_server_info": server,
         }.items():
-            app.router.add_get(path, lambda _request, body=body: web.json_response(body))  # type: ignore[misc]
-        self._runner = web.AppRunner(app, handler_cancellation=True)
+            app.router.add_get(path, _answering(body))
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.2)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
@@ -162,3 +162,10 @@ class FakeEngine:
     async def _loads(self, _request: web.Request) -> web.Response:
         load = {"dp_rank": 0, "num_running_reqs": self.in_flight, "num_waiting_reqs": 0, "num_used_tokens": 0}
         return web.json_response({"loads": [load]})
+
+
+def _answering(body: dict[str, Any]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(_request: web.Request) -> web.Response:
+        return web.json_response(body)
+
+    return answer

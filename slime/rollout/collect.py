@@ -228,11 +228,13 @@ class Collector:
                 task.result()
 
     async def _cancel(self, tasks: set[asyncio.Task[None]] | dict[asyncio.Task[None], GroupRun]) -> None:
-        running = [task for task in tasks if not task.done()]
-        for task in running:
+        for task in tasks:
             task.cancel()
-        if running:
-            await asyncio.wait(running, timeout=self.abort_timeout)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.abort_timeout)
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.exception()  # seen: whatever was first has been raised already
 
     def _put_back(self, chosen: list[GroupRun]) -> None:
         taken = {run.order for run in chosen}

@@ -243,15 +243,15 @@ class RolloutLoop:
 
     @contextlib.asynccontextmanager
     async def _load_snapshots(self, client: RolloutClient) -> AsyncIterator[list[dict[str, int]]]:
-        """Requests in flight per engine as the router counts them, every few seconds while the block runs."""
+        """Requests on each engine, every few seconds while the block runs."""
         snapshots: list[dict[str, int]] = []
 
         async def watch() -> None:
-            router = await client.engine()
             while True:
                 await asyncio.sleep(_LOAD_INTERVAL)
                 with contextlib.suppress(EngineError):  # a metric is not worth a run
-                    snapshots.append({worker.url: worker.load for worker in await list_workers(router)})
+                    loads = await client.worker_loads()
+                    snapshots.append({url: max(0, requests) for url, (requests, _) in loads.items()})
 
         task = asyncio.create_task(watch())
         try:

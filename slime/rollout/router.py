@@ -54,12 +54,11 @@ def wants_routing_key(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Worker:
-    """One engine behind the router; ``load`` counts its requests in flight, as the router sees them."""
+    """One engine behind the router. (The router's own count of its load is 0 under most policies: ask the engine.)"""
 
     id: str
     url: str
     healthy: bool
-    load: int
 
 
 async def list_workers(router: EngineClient) -> list[Worker]:
@@ -73,10 +72,8 @@ async def list_workers(router: EngineClient) -> list[Worker]:
     except EngineError as error:
         if error.status != 404:
             raise
-        return [Worker("", router.url, healthy=True, load=0)]
-    return [
-        Worker(item["id"], item["url"], bool(item["is_healthy"]), int(item.get("load", 0))) for item in body["workers"]
-    ]
+        return [Worker("", router.url, healthy=True)]
+    return [Worker(item["id"], item["url"], bool(item["is_healthy"])) for item in body["workers"]]
 
 
 async def register_workers(router_url: str, worker_urls: list[str], timeout: float = 60.0) -> None:

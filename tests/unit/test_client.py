@@ -1,0 +1,236 @@
+"""The rollout client against a fake engine: retries, refusals, deadlines, abort, concurrency."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from slime.errors import UserError
+from slime.rollout import client as client_module
+from slime.rollout.client import RequestRefused, RolloutClient, num_requests
+from slime.rollout.engines.api import EngineClient, EngineError
+from slime.rollout.router import list_workers, register_workers, remove_worker, router_policy, wants_routing_key
+from tests.fake_engine import FakeEngine
+
+PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
+
+
+def run(test: Callable[[FakeEngine, RolloutClient], Awaitable[Any]], **kwargs: Any) -> Any:
+    async def main() -> Any:
+        async with FakeEngine() as engine, RolloutClient(engine.url, **{"max_concurrency": 8, **kwargs}) as client:
+            return await asyncio.wait_for(test(engine, client), timeout=30)
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_FIRST_BACKOFF", 0.001)
+
+
+def test_tokens_and_log_probs_come_from_the_engine() -> None:
+    async def test(engine: FakeEngine, client: RolloutClient) -> None:
+        result = await client.generate([5, 6], PARAMS, rid="a")
+        assert result.token_ids == engine.answer([5, 6], 3, 6)[0]
+        assert result.log_probs == [-0.01 * token for token in result.token_ids]
+        assert engine.bodies[0]["return_logprob"] is True and engine.bodies[0]["rid"] == "a"
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 0])
+def test_a_failing_engine_is_asked_again_and_the_answer_is_the_same(status: int) -> None:
+    async def test(engine: FakeEngine, client: RolloutClient) -> None:
+        expected = (await client.generate([5, 6], PARAMS)).token_ids
+        engine.failures, engine.failure_status = 3, status
+        assert (await client.generate([5, 6], PARAMS, rid="a")).token_ids == expected
+        assert client.counters.retries == 3
+        assert [body.get("rid") for body in engine.bodies[1:]] == ["a", "a-r1", "a-r2", "a-r3"]
+        assert not client.in_flight
+
+    run(test)
+
+
+def test_retries_end_and_say_how_many_there_were() -> None:
+    async def test(engine: FakeEngine, client: RolloutClient) -> None:
+        engine.failures = 10**6
+        with pytest.raises(EngineError, match=r"engine is down.*given up after \d+ tries") as caught:
+            await client.generate([5], PARAMS)
+        assert caught.value.status == 503 and client.counters.retries >= 1
+
+    run(test, retry_seconds=0.05)
+
+
+def test_a_refusal_is_not_repeated_and_carries_the_engines_words() -> None:
+    async def test(engine: FakeEngine, client: RolloutClient) -> None:
+        engine.refuse = "temperature must be positive"
+        with pytest.raises(RequestRefused, match="temperature must be positive"):
+            await client.generate([5], PARAMS)
+        assert len(engine.bodies) == 1 and client.counters.take() == {"requests": 1, "retries": 0, "refused": 1}
+        assert client.counters.take() == {"requests": 0, "retries": 0, "refused": 0}
+
+    run(test)
+
+
+def test_the_deadline_covers_all_tries() -> None:
+    async def test(engine: FakeEngine, client: RolloutClient) -> None:
+        engine.hold.clear()
+        with pytest.raises(EngineError, match="gave no answer within"):
+            await client.generate([5], PARAMS)
+        assert len(engine.bodies) == 1
+
+    run(test, request_timeout=0.1)
+
+
+def test_abort_brings_back_partial_answers_and_sends_nothing_new() -> None:
+    async def test(engine: FakeEngine, client: RolloutClient) -> None:
+        engine.hold.clear()
+        tasks = [asyncio.create_task(client.generate([first], PARAMS)) for first in range(20, 24)]
+        while engine.in_flight < 4:
+            await asyncio.sleep(0.001)
+        with client.abort_scope():
+            late = asyncio.create_task(client.generate([30], PARAMS))
+            await client.abort_all(timeout=5)
+            results = await asyncio.gather(*tasks)
+            assert all(len(r.token_ids) == 2 for r in results if r.finish_reason == "abort")
+            assert any(r.finish_reason == "abort" for r in results)
+            assert (await late).finish_reason == "abort" and (await late).token_ids == []
+        assert len(engine.bodies) == 4 and engine.in_flight == 0
+        engine.hold.set()
+        assert (await client.generate([30], PARAMS)).finish_reason != "abort"
+
+    run(test)
+
+
+def test_abort_ends_the_wait_between_tries() -> None:
+    async def test(engine: FakeEngine, client: RolloutClient) -> None:
+        client_module._FIRST_BACKOFF = 20.0
+        engine.failures = 1
+        task = asyncio.create_task(client.generate([5], PARAMS))
+        while client.counters.retries == 0:
+            await asyncio.sleep(0.001)
+        with client.abort_scope():
+            await client.abort_all(timeout=5)
+            assert (await task).finish_reason == "abort"
+
+    run(test)
+
+
+def test_an_engine_that_does_not_stop_is_named() -> None:
+    async def test(engine: FakeEngine, client: RolloutClient) -> None:
+        engine.in_flight = 3  # claims load for ever
+        with client.abort_scope(), pytest.raises(EngineError, match=r"abort is not finished.*\(3 requests\)"):
+            await client.abort_all(timeout=0.05)
+
+    run(test)
+
+
+def test_routing_key_is_sent_only_where_the_policy_reads_it() -> None:
+    async def test(engine: FakeEngine, client: RolloutClient) -> None:
+        await client.generate([5], PARAMS, routing_key="session")
+        assert engine.headers[0].get("X-SMG-Routing-Key") == ("session" if client.send_routing_key else None)
+
+    run(test, send_routing_key=True)
+    run(test, send_routing_key=False)
+
+
+def test_policy_names() -> None:
+    assert router_policy("consistent_hashing") == "manual" and wants_routing_key("consistent_hashing")
+    assert router_policy("round_robin") == "round_robin" and not wants_routing_key("round_robin")
+    with pytest.raises(UserError, match="no such policy") as caught:
+        router_policy("best")
+    assert "cache_aware" in caught.value.fix
+
+
+def test_num_requests_counts_all_data_parallel_ranks() -> None:
+    rank = {"num_running_reqs": 2, "num_waiting_reqs": 3}
+    assert num_requests({"loads": [rank, rank]}) == 10
+
+
+# -- the real router -----------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def router(policy: str) -> Iterator[str]:
+    port = free_port()
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--policy", router_policy(policy), "--disable-retries", "--disable-circuit-breaker"]
+    command += ["--prometheus-port", str(free_port()), "--prometheus-host", "127.0.0.1", "--log-level", "error"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=10)
+        finally:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait(timeout=10)
+
+
+def test_real_router_registers_routes_aborts_and_removes() -> None:
+    async def main(url: str) -> None:
+        async with FakeEngine() as a, FakeEngine() as b, EngineClient(url) as api:
+            await api.wait_healthy(30)
+            await register_workers(url, [a.url, b.url], timeout=20)
+            await register_workers(url, [a.url, b.url], timeout=20)  # a second time changes nothing
+            assert {worker.url for worker in await list_workers(api)} == {a.url, b.url}
+            async with RolloutClient(url, max_concurrency=8) as client:
+                results = await asyncio.gather(*(client.generate([20 + i], PARAMS) for i in range(8)))
+                assert [r.token_ids for r in results] == [a.answer([20 + i], 3, 6)[0] for i in range(8)]
+                assert (len(a.bodies), len(b.bodies)) == (4, 4)  # round robin
+                a.failures = 1  # our client retries, the router does not
+                await asyncio.gather(*(client.generate([20], PARAMS) for _ in range(2)))
+                assert client.counters.retries == 1 and len(a.bodies) + len(b.bodies) == 11
+                a.hold.clear()
+                b.hold.clear()
+                tasks = [asyncio.create_task(client.generate([40 + i], PARAMS)) for i in range(4)]
+                while a.in_flight + b.in_flight < 4:
+                    await asyncio.sleep(0.01)
+                assert {url: load[0] for url, load in (await client.worker_loads()).items()} == {a.url: 2, b.url: 2}
+                with client.abort_scope():
+                    await client.abort_all(timeout=10)
+                    await asyncio.gather(*tasks)
+                a.hold.set()
+                b.hold.set()
+                await remove_worker(url, a.url, timeout=10)
+                await remove_worker(url, a.url, timeout=10)  # gone is gone
+                before = len(a.bodies)
+                await asyncio.gather(*(client.generate([5], PARAMS) for _ in range(3)))
+                assert len(a.bodies) == before
+            with pytest.raises(EngineError, match=r"not healthy behind the router .*127\.0\.0\.1:9"):
+                await register_workers(url, ["http://127.0.0.1:9"], timeout=0.5)
+
+    with router("round_robin") as url:
+        asyncio.run(asyncio.wait_for(main(url), timeout=60))
+
+
+def test_real_router_keeps_a_session_on_one_engine_under_the_manual_policy() -> None:
+    async def main(url: str) -> None:
+        async with FakeEngine() as a, FakeEngine() as b, EngineClient(url) as api:
+            await api.wait_healthy(30)
+            await register_workers(url, [a.url, b.url], timeout=20)
+            async with RolloutClient(url, max_concurrency=8, send_routing_key=True) as client:
+                for i in range(48):
+                    await client.generate([50 + i % 12], PARAMS, routing_key=f"session-{i % 12}")
+            seen = [{body["input_ids"][0] for body in engine.bodies} for engine in (a, b)]
+            assert not seen[0] & seen[1] and len(seen[0] | seen[1]) == 12
+
+    with router("consistent_hashing") as url:
+        asyncio.run(asyncio.wait_for(main(url), timeout=60))

@@ -1,0 +1,314 @@
+"""The collector: no group lost or duplicated in any order of events, and no influence of that order in
+deterministic mode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.errors import UserError
+from slime.hooks import DynamicFilterOutput
+from slime.rollout.collect import Collected, Collector
+from slime.rollout.execution import GroupRunner
+from slime.rollout.generate import sample_seed
+from slime.rollout.watchdog import RolloutStalled, Watchdog
+from slime.samples.types import Sample, SampleStatus
+from tests.fake_rollout import FakeClient, FakeRewards, FakeSource, answer, hook_args, make_state
+
+MAX_NEW_TOKENS = 8
+
+
+@dataclass
+class Setup:
+    """A loop of several rollouts on fakes."""
+
+    target: int = 3
+    draw_size: int = 3
+    group_size: int = 2
+    turns: list[int] = field(default_factory=lambda: [0])
+    reward_turns: list[int] = field(default_factory=lambda: [0])
+    fail: set[int] = field(default_factory=set)
+    max_concurrency: int = 4
+    deterministic: bool = False
+    partial_rollout: bool = False
+    group_rm: bool = False
+    drop_every: int = 0
+    max_failed_fraction: float = 100.0
+
+    def make(self) -> tuple[FakeClient, FakeSource, FakeRewards]:
+        client = FakeClient(self.turns, self.fail, self.max_concurrency)
+        return client, FakeSource(self.group_size), FakeRewards(self.reward_turns)
+
+    def drop(self, args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+        assert all(sample.reward is not None for sample in samples)
+        keep = not self.drop_every or (samples[0].group_index or 0) % self.drop_every != 0
+        return DynamicFilterOutput(keep, reason="multiple")
+
+    async def rollouts(self, client: FakeClient, source: FakeSource, rewards: Any, count: int) -> list[Collected]:
+        state = make_state(client, max_new_tokens=MAX_NEW_TOKENS)
+        results = []
+        for rollout_id in range(count):
+            runner = GroupRunner(state, rewards, rollout_id=rollout_id, group_rm=self.group_rm)
+            collector = Collector(
+                runner,
+                source,
+                target=self.target,
+                draw_size=self.draw_size,
+                group_size=self.group_size,
+                dynamic_filter=self.drop if self.drop_every else None,
+                deterministic=self.deterministic,
+                partial_rollout=self.partial_rollout,
+                max_failed_fraction=self.max_failed_fraction,
+            )
+            results.append(await collector.collect())
+        return results
+
+
+def run(setup: Setup, count: int = 3) -> tuple[list[Collected], FakeClient, FakeSource, FakeRewards]:
+    async def main() -> tuple[list[Collected], FakeClient, FakeSource, FakeRewards]:
+        client, source, rewards = setup.make()
+        before = len(asyncio.all_tasks())
+        results = await asyncio.wait_for(setup.rollouts(client, source, rewards, count), timeout=30)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) <= before + 1, "tasks are left behind"
+        return results, client, source, rewards
+
+    return asyncio.run(main())
+
+
+setups = st.builds(
+    Setup,
+    target=st.integers(1, 4),
+    draw_size=st.integers(4, 6),
+    group_size=st.integers(1, 3),
+    turns=st.lists(st.integers(0, 9) | st.integers(10, 60), min_size=1, max_size=7),
+    reward_turns=st.lists(st.integers(0, 9) | st.integers(10, 60), min_size=1, max_size=5),
+    fail=st.sets(st.integers(0, 20), max_size=4),
+    max_concurrency=st.integers(1, 8),
+    partial_rollout=st.booleans(),
+    group_rm=st.booleans(),
+    drop_every=st.sampled_from([0, 2, 3]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(setup=setups, deterministic=st.booleans())
+def test_no_sample_is_lost_or_duplicated(setup: Setup, deterministic: bool) -> None:
+    setup.deterministic = deterministic
+    results, client, source, _ = run(setup)
+    chosen = [run.index for result in results for run in result.chosen]
+    back = [group[0].group_index for group in source.buffer]
+    fates = Counter(chosen + back + source.discarded)
+    assert fates == Counter(range(source.drawn))
+    assert client.max_running <= setup.max_concurrency
+    for result in results:
+        assert len(result.chosen) == setup.target
+        assert [s.index for r in result.chosen for s in r.samples] == sorted(
+            s.index for r in result.chosen for s in r.samples
+        )
+        for group_run in result.chosen:
+            assert group_run.is_scored and len(group_run.samples) == setup.group_size
+            for sample in group_run.samples:
+                sample.validate()
+                seed = sample_seed(42, sample.index or 0)
+                assert sample.tokens[2:] == answer(sample.tokens[:2], seed, MAX_NEW_TOKENS)[0]
+                assert sample.token_spans[-1].end == sample.response_length
+    for group in source.buffer:
+        statuses = {sample.status for sample in group}
+        assert SampleStatus.FAILED not in statuses
+        if not setup.partial_rollout or deterministic:  # whole groups or bare prompts
+            finished = statuses <= {SampleStatus.COMPLETED, SampleStatus.TRUNCATED}
+            assert (finished and not deterministic) or all(not s.response_length for s in group)
+
+
+@settings(max_examples=60, deadline=None)
+@given(setup=setups, other=setups)
+def test_deterministic_rollouts_do_not_depend_on_the_order_of_events(setup: Setup, other: Setup) -> None:
+    setup.deterministic, setup.fail = True, set()
+    outcomes = []
+    for twin in (setup, other):
+        setup.turns, setup.reward_turns, setup.max_concurrency = twin.turns, twin.reward_turns, twin.max_concurrency
+        results, _, _, _ = run(setup)
+        outcomes.append(
+            [[(s.index, s.tokens, s.reward) for group in result.chosen for s in group.samples] for result in results]
+        )
+    assert outcomes[0] == outcomes[1]
+
+
+def test_deterministic_rollouts_take_the_first_groups() -> None:
+    slow_first = [9, 9, 0, 0, 0, 0]
+    results, *_ = run(Setup(target=2, draw_size=3, turns=slow_first, deterministic=True), count=2)
+    assert [[run.index for run in result.chosen] for result in results] == [[0, 1], [2, 3]]
+
+
+def test_surplus_groups_are_trained_on_next_without_new_requests() -> None:
+    setup = Setup(target=1, draw_size=3, group_size=1, turns=[0])
+    results, client, source, rewards = run(setup, count=3)
+    assert [result.chosen[0].index for result in results] == [0, 1, 2]
+    requests = Counter(call["input_ids"][0] - 1 for call in client.calls)
+    assert [requests[index] for index in range(3)] == [1, 1, 1]
+    assert [rewards.scored.count(index) for index in range(3)] == [1, 1, 1]
+    assert results[0].num_surplus == 2
+
+
+def test_partial_rollout_keeps_tokens_and_marks_where_they_began() -> None:
+    setup = Setup(target=1, draw_size=2, group_size=1, turns=[3, 30, 0, 0], partial_rollout=True)
+    results, client, source, _ = run(setup, count=1)
+    [[left]] = source.buffer
+    assert left.status is SampleStatus.ABORTED and left.response_length > 0
+    assert left.metadata["start_rollout_id"] == 0
+
+    async def resume() -> None:
+        client.weight_version = 2
+        client._aborting = asyncio.Event()
+        client.slots = asyncio.Semaphore(4)
+        [again] = await setup.rollouts(client, source, FakeRewards(), 1)
+        sample = again.chosen[0].samples[0]
+        assert sample is left
+        assert [(span.end, span.weight_version) for span in sample.token_spans] == [
+            (sample.token_spans[0].end, 1),
+            (sample.response_length, 2),
+        ]
+
+    asyncio.run(resume())
+
+
+def test_without_partial_rollout_aborted_groups_start_again_from_the_prompt() -> None:
+    _, _, source, _ = run(Setup(target=1, draw_size=2, group_size=1, turns=[3, 30]), count=1)
+    [[left]] = source.buffer
+    assert (left.status, left.response_length, left.tokens) == (SampleStatus.PENDING, 0, [2, 7])
+
+
+def test_a_slow_judge_does_not_hold_up_the_end() -> None:
+    async def main() -> None:
+        setup = Setup(target=1, draw_size=2, group_size=1)
+        client, source, _ = setup.make()
+        rewards = JudgeThatSleeps(slow={1})
+        [result] = await asyncio.wait_for(setup.rollouts(client, source, rewards, 1), timeout=10)
+        assert result.chosen[0].index == 0
+        [[left]] = source.buffer
+        assert left.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED) and left.reward is None
+        assert rewards.cancelled == {1} and client.num_aborts == 0  # nothing was generating
+        calls = len(client.calls)
+        rewards.slow.clear()
+        [result] = await asyncio.wait_for(setup.rollouts(client, source, rewards, 1), timeout=10)
+        assert result.chosen[0].index == 1 and left.reward is not None
+        assert len(client.calls) == calls + 1  # only for the group drawn along with it
+
+    asyncio.run(main())
+
+
+class JudgeThatSleeps(FakeRewards):
+    def __init__(self, slow: set[int]) -> None:
+        super().__init__()
+        self.slow, self.cancelled = slow, set[int | None]()
+
+    async def score(self, sample: Sample) -> float:
+        try:
+            if sample.index in self.slow:
+                await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            self.cancelled.add(sample.index)
+            raise
+        return await super().score(sample)
+
+
+def test_failing_groups_are_replaced_and_too_many_stop_the_run() -> None:
+    results, _, source, _ = run(Setup(fail={0}, max_failed_fraction=0.0), count=1)
+    assert results[0].num_failed == 1 and source.discarded == [0]
+    assert [r.index for r in results[0].chosen] == [1, 2, 3]
+    with pytest.raises(UserError, match="2 groups have failed in this rollout of 3") as caught:
+        run(Setup(fail={0, 2}, max_failed_fraction=0.0), count=1)
+    assert "engine is down" in caught.value.why and "sample" in caught.value.why
+
+
+def test_an_exhausted_source_is_named() -> None:
+    async def main() -> None:
+        setup = Setup(drop_every=2)
+        client, _, rewards = setup.make()
+        with pytest.raises(UserError, match="gave no more prompts after 4 groups") as caught:
+            await setup.rollouts(client, FakeSource(2, size=4), rewards, 1)
+        assert "dropped 2" in caught.value.why
+
+    asyncio.run(main())
+
+
+def test_groups_of_the_wrong_size_are_refused() -> None:
+    async def main() -> None:
+        setup = Setup()
+        client, _, rewards = setup.make()
+        with pytest.raises(UserError, match="a group of 5 samples"):
+            await setup.rollouts(client, FakeSource(5), rewards, 1)
+
+    asyncio.run(main())
+
+
+def test_keep_when_insufficient_keeps_rather_than_draws() -> None:
+    async def main() -> None:
+        setup = Setup(target=2, draw_size=3, group_size=1)
+        client, source, rewards = setup.make()
+        setup.drop = lambda args, samples, **kw: DynamicFilterOutput(False, "all", keep_when_insufficient=True)  # type: ignore[method-assign]
+        setup.drop_every = 1
+        [result] = await setup.rollouts(client, source, rewards, 1)
+        assert source.drawn == 3 and len(result.chosen) == 2 and result.drops == {"all": 1}
+
+    asyncio.run(main())
+
+
+def test_watchdog_names_who_waits_for_whom() -> None:
+    async def main() -> None:
+        client, source = FakeClient([10**9], max_concurrency=1), FakeSource(2)
+        state = make_state(client)
+        runner = GroupRunner(state, FakeRewards(), rollout_id=0)
+        collector = Collector(runner, source, target=1, draw_size=1, group_size=2, stall_timeout=0.05)
+        with pytest.raises(RolloutStalled) as caught:
+            await asyncio.wait_for(collector.collect(), timeout=20)
+        said = str(caught.value)
+        assert "stood still" in said and "1 samples wait for the generate function" in said
+        assert "1 samples wait for a free slot" in said and "sample 0 (generating" in said
+        assert "http://engine-0: 1 requests" in said
+
+    asyncio.run(main())
+
+
+def test_watchdog_is_patient_while_engines_move() -> None:
+    async def main() -> None:
+        class Moving(FakeClient):
+            held = 0
+
+            async def worker_loads(self) -> dict[str, tuple[int, int]]:
+                self.held += 1
+                return {"http://engine-0": (1, self.held)}
+
+        client = Moving()
+        watchdog = Watchdog(client, GroupRunner(make_state(client), None, rollout_id=0), limit=0.0)  # type: ignore[arg-type]
+        for _ in range(5):
+            await watchdog.check([])
+        assert client.held == 5
+
+    asyncio.run(main())
+
+
+def test_mistakes_in_user_code_stop_the_rollout_and_leave_no_task() -> None:
+    async def main() -> None:
+        client, source = FakeClient([50]), FakeSource(2)
+
+        class Wrong(FakeRewards):
+            async def score(self, sample: Sample) -> float:
+                raise UserError("the reward of sample is no number")
+
+        state = make_state(client, args=hook_args())
+        collector = Collector(GroupRunner(state, Wrong(), rollout_id=0), source, target=2, draw_size=2, group_size=2)
+        with pytest.raises(UserError, match="no number"):
+            await collector.collect()
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1 and client.running == 0
+
+    asyncio.run(main())
