@@ -54,7 +54,7 @@ def _prompts(batch: int | None, steps: int | None, samples: int) -> tuple[int, s
     if total % samples:
         raise UserError(
             f"no whole rollout_batch_size fits {EQUATION}",
-            why=f"global_batch_size × num_steps_per_rollout = {total} is not a multiple of n_samples_per_prompt {samples}",
+            why=f"global_batch_size × num_steps_per_rollout = {total}, no multiple of n_samples_per_prompt {samples}",
             fix="pass --rollout-batch-size",
         )
     return total // samples, "global_batch_size × num_steps_per_rollout ÷ n_samples_per_prompt"

@@ -68,9 +68,9 @@ def _ranges(draft: Draft) -> None:
     )  # fmt: skip
     _at_least(draft, 2, "seq_length", "rollout_max_context_len")
     _at_least(
-        draft, 0, "rollout_num_gpus", "num_rollout", "num_data_workers", "start_rollout_id", "lr", "min_lr", "clip_grad",
-        "eval_temperature", "eval_min_new_tokens", "eps_clip", "eps_clip_high", "lr_warmup_iters", "opsm_delta",
-        "rollout_min_p",
+        draft, 0, "rollout_num_gpus", "num_rollout", "num_data_workers", "start_rollout_id", "lr", "min_lr",
+        "clip_grad", "eval_temperature", "eval_min_new_tokens", "eps_clip", "eps_clip_high", "lr_warmup_iters",
+        "opsm_delta", "rollout_min_p",
     )  # fmt: skip
     _at_least(
         draft, 0, "rollout_temperature", "rollout_top_p", "eval_top_p", "placement_timeout", "rm_timeout",
@@ -318,7 +318,7 @@ def check_complete(draft: Draft) -> None:
     if draws_prompts and draft["prompt_data"] is None and draft["load_debug_rollout_data"] is None:
         raise UserError(
             "--prompt-data is required",
-            fix="pass a JSONL or Parquet file, or --disable-rollout-global-dataset when the rollout function has its own",
+            fix="pass a JSONL or Parquet file; --disable-rollout-global-dataset when the rollout function has its own",
         )
     generates = not draft["debug_train_only"] and draft["loss_type"] != "sft_loss" and rollouts != 0
     if generates and draft["rollout_num_gpus"] == 0:

@@ -134,7 +134,7 @@ class Config:
         if unknown or missing:
             raise UserError(
                 f"{path} was written by another version of slime",
-                why=f"flags that are not known here: {', '.join(unknown) or 'none'}; missing: {', '.join(missing) or 'none'}",
+                why=f"not known here: {', '.join(unknown) or 'none'}; missing: {', '.join(missing) or 'none'}",
             )
         values = {dest: tuple(v) if specs[dest].many and isinstance(v, list) else v for dest, v in stored.items()}
         return build(values, origins, dict(data.get("extra", {})))

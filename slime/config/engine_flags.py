@@ -78,15 +78,21 @@ def sglang_args_of(server_args_source: str) -> list[ForeignArg]:
 
 
 @functools.lru_cache(maxsize=1)
+def stored_sglang_args() -> tuple[str, list[ForeignArg]]:
+    """(version, arguments) of the stored table."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table["version"], [ForeignArg.from_json(row) for row in table["arguments"]]
+
+
+@functools.lru_cache(maxsize=1)
 def sglang_args() -> tuple[str, list[ForeignArg]]:
     """(version, arguments) of the installed SGLang, or of the stored table where none is installed."""
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
-    stored = table["version"], [ForeignArg.from_json(row) for row in table["arguments"]]
+    stored = stored_sglang_args()
     try:
         distribution = importlib.metadata.distribution("sglang")
     except importlib.metadata.PackageNotFoundError:
         return stored
-    if distribution.version == table["version"]:
+    if distribution.version == stored[0]:
         return stored
     source = Path(str(distribution.locate_file("sglang/srt/server_args.py")))
     return distribution.version, sglang_args_of(source.read_text(encoding="utf-8"))
@@ -96,7 +102,7 @@ def sglang_args() -> tuple[str, list[ForeignArg]]:
 def sglang_flags() -> dict[str, FlagSpec]:
     """``--sglang-<name>`` for everything SGLang's server accepts, by dest."""
     version, arguments = sglang_args()
-    return _prefixed("sglang", arguments, SGLANG_RESERVED, f"sglang {version}")
+    return with_prefix("sglang", arguments, SGLANG_RESERVED, f"sglang {version}")
 
 
 @functools.lru_cache(maxsize=1)
@@ -106,7 +112,7 @@ def router_flags() -> dict[str, FlagSpec]:
     path = Path(str(distribution.locate_file("sglang_router/router_args.py")))
     reader = SourceReader(path.read_text(encoding="utf-8"))
     arguments = reader.added_arguments(reader.class_defaults("RouterArgs"))
-    flags = _prefixed("router", arguments, ROUTER_RESERVED, f"sglang-router {distribution.version}")
+    flags = with_prefix("router", arguments, ROUTER_RESERVED, f"sglang-router {distribution.version}")
     policy = flags["router_policy"]  # also under the names that launch scripts of the reference system use
     flags["router_policy"] = replace(
         policy,
@@ -116,7 +122,8 @@ def router_flags() -> dict[str, FlagSpec]:
     return flags
 
 
-def _prefixed(prefix: str, arguments: list[ForeignArg], reserved: dict[str, str], origin: str) -> dict[str, FlagSpec]:
+def with_prefix(prefix: str, arguments: list[ForeignArg], reserved: dict[str, str], origin: str) -> dict[str, FlagSpec]:
+    """The flags for another program's arguments: ``--<prefix>-<name>``, into ``config.engine.<prefix>``."""
     specs = {}
     for arg in arguments:
         reason = reserved.get(arg.name, "")

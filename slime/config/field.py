@@ -41,6 +41,9 @@ class FlagMeta:
     refused_values: dict[Any, str] = dataclasses.field(default_factory=dict)
 
 
+NO_META = FlagMeta()
+
+
 def flag(default: Any, **meta: Any) -> Any:
     """A dataclass field that is a flag with a constant default; see `FlagMeta` for the keywords."""
     metadata = {_KEY: FlagMeta(**meta)}

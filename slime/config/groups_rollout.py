@@ -1,5 +1,6 @@
 """Groups about what is generated: data, rollout, reward, evaluation, engines."""
 
+# ruff: noqa: RUF009 -- flag() makes a dataclass field
 from __future__ import annotations
 
 from dataclasses import dataclass, field

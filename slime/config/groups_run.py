@@ -1,5 +1,6 @@
 """Groups about the run as a whole: cluster, fault tolerance, observation, debugging."""
 
+# ruff: noqa: RUF009 -- flag() makes a dataclass field
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -6,6 +6,7 @@ import logging
 import sys
 from typing import Any
 
+from slime.config.architecture import check_model_flags_of
 from slime.config.checks import check, check_complete
 from slime.config.config import Config, build
 from slime.config.parse import Given, given_by_name, read_argv, read_config_file, read_custom_config, refuse_unsupported
@@ -49,6 +50,7 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
         raise SystemExit(0)
     draft = _resolved(read_argv(words), entry)
     check_complete(draft)
+    check_model_flags_of(draft["hf_checkpoint"], draft.given.values)
     config = _finish(draft)
     for warning in config.warnings:
         logger.warning(warning)

@@ -179,7 +179,11 @@ MODEL_FLAGS: tuple[FlagSpec, ...] = (
     _model("swiglu", "bool", "Gated MLP with SiLU."),
     _model("vocab_size", "int", "Vocabulary size before padding."),
     _model("make_vocab_size_divisible_by", "int", "Pad the vocabulary to a multiple of this times the tensor size."),
-    _model("max_position_embeddings", "int", "Longest sequence of the model."),
+    _model(
+        "max_position_embeddings",
+        "int",
+        "Longest sequence; rotary positions need no table, so only more than the model's own is refused.",
+    ),
     _model("position_embedding_type", "str", "Kind of position embedding.", ("rope", "yarn", "none")),
     _model("rotary_base", "float", "Base of the rotary embedding (rope_theta)."),
     _model("rotary_percent", "float", "Fraction of the head that is rotated."),
@@ -247,12 +251,12 @@ def lm_flags() -> list[FlagSpec]:
     for dest, (values, remark) in ALWAYS.items():
         kind: Kind = "str" if values else "bool"
         specs.append(
-            FlagSpec(dest, "megatron", dest, kind, None, sections=("always",), optional=True, choices=values,
+            FlagSpec(dest, "megatron", dest, kind, None, sections=("model",), optional=True, choices=values,
                      help=remark, meta=FlagMeta(off="-"), origin="Megatron-LM")
         )  # fmt: skip
     for dest, reason in REFUSED_NAMES.items():
         specs.append(
-            FlagSpec(dest, "megatron", dest, "str", None, many=True, optional=True, meta=FlagMeta(refused=reason),
+            FlagSpec(dest, "megatron", dest, "str", None, sections=("model",), many=True, optional=True, meta=FlagMeta(refused=reason),
                      origin="Megatron-LM")
         )  # fmt: skip
     return specs

@@ -122,6 +122,8 @@ def _default_of(node: ast.expr | None) -> tuple[Any, dict[str, Any]]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "field":
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
         meta = ast.literal_eval(keywords["metadata"]).get("argparse_meta", {}) if "metadata" in keywords else {}
+        if "default" in meta:  # what Megatron's command line has, where the class needs another value
+            return meta["default"], meta
         return (_default_of(keywords["default"])[0] if "default" in keywords else None), meta
     if isinstance(node, ast.BinOp):  # 1024 * 1024, 2**32
         left, right = _default_of(node.left)[0], _default_of(node.right)[0]

@@ -41,7 +41,7 @@ class Draft:
         """Constant defaults, and the given values over them."""
         own = own_flags()
         values = {dest: spec.default for dest, spec in own.items()}
-        origins = {dest: "default" for dest in own}
+        origins = dict.fromkeys(own, "default")
         return Draft({**values, **given.values}, {**origins, **given.origins}, given, entry)
 
     def __getitem__(self, dest: str) -> Any:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slime.config import groups_megatron, groups_rollout, groups_run, groups_train
-from slime.config.field import FlagMeta, meta_of
+from slime.config.field import NO_META, FlagMeta, meta_of
 
 GROUPS: dict[str, type] = {
     "cluster": groups_run.ClusterConfig,
@@ -70,7 +70,7 @@ class FlagSpec:
     optional: bool = False
     choices: tuple[Any, ...] = ()
     help: str = ""
-    meta: FlagMeta = FlagMeta()
+    meta: FlagMeta = NO_META
     origin: str = "slime"
 
     @property
@@ -116,7 +116,8 @@ def _group_flags(group: str, cls: Any) -> list[FlagSpec]:
         if meta is None:
             continue
         kind, many, optional, choices = _kind_of(hints[field.name])
-        default = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
         dest = (meta.name or field.name).replace("-", "_")
         specs.append(
             FlagSpec(dest, group, field.name, kind, default, many=many, optional=optional, choices=choices, meta=meta)
@@ -135,7 +136,7 @@ def own_flags() -> dict[str, FlagSpec]:
     return specs
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field of a class, by field name, as one line.
 

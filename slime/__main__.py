@@ -1,0 +1,114 @@
+"""The `slime` command: `slime train …`, `slime flags …`; `python -m slime` is the same.
+
+Each subcommand is imported only when it is called, so that `--help` takes a moment and needs no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slime.errors import UserError
+
+#: Exit status of a mistake that the user can mend.
+USER_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: ``function(argv)`` in ``module`` may return an exit status; ``entry`` marks a training loop."""
+
+    module: str
+    function: str
+    summary: str
+    entry: str = ""
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command("slime.drivers.train", "main", "generate, train, push the weights, in lock step", "train"),
+    "train-async": Command(
+        "slime.drivers.train_async", "main", "the same with generation one batch ahead of training", "train_async"
+    ),
+    "flags": Command("slime.config.docs", "main", "look flags up; write or check docs/flags.md"),
+    "reward": Command("slime.rollout.rewards.cli", "main", "run a reward function on data, without training"),
+    "report": Command("slime.observe.report", "main", "write report.html of a run folder"),
+    "convert": Command("slime.weights.cli", "main", "convert checkpoints between Hugging Face and Megatron"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the `slime` command; returns the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: _dispatch(words))
+
+
+def run(name: str) -> None:
+    """What `train.py` and the scripts in `tools/` do: one subcommand with this process's arguments, then exit."""
+    sys.exit(main([name, *sys.argv[1:]]))
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("--help", "-h", "help"):
+        print(_usage())
+        return 0 if words else USER_ERROR
+    if words[0] == "--version":
+        from slime import __version__
+
+        print(f"slime {__version__}")
+        return 0
+    name, rest = words[0], words[1:]
+    command = COMMANDS.get(name) or COMMANDS.get(name.replace("_", "-"))
+    if command is None:
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        raise UserError(
+            f"there is no command {name!r}",
+            why=f"the commands are: {', '.join(COMMANDS)}",
+            fix=f"did you mean `slime {near[0]}`?" if near else "",
+        )
+    if command.entry and any(word in ("--help", "-h") for word in rest):
+        from slime.config.help import print_help
+
+        print_help(command.entry)
+        return 0
+    function = getattr(importlib.import_module(command.module), command.function)
+    return int(function(rest) or 0)
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["usage: slime COMMAND [arguments]      (slime COMMAND --help tells more)", ""]
+    lines += [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(lines)
+
+
+def guarded(action: Callable[[], int]) -> int:
+    """Run ``action()`` and turn its end into an exit status: the one place where errors become text.
+
+    A `UserError` is printed in its few lines, with a traceback only when SLIME_DEBUG=1; Ctrl-C gives 130; a closed
+    pipe (``slime flags | head``) ends quietly. Everything else is a defect and keeps its traceback.
+    """
+    try:
+        return action()
+    except UserError as error:
+        if os.environ.get("SLIME_DEBUG") == "1":
+            raise
+        # a UserError of a Ray actor arrives as a subclass whose str() is the remote traceback
+        print(f"error: {UserError.__str__(error)}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        if os.environ.get("SLIME_DEBUG") == "1":
+            raise
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet too
+        return 128 + signal.SIGPIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
