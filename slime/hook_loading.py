@@ -8,10 +8,13 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 import traceback
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from slime.errors import UserError
@@ -19,8 +22,8 @@ from slime.errors import UserError
 
 @functools.cache
 def load_function(path: str) -> Any:
-    """The object at a dotted path: ``"pkg.module.name"`` or ``"pkg.module:name"``; cached. Modules in the working
-    directory are found too.
+    """The object at a path: ``"pkg.module.name"``, ``"pkg.module:name"`` or ``"folder/file.py:name"``; cached. Modules
+    in the working directory are found too.
 
     Raises:
         UserError: no such module, no such name in it (tells the nearest), or the module's own code fails on import.
@@ -31,7 +34,7 @@ def load_function(path: str) -> Any:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        target = importlib.import_module(module_path)
+        target = _module_of_file(module_path) if module_path.endswith(".py") else importlib.import_module(module_path)
     except Exception as error:  # whatever user code raises on import is the message
         raise _import_error(path, module_path, error) from error
     for part in name.split("."):
@@ -51,6 +54,15 @@ def load_function(path: str) -> Any:
 
 
 _MISSING = object()
+
+
+def _module_of_file(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look there
+    spec.loader.exec_module(module)
+    return module
 
 
 def _import_error(path: str, module_path: str, error: BaseException) -> UserError:

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
+import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -359,10 +362,37 @@ async def call_hook(
     """
     kwargs |= accepted(fn, optional or {})
     if in_thread and not is_async(fn):
-        result = await asyncio.to_thread(fn, *args, **kwargs)
+        result = await _in_daemon_thread(functools.partial(fn, *args, **kwargs))
     else:
         result = fn(*args, **kwargs)
     return await result if inspect.isawaitable(result) else result
+
+
+async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
+    """The result of ``call`` in a thread of its own. Unlike `asyncio.to_thread`'s, which are few and are waited for when
+    the program ends, one that hangs holds up nothing."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def deliver(result: Any, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = call()
+        except BaseException as raised:  # delivered to whoever awaits
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    threading.Thread(target=run, name="slime-hook", daemon=True).start()
+    return await future
 
 
 async def call_dynamic_filter(fn: DynamicFilter | None, args: Any, samples: list[Sample]) -> DynamicFilterOutput:

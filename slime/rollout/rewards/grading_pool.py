@@ -1,0 +1,148 @@
+"""The pool of grading processes. A process that hangs or dies is replaced; its sample gets no score."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+import slime
+from slime.errors import UserError
+
+_START_TIMEOUT = 60.0
+#: How much later than the worker's own alarm the pool loses patience.
+_GRACE = 5.0
+#: Longest answer line; requests have no limit.
+_LINE_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Score of one request; 0.0 with ``failure`` "timeout" or "crash" when there is none."""
+
+    score: float
+    failure: str = ""
+
+
+class GradingPool:
+    """Up to ``num_workers`` processes, started when first needed. Use from one event loop.
+
+    Example:
+        >>> pool = GradingPool(num_workers=2)                                                  # doctest: +SKIP
+        >>> await pool.grade("math", r"\\boxed{2}", "2", deadline=10)                           # doctest: +SKIP
+        Verdict(score=1.0, failure='')
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._slots = asyncio.Semaphore(num_workers)
+        self._idle: list[_Worker] = []
+        self._all: set[_Worker] = set()
+
+    async def grade(self, grader: str, response: str, label: Any, deadline: float) -> Verdict:
+        """Grade one response; never raises for what the response contains.
+
+        Raises:
+            UserError: worker processes cannot be started at all.
+        """
+        request = {"grader": grader, "response": response, "label": label, "deadline": deadline}
+        async with self._slots:
+            worker = self._idle.pop() if self._idle else await self._start()
+            try:
+                answer = await worker.ask(request, deadline + _GRACE)
+            except (asyncio.CancelledError, Exception):
+                await self._discard(worker)  # an answer may still come; it must not meet the next request
+                raise
+            if answer is not None:
+                self._idle.append(worker)
+                return Verdict(answer["score"])
+            return Verdict(0.0, await self._discard(worker))
+
+    async def close(self) -> None:
+        """End all processes."""
+        for worker in list(self._all):
+            await self._discard(worker)
+        self._idle.clear()
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._all]
+
+    async def _start(self) -> _Worker:
+        worker = await _Worker.start()
+        self._all.add(worker)
+        return worker
+
+    async def _discard(self, worker: _Worker) -> str:
+        """End a worker; says what was wrong with it."""
+        self._all.discard(worker)
+        return await asyncio.shield(worker.end())
+
+
+class _Worker:
+    def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
+        self.process, self._errors = process, errors
+
+    @staticmethod
+    async def start() -> _Worker:
+        package_parent = str(Path(slime.__file__).parent.parent)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([package_parent, *filter(None, [os.getenv("PYTHONPATH")])])}
+        errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by end)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "slime.rollout.rewards.worker", str(os.getpid()),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, env=env, limit=_LINE_LIMIT,
+        )  # fmt: skip
+        worker = _Worker(process, errors)
+        if await worker._read(_START_TIMEOUT) is None:
+            said = worker.last_error()
+            await worker.end()
+            raise UserError(
+                "a reward worker process does not start",
+                why=said or f"it said nothing within {_START_TIMEOUT:.0f} s",
+                fix="check that math-verify is installed: python -c 'import math_verify'",
+            )
+        return worker
+
+    async def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any] | None:
+        """The answer; None when the process ended or gave none in time."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(orjson.dumps(request, option=orjson.OPT_NON_STR_KEYS) + b"\n")
+            await asyncio.wait_for(self.process.stdin.drain(), timeout)
+        except (ConnectionError, TimeoutError):
+            return None
+        return await self._read(timeout)
+
+    async def _read(self, timeout: float) -> dict[str, Any] | None:
+        assert self.process.stdout is not None
+        try:
+            line = await asyncio.wait_for(self.process.stdout.readline(), timeout)
+        except TimeoutError:
+            return None
+        return orjson.loads(line) if line.endswith(b"\n") else None
+
+    def last_error(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read()[-4000:].decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    async def end(self) -> str:
+        """Kill (if need be), reap, and say why the process had ended: "timeout" (its alarm, or ours) or "crash"."""
+        hung = self.process.returncode is None
+        if hung:
+            # closed output means that it is on its way out: let it say with which signal
+            closed = self.process.stdout is not None and self.process.stdout.at_eof()
+            try:
+                await asyncio.wait_for(self.process.wait(), 1.0 if closed else 0.0)
+                hung = False
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+        self._errors.close()
+        return "timeout" if hung or self.process.returncode == -signal.SIGALRM else "crash"

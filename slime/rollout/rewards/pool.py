@@ -1,0 +1,255 @@
+"""`RewardPool`: the one way from a sample to its reward, whichever function gives it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import math
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.hooks import RewardFunction, call_hook, check_signature, is_async, load_function
+from slime.observe.log import get_logger
+from slime.rollout.rewards.grading_pool import GradingPool
+from slime.rollout.rewards.remote import RemoteReward
+from slime.rollout.rewards.text import grade_dapo, grade_f1, grade_gpqa, last_boxed
+from slime.samples.types import Sample
+
+logger = get_logger(__name__)
+Reward = float | dict[str, Any]
+
+#: Graders that need a process of their own: sympy may hang.
+IN_WORKERS = frozenset({"math", "deepscaler"})
+
+#: Graders that are quick functions of (sample, response).
+IN_PROCESS: dict[str, Callable[[Sample, str], Reward]] = {
+    "dapo": lambda sample, response: grade_dapo(response, sample.label),
+    "f1": lambda sample, response: grade_f1(response, sample.label),
+    "gpqa": lambda sample, response: grade_gpqa(response, sample.label, sample.metadata),
+    "random": lambda sample, response: float(random.Random(sample.index).random() < 0.5),
+}
+RM_TYPES = sorted({*IN_WORKERS, *IN_PROCESS, "remote_rm"})
+
+#: Seconds that comparing two expressions may take; answers that need more are not what was asked for.
+MATH_DEADLINE = 10.0
+
+#: Sync reward functions that run at once, each in a thread.
+MAX_THREADS = 64
+
+
+def check_rm_type(rm_type: str) -> None:
+    """
+    Raises:
+        UserError: there is no such built-in reward; names the nearest.
+    """
+    name = rm_type.removeprefix("boxed_")
+    if name in RM_TYPES:
+        return
+    if name == "ifbench":
+        raise UserError(
+            "--rm-type ifbench is not built in",
+            why="its checkers come from a repository that installs packages when imported",
+            fix="install IFBench yourself and call it from a function named by --custom-rm-path",
+        )
+    near = difflib.get_close_matches(name, RM_TYPES, n=1)
+    raise UserError(
+        f"there is no reward type '{rm_type}'",
+        why=f"there are: {', '.join(RM_TYPES)}, each also with the prefix boxed_",
+        fix=f"did you mean '{near[0]}'?" if near else "pass one of them, or --custom-rm-path",
+    )
+
+
+class RewardPool:
+    """Scores samples. Which function: ``sample.custom_rm_path``, ``--custom-rm-path``, ``metadata["rm_type"]``,
+    ``--rm-type``, in this order. Every call ends within ``--rm-timeout`` seconds (math: at most 10); a sample whose
+    reward does not come in time scores 0 and is counted.
+
+    Args:
+        config: groups ``reward`` and ``rollout`` are read.
+        args: what users' functions get; ``config.flat()`` when None.
+    Raises:
+        UserError: unknown ``--rm-type``, or a custom function that cannot be loaded or called.
+
+    Example:
+        >>> pool = RewardPool(make_config(rm_type="math", ...))                                # doctest: +SKIP
+        >>> await pool.score(Sample(response="The answer is 4.", label="4"))                   # doctest: +SKIP
+        1.0
+    """
+
+    def __init__(self, config: Config, args: Any = None) -> None:
+        reward = config.reward
+        self._args = config.flat() if args is None else args
+        self._rm_type, self._path, self._url = reward.rm_type, reward.custom_rm_path, reward.rm_url
+        self._timeout = reward.rm_timeout
+        self._keys = [key for key in (reward.reward_key, reward.eval_reward_key) if key]
+        self._grading = GradingPool(reward.rm_num_workers or min(8, os.cpu_count() or 1))
+        self._remote: RemoteReward | None = None
+        self._threads = asyncio.Semaphore(MAX_THREADS)
+        self._counts: Counter[str] = Counter()
+        self._warned: set[str] = set()
+        if self._path:
+            self._load(self._path)
+        elif self._rm_type:
+            check_rm_type(self._rm_type)
+
+    # -- scoring -----------------------------------------------------------------------------------------------------
+
+    async def score(self, sample: Sample) -> Reward:
+        """The reward of one sample: a finite number, or a dict that has one under ``--reward-key``.
+
+        Raises:
+            UserError: the function raises, returns no such thing, or there is none for this sample.
+        """
+        path = sample.custom_rm_path or self._path
+        if path:
+            value = await self._call(path, sample, [sample])
+            return self._zero() if value is None else self._checked(value, path, sample)
+        rm_type = sample.metadata.get("rm_type") or self._rm_type
+        if not rm_type:
+            raise UserError(
+                f"there is no reward function for sample {sample.index}",
+                why="it has no reward yet, and neither --rm-type nor --custom-rm-path is set",
+                fix="pass one of them, or set sample.reward in the generate function",
+            )
+        check_rm_type(rm_type)
+        return self._checked(await self._built_in(rm_type, sample), f"--rm-type {rm_type}", sample)
+
+    async def score_group(self, samples: list[Sample]) -> list[Reward]:
+        """Rewards of samples that are scored together: a custom function gets the list. With functions of their own
+        per sample, and with the built-in ones, each sample is scored by itself.
+
+        Raises:
+            UserError: as `score`; also a result that is no list with one reward per sample.
+        """
+        paths = {sample.custom_rm_path or self._path for sample in samples}
+        path = paths.pop() if len(paths) == 1 else None
+        if not path:
+            return list(await asyncio.gather(*map(self.score, samples)))
+        values = await self._call(path, samples, samples)
+        if values is None:
+            return [self._zero() for _ in samples]
+        if not isinstance(values, (list, tuple)) or len(values) != len(samples):
+            got = f"{len(values)} rewards" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
+            raise UserError(
+                f"'{path}' returned {got} for a list of {len(samples)} samples",
+                why="with --group-rm, and for samples that one execution fanned out into, it is called with a list",
+                fix="return a list with one reward per sample",
+            )
+        return [self._checked(value, path, sample) for value, sample in zip(values, samples)]
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the last call: ``rollout/reward_timeout`` and ``rollout/reward_crash``."""
+        counts = {f"rollout/reward_{name}": float(self._counts[name]) for name in ("timeout", "crash")}
+        self._counts.clear()
+        return counts
+
+    async def close(self) -> None:
+        """End worker processes and connections."""
+        await self._grading.close()
+        if self._remote is not None:
+            await self._remote.close()
+
+    # -- functions ---------------------------------------------------------------------------------------------------
+
+    async def _built_in(self, rm_type: str, sample: Sample) -> Any:
+        name = rm_type.removeprefix("boxed_")
+        response = sample.response
+        if name in IN_WORKERS:
+            deadline = min(self._timeout, MATH_DEADLINE)
+            verdict = await self._grading.grade(rm_type, response, sample.label, deadline)
+            if verdict.failure:
+                self._count(verdict.failure, f"--rm-type {rm_type}", 1)
+            return verdict.score
+        if name != rm_type:
+            response = last_boxed(response) or ""
+        if name in IN_PROCESS:
+            return IN_PROCESS[name](sample, response)
+        if self._remote is None:
+            if not self._url:
+                raise UserError("--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
+            self._remote = RemoteReward(self._url, self._timeout)
+        try:
+            return await self._remote.score(sample)
+        except TimeoutError:
+            self._count("timeout", self._url or "", 1)
+            return self._zero()
+
+    async def _call(self, path: str, argument: Any, samples: list[Sample]) -> Any:
+        """What a user's function returned; None when it took too long."""
+        fn = self._load(path)
+        slot = contextlib.nullcontext() if is_async(fn) else self._threads
+        try:
+            async with slot:  # the clock starts when the function does
+                call = call_hook(fn, self._args, argument, in_thread=True)
+                return await asyncio.wait_for(call, self._timeout)
+        except TimeoutError:
+            self._count("timeout", path, len(samples))
+            return None
+        except UserError:
+            raise
+        except Exception as error:  # the user's own code; said with the sample it failed on
+            raise UserError(
+                f"the reward function '{path}' failed on sample {samples[0].index}",
+                why=f"{type(error).__name__}: {error}",
+                fix="run it on its own: slime reward --custom-rm-path … --prompt-data …",
+            ) from error
+
+    def _load(self, path: str) -> Any:
+        fn = load_function(path)
+        check_signature(fn, RewardFunction, path)
+        return fn
+
+    def _checked(self, value: Any, origin: str, sample: Sample) -> Reward:
+        """``value`` as a finite float, or as a dict that has one.
+
+        Raises:
+            UserError: names function, sample and value.
+        """
+        if not isinstance(value, dict):
+            return _finite(value, origin, sample)
+        keys = [key for key in self._keys if key in value]
+        if not keys:
+            raise UserError(
+                f"{origin} returned a dict for sample {sample.index}"
+                + (f" without the key '{self._keys[0]}'" if self._keys else ", and --reward-key is not set"),
+                why=f"its keys are: {', '.join(map(str, value))}",
+                fix="pass --reward-key with one of them",
+            )
+        return {**value, **{key: _finite(value[key], origin, sample) for key in keys}}
+
+    def _zero(self) -> Reward:
+        return dict.fromkeys(self._keys, 0.0) if self._keys else 0.0
+
+    def _count(self, failure: str, origin: str, samples: int) -> None:
+        self._counts[failure] += samples
+        if origin not in self._warned:
+            self._warned.add(origin)
+            logger.warning(
+                "reward %s in %s: the sample scores 0 (all are counted as rollout/reward_%s, this is said once)",
+                failure, origin, failure,
+            )  # fmt: skip
+
+
+def _finite(value: Any, origin: str, sample: Sample) -> float:
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError("text is no number")
+        number = float(value)  # also one-element tensors and numpy numbers
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{origin} returned {value!r:.100} ({type(value).__name__}) as the reward of sample {sample.index}",
+            fix="return a number, or a dict with --reward-key",
+        ) from error
+    if not math.isfinite(number):
+        raise UserError(
+            f"{origin} returned {number} as the reward of sample {sample.index}",
+            why=f"response: {sample.response[:80]!r}, label: {sample.label!r:.80}",
+            fix="return a finite number",
+        )
+    return number

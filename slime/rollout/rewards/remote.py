@@ -1,0 +1,83 @@
+"""``--rm-type remote_rm``: a reward model. POST {prompt, response, label}; the JSON answer is the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import aiohttp
+import orjson
+
+from slime.errors import UserError
+from slime.samples.types import Sample
+
+_TRIES, _MAX_CONNECTIONS, _MAX_DELAY = 10, 64, 30.0
+
+
+class RemoteReward:
+    """Client of one reward server.
+
+    Args:
+        url: where to POST.
+        timeout: seconds for each try.
+        backoff: seconds before the second try; doubled each time, up to 30, plus up to as much jitter again.
+    """
+
+    def __init__(self, url: str, timeout: float, backoff: float = 1.0) -> None:
+        self.url, self._timeout, self._backoff = url, timeout, backoff
+        self._session: aiohttp.ClientSession | None = None
+
+    async def score(self, sample: Sample) -> Any:
+        """The server's reward. A time-out, a lost connection or a 5xx answer is tried again.
+
+        Raises:
+            TimeoutError: every try ran into the time-out.
+            UserError: the server refuses the request, cannot be reached, or answers with no JSON.
+        """
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS)
+            self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+        body = orjson.dumps({"prompt": sample.prompt, "response": sample.response, "label": sample.label})
+        last: Exception | str = ""
+        for attempt in range(_TRIES):
+            if attempt:
+                delay = min(self._backoff * 2 ** (attempt - 1), _MAX_DELAY)
+                await asyncio.sleep(delay + random.uniform(0, min(self._backoff, 1.0)))
+            try:
+                status, raw = await self._post(body)
+            except (TimeoutError, aiohttp.ClientError) as error:
+                last = error
+                continue
+            if status >= 500:
+                last = f"status {status}: {raw[:200].decode(errors='replace')}"
+                continue
+            return self._decode(status, raw)
+        if isinstance(last, TimeoutError):
+            raise TimeoutError(f"no answer from {self.url} in {_TRIES} tries of {self._timeout:.0f} s")
+        raise UserError(
+            f"the reward model at {self.url} failed {_TRIES} times in a row",
+            why=str(last) or type(last).__name__,
+            fix="check that it runs, and --rm-url",
+        )
+
+    async def _post(self, body: bytes) -> tuple[int, bytes]:
+        assert self._session is not None
+        headers = {"Content-Type": "application/json"}
+        limit = aiohttp.ClientTimeout(total=self._timeout)
+        async with self._session.post(self.url, data=body, headers=headers, timeout=limit) as response:
+            return response.status, await response.read()
+
+    def _decode(self, status: int, raw: bytes) -> Any:
+        said = raw[:200].decode(errors="replace")
+        if status >= 400:
+            raise UserError(f"the reward model at {self.url} answered {status}", why=said, fix="check --rm-url")
+        try:
+            return orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            raise UserError(f"the reward model at {self.url} answered with no JSON", why=said) from error
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
