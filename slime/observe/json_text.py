@@ -56,6 +56,17 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} when there is none, or none yet."""
+    if not path.is_file():
+        return {}
+    try:
+        value = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a JSONL file; a line that is still being written (or was cut by a crash) is left out."""
     if not path.exists():

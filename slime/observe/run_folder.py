@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slime.errors import UserError
-from slime.observe.json_text import json_safe, read_lines, write_atomically
+from slime.observe.json_text import json_safe, read_lines, read_object, write_atomically
 from slime.observe.log import get_logger
 
 if TYPE_CHECKING:
@@ -194,12 +194,8 @@ class RunFolder:
 
     def read_summary(self) -> dict[str, Any]:
         """``run.json``: ``{"name", "stages": {stage or "": {"state", "started", "ended", "pid", "host", "argv"}}}``."""
-        path = self.path / "run.json"
-        if path.exists():
-            summary = orjson.loads(path.read_bytes())
-            if isinstance(summary, dict) and isinstance(summary.get("stages"), dict):
-                return summary
-        return {"name": self.path.name, "stages": {}}
+        summary = read_object(self.path / "run.json")
+        return summary if isinstance(summary.get("stages"), dict) else {"name": self.path.name, "stages": {}}
 
     def state(self) -> str | None:
         """The state of this stage, None before it started."""

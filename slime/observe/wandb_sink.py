@@ -38,6 +38,7 @@ class WandbSink:
             mode=observe.wandb_mode,
             dir=observe.wandb_dir or str(run.path),
             config=settings,
+            settings=wandb.Settings(console="off"),  # our own logs are in the run folder; leave stdout alone
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -59,12 +59,12 @@ def reward_collapse(rows: Sequence[dict[str, Any]]) -> list[Alarm]:
     if not windows:
         return []
     best, final, spread = max(windows), windows[-1], max(windows) - min(windows)
-    if final > windows[0] or best - final <= 0.5 * spread or spread < 0.02:
+    if final > windows[0] + 0.1 * spread or best - final <= 0.5 * spread or spread < 0.02:
         return []
     return [
         Alarm(
             "The reward has collapsed",
-            f"mean reward fell from {best:.3f} at its best to {final:.3f}, not above where it began ({windows[0]:.3f})",
+            f"mean reward fell from {best:.3f} at its best to {final:.3f}, about where it began ({windows[0]:.3f})",
             "raise --kl-loss-coef with --use-kl-loss, lower --lr or --n-samples-per-prompt; look at the worst samples",
         )
     ]

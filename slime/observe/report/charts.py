@@ -71,14 +71,17 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
         >>> ticks(0.0, 0.93)
         [0.0, 0.25, 0.5, 0.75, 1.0]
     """
-    if high <= low:
-        pad = abs(high) * 0.1 or 1.0
-        low, high = low - pad, high + pad
+    size = max(abs(low), abs(high))
+    if size < 1e-12:
+        low, high = 0.0, 1.0
+    elif high - low < 1e-6 * size:  # a flat line runs through the middle
+        low, high = low - 0.1 * size, high + 0.1 * size
     raw = (high - low) / count
     base = 10 ** math.floor(math.log10(raw))
     step = next((m * base for m in (1, 2, 2.5, 5, 10) if m * base >= raw * 0.999), 10 * base)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    digits = 3 - math.floor(math.log10(step))
+    return [round(i * step, digits) for i in range(first, last + 1)]
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
@@ -105,8 +108,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     half = min(25, max(2, len(points) // 20))
     result: list[Point] = []
     for i, (x, _y) in enumerate(points):
-        reach = min(half, i, len(points) - 1 - i)
-        near = [y for _, y in points[i - reach : i + reach + 1] if y is not None]
+        near = [y for _, y in points[max(0, i - half) : i + half + 1] if y is not None]
         result.append((x, sum(near) / len(near) if near else None))
     return result
 

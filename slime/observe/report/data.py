@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from slime.errors import UserError
-from slime.observe.json_text import read_lines
+from slime.observe.json_text import read_lines, read_object
 from slime.observe.run_folder import RunFolder
 
 #: Keys of a metrics row that are no metrics.
@@ -59,17 +57,6 @@ class RunData:
         return self.path.name
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, {} when there is none (yet)."""
-    if not path.is_file():
-        return {}
-    try:
-        value = orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def merge_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per step, by step: later rows of a step add to and override earlier ones."""
     by_step: dict[float, dict[str, Any]] = {}
@@ -104,7 +91,7 @@ def read_run(path: Path) -> RunData:
     stages = []
     for name in sorted(names, key=lambda name: started.get(name, 0.0)):
         run = RunFolder(path, name or None)
-        stage = Stage(name, summary["stages"].get(name, {}), read_json(run.config_path))
+        stage = Stage(name, summary["stages"].get(name, {}), read_object(run.config_path))
         stage.rows = merge_rows([row for row in rows if (row.get("stage") or "") == name])
         stage.rollouts = {p.stem: p for p in sorted(run.samples.glob("rollout_*.jsonl"))}
         stage.evaluations = {p.stem: p for p in sorted(run.samples.glob("eval_*.jsonl"), key=_eval_order)}
@@ -112,7 +99,7 @@ def read_run(path: Path) -> RunData:
             stage.summary = {**stage.summary, "state": "interrupted", "ended": _last_time(stage)}
         stages.append(stage)
     crashes = [
-        read_json(p) | {"folder": str(p.parent.relative_to(path))} for p in sorted(path.glob("crash/*/crash.json"))
+        read_object(p) | {"folder": str(p.parent.relative_to(path))} for p in sorted(path.glob("crash/*/crash.json"))
     ]
     return RunData(path, stages, crashes)
 

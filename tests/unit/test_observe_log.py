@@ -1,0 +1,65 @@
+"""Logs: one format, the process's role in every line, files in the run folder."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slime.errors import UserError
+from slime.observe.log import get_logger, log_level, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def restored_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("SLIME_DEBUG", raising=False)
+    logger = logging.getLogger("slime")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    logger.handlers = []
+    yield
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers, logger.propagate = handlers, propagate
+    logger.setLevel(level)
+
+
+def test_lines_carry_role_and_short_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("trainer 0", "INFO", tmp_path / "logs")
+    get_logger("slime.weights.sync").info("version %d pushed", 7)
+    get_logger("slime.weights.sync").debug("not shown")
+    line = (tmp_path / "logs" / "trainer-0.log").read_text()
+    assert "INFO    trainer 0  weights.sync: version 7 pushed" in line
+    assert "not shown" not in line
+    assert "trainer 0  weights.sync: version 7 pushed" in capsys.readouterr().err
+
+
+def test_setting_up_again_replaces_handlers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("driver")
+    setup_logging("driver")
+    get_logger("rewards").warning("once")
+    assert capsys.readouterr().err.count("once") == 1
+
+
+def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert log_level(None) == logging.INFO
+    assert log_level("warning") == logging.WARNING
+    with pytest.raises(UserError, match="LOUD"):
+        log_level("LOUD")
+    monkeypatch.setenv("SLIME_DEBUG", "1")
+    assert log_level("ERROR") == logging.DEBUG
+    monkeypatch.setenv("SLIME_DEBUG", "0")
+    assert log_level("ERROR") == logging.ERROR
+
+
+def test_observe_imports_no_heavy_library() -> None:
+    code = (
+        "import sys, pkgutil, importlib, slime.observe\n"
+        "for m in pkgutil.walk_packages(slime.observe.__path__, 'slime.observe.'): importlib.import_module(m.name)\n"
+        "print([m for m in ('torch', 'ray', 'transformers', 'megatron', 'wandb', 'tensorflow') if m in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,161 @@
+"""Recorded samples: every field readable, whatever users put into a sample."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.config import make_config
+from slime.observe.json_text import dump_line, json_safe, read_lines, write_atomically
+from slime.observe.recorder import Recorder, run_lengths, sample_record, segments, spread
+from slime.observe.run_folder import RunFolder
+from slime.observe.trace import span
+from slime.samples.types import Group, Sample
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(chr(97 + i) for i in ids)
+
+
+def two_turns(index: int = 0) -> Sample:
+    sample = Sample(group_index=0, index=index, prompt="2+2?", tokens=[20, 21], label="4", reward=1.0)
+    sample.append(tokens=[0, 1], log_probs=[-1.0, -3.0], text="ab", meta_info={"weight_version": "3"})
+    sample.append(tokens=[2], trainable=False, text="c")
+    finish = {"finish_reason": {"type": "stop"}, "weight_version": "4"}
+    sample.append(tokens=[3, 4], log_probs=[-2.0, -2.0], text="de", meta_info=finish)
+    return sample
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 1)))
+def test_run_lengths_are_lossless_and_short(mask: list[int]) -> None:
+    runs = run_lengths(mask)
+    assert [value for value, count in runs for _ in range(count)] == mask
+    assert all(a[0] != b[0] for a, b in itertools.pairwise(runs))
+
+
+def test_one_line_holds_what_a_reader_wants_to_know() -> None:
+    record = sample_record(two_turns(), decode)
+    assert record["prompt"] == "2+2?" and record["response"] == "abcde" and record["label"] == "4"
+    assert (record["prompt_length"], record["response_length"], record["trained_tokens"]) == (2, 5, 4)
+    assert record["loss_mask"] == [[1, 2], [0, 1], [1, 2]]
+    assert record["log_probs"] == {"mean": -2.0, "min": -3.0}
+    assert record["status"] == "completed" and record["weight_versions"] == ["4"]
+    assert record["segments"] == [
+        {"text": "ab", "trained": True, "version": 3},
+        {"text": "c", "trained": False, "version": None},
+        {"text": "de", "trained": True, "version": 4},
+    ]
+
+
+def test_removed_samples_train_nothing() -> None:
+    sample = two_turns()
+    sample.remove_sample = True
+    assert sample_record(sample)["trained_tokens"] == 0
+
+
+def test_plain_responses_need_no_segments() -> None:
+    sample = Sample(tokens=[1, 2, 3], response_length=2, response="bc")
+    assert segments(sample, decode) == []
+    assert segments(Sample(), decode) == []
+
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(codec=None))
+    | st.binary()
+    | st.sampled_from([object(), {1}, (1, 2), Path("/x")]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text() | st.integers(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(anything)
+def test_any_metadata_becomes_json_that_reads_back(value: Any) -> None:
+    sample = Sample(prompt="p", metadata={"user": value}, label=value, reward={"score": 1.0, "extra": value})
+    line = dump_line(sample_record(sample))
+    assert line.count(b"\n") == 1
+    assert json.loads(line)["metadata"].keys() == {"user"}
+
+
+def test_long_texts_are_cut_and_say_so() -> None:
+    assert json_safe("x" * 50, max_text=10) == "x" * 10 + "… [40 more characters]"
+    deep: Any = []
+    for _ in range(100):
+        deep = [deep]
+    json.dumps(json_safe(deep))
+
+
+def groups(count: int, size: int) -> list[Group]:
+    return [
+        Group(g, [[Sample(group_index=g, index=g * size + i, prompt="p", response="r")] for i in range(size)])
+        for g in range(count)
+    ]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 100))
+def test_spread_keeps_whole_groups_within_the_limit(count: int, size: int, limit: int) -> None:
+    kept = spread(groups(count, size), limit)
+    assert 1 <= len(kept) <= count
+    assert len(kept) * size <= limit or len(kept) == 1
+    assert len({group.index for group in kept}) == len(kept)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Recorder:
+    config = make_config(output_dir=str(tmp_path), run_name="r", stage="rl", rollout_batch_size=4, num_rollout=1,
+                         prompt_data="d", hf_checkpoint="m")  # fmt: skip
+    return Recorder(RunFolder.create(config).path, config, decode, max_samples=8)
+
+
+def test_rollouts_and_traces_are_written(recorder: Recorder, tmp_path: Path) -> None:
+    drawn = groups(4, 4)
+    with span(drawn[0].samples, "generate_and_rm_group"):
+        pass
+    recorder.record_rollout(12, drawn, {})
+    folder = tmp_path / "r"
+    rows = read_lines(folder / "samples" / "rl" / "rollout_000012.jsonl")
+    assert [(row["rollout_id"], row["group"]) for row in rows] == [(12, 0)] * 4 + [(12, 2)] * 4
+    trace = json.loads((folder / "trace" / "rl" / "rollout_000012.json").read_text())
+    assert sum(e["name"] == "generate_and_rm_group" for e in trace["traceEvents"]) == 4
+
+
+def test_evaluations_before_and_after_training_are_kept_apart(recorder: Recorder, tmp_path: Path) -> None:
+    data = {"aime": {"rewards": [1.0], "truncated": [0], "samples": groups(1, 1)[0].samples}}
+    recorder.record_evaluation(0, data)
+    recorder.record_rollout(0, groups(1, 1), {})
+    recorder.record_evaluation(0, data)
+    folder = tmp_path / "r" / "samples" / "rl"
+    assert sorted(p.name for p in folder.iterdir()) == ["eval_000000.jsonl", "eval_start.jsonl", "rollout_000000.jsonl"]
+    assert read_lines(folder / "eval_start.jsonl")[0]["dataset"] == "aime"
+
+
+def test_readers_never_see_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    write_atomically(path, b"old")
+
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_half_written_lines_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": 1}\n\n[1]\n{"a": 2}\n{"a": ')
+    assert read_lines(path) == [{"a": 1}, {"a": 2}]
+    assert read_lines(tmp_path / "none") == []

@@ -1,0 +1,278 @@
+"""Metrics reach every sink, survive crashes and resumes, and stay readable while the run goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from slime.config import Config, make_config
+from slime.errors import UserError
+from slime.observe.console import ConsoleSink, column_values, duration, eval_scores, phase_seconds
+from slime.observe.jsonl_sink import JsonlSink
+from slime.observe.run_folder import RunFolder
+from slime.observe.sinks import Sinks
+
+
+def config_for(directory: Path, **flags: Any) -> Config:
+    defaults = {"run_name": "run", "rollout_batch_size": 4, "num_rollout": 4, "prompt_data": "d", "hf_checkpoint": "m"}
+    return make_config(output_dir=str(directory), **{**defaults, **flags})
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def rows_of(run: RunFolder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+
+
+def test_one_object_per_step_with_step_time_and_stage(tmp_path: Path) -> None:
+    config = config_for(tmp_path, stage="grpo")
+    run = RunFolder.create(config)
+    with Sinks(config, run, quiet()) as sinks:
+        sinks.begin(0, 2)
+        sinks.log(0, {"eval/arithmetic": 0.25})
+        for step in (1, 2):
+            sinks.phase("rollout")
+            sinks.phase("train")
+            sinks.log(step, {"rollout/raw_reward": step / 2, "train/loss": 0.5})
+            assert rows_of(run)[-1]["step"] == step, "readable at once"
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["stage"] == "grpo" and row["time"] > 0 for row in rows)
+    assert "perf/step_time" not in rows[0] and rows[0]["eval/arithmetic"] == 0.25
+    assert {"perf/rollout_time", "perf/train_time", "perf/step_time"} <= rows[1].keys()
+    assert run.state() == "finished"
+
+
+def test_nan_and_infinity_become_null_with_their_names(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    run = RunFolder.create(config)
+    with Sinks(config, run, quiet()) as sinks:
+        sinks.log(1, {"train/loss": math.nan, "train/grad_norm": math.inf, "train/lr": 0.1})
+    (row,) = rows_of(run)
+    assert row["train/loss"] is None and row["train/grad_norm"] is None and row["train/lr"] == 0.1
+    assert row["nonfinite"] == ["train/loss", "train/grad_norm"]
+
+
+def test_a_resumed_run_repeats_no_step(tmp_path: Path) -> None:
+    sft = config_for(tmp_path, stage="sft")
+    with Sinks(sft, RunFolder.create(sft), quiet()) as sinks:
+        sinks.log(5, {"train/loss": 1.0})
+    config = config_for(tmp_path, stage="grpo")
+    run = RunFolder.create(config)
+    with Sinks(config, run, quiet()) as sinks:
+        for step in range(4):
+            sinks.log(step, {"train/loss": 1.0 + step})
+    run = RunFolder.create(config, resuming=True)
+    with Sinks(config, run, quiet()) as sinks:
+        sinks.begin(2, 4)  # the checkpoint was made after two rollouts
+        sinks.log(3, {"train/loss": 30.0})
+    rows = rows_of(run)
+    assert [(row["stage"], row["step"]) for row in rows] == [
+        ("sft", 5),
+        ("grpo", 0),
+        ("grpo", 1),
+        ("grpo", 2),
+        ("grpo", 3),
+    ]
+    assert rows[-1]["train/loss"] == 30.0
+    (lost,) = (run.path / "history").glob("metrics.*.jsonl")
+    assert [json.loads(line)["train/loss"] for line in lost.read_text().splitlines()] == [4.0]
+    curves = EventAccumulator(str(run.tensorboard))
+    curves.Reload()
+    assert [(e.step, e.value) for e in curves.Scalars("train/loss")] == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 30.0)]
+
+
+def test_a_fresh_begin_drops_what_an_attempt_without_checkpoint_logged(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    run = RunFolder.create(config)
+    with Sinks(config, run, quiet()) as sinks:
+        sinks.log(0, {"eval/a": 0.1})
+        sinks.log(1, {"train/loss": 1.0})
+    with Sinks(config, RunFolder.create(config, resuming=True), quiet()) as sinks:
+        sinks.begin(0, 4)
+        sinks.log(0, {"eval/a": 0.2})
+    assert [(row["step"], row["eval/a"]) for row in rows_of(run)] == [(0, 0.2)]
+
+
+def test_a_line_cut_by_a_crash_is_removed_before_the_next_is_written(tmp_path: Path) -> None:
+    run = RunFolder.create(config_for(tmp_path))
+    run.metrics_path.write_text('{"step": 0}\n{"step": 1, "train/lo')
+    sink = JsonlSink(run)
+    sink.log(1, {"train/loss": 2.0})
+    sink.close()
+    assert [row["step"] for row in rows_of(run)] == [0, 1]
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder.create(config_for(tmp_path))
+    sink = JsonlSink(run)
+    sink.log(1, {"train/loss": 2.0})
+    real_write, calls = os.write, []
+
+    def write(descriptor: int, data: bytes) -> int:
+        calls.append(data)
+        if len(calls) == 1:
+            return real_write(descriptor, data[:10])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        with pytest.raises(UserError, match="cannot write step 2") as error:
+            sink.log(2, {"train/loss": 3.0})
+    assert "No space left" in error.value.why
+    assert [row["step"] for row in rows_of(run)] == [1]
+    sink.log(3, {"train/loss": 3.0})
+    assert [row["step"] for row in rows_of(run)] == [1, 3]
+    sink.close()
+
+
+def test_tensorboard_reads_every_scalar_without_torch(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    run = RunFolder.create(config)
+    with Sinks(config, run, quiet()) as sinks:
+        for step in (1, 2):
+            sinks.log(step, {"rollout/raw_reward": step / 4, "train/loss": -step})
+            curves = EventAccumulator(str(run.tensorboard))
+            curves.Reload()
+            assert len(curves.Scalars("train/loss")) == step, "grows while the run goes on"
+    assert [(e.step, e.value) for e in curves.Scalars("rollout/raw_reward")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_tensorboard_can_be_turned_off_and_named(tmp_path: Path) -> None:
+    off = config_for(tmp_path, run_name="off", use_tensorboard=False)
+    run = RunFolder.create(off)
+    Sinks(off, run, quiet()).close()
+    assert not run.tensorboard.exists()
+    named = config_for(tmp_path, run_name="named", tb_project_name="math", tb_experiment_name="one")
+    run = RunFolder.create(named)
+    Sinks(named, run, quiet()).close()
+    assert list((run.tensorboard / "math" / "one").iterdir())
+
+
+def test_a_run_that_is_closed_early_is_stopped_and_one_that_raises_is_failed(tmp_path: Path) -> None:
+    config = config_for(tmp_path, run_name="a")
+    run = RunFolder.create(config)
+    sinks = Sinks(config, run, quiet())
+    sinks.close()
+    sinks.close()
+    assert run.state() == "stopped"
+    config = config_for(tmp_path, run_name="b")
+    run = RunFolder.create(config)
+    with pytest.raises(RuntimeError), Sinks(config, run, quiet()):
+        raise RuntimeError
+    assert run.state() == "failed"
+
+
+def test_the_lock_is_released_by_close(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    run = RunFolder.create(config)
+    with Sinks(config, run, quiet()), pytest.raises(UserError, match="another process"):
+        Sinks(config, run, quiet())
+    Sinks(config, run, quiet()).close()
+
+
+def test_wandb_offline_run_continues_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the wandb extra is not installed")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = config_for(tmp_path, use_wandb=True, wandb_mode="offline", use_tensorboard=False, wandb_group="g")
+    run = RunFolder.create(config)
+    for resuming in (False, True):
+        with Sinks(config, run, quiet()) as sinks:
+            sinks.log(int(resuming) + 1, {"train/loss": 1.0})
+    folders = list((run.path / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    kept_id = (run.path / ".wandb-id").read_text()
+    assert all(f"-{kept_id}" in folder.name for folder in folders), "both parts of the run have one id"
+    assert all(list(folder.glob("*.wandb")) for folder in folders)
+
+
+def test_use_wandb_without_wandb_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = config_for(tmp_path, use_wandb=True)
+    with pytest.raises(UserError, match="needs the package wandb") as error:
+        Sinks(config, RunFolder.create(config), quiet())
+    assert "slime-rl[wandb]" in error.value.fix
+
+
+# -- console ---------------------------------------------------------------------------------------------
+
+STEP = {
+    "rollout/raw_reward": 0.625,
+    "rollout/response_len/mean": 11.25,
+    "train/loss": 0.0131,
+    "perf/step_time": 3.4,
+    "perf/rollout_time": 2.1,
+    "perf/train_time": 1.2,
+    "perf/actor_train_time": 0.9,
+    "perf/log_probs_time": 0.3,
+    "perf/tokens_per_gpu_per_sec": 1240.4,
+}
+
+
+def test_plain_line_per_step_when_not_a_terminal() -> None:
+    console = quiet()
+    sink = ConsoleSink("grpo", 60, console)
+    sink.begin(0, 60, 12.0)
+    sink.log(12, {**STEP, "eval/arithmetic": 0.71, "eval/arithmetic-pass@4": 0.9})
+    sink.close()
+    assert isinstance(console.file, io.StringIO)
+    ready, line = console.file.getvalue().splitlines()
+    assert "ready after 12.0 s" in ready
+    for part in ("grpo  step 12/60", "reward 0.625", "length 11.2", "eval/arithmetic 0.710", "1,240", "rollout 2.1"):
+        assert part in line, line
+    assert "eta 2:43" in line, "48 steps of 3.4 s"
+    assert "pass@4" not in line and "\x1b" not in line
+
+
+def test_live_display_on_a_terminal() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=120, force_terminal=True)
+    sink = ConsoleSink("grpo", 60, console)
+    sink.log(0, {"eval/arithmetic": 0.3})
+    sink.log(12, {**STEP, "eval/arithmetic": 0.71})
+    sink.phase_changed("rollout")
+    sink.progress({"done": 17, "target": 64, "tokens": 2000})
+    sink.close()
+    plain = Console(file=io.StringIO(), width=120)
+    plain.print(sink.render())
+    assert isinstance(plain.file, io.StringIO)
+    shown = plain.file.getvalue()
+    for part in ("grpo", "step 12/60", "eta 2:43", "rollout", "17/64 samples", "0.625", "0.710 (first 0.300)"):
+        assert part in shown, shown
+
+
+def test_hostile_text_is_no_markup() -> None:
+    console = quiet()
+    sink = ConsoleSink("[bold]x[/nonsense]", 1, console)
+    sink.begin(0, 1, 0.0)
+    sink.log(1, STEP)
+    sink.render()
+    assert isinstance(console.file, io.StringIO) and "[bold]x[/nonsense]" in console.file.getvalue()
+
+
+def test_times_are_split_without_counting_twice() -> None:
+    assert list(phase_seconds(STEP)) == ["rollout", "actor_train", "log_probs"]
+    assert list(phase_seconds({"perf/train_time": 1.0, "perf/step_time": 2.0})) == ["train"]
+
+
+def test_column_preferences_and_scores() -> None:
+    assert column_values({"rollout/rewards": 1.0})["reward"] == "1.000"
+    assert eval_scores({"eval/a": 1.0, "eval/a/response_len/mean": 3.0, "eval/a-pass@2": 1.0, "train/loss": 1.0}) == {
+        "a": 1.0
+    }
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(12.34, "12.3 s"), (163, "2:43"), (3763, "1:02:43")])
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,115 @@
+"""The run folder: who may write where, and what a crash leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime.config import Config, make_config
+from slime.errors import UserError
+from slime.observe.run_folder import RunFolder
+
+
+def config_for(directory: Path, name: str = "first", stage: str | None = None, **flags: object) -> Config:
+    return make_config(
+        output_dir=str(directory),
+        run_name=name,
+        stage=stage,
+        rollout_batch_size=4,
+        num_rollout=10,
+        prompt_data="data.jsonl",
+        hf_checkpoint="model",
+        **flags,
+    )
+
+
+def test_layout_without_and_with_a_stage(tmp_path: Path) -> None:
+    plain = RunFolder.create(config_for(tmp_path))
+    assert plain.path == tmp_path / "first"
+    assert plain.config_path == plain.path / "config.json"
+    assert plain.samples == plain.path / "samples"
+    assert json.loads(plain.config_path.read_text())
+    sft = RunFolder.create(config_for(tmp_path, "both", "sft"))
+    rl = RunFolder.create(config_for(tmp_path, "both", "rl"))
+    assert sft.path == rl.path
+    assert sft.config_path.name == "config.sft.json" and rl.config_path.name == "config.rl.json"
+    assert sft.metrics_path == rl.metrics_path, "one metrics.jsonl for the whole run"
+    assert sft.samples != rl.samples and sft.checkpoints != rl.checkpoints
+
+
+def test_an_existing_run_is_refused_unless_resumed(tmp_path: Path) -> None:
+    RunFolder.create(config_for(tmp_path))
+    with pytest.raises(UserError, match="exists already") as error:
+        RunFolder.create(config_for(tmp_path))
+    assert "--run-name" in error.value.fix
+    resumed = RunFolder.create(config_for(tmp_path), resuming=True)
+    assert resumed.state() == "running"
+    assert list((resumed.path / "history").glob("config.*.json")), "the settings of the first part are kept"
+
+
+def test_resuming_a_run_whose_folder_is_gone_makes_a_new_one(tmp_path: Path) -> None:
+    assert RunFolder.create(config_for(tmp_path), resuming=True).config_path.exists()
+
+
+def test_a_stage_is_claimed_once(tmp_path: Path) -> None:
+    RunFolder.create(config_for(tmp_path, stage="sft"))
+    with pytest.raises(UserError, match="already has stage 'sft'"):
+        RunFolder.create(config_for(tmp_path, stage="sft"))
+    RunFolder.create(config_for(tmp_path, stage="rl"))
+
+
+def test_a_foreign_folder_is_not_taken_over_by_a_stage(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="not a run folder"):
+        RunFolder.create(config_for(tmp_path, stage="sft"))
+
+
+def test_unwritable_output_directory_is_a_user_error_and_leaves_nothing(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no directory")
+    with pytest.raises(UserError, match="cannot write the run folder") as error:
+        RunFolder.create(config_for(blocked))
+    assert "--output-dir" in error.value.fix
+    assert blocked.read_text() == "no directory"
+
+
+def test_two_live_processes_cannot_log_into_one_folder(tmp_path: Path) -> None:
+    run = RunFolder.create(config_for(tmp_path))
+    run.lock()
+    with pytest.raises(UserError, match="another process") as error:
+        run.lock()
+    assert "pid" in error.value.why
+
+
+def test_states_of_stages(tmp_path: Path) -> None:
+    sft = RunFolder.create(config_for(tmp_path, stage="sft"))
+    sft.set_state("finished")
+    rl = RunFolder.create(config_for(tmp_path, stage="rl"))
+    assert (sft.state(), rl.state()) == ("finished", "running")
+    assert rl.read_summary()["stages"]["sft"]["ended"] is not None
+
+
+def test_a_crash_leaves_traceback_configuration_and_last_metrics(tmp_path: Path) -> None:
+    run = RunFolder.create(config_for(tmp_path))
+    run.metrics_path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(30)) + '{"step": 30, "cut')
+    try:
+        raise UserError("engine 3 died", why="out of memory", fix="--sglang-mem-fraction-static 0.6")
+    except UserError as error:
+        folder = run.write_crash(error, note="rollout")
+    assert folder is not None
+    assert "engine 3 died" in (folder / "traceback.txt").read_text()
+    crash = json.loads((folder / "crash.json").read_text())
+    assert crash["error"] == "UserError" and crash["note"] == "rollout" and "torch" in crash["packages"]
+    last = [json.loads(line) for line in (folder / "last_metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in last] == list(range(10, 30))
+    assert (folder / "config.json").read_bytes() == run.config_path.read_bytes()
+    assert run.state() == "failed"
+
+
+def test_a_crash_report_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
+    run = RunFolder.create(config_for(tmp_path))
+    run.crash.write_text("in the way")
+    assert run.write_crash(RuntimeError("the real one")) is None
