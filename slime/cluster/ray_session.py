@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import ray
 
+from slime.cluster.reaper import start_reaper
 from slime.config import Config
 from slime.errors import UserError
 from slime.observe.log import get_logger
 
 logger = get_logger(__name__)
+
+#: The reaper of this process; it ends by itself when the process does.
+_reaper: subprocess.Popen[bytes] | None = None
 
 #: Variables of the driver that every process gets when the cluster was there before (a local Ray inherits all).
 _FORWARDED = (
@@ -39,6 +44,8 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     Returns:
         True when Ray was started here and must be stopped at the end.
     """
+    # It says on every start that Ray's own token authentication is on, which is what we want.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     if ray.is_initialized():
         return False  # a test or notebook that brought its own cluster
     address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
@@ -56,6 +63,9 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     # Ray's own metrics and usage reporting cost processes and start-up time, and report to the outside.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
+    global _reaper
+    if _reaper is None or _reaper.poll() is not None:
+        _reaper = start_reaper()
     ray.init(
         num_cpus=max(num_local_slots, os.cpu_count() or 1),
         include_dashboard=False,
