@@ -17,8 +17,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from slime.weights.buckets import dtype_name, entries_of, fingerprint, unpack
-from slime.weights.buckets import TensorEntry
+from slime.weights.buckets import TensorEntry, dtype_name, entries_of, fingerprint, unpack
 from slime.weights.process_group import ExternalGroup
 from slime.weights.shared_memory import attach
 

@@ -254,6 +254,8 @@ def retain(root: Path, keep: int | None) -> list[int]:
         return []
     latest = read_tracker(root)
     iterations = saved_iterations(root)
+    if isinstance(latest, int):  # later ones belong to a branch that was left with --ckpt-step: they go first
+        iterations.sort(key=lambda iteration: (iteration <= latest, iteration))
     doomed = [i for i in iterations[: max(0, len(iterations) - max(1, keep))] if i != latest]
     for iteration in doomed:
         victim = root / iteration_name(iteration)

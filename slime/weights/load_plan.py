@@ -54,16 +54,18 @@ def resolve_load(config: Config) -> LoadPlan:
     * ``--load`` with a Hugging Face directory, or no ``--load``: a fresh start from it.
 
     Raises:
-        UserError: nothing loadable at --load; names the directory, what is in it, and the flags.
+        UserError: nothing loadable at --load; names the directory, what is in it, and the flags. Also: --save holds
+            another run's checkpoints.
     """
     flags = config.checkpoint
     given = flags.load
     resumable = given is not None and flags.save is not None and _same(Path(given), Path(flags.save))
+    if not resumable and flags.save is not None:
+        _refuse_foreign_save(Path(flags.save))
     if given is not None:
         root = Path(given)
         if resumable and read_tracker(root) is None and flags.ckpt_step is None and not _looks_like_checkpoint(root):
-            fresh = _fresh(config, f"nothing saved yet in {root} (--load is --save)")
-            return fresh
+            return _fresh(config, f"nothing saved yet in {root} (--load is --save)")
         tracked = read_tracker(root)
         if tracked is not None or (flags.ckpt_step is not None and saved_iterations(root)):
             return _megatron(config, root, tracked, flags.ckpt_step, resumable)
@@ -167,6 +169,17 @@ def _pick(root: Path, tracked: int | str | None, step: int | None, flag: str) ->
 
 def _same(left: Path, right: Path) -> bool:
     return left.resolve() == right.resolve()
+
+
+def _refuse_foreign_save(root: Path) -> None:
+    """A run that does not resume must not write among another run's checkpoints."""
+    there = saved_iterations(root)
+    if there:
+        raise UserError(
+            f"--save {root} already holds checkpoints of another run",
+            why=f"the iterations there: {', '.join(map(str, there[-8:]))}; this run would overwrite or remove them",
+            fix=f"pass --load {root} too, to resume it, or another --save",
+        )
 
 
 def _looks_like_checkpoint(root: Path) -> bool:

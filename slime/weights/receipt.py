@@ -56,10 +56,9 @@ class Receipt:
 
     def __str__(self) -> str:
         rate = self.nbytes / max(self.seconds["transfer"], 1e-9) / 1e9
-        return (
-            f"weights version {self.version}: {self.num_tensors} tensors, {self.nbytes / 1e6:,.0f} MB"
-            f" by {self.transport} in {self.seconds['total']:.2f} s ({rate:.1f} GB/s), {len(self.checked)} fingerprints compared"
-        )
+        sent = f"{self.num_tensors} tensors, {self.nbytes / 1e6:,.0f} MB by {self.transport}"
+        speed = f"{self.seconds['total']:.2f} s ({rate:.1f} GB/s)"
+        return f"weights version {self.version}: {sent} in {speed}, {len(self.checked)} fingerprints compared"
 
 
 @dataclass
