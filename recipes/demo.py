@@ -36,7 +36,15 @@ def main() -> None:
     common = ["--output-dir", options.output_dir, "--run-name", options.run_name, "--seed", str(options.seed)]
     common += ["--rollout-seed", str(options.seed), "--fp32", "--colocate", "--clip-grad", "1.0"]
     common += ["--input-key", "prompt", "--label-key", "label", "--rollout-max-context-len", "64"]
-    common += ["--adam-beta2", "0.95", "--weight-decay", "0", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
+    common += [
+        "--adam-beta2",
+        "0.95",
+        "--weight-decay",
+        "0",
+        "--use-dynamic-batch-size",
+        "--max-tokens-per-gpu",
+        "8192",
+    ]
 
     from slime.drivers import train
 
