@@ -105,7 +105,7 @@ def run_slime(model: str, dtype: str, steps: int, out: str, extra: list[str]) ->
         + ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
         + ["--output-dir", str(folder), "--run-name", "run", *extra]
     )
-    rows = [json.loads(line) for line in open(folder / "run" / "metrics.jsonl")]
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps_done = [row for row in rows if "perf/step_time" in row]
     phases = ("rollout_time", "log_probs_time", "actor_train_time", "update_weights_time")
     Path(out).write_text(
@@ -171,15 +171,14 @@ def main() -> None:
     best = {
         side: min(float(r["median"]) for k, r in results.items() if k.startswith(side)) for side in ("trl", "slime")
     }  # type: ignore[arg-type]
-    print(
-        f"best against best: {best['trl']:.2f} s / {best['slime']:.2f} s = {best['trl'] / best['slime']:.2f} times faster"
-    )
+    ratio = best["trl"] / best["slime"]
+    print(f"best against best: {best['trl']:.2f} s / {best['slime']:.2f} s = {ratio:.2f} times faster")
     for key, data in results.items():
         if "phases" in data:
             inside = [sum(values[i] for values in data["phases"].values()) for i in range(len(data["seconds"]))]  # type: ignore[attr-defined,arg-type]
             share = [1 - a / b for a, b in zip(inside, data["seconds"])][WARM_UP_STEPS:]  # type: ignore[call-overload]
             print(
-                f"{key}: median share of the step outside generation, log-probs, training: {statistics.median(share):.1%}"
+                f"{key}: outside generation, log-probs, training, push: median {statistics.median(share):.1%} of a step"
             )
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _say_what_happened(run: Path) -> None:
-    rows = [json.loads(line) for line in open(run / "metrics.jsonl")]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     scores = [row["eval/arithmetic"] for row in rows if "eval/arithmetic" in row]
     print(f"held-out accuracy: {scores[0]:.3f} after SFT → {scores[-1]:.3f} after GRPO")
     print(f"what happened, step by step: {run / 'report.html'}")
