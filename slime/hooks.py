@@ -369,8 +369,8 @@ async def call_hook(
 
 
 async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
-    """The result of ``call`` in a thread of its own. Unlike `asyncio.to_thread`'s, which are few and are waited for when
-    the program ends, one that hangs holds up nothing."""
+    """The result of ``call`` in a thread of its own. Unlike `asyncio.to_thread`'s, which are few and are waited for
+    when the program ends, one that hangs holds up nothing."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

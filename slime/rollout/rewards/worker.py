@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+from typing import Any
 
 import orjson
 
@@ -40,8 +41,9 @@ def main() -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, request["deadline"])
         try:
-            score = GRADERS[request["grader"]](request["response"], request["label"])
-            answer = {"score": score}
+            answer: dict[str, float | str] = {
+                "score": GRADERS[request["grader"]](request["response"], request["label"])
+            }
         except (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError, MemoryError) as error:
             # sympy raises all of these on strange input: such an answer is wrong, and said so
             answer = {"score": 0.0, "error": f"{type(error).__name__}: {error}"[:300]}
