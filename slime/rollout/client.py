@@ -153,6 +153,7 @@ class RolloutClient:
         headers: dict[str, str] | None = None,
         name: str = "",
         num_input_tokens: int = 0,
+        retry: bool = True,
     ) -> dict[str, Any] | None:
         """POST with retries, counted as in flight; None when it was not sent because of an abort under way."""
         engine = await self.engine(url)
@@ -170,7 +171,7 @@ class RolloutClient:
                 except EngineError as error:
                     self._raise_if_final(error)
                     first_failure = first_failure or time.monotonic()
-                    give_up = min(end, first_failure + self.retry_seconds)
+                    give_up = min(end, first_failure + self.retry_seconds * retry)
                     if time.monotonic() + backoff > give_up:
                         said = f"{error.what} (given up after {request.attempt} tries)"
                         raise EngineError(error.url, said, error.status) from error

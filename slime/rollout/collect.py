@@ -252,7 +252,7 @@ class Collector:
             self._rewind(run)
             back.append(run)
         if back:
-            self.source.add_samples([run.view for run in sorted(back, key=_sample_index)])
+            self.source.add_samples([run.samples for run in sorted(back, key=_sample_index)])
 
     def _rewind(self, run: GroupRun) -> None:
         """Into the state in which the next rollout can take it up."""

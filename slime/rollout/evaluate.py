@@ -13,12 +13,12 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.hooks import RolloutFnEvalOutput
 from slime.observe.log import get_logger
-from slime.prompts.problems import Problems, RowProblem
+from slime.prompts.prepare import Checker, prepare
 from slime.prompts.readers import open_rows
 from slime.prompts.row_format import RowFormat, read_prompt
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.execution import GroupRun, GroupRunner
-from slime.rollout.generate import prompt_token_ids
+from slime.rollout.generate import context_limit
 from slime.rollout.metrics import pass_at_k_metrics, sample_metrics
 from slime.rollout.watchdog import Watchdog
 from slime.samples.types import Sample, SampleStatus
@@ -38,7 +38,7 @@ class EvalSet:
         n = self.dataset.n_samples_per_eval_prompt
         runs = []
         for i, prompt in enumerate(self.prompts):
-            samples: list[Sample | list[Sample]] = []
+            samples: list[Sample] = []
             for j in range(n):
                 sample = copy.deepcopy(prompt)
                 sample.group_index, sample.index = i, i * n + j
@@ -68,24 +68,15 @@ def read_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any) -> l
         input_flag="--eval-input-key",
         label_flag="--eval-label-key",
     )
-    rows, problems, prompts = open_rows(dataset.path), Problems(), []
-    for position in range(len(rows)):
-        try:
-            prompts.append(read_prompt(rows[position], form, tokenizer))
-        except RowProblem as problem:
-            problems.add(rows.where(position), problem)
-    if problems.found:
-        raise problems.error(dataset.path, len(rows))
-    samples = [Sample(prompt=p.text, tokens=p.tokens, label=p.label, metadata=p.metadata) for p in prompts]
-    for sample in samples:
-        sample.tokens = sample.tokens or prompt_token_ids(tokenizer, sample)
-    longest = config.eval.eval_max_prompt_len
-    kept = [sample for sample in samples if longest is None or len(sample.tokens) <= longest]
-    if len(kept) < len(samples):
-        logger.warning("%s: %d prompts are longer than %d tokens", dataset.name, len(samples) - len(kept), longest)
-    if not kept:
-        raise UserError(f"evaluation set {dataset.name!r} has no prompts", fix="raise --eval-max-prompt-len")
-    return kept
+    longest = context_limit(config.eval.eval_max_prompt_len, _less_one(config.eval.eval_max_context_len))
+    rows = open_rows(dataset.path)
+    kept = prepare(rows, dataset.path, Checker(form, tokenizer, longest))
+    prompts = [read_prompt(rows[int(position)], form, tokenizer) for position in kept]
+    return [Sample(prompt=p.text, tokens=p.tokens, label=p.label, metadata=p.metadata) for p in prompts]
+
+
+def _less_one(context: int | None) -> int | None:
+    return None if context is None else context - 1
 
 
 async def evaluate(

@@ -71,11 +71,6 @@ class Execution:
     def is_generated(self) -> bool:
         return bool(self.samples) and all(sample.status in _FINAL for sample in self.samples)
 
-    @property
-    def view(self) -> Sample | list[Sample]:
-        """As user code returned it: a sample, or a list after a fan-out."""
-        return self.samples if self.fanned_out else self.samples[0]
-
     def enter(self, stage: Stage) -> None:
         self.stage, self.since = stage, time.monotonic()
 
@@ -98,13 +93,18 @@ class GroupRun:
     order: int = 0
 
     @staticmethod
-    def of(drawn: Sequence[Sample | list[Sample]], order: int = 0) -> GroupRun:
-        """From what a data source gives; an execution that had fanned out before comes back as a list."""
-        executions = []
-        for item in drawn:
-            samples = item if isinstance(item, list) else [item]
-            executions.append(Execution(samples[0], list(samples), fanned_out=isinstance(item, list)))
-        return GroupRun(executions, order)
+    def of(drawn: Sequence[Sample], order: int = 0) -> GroupRun:
+        """From what a data source gives: one execution per sample, except that what had fanned out in an earlier
+        rollout comes back as several samples with one ``rollout_id``."""
+        executions: dict[Any, Execution] = {}
+        for sample in drawn:
+            key = ("of", id(sample)) if sample.rollout_id is None else sample.rollout_id
+            if key in executions:
+                executions[key].samples.append(sample)
+                executions[key].fanned_out = True
+            else:
+                executions[key] = Execution(sample, [sample])
+        return GroupRun(list(executions.values()), order)
 
     @property
     def index(self) -> int:
@@ -126,11 +126,6 @@ class GroupRun:
     @property
     def failure(self) -> Exception | None:
         return next((e.failure for e in self.executions if e.failure is not None), None)
-
-    @property
-    def view(self) -> list[Any]:
-        """For hooks and data sources: ``list[Sample]``, with a list in the place of each fanned-out execution."""
-        return [execution.view for execution in self.executions]
 
     def to_group(self) -> Group:
         return Group(self.index, [execution.samples for execution in self.executions])

@@ -165,11 +165,16 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         if params is None:
             sample.status = SampleStatus.TRUNCATED
             return sample
-        await asyncio.sleep(min(attempt, 10) * 0.05)  # whoever aborts us may still be at work
+        await _pause(min(attempt, 10) * 0.05)  # whoever aborts us may still be at work
         await _call_engine(state, sample, params)
         if sample.status is not SampleStatus.ABORTED or state.aborted:
             return sample
     raise EngineError(state.client.base_url, f"sample {sample.index} was aborted {_MAX_RESUMES} times")
+
+
+async def _pause(seconds: float) -> None:
+    if seconds:
+        await asyncio.sleep(seconds)
 
 
 def _remaining_params(state: GenerateState, sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any] | None:

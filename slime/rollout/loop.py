@@ -119,15 +119,13 @@ class RolloutLoop:
         policy = config.engine.router.get("policy") or "cache_aware"
         async with EngineClient(self.base_url) as router:
             num_engines = max(1, len(await list_workers(router)))
-        self._rewards = RewardPool(config)
+        self._rewards = RewardPool(config, self.args)
         self._eval_sets = await asyncio.to_thread(self._read_eval_sets)
         self._client = RolloutClient(
             self.base_url,
             max_concurrency=config.engine.sglang_server_concurrency * num_engines,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
-            retry_seconds=_RETRY_SECONDS_FAULT_TOLERANT
-            if config.fault_tolerance.use_fault_tolerance
-            else _RETRY_SECONDS,
+            retry_seconds=_RETRY_SECONDS[config.fault_tolerance.use_fault_tolerance],
             send_routing_key=wants_routing_key(policy),
         )
 
@@ -136,7 +134,7 @@ class RolloutLoop:
         if self._client is not None:
             await self._client.close()
         if self._rewards is not None:
-            self._rewards.close()
+            await self._rewards.close()
         self._client = self._rewards = None
 
     def _read_eval_sets(self) -> list[EvalSet]:
@@ -154,7 +152,7 @@ class RolloutLoop:
                 tokenizer=self.tokenizer,
                 client=self._client,
                 sampling_params=rollout_sampling_params(self.config),
-                max_context_len=context_limit(rollout.rollout_max_context_len, self._seq_length),
+                max_context_len=context_limit(rollout.rollout_max_context_len, self.config.train.seq_length),
                 deterministic=rollout.deterministic,
                 rollout_seed=rollout.rollout_seed,
                 loop=asyncio.get_running_loop(),
@@ -162,12 +160,6 @@ class RolloutLoop:
             bind_state(state)
             _LOOP.set(self)
             yield state
-
-    @property
-    def _seq_length(self) -> int | None:
-        """``--seq-length`` is a cap only when the user has set it."""
-        origin = self.config.origins.get("seq_length", "default")
-        return None if origin == "default" else self.config.train.seq_length
 
     # -- training ------------------------------------------------------------------------------------------
 
@@ -194,6 +186,7 @@ class RolloutLoop:
 
     async def generate_built_in(self, rollout_id: int, state: GenerateState) -> RolloutFnTrainOutput:
         """The rollout as `slime.rollout.collect` describes it."""
+        assert self._rewards is not None
         rollout = self.config.rollout
         runner = GroupRunner(
             state,
@@ -219,13 +212,15 @@ class RolloutLoop:
         async with self._load_snapshots(state.client) as loads:
             collected = await collector.collect()
         if rollout.rollout_sample_filter_path:
-            views = [run.view for run in collected.chosen]
+            views = [run.samples for run in collected.chosen]
             await call_hook(load_function(rollout.rollout_sample_filter_path), self.args, views)
         if rollout.rollout_all_samples_process_path:
-            views = [run.view for run in collected.finished]
+            views = [run.samples for run in collected.finished]
             await call_hook(load_function(rollout.rollout_all_samples_process_path), self.args, views, self.source)
         groups = [run.to_group() for run in collected.chosen]
-        return RolloutFnTrainOutput(groups, _loop_metrics(collected, state) | load_metrics(loads))
+        return RolloutFnTrainOutput(
+            groups, _loop_metrics(collected, state) | load_metrics(loads) | self._rewards.metrics()
+        )
 
     async def _finish(self, rollout_id: int, output: RolloutFnTrainOutput, seconds: float) -> RolloutFnTrainOutput:
         """Dump, metrics, and the user's log function."""
@@ -301,7 +296,7 @@ class RolloutLoop:
 
         def make_runner(dataset: EvalDataset) -> GroupRunner:
             own = GenerateState(**{**vars(state), "sampling_params": dataset.sampling_params()})
-            own.max_context_len = context_limit(self.config.eval.eval_max_context_len, self._seq_length)
+            own.max_context_len = context_limit(self.config.eval.eval_max_context_len, self.config.train.seq_length)
             return GroupRunner(
                 own, self._rewards, rollout_id=rollout_id, evaluation=True, group_rm=self.config.reward.group_rm
             )

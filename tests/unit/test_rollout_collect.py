@@ -150,7 +150,7 @@ def test_deterministic_rollouts_take_the_first_groups() -> None:
 
 def test_surplus_groups_are_trained_on_next_without_new_requests() -> None:
     setup = Setup(target=1, draw_size=3, group_size=1, turns=[0])
-    results, client, source, rewards = run(setup, count=3)
+    results, client, _, rewards = run(setup, count=3)
     assert [result.chosen[0].index for result in results] == [0, 1, 2]
     requests = Counter(call["input_ids"][0] - 1 for call in client.calls)
     assert [requests[index] for index in range(3)] == [1, 1, 1]
@@ -160,7 +160,7 @@ def test_surplus_groups_are_trained_on_next_without_new_requests() -> None:
 
 def test_partial_rollout_keeps_tokens_and_marks_where_they_began() -> None:
     setup = Setup(target=1, draw_size=2, group_size=1, turns=[3, 30, 0, 0], partial_rollout=True)
-    results, client, source, _ = run(setup, count=1)
+    _, client, source, _ = run(setup, count=1)
     [[left]] = source.buffer
     assert left.status is SampleStatus.ABORTED and left.response_length > 0
     assert left.metadata["start_rollout_id"] == 0

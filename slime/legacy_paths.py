@@ -1,0 +1,121 @@
+"""Import paths of existing slime plugins → where the same things live here.
+
+    from slime.utils.types import Sample                      is  slime.samples.types.Sample
+    from slime.rollout.sglang_rollout import GenerateState    is  slime.rollout.generate.current_state
+
+The old modules do not exist as files. `install`, called when `slime` is imported, adds a finder to `sys.meta_path`
+that makes them up from the table below, one name at a time: importing an old path costs nothing until a name of it is
+used, and a name that has no counterpart here is an ImportError that lists those that have one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+_HOOKS = "slime.hooks"
+_GENERATE = "slime.rollout.generate"
+_LOOP = "slime.rollout.loop"
+_CLIENT = "slime.rollout.plugin_client"
+_FILTERS = "slime.rollout.filters"
+_TYPES = "slime.samples.types"
+_SOURCE = "slime.prompts.source"
+
+#: Old module → name in it → "module:name" here. Packages stand for themselves with an empty table.
+OLD_MODULES: dict[str, dict[str, str]] = {
+    "slime.utils": {},
+    "slime.utils.types": {
+        "Sample": f"{_TYPES}:Sample",
+    },
+    "slime.utils.http_utils": {
+        "post": f"{_CLIENT}:post",
+        "get": f"{_CLIENT}:get",
+    },
+    "slime.utils.async_utils": {
+        "run": f"{_LOOP}:run",
+    },
+    "slime.utils.misc": {
+        "load_function": f"{_HOOKS}:load_function",
+    },
+    "slime.utils.mask_utils": {
+        "MultiTurnLossMaskGenerator": "slime.prompts.loss_mask:MultiTurnLossMaskGenerator",
+    },
+    "slime.rollout.base_types": {
+        "RolloutFnTrainOutput": f"{_HOOKS}:RolloutFnTrainOutput",
+        "RolloutFnEvalOutput": f"{_HOOKS}:RolloutFnEvalOutput",
+        "call_rollout_fn": f"{_HOOKS}:call_rollout_fn",
+    },
+    "slime.rollout.data_source": {
+        "DataSource": f"{_HOOKS}:DataSource",
+        "RolloutDataSource": f"{_SOURCE}:PromptSource",
+        "RolloutDataSourceWithBuffer": f"{_SOURCE}:PromptSource",
+    },
+    "slime.rollout.sglang_rollout": {
+        "GenerateState": f"{_GENERATE}:current_state",
+        "generate": f"{_GENERATE}:generate",
+        "generate_rollout": f"{_LOOP}:generate_rollout",
+        "generate_rollout_async": f"{_LOOP}:generate_rollout_async",
+    },
+    "slime.rollout.rm_hub": {
+        "async_rm": "slime.rollout.rewards:async_rm",
+        "batched_async_rm": "slime.rollout.rewards:batched_async_rm",
+    },
+    "slime.rollout.filter_hub": {},
+    "slime.rollout.filter_hub.base_types": {
+        "DynamicFilterOutput": f"{_HOOKS}:DynamicFilterOutput",
+        "MetricGatherer": f"{_FILTERS}:MetricGatherer",
+        "call_dynamic_filter": f"{_HOOKS}:call_dynamic_filter",
+    },
+    "slime.rollout.filter_hub.dynamic_sampling_filters": {
+        "check_reward_nonzero_std": f"{_FILTERS}:check_reward_nonzero_std",
+        "check_reward_nonzero_std_with_fallback": f"{_FILTERS}:check_reward_nonzero_std_with_fallback",
+    },
+}
+
+
+class _OldModule(ModuleType):
+    """A module whose names are looked up in the table when they are first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        names = OLD_MODULES[self.__name__]
+        if name not in names:
+            raise AttributeError(
+                f"{self.__name__} is a path of earlier slime versions; of its names these live on: "
+                f"{', '.join(sorted(names)) or 'none'}; {name!r} has no counterpart",
+                name=name,
+                obj=self,
+            )
+        module, _, attribute = names[name].partition(":")
+        value = getattr(importlib.import_module(module), attribute)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted([*OLD_MODULES[self.__name__], *super().__dir__()])
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in OLD_MODULES:
+            return None
+        is_package = any(name.startswith(fullname + ".") for name in OLD_MODULES)
+        return importlib.machinery.ModuleSpec(fullname, self, origin="slime.legacy_paths", is_package=is_package)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _OldModule(spec.name, f"Names of earlier slime versions; see {__name__}.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def install() -> None:
+    """Make the old paths importable. Calling it again changes nothing."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())

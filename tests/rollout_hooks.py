@@ -1,0 +1,160 @@
+"""Hooks that tests name by path; each notes how it was called."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from slime.hooks import RolloutFnTrainOutput
+from slime.rollout.generate import current_state, generate
+from slime.samples.types import Sample, SampleStatus
+
+calls: list[tuple[str, Any]] = []
+
+
+async def two_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample = await generate(args, sample, sampling_params)
+    sample.append_response_tokens(tokens=[50, 51], trainable=False, text="4")
+    sampling_params["max_new_tokens"] = 14  # a change that no other sample may see
+    return await generate(args, sample, sampling_params)
+
+
+async def with_evaluation(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
+    calls.append(("generate", (sample.index, evaluation, dict(sampling_params))))
+    return await generate(args, sample, sampling_params)
+
+
+async def fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    sample = await generate(args, sample, sampling_params)
+    twin = copy.deepcopy(sample)
+    twin.index = twin.group_index = None
+    return [sample, twin]
+
+
+async def fan_out_with_different_ids(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    samples = await fan_out(args, sample, sampling_params)
+    samples[0].rollout_id, samples[1].rollout_id = 1, 2
+    return samples
+
+
+async def from_text(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    return Sample(prompt="ab", response="cde")
+
+
+async def with_mask_over_all_tokens(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample = await generate(args, sample, sampling_params)
+    sample.loss_mask = [0, 0, *([1] * sample.response_length)]
+    return sample
+
+
+async def with_wrong_mask(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample = await generate(args, sample, sampling_params)
+    sample.loss_mask = [1] * (sample.response_length + 5)
+    return sample
+
+
+async def gives_up(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample.status = SampleStatus.FAILED
+    return sample
+
+
+async def raises(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    raise OSError("the sandbox is gone")
+
+
+async def returns_nothing(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> None:
+    return None
+
+
+def not_async(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    return sample
+
+
+async def through_the_old_paths(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """A generate function as existing plugins have them."""
+    from slime.rollout.sglang_rollout import GenerateState
+    from slime.utils.http_utils import post
+    from slime.utils.types import Sample as OldSample
+
+    assert OldSample is Sample
+    state = GenerateState(args)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    ids = state.tokenizer.encode(sample.prompt, add_special_tokens=False)
+    output = await post(url, {"input_ids": ids, "sampling_params": sampling_params, "return_logprob": True})
+    pairs = output["meta_info"]["output_token_logprobs"]
+    sample.tokens = ids + [pair[1] for pair in pairs]
+    sample.response_length, sample.response = len(pairs), output["text"]
+    sample.rollout_log_probs = [pair[0] for pair in pairs]
+    sample.status = Sample.Status.COMPLETED
+    return sample
+
+
+# -- sample hooks --------------------------------------------------------------------------------------------
+
+
+def note_sample(args: Any, sample: Sample) -> None:
+    calls.append(("note_sample", (sample.index, sample.reward)))
+
+
+async def replace_sample(
+    args: Any, sample: Sample, *, rollout_id: int | None = None, evaluation: bool = False
+) -> Sample:
+    calls.append(("replace_sample", (sample.index, rollout_id, evaluation)))
+    sample.metadata["hooked"] = True
+    return sample
+
+
+# -- hooks of the loop ---------------------------------------------------------------------------------------
+
+
+def drop_odd(args: Any, samples: list[Sample], **kwargs: Any) -> bool:
+    calls.append(("drop_odd", [sample.index for sample in samples]))
+    return samples[0].group_index is not None and samples[0].group_index % 2 == 0
+
+
+def remove_first(args: Any, groups: list[list[Sample]]) -> None:
+    calls.append(("remove_first", [[sample.index for sample in group] for group in groups]))
+    groups[0][0].remove_sample = True
+
+
+def see_all(args: Any, all_groups: list[list[Sample]], data_source: Any) -> None:
+    calls.append(("see_all", ([[s.index for s in group] for group in all_groups], data_source)))
+
+
+def log_rollout(rollout_id: int, args: Any, samples: list[Sample], extra: dict[str, Any], seconds: float) -> bool:
+    calls.append(("log_rollout", (rollout_id, len(samples), sorted(extra), seconds >= 0)))
+    return True
+
+
+def log_eval(rollout_id: int, args: Any, data: dict[str, Any], extra: dict[str, Any]) -> bool:
+    calls.append(("log_eval", (rollout_id, sorted(data))))
+    return True
+
+
+def sync_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Calls the built-in one from a thread, as plugins that post-process rollouts do."""
+    from slime.rollout.sglang_rollout import generate_rollout
+
+    calls.append(("sync_rollout", (rollout_id, evaluation)))
+    output = generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
+    output.metrics["rollout/from_plugin"] = 1.0
+    return output
+
+
+async def async_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Its own loop, with bare lists as older functions return them; out of order."""
+    if evaluation:
+        return {"own": {"rewards": [0.5, 1.0], "truncated": [False, True], "samples": []}}
+    groups = data_source.get_samples(args.rollout_batch_size)
+    state = current_state(args)
+    for group in groups:
+        for sample in group:
+            await generate(args, sample, state.params_for(sample))
+            sample.reward = 1.0
+    return groups[::-1]
+
+
+async def rollout_with_metrics(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    return RolloutFnTrainOutput(await async_rollout(args, rollout_id, data_source), {"rollout/mine": 2.0})

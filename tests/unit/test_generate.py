@@ -1,0 +1,377 @@
+"""The built-in generate function, and users' own: tokens in and out, limits, resume, seeds, hooks, failures."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.errors import UserError
+from slime.rollout.client import RequestRefused, RolloutClient
+from slime.rollout.engines.api import EngineError, GenerateResult
+from slime.rollout.execution import GroupRun, GroupRunner
+from slime.rollout.generate import (
+    append_result,
+    bind_state,
+    complete_tokens,
+    context_limit,
+    current_state,
+    generate,
+    prompt_token_ids,
+    sample_seed,
+    sampling_params,
+)
+from slime.samples.types import Sample, SampleStatus
+from tests import rollout_hooks
+from tests.fake_engine import FakeEngine
+from tests.fake_rollout import FakeClient, FakeRewards, FakeTokenizer, answer, hook_args, make_state
+
+HOOKS = "tests.rollout_hooks."
+
+
+def generate_once(sample: Sample, client: Any = None, **kwargs: Any) -> Sample:
+    async def main() -> Sample:
+        state = make_state(client or FakeClient(), **kwargs)
+        bind_state(state)
+        return await generate(state.args, sample, state.params_for(sample))
+
+    return asyncio.run(main())
+
+
+def run_group(
+    samples: list[Sample],
+    *,
+    client: FakeClient | None = None,
+    rewards: Any = None,
+    evaluation: bool = False,
+    **flags: Any,
+) -> GroupRun:
+    async def main() -> GroupRun:
+        state = make_state(client or FakeClient(), args=hook_args(**flags))
+        group = GroupRun.of(samples)
+        runner = GroupRunner(state, rewards or FakeRewards(), rollout_id=7, evaluation=evaluation)
+        await asyncio.wait_for(runner.run(group), timeout=10)
+        return group
+
+    rollout_hooks.calls.clear()
+    return asyncio.run(main())
+
+
+def sample_at(index: int = 0, first: int = 20) -> Sample:
+    return Sample(group_index=0, index=index, tokens=[first, 7])
+
+
+# -- tokens --------------------------------------------------------------------------------------------------
+
+
+def test_response_is_what_the_engine_sampled() -> None:
+    sample = generate_once(sample_at())
+    expected, reason = answer([20, 7], sample_seed(42, 0), 8)
+    assert sample.tokens == [20, 7, *expected] and sample.response_length == len(expected)
+    assert sample.rollout_log_probs == [-0.5] * len(expected) and sample.loss_mask == [1] * len(expected)
+    assert sample.status is (SampleStatus.COMPLETED if reason == "stop" else SampleStatus.TRUNCATED)
+    assert sample.weight_versions == ["1"] and sample.prefix_cache_info.total_prompt_tokens == 2
+    sample.validate()
+
+
+def test_prompt_becomes_tokens_once_and_without_special_tokens() -> None:
+    client = FakeClient()
+    sample = generate_once(Sample(index=0, prompt="ab"), client)
+    assert client.calls[0]["input_ids"] == [97, 98] == sample.tokens[:2]
+    chat = Sample(index=0, prompt=[{"role": "user", "content": "x"}])
+    assert prompt_token_ids(FakeTokenizer(), chat) == [ord(c) for c in "user:x;"]
+
+
+@pytest.mark.parametrize(
+    "sample", [Sample(index=3, prompt=""), Sample(index=3, prompt="x", multimodal_inputs={"a": 1})]
+)
+def test_prompts_that_cannot_be_sent_are_named(sample: Sample) -> None:
+    with pytest.raises(UserError, match="sample 3 has"):
+        generate_once(sample)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.lists(st.integers(0, 5), max_size=6), index=st.integers(0, 40), limit=st.integers(1, 30))
+def test_a_resumed_sample_equals_an_uninterrupted_one(cuts: list[int], index: int, limit: int) -> None:
+    class Cutting(FakeClient):
+        """Aborts the first requests after so many tokens, with a new weight version each time."""
+
+        async def generate(self, input_ids: list[int], params: dict[str, Any], **kwargs: Any) -> GenerateResult:
+            result = await super().generate(input_ids, params, **kwargs)
+            self.weight_version += 1
+            if cuts and len(result.token_ids) > cuts[0]:
+                keep = cuts.pop(0)
+                meta = {**result.meta_info, "finish_reason": {"type": "abort"}}
+                return GenerateResult(result.token_ids[:keep], result.log_probs[:keep], "", "abort", meta)
+            return result
+
+    async def no_pause(seconds: float) -> None:
+        return None
+
+    client = Cutting()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slime.rollout.generate._pause", no_pause)
+        sample = generate_once(sample_at(index), client, max_new_tokens=limit)
+    assert sample.tokens[2:] == answer([20, 7], sample_seed(42, index), limit)[0]
+    assert sample.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+    for call in client.calls:
+        assert len(call["input_ids"]) - 2 + call["params"]["max_new_tokens"] == limit
+    covered = [position for span in sample.token_spans for position in range(span.start, span.end)]
+    assert covered == list(range(sample.response_length))
+    sample.validate()
+
+
+def test_weight_versions_of_tokens_follow_the_engines_spans() -> None:
+    sample = Sample(tokens=[1])
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "4", "token_weight_versions": [[0, 3], [2, 4]]}
+    append_result(sample, GenerateResult([7, 8, 9], [-1.0, -2.0, -3.0], "abc", "stop", meta))
+    assert [(s.start, s.end, s.weight_version) for s in sample.token_spans] == [(0, 2, 3), (2, 3, 4)]
+    assert sample.response == "abc" and sample.weight_versions == ["4"] and sample.status is SampleStatus.COMPLETED
+    append_result(sample, GenerateResult([5], [-1.0], "d", "length", {**meta, "token_weight_versions": [[0, 5]]}))
+    assert [(s.start, s.end, s.weight_version) for s in sample.token_spans][-1] == (3, 4, 5)
+    assert sample.rollout_log_probs == [-1.0, -2.0, -3.0, -1.0]
+
+
+# -- limits --------------------------------------------------------------------------------------------------
+
+
+def test_context_limit_caps_the_response() -> None:
+    client = FakeClient()
+    sample = generate_once(sample_at(3), client, max_context_len=5)
+    assert client.calls[0]["params"]["max_new_tokens"] == 3 and len(sample.tokens) <= 5
+
+
+def test_a_prompt_without_room_is_truncated_and_counted() -> None:
+    async def main() -> None:
+        client = FakeClient()
+        state = make_state(client, max_context_len=2)
+        bind_state(state)
+        sample = await generate(state.args, sample_at(), state.params_for(sample_at()))
+        assert sample.status is SampleStatus.TRUNCATED and sample.response_length == 0
+        assert state.counts["prompt_too_long"] == 1 and not client.calls
+
+    asyncio.run(main())
+
+
+def test_the_engines_own_context_limit_truncates_too() -> None:
+    async def main() -> None:
+        async with FakeEngine() as engine, RolloutClient(engine.url, max_concurrency=1) as client:
+            state = make_state(client)
+            bind_state(state)
+            engine.refuse = "The input (90 tokens) is longer than the model's context length (64 tokens)."
+            sample = await generate(state.args, sample_at(), state.params_for(sample_at()))
+            assert sample.status is SampleStatus.TRUNCATED and state.counts["prompt_too_long"] == 1
+            engine.refuse = "stop must be a list"
+            with pytest.raises(RequestRefused, match="stop must be a list"):
+                await generate(state.args, sample_at(), state.params_for(sample_at()))
+
+    asyncio.run(main())
+
+
+def test_min_new_tokens_counts_what_is_there() -> None:
+    async def main() -> None:
+        client = FakeClient()
+        state = make_state(client, max_new_tokens=6)
+        bind_state(state)
+        sample = sample_at()
+        sample.append(tokens=[9, 9], log_probs=[0.0, 0.0])
+        sample.status = SampleStatus.ABORTED
+        await generate(state.args, sample, {**state.params_for(sample), "min_new_tokens": 5})
+        assert client.calls[0]["params"]["min_new_tokens"] == 3
+        assert client.calls[0]["params"]["max_new_tokens"] == 4
+
+    asyncio.run(main())
+
+
+def test_aborted_for_ever_is_an_error() -> None:
+    class Aborting(FakeClient):
+        async def generate(self, input_ids: list[int], params: dict[str, Any], **kwargs: Any) -> GenerateResult:
+            return GenerateResult([], [], "", "abort", {"finish_reason": {"type": "abort"}})
+
+    async def no_pause(seconds: float) -> None:
+        return None
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(EngineError, match="was aborted 64 times"):
+        patch.setattr("slime.rollout.generate._pause", no_pause)
+        generate_once(sample_at(), Aborting())
+
+
+def test_context_limit_takes_the_smallest_that_is_set() -> None:
+    assert context_limit(None, 30, 20) == 20 and context_limit(None, None) is None
+
+
+# -- parameters and seeds ------------------------------------------------------------------------------------
+
+
+def test_sampling_params_are_spelt_for_the_engine_and_never_shared() -> None:
+    params = sampling_params(temperature=0.5, max_new_tokens=4, stop=("a",), stop_token_ids=(5,))
+    assert params == {
+        "temperature": 0.5,
+        "max_new_tokens": 4,
+        "stop": ["a"],
+        "stop_token_ids": [5],
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+    state = make_state(FakeClient())
+    state.sampling_params = params
+    mine = state.params_for(sample_at())
+    mine["stop"].append("b")
+    assert params["stop"] == ["a"] and "sampling_seed" in mine and "sampling_seed" not in params
+
+
+def test_seeds_differ_by_sample_and_rollout_seed() -> None:
+    seeds = {sample_seed(rollout_seed, index) for rollout_seed in range(4) for index in range(2000)}
+    assert len(seeds) == 8000 and all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_no_seed_is_sent_unless_deterministic() -> None:
+    client = FakeClient()
+    generate_once(sample_at(), client, deterministic=False)
+    assert "sampling_seed" not in client.calls[0]["params"]
+
+
+def test_generate_outside_a_rollout_is_explained() -> None:
+    async def main() -> None:
+        with pytest.raises(UserError, match="no rollout here"):
+            await generate(hook_args(), sample_at(), {"max_new_tokens": 1})
+
+    asyncio.run(main())
+
+
+def test_complete_tokens_of_a_sample_built_from_text() -> None:
+    sample = Sample(prompt="ab", response="cde")
+    complete_tokens(sample, FakeTokenizer())
+    assert sample.tokens == [97, 98, 99, 100, 101] and sample.response_length == 3
+
+
+# -- users' generate functions -------------------------------------------------------------------------------
+
+
+def test_multi_turn_masks_tool_tokens_and_changes_no_other_sample() -> None:
+    client = FakeClient()
+    group = run_group([sample_at(0), sample_at(1)], client=client, custom_generate_function_path=HOOKS + "two_turns")
+    for sample in group.samples:
+        start = sample.loss_mask.index(0) if sample.loss_mask else -1
+        assert sample.tokens[2 + start : 4 + start] == [50, 51] and sample.loss_mask[start : start + 2] == [0, 0]
+        assert any(span.weight_version is None for span in sample.token_spans)
+    first_calls = [call["params"]["max_new_tokens"] for call in client.calls if len(call["input_ids"]) == 2]
+    assert first_calls == [8, 8]
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_evaluation_is_passed_to_those_who_accept_it(evaluation: bool) -> None:
+    run_group([sample_at(4)], evaluation=evaluation, custom_generate_function_path=HOOKS + "with_evaluation")
+    [(_, (index, was_evaluation, params))] = rollout_hooks.calls
+    assert (index, was_evaluation) == (4, evaluation) and params["sampling_seed"] == sample_seed(42, 4)
+
+
+def test_a_samples_own_function_wins() -> None:
+    sample = sample_at()
+    sample.generate_function_path = HOOKS + "from_text"
+    group = run_group([sample], custom_generate_function_path=HOOKS + "raises")
+    [result] = group.samples
+    assert result.response == "cde" and result.response_length == 3 and result.index == 0 and result.group_index == 0
+    assert result.status is SampleStatus.COMPLETED and result.reward is not None
+
+
+def test_fan_out_is_one_execution_scored_together() -> None:
+    rewards = FakeRewards()
+    group = run_group([sample_at(5), sample_at(6)], rewards=rewards, custom_generate_function_path=HOOKS + "fan_out")
+    assert [len(execution.samples) for execution in group.executions] == [2, 2]
+    assert [[s.rollout_id for s in e.samples] for e in group.executions] == [[5, 5], [6, 6]]
+    assert sorted(rewards.groups) == [[5, 5], [6, 6]] and not rewards.scored
+    made = group.to_group()
+    assert made.num_executions == 2 and len(made.samples) == 4
+    again = GroupRun.of(made.samples)  # put back flat, taken up again
+    assert [len(execution.samples) for execution in again.executions] == [2, 2] and again.is_scored
+
+
+def test_a_mask_over_all_tokens_is_cut_and_other_lengths_are_refused() -> None:
+    [sample] = run_group([sample_at()], custom_generate_function_path=HOOKS + "with_mask_over_all_tokens").samples
+    assert sample.loss_mask == [1] * sample.response_length
+    with pytest.raises(UserError, match="tests.rollout_hooks.with_wrong_mask returned a sample"):
+        run_group([sample_at()], custom_generate_function_path=HOOKS + "with_wrong_mask")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("returns_nothing", "returned a NoneType"),
+        ("not_async", "is not async"),
+        ("fan_out_with_different_ids", "different rollout_id"),
+        ("absent", "has no 'absent'"),
+    ],
+)
+def test_mistakes_in_generate_functions_stop_the_run(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run_group([sample_at()], custom_generate_function_path=HOOKS + name)
+
+
+def test_a_failure_stays_with_its_sample() -> None:
+    broken, fine = sample_at(0), sample_at(1)
+    broken.generate_function_path = HOOKS + "raises"
+    rewards = FakeRewards()
+    group = run_group([broken, fine], rewards=rewards)
+    assert isinstance(group.failure, OSError) and broken.status is SampleStatus.FAILED
+    assert fine.reward is not None and rewards.scored == [1]
+
+
+def test_status_failed_from_user_code_is_not_scored() -> None:
+    rewards = FakeRewards()
+    group = run_group([sample_at()], rewards=rewards, custom_generate_function_path=HOOKS + "gives_up")
+    assert not group.is_generated and not rewards.scored
+
+
+# -- sample hooks and rewards --------------------------------------------------------------------------------
+
+
+def test_sample_hooks_run_in_order_before_the_reward_with_what_they_accept() -> None:
+    paths = [HOOKS + "note_sample", HOOKS + "replace_sample"]
+    [sample] = run_group([sample_at(9)], evaluation=True, rollout_sample_hook_path=paths).samples
+    assert rollout_hooks.calls == [("note_sample", (9, None)), ("replace_sample", (9, 7, True))]
+    assert sample.metadata["hooked"] and sample.reward is not None
+
+
+def test_finished_samples_are_neither_generated_nor_hooked_nor_scored_again() -> None:
+    done = sample_at()
+    done.append(tokens=[9], log_probs=[0.0])
+    done.status, done.reward = SampleStatus.COMPLETED, 1.0
+    client, rewards = FakeClient(), FakeRewards()
+    run_group([done], client=client, rewards=rewards, rollout_sample_hook_path=[HOOKS + "note_sample"])
+    assert not client.calls and not rewards.scored and not rollout_hooks.calls
+
+
+def test_a_reward_set_by_the_generate_function_is_kept() -> None:
+    class Setting(FakeClient):
+        async def generate(self, input_ids: list[int], params: dict[str, Any], **kwargs: Any) -> GenerateResult:
+            sample.reward = 0.25
+            return await super().generate(input_ids, params, **kwargs)
+
+    sample = sample_at()
+    run_group([sample], client=Setting())
+    assert sample.reward == 0.25
+
+
+def test_offpolicy_tokens_of_a_resumed_sample_are_masked_when_asked() -> None:
+    async def main() -> None:
+        state = make_state(FakeClient(), max_new_tokens=20)
+        sample = sample_at(8)
+        sample.append(tokens=[9, 9], log_probs=[0.0, 0.0])
+        sample.status = SampleStatus.ABORTED
+        runner = GroupRunner(state, FakeRewards(), rollout_id=1, mask_offpolicy=True)
+        await runner.run(GroupRun.of([sample]))
+        assert sample.loss_mask is not None and sample.response_length > 2
+        assert sample.loss_mask == [0, 0] + [1] * (sample.response_length - 2)
+
+    asyncio.run(main())
+
+
+def test_every_sample_has_a_trace_of_its_phases() -> None:
+    [sample] = run_group([sample_at()]).samples
+    assert sample.trace is not None
+    names = [event["name"] for event in sample.trace["events"] if event["type"] == "span_start"]
+    assert names == ["generate_and_rm_group", "generate_and_rm", "generate", "reward_model"]
