@@ -18,7 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.config import make_config
 from slime.errors import UserError
+from slime.observe.json_text import read_object
 from slime.observe.report import main, write_report
 from slime.observe.report.alarms import find_alarms
 from slime.observe.report.charts import Chart, Series, points_json, smooth, svg, thin, ticks
@@ -177,7 +179,11 @@ def test_script_json_reads_back_and_cannot_leave_its_element(text: str) -> None:
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "x", full_rows(2), {"flags": {"wandb_key": "s3cret-value"}, "origins": {}})
+    folder = write_run(
+        tmp_path / "x",
+        full_rows(2),
+        {"observe": {"wandb_key": "s3cret-value"}, "cluster": {"train_env_vars": {"WANDB_API_KEY": "s3cret-value"}}},
+    )
     assert "s3cret-value" not in write_report(folder).read_text()
 
 
@@ -279,9 +285,17 @@ def test_untrained_pieces_and_weight_versions_are_marked() -> None:
     assert '<sup class="version">v3</sup>' in text and '<sup class="version">v4</sup>' in text
 
 
-def test_both_forms_of_configuration_files_are_read() -> None:
-    assert flags_with_origins({"flags": {"lr": 1}, "origins": {"lr": "flag"}}) == [("lr", 1, "flag")]
-    assert flags_with_origins({"train": {"lr": {"value": 1, "origin": "default"}}}) == [("lr", 1, "default")]
+def test_configuration_files_are_read_as_config_writes_them(tmp_path: Path) -> None:
+    config = make_config(rollout_batch_size=4, num_rollout=10, prompt_data="d", hf_checkpoint="models/tiny", lr=1e-5)
+    config.save(tmp_path / "config.json")
+    flags = {name: (value, origin) for name, value, origin in flags_with_origins(read_object(tmp_path / "config.json"))}
+    assert flags["rollout_batch_size"] == (4, config.origins["rollout_batch_size"])
+    assert flags["lr"] == (1e-5, config.origins["lr"])
+    assert "origins" not in flags
+    folder = write_run(tmp_path / "run", full_rows(3))
+    config.save(folder / "config.json")
+    text = "".join(parsed(write_report(folder)).text)
+    assert "tiny · GRPO · 4 prompts × 1 samples" in text and "Set by the user" in text
 
 
 # -- charts ----------------------------------------------------------------------------------------------

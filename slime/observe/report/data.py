@@ -126,29 +126,14 @@ def _is_held(path: Path) -> bool:
 
 
 def flags_with_origins(config: dict[str, Any]) -> list[tuple[str, Any, str]]:
-    """(flag, value, origin) of a configuration file: ``{"flags" | group: {name: value}, "origins": {name: origin}}``.
+    """(flag, value, origin) of a configuration file: ``{group: {flag: value}, "origins": {flag: origin}}``."""
+    origins = config.get("origins")
+    flags = [(name, value) for group in config if group != "origins" for name, value in _items(config[group])]
+    return [(name, value, str(origins.get(name, "")) if isinstance(origins, dict) else "") for name, value in flags]
 
-    Groups are flattened; a value that is itself ``{"value", "origin"}`` is taken apart.
-    """
-    raw_origins = config.get("origins")
-    origins: dict[str, Any] = raw_origins if isinstance(raw_origins, dict) else {}
-    flags: list[tuple[str, Any, str]] = []
 
-    def add(name: str, value: Any) -> None:
-        if isinstance(value, dict) and set(value) == {"value", "origin"}:
-            flags.append((name, value["value"], str(value["origin"])))
-        else:
-            flags.append((name, value, str(origins.get(name, ""))))
-
-    for name, value in config.items():
-        if name == "origins":
-            continue
-        if isinstance(value, dict) and name not in origins and set(value) != {"value", "origin"}:
-            for inner, inner_value in value.items():
-                add(inner, inner_value)
-        else:
-            add(name, value)
-    return flags
+def _items(group: Any) -> list[tuple[str, Any]]:
+    return list(group.items()) if isinstance(group, dict) else []
 
 
 def config_value(config: dict[str, Any], name: str) -> Any:

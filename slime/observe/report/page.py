@@ -18,7 +18,7 @@ from slime.observe.report.charts import Chart, number, points_json, sparkline, s
 from slime.observe.report.data import RunData, Stage, config_value, elapsed, flags_with_origins
 from slime.observe.report.samples import escape, samples_html
 
-_SECRETS = ("wandb_key", "api_key", "secret", "password", "hf_token")
+_SECRETS = ("wandb_key", "api_key", "secret", "password", "hf_token")  # parts of names, in small letters
 _STATES = {
     "running": "running",
     "finished": "finished",
@@ -155,11 +155,18 @@ def metrics_table_html(stage: Stage) -> str:
     return _fold(f"All {len(rows)} metrics", "metrics", [head, *rows])
 
 
+def _without_secrets(name: str, value: Any) -> Any:
+    """Keys and passwords never reach a page that is passed around; environment variables are looked through too."""
+    if isinstance(value, dict):
+        return {key: _without_secrets(str(key), inner) for key, inner in value.items()}
+    return "•••" if value and any(secret in name.lower() for secret in _SECRETS) else value
+
+
 def config_html(stage: Stage) -> str:
     """Settings: what the user set first, then what followed from it, then the defaults."""
     rows: dict[str, list[str]] = {"Set by the user": [], "Derived": [], "Defaults": []}
     for name, value, origin in flags_with_origins(stage.config):
-        shown = "•••" if value and any(secret in name.lower() for secret in _SECRETS) else value
+        shown = _without_secrets(name, value)
         text = shown if isinstance(shown, str) else orjson.dumps(shown, default=repr).decode()
         kind = origin.split(":")[0].split(" ")[0]
         title = "Derived" if kind == "derived" else "Defaults" if kind in ("default", "") else "Set by the user"

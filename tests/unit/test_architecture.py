@@ -1,0 +1,214 @@
+"""The rules of docs/architecture.md that a machine can check: who imports whom, sizes, names, handled exceptions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "slime"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
+
+#: What every station and support may import.
+SHARED = ("samples.types", "samples.groups", "config", "hooks", "hook_loading", "errors", "observe", "__version__")
+#: Package → what it may import besides itself and SHARED.
+ARROWS: dict[str, tuple[str, ...]] = {
+    "algorithms": (),
+    "prompts": ("samples.buffer",),
+    # evaluation reads rows; engines answer with fingerprints; the SFT "rollout" masks the turns of others
+    "rollout": ("prompts", "weights.buckets", "samples.sft"),
+    "samples": ("algorithms",),
+    "train": ("algorithms", "weights.convert", "weights.buckets"),
+    "weights": ("rollout.engines.api",),
+}
+#: Packages that know less than the stations.
+LEAVES: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "config": ("errors",),
+    "hook_loading": ("errors",),
+    "hooks": ("errors", "hook_loading", "samples.types", "samples.groups"),
+    "observe": ("errors", "config", "samples.types", "__version__"),
+}
+#: These put the stations together and may import any of them.
+ASSEMBLERS = ("cluster", "drivers", "doctor", "legacy_paths", "__main__", "__init__")
+#: Library → the only modules that import it.
+LIBRARIES: dict[str, tuple[str, ...]] = {
+    "ray": ("cluster",),
+    "megatron": ("train.megatron", "weights", "config.native"),
+    "sglang": ("rollout.engines.sglang", "weights", "config.native"),
+    "wandb": ("observe.wandb_sink",),
+    "tensorboard": ("observe.tensorboard_sink",),
+}
+#: Never imported at run time by these (a quick `--help`, cheap supports).
+LIGHT = ("config", "observe", "doctor", "errors", "hooks", "hook_loading", "__main__")
+HEAVY_LIBRARIES = ("torch", "ray", "transformers", "megatron", "sglang", "datasets")
+
+
+def module_name(path: Path) -> str:
+    """Name below ``slime``: "rollout.engines.api"; packages by their folder, the root as "__init__"."""
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    if parts[-1] == "__init__" and len(parts) > 1:
+        parts.pop()
+    return ".".join(parts)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported_modules(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(module, line) of every import; ``from slime.x import y`` counts as slime.x."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            if node.module == "slime":
+                yield from ((f"slime.{alias.name}", node.lineno) for alias in node.names)
+            else:
+                yield node.module or "", node.lineno
+
+
+def is_within(module: str, prefixes: tuple[str, ...]) -> bool:
+    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def allowed_imports(package: str) -> tuple[str, ...] | None:
+    """What modules of `package` may import of slime; None for everything."""
+    if package in ASSEMBLERS:
+        return None
+    if package in LEAVES:
+        return (package, *LEAVES[package])
+    assert package in ARROWS, f"slime.{package} has no place in docs/architecture.md"
+    return (package, *SHARED, *ARROWS[package])
+
+
+def violations(path: Path) -> list[str]:
+    """Imports of `path` against the arrows."""
+    name = module_name(path)
+    allowed = allowed_imports(name.split(".")[0])
+    found = []
+    for module, line in imported_modules(tree_of(path)):
+        if not module.startswith("slime.") or allowed is None:
+            continue
+        target = module.removeprefix("slime.")
+        if not is_within(target, allowed):
+            found.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    return found
+
+
+def test_imports_follow_the_arrows() -> None:
+    assert [text for path in FILES for text in violations(path)] == []
+
+
+def test_the_arrows_hold_no_path_between_rollout_and_train() -> None:
+    assert not is_within("train", allowed_imports("rollout") or ())
+    assert not is_within("rollout", allowed_imports("train") or ())
+    assert all(not is_within("cluster", allowed_imports(package) or ()) for package in [*ARROWS, *LEAVES])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_library_is_imported_only_where_it_belongs(library: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in FILES
+        for module, line in imported_modules(tree_of(path))
+        if module.split(".")[0] == library and not is_within(module_name(path), LIBRARIES[library])
+    ]
+    assert found == []
+
+
+def test_light_modules_import_nothing_heavy_at_their_top() -> None:
+    found = []
+    for path in FILES:
+        if not is_within(module_name(path), LIGHT):
+            continue
+        for statement in tree_of(path).body:
+            if is_type_checking(statement) or isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+                continue
+            for module, line in imported_modules(statement):
+                if module.split(".")[0] in HEAVY_LIBRARIES:
+                    found.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert found == []
+
+
+def test_files_are_short() -> None:
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in FILES}
+    assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {(node.end_lineno or 0) - node.lineno + 1} lines"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert found == []
+
+
+def test_names_say_what_is_inside() -> None:
+    vague = {"utils", "util", "misc", "helpers", "helper", "common"}
+    assert [str(p.relative_to(ROOT)) for p in FILES if {p.stem, p.parent.name} & vague] == []
+
+
+def _catches_everything(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(k is None or (isinstance(k, ast.Name) and k.id in ("Exception", "BaseException")) for k in kinds)
+
+
+def _swallows(handler: ast.ExceptHandler) -> bool:
+    """Neither raises nor looks at the exception: it goes on as if nothing had happened."""
+    for node in ast.walk(handler):
+        if isinstance(node, ast.Raise):
+            return False
+        if handler.name and isinstance(node, ast.Name) and node.id == handler.name:
+            return False
+    return True
+
+
+def test_no_exception_is_swallowed() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ExceptHandler) and _catches_everything(node) and _swallows(node)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("code", "swallows"),
+    [
+        ("try: f()\nexcept Exception: pass", True),
+        ("try: f()\nexcept: x = 1", True),
+        ("try: f()\nexcept (ValueError, BaseException): log('oh')", True),
+        ("try: f()\nexcept Exception as e: log('oh')", True),
+        ("try: f()\nexcept Exception as e: log(e)", False),
+        ("try: f()\nexcept BaseException:\n  close()\n  raise", False),
+        ("try: f()\nexcept OSError: pass", False),
+    ],
+)
+def test_the_check_for_swallowed_exceptions(code: str, swallows: bool) -> None:
+    (handler,) = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ExceptHandler)]
+    assert (_catches_everything(handler) and _swallows(handler)) is swallows
+
+
+def test_public_modules_have_docstrings() -> None:
+    found = [
+        str(p.relative_to(ROOT))
+        for p in FILES
+        if not ast.get_docstring(tree_of(p)) and tree_of(p).body and not p.stem.startswith("_")
+    ]
+    assert found == []
