@@ -12,6 +12,7 @@ the block is small enough to stay in the cache, which is faster than the whole p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,9 +108,7 @@ def _softmax_dtype(hidden: Tensor) -> torch.dtype:
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
         dtype = _softmax_dtype(hidden)
         n = hidden.size(0)
         # rows: max, Σ exp, target logit, Σ exp · x; x relative to the max
@@ -120,11 +119,13 @@ class _LinearLogProbs(torch.autograd.Function):
         log_sum, target, mean = _combine(stats, plan.shard.group)
         log_probs, entropy = target - log_sum, log_sum - mean
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
-        ctx.plan = plan  # type: ignore[attr-defined]
+        ctx.plan = plan
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx, grad_log_probs: Tensor, grad_entropy: Tensor):  # type: ignore[no-untyped-def, override]
+    def backward(
+        ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, targets, log_sum, entropy = ctx.saved_tensors
         plan: _Plan = ctx.plan
         need_hidden, need_weight = ctx.needs_input_grad[:2]

@@ -23,7 +23,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # evaluation reads rows; engines answer with fingerprints; the SFT "rollout" masks the turns of others
     "rollout": ("prompts", "weights.buckets", "samples.sft"),
     "samples": ("algorithms",),
-    "train": ("algorithms", "weights.convert", "weights.buckets"),
+    # a trainer rank loads and saves its own weights; it does not push them
+    "train": (
+        "algorithms",
+        "weights.convert",
+        "weights.buckets",
+        "weights.hf_io",
+        "weights.checkpoint",
+        "weights.load_plan",
+    ),
     "weights": ("rollout.engines.api",),
 }
 #: Packages that know less than the stations.

@@ -88,8 +88,8 @@ def set_deterministic() -> None:
 
 def _quiet_megatron() -> None:
     """Drop what megatron-core says at every import about packages that slime does not need."""
-    for said in (".*Apex", "full scope is deprecated"):
-        warnings.filterwarnings("ignore", message=said, category=UserWarning)
+    for said in (".*Apex", "full scope is deprecated", ".*tensor` is deprecated. Please use"):
+        warnings.filterwarnings("ignore", message=said)
 
 
 # -- the stand-ins ---------------------------------------------------------------------------------------------
@@ -202,19 +202,25 @@ def _redirect_tensors() -> None:
         setattr(torch.Tensor, method, stand_in)
 
 
-def _redirect_cuda_module() -> None:
+def _do_nothing() -> Callable[..., None]:
+    """A function of its own for each use: torch.compile keeps rules per function object and refuses shared ones."""
+
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
+    return nothing
+
+
+def _redirect_cuda_module() -> None:
     @contextlib.contextmanager
     def stream_context(stream: Any) -> Iterator[None]:
         yield
 
     stand_ins: dict[str, Any] = {
         "current_device": lambda: CPU,
-        "set_device": nothing,
-        "synchronize": nothing,
-        "empty_cache": nothing,
+        "set_device": _do_nothing(),
+        "synchronize": _do_nothing(),
+        "empty_cache": _do_nothing(),
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": lambda device=None: _THE_STREAM,

@@ -1,0 +1,159 @@
+"""Causal attention over packed sequences, without Transformer Engine.
+
+GPU: torch's variable-length flash attention. CPU: sequences of similar length share one dense call; the causal mask
+keeps real queries away from the padding behind them, so that only the padding's own (discarded) rows see it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime.train.megatron.packed import PackedSequences, PaddedLayout
+from slime.train.megatron.rotary import Rotate
+
+# below this length a bfloat16 CPU is faster with explicit products than with torch's blocked kernel (2.4x to 6x on
+# AVX512-bf16, forward and backward); above it, or in float32, the blocked kernel wins
+_EXPLICIT_BELOW = 320
+
+
+class PackedAttention(torch.nn.Module):
+    """``core_attention`` of the local layer spec. Grouped queries; no parameters, no dropout."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
+        super().__init__()
+        if config.attention_dropout:
+            raise ValueError("attention dropout is not supported in post-training; set attention_dropout to 0")
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+        """query [T, heads, dim], key and value [T, groups, dim] → [T, heads, dim]."""
+        if query.device.type == "cuda":
+            return _flash_packed(query, key, value, sequences, self.scale)
+        layout = sequences.padded
+        assert layout is not None
+        padded = [_Pad.apply(x, layout) if not layout.identity else x for x in (query, key, value)]
+        blocks, start = [], 0
+        for batch, length in layout.shapes:
+            cells = slice(start, start + batch * length)
+            q, k, v = (x[cells].view(batch, length, *x.shape[1:]) for x in padded)
+            blocks.append(_dense(q, k, v, self.scale).reshape(batch * length, *q.shape[2:]))
+            start += batch * length
+        out = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        return out if layout.identity else _Unpad.apply(out, layout)
+
+
+class PackedSelfAttention(SelfAttention):
+    """Megatron's self-attention with a forward pass for packed training only: no caches, no inference modes.
+
+    Parameters, names and sharding are Megatron's. What differs: the rotary angles come ready for the micro-batch.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert packed_seq_params is not None and packed_seq_params.rotary is not None
+        sequences = packed_seq_params
+        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
+        cos, sin = packed_seq_params.rotary
+        query = Rotate.apply(query, cos, sin, self.config.rotary_interleaved)
+        key = Rotate.apply(key, cos, sin, self.config.rotary_interleaved)
+        if self.checkpoint_core_attention and self.training:
+            out = tensor_parallel.checkpoint(
+                lambda q, k, v: self.core_attention(q, k, v, sequences), False, query, key, value
+            )
+        else:
+            out = self.core_attention(query, key, value, sequences)
+        return self.linear_proj(out.reshape(out.size(0), 1, -1))
+
+
+def _flash_packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    accepted = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"scale": scale}
+    if "window_size" in accepted:  # torch >= 2.12
+        options["window_size"] = (-1, 0)
+    else:
+        options["is_causal"] = True
+    if "scale" not in accepted:  # torch 2.11 fixes the scale to 1 / sqrt(dim)
+        query = query * (options.pop("scale") * math.sqrt(query.size(-1)))
+    if key.size(1) != query.size(1):
+        if "enable_gqa" in accepted:
+            options["enable_gqa"] = True
+        else:
+            repeats = query.size(1) // key.size(1)
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    longest = sequences.max_seqlen_q
+    cu_seqlens = sequences.cu_seqlens_q
+    out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """[B, L, heads, dim] and [B, L, groups, dim] → [B, L, heads, dim], causal."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    length = q.size(2)
+    if q.dtype == torch.bfloat16 and length < _EXPLICIT_BELOW:
+        out = _explicit(q, k, v, scale)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.size(1) != q.size(1))
+    return out.transpose(1, 2)
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Softmax in float32 between two batched products; the queries of a group share theirs."""
+    batch, heads, length, dim = q.shape
+    groups = k.size(1)
+    grouped = q.reshape(batch, groups, heads // groups * length, dim)
+    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
+    bias = torch.zeros(length, length, device=q.device).masked_fill_(future, float("-inf"))
+    scores = torch.matmul(grouped, k.transpose(-1, -2)).view(batch, heads, length, length).float()
+    weights = torch.softmax(scores.mul_(scale).add_(bias), dim=-1).to(q.dtype)
+    return torch.matmul(weights.view(batch, groups, -1, length), v).view(batch, heads, length, dim)
+
+
+# -- between packed and padded ---------------------------------------------------------------------------------------
+# Each packed token has exactly one cell, so the gradient of a gather is a gather again. Autograd would scatter-add row
+# by row, which on a CPU costs more than the attention itself.
+
+
+class _Pad(torch.autograd.Function):
+    """[T, …] → [cells, …]. The gradient of a padding cell is 0, so that of the token it repeats is unharmed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: PaddedLayout) -> Tensor:
+        ctx.layout = layout
+        return x.index_select(0, layout.gather)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.layout.cells), None
+
+
+class _Unpad(torch.autograd.Function):
+    """[cells, …] → [T, …]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: PaddedLayout) -> Tensor:
+        ctx.layout = layout
+        return x.index_select(0, layout.cells)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.layout.gather).masked_fill_(ctx.layout.padding, 0.0), None

@@ -1,0 +1,288 @@
+"""`MegatronBackend`: one trainer rank. Sets everything up, offers the verbs, delegates each to its module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.hook_loading import load_function
+from slime.observe.log import get_logger
+from slime.samples.types import StepPlan, TrainBatch, TrainLayout
+from slime.train.loss import LossHooks, micro_batch_loss
+from slime.train.megatron import device
+
+device.install()  # before anything imports megatron
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+
+from slime.train.megatron import forward, optimizer, parallel  # noqa: E402
+from slime.train.megatron.model import PolicyModel, build_model_chunks, virtual_stages  # noqa: E402
+from slime.train.megatron.packed import PackedMicroBatch  # noqa: E402
+from slime.train.megatron.parallel import RankInfo  # noqa: E402
+from slime.train.megatron.reference import WeightsCopy  # noqa: E402
+from slime.train.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores  # noqa: E402
+from slime.train.update import update  # noqa: E402
+from slime.weights import checkpoint  # noqa: E402
+from slime.weights.convert import family_of  # noqa: E402
+from slime.weights.convert.spec import ModelSpec, read_hf_config  # noqa: E402
+from slime.weights.hf_io import load_hf, save_hf  # noqa: E402
+from slime.weights.load_plan import LoadPlan, resolve_load, resolve_reference  # noqa: E402
+
+logger = get_logger(__name__)
+
+
+class MegatronBackend:
+    """One rank of the trainer.
+
+    Example:
+        backend = MegatronBackend(config, RankInfo(rank=0, world_size=1, local_rank=0, …))
+        next_rollout_id = backend.setup()
+        metrics = backend.train(batch)
+
+    Attributes (after `setup`):
+        model_chunks: Megatron's DDP-wrapped pipeline stage(s); what conversion, sync and checkpoints work on.
+        optimizer, scheduler: Megatron's.
+        spec, hf_config: the model's architecture, and its Hugging Face config.
+        step_metrics: the last rollout's metrics, one dict per optimizer step.
+        extra_state: what `save` was given in the checkpoint that was loaded; {} on a fresh start.
+    """
+
+    def __init__(self, config: Config, rank_info: RankInfo) -> None:
+        self.config = config
+        self.rank_info = rank_info
+        self.reference: WeightsCopy | None = None
+        self.reference_is_policy = False
+        self.step_metrics: list[dict[str, float]] = []
+        self.has_output = True
+        self.extra_state: dict[str, Any] = {}
+        self.optimizer: MegatronOptimizer
+        self.scheduler: OptimizerParamScheduler
+
+    # -- setting up ----------------------------------------------------------------------------------------------
+
+    def setup(self, *, spec: ModelSpec | None = None, initialise: bool = False) -> int:
+        """Process groups, model, optimizer, weights.
+
+        Args:
+            spec: architecture to build; default: that of ``--hf-checkpoint``.
+            initialise: random weights instead of loading any (tests, benchmarks).
+        Returns:
+            The next rollout id: 0, or where the loaded checkpoint goes on.
+        Raises:
+            UserError: a layout that fits neither the ranks nor the model, weights that are missing or do not fit.
+        """
+        config = self.config
+        self.hooks = LossHooks.load(config)
+        self.hf_config = None if spec is not None else self._read_hf_config()
+        self.spec = spec or self._padded_spec()
+        self.device = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
+        self.has_output = parallel.is_last_stage()
+        if config.train.custom_megatron_init_path:
+            load_function(config.train.custom_megatron_init_path)(self.hooks.args)
+        chunks = self._build(initialise)
+        optimizer.freeze(chunks, config)
+        self.model_chunks = optimizer.wrap_data_parallel(chunks, config)
+        if initialise:
+            self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, config)
+            self.reference = WeightsCopy(self.model_chunks) if self._needs_reference() else None
+        next_rollout_id = 0 if initialise else self._load()
+        if self.reference is not None:
+            self.reference_is_policy = not self.any_rank(not self.reference.equals(self.model_chunks))
+        return next_rollout_id
+
+    def _read_hf_config(self) -> dict[str, Any]:
+        path = self.config.checkpoint.hf_checkpoint
+        if path is None:
+            raise UserError("no --hf-checkpoint", why="the trainer takes the architecture from it", fix="pass it")
+        return read_hf_config(path)
+
+    def _padded_spec(self) -> ModelSpec:
+        assert self.hf_config is not None
+        config = self.config
+        spec = family_of(self.hf_config, config.checkpoint.model_name).model_spec(self.hf_config)
+        return spec.padded(config.megatron.tensor_model_parallel_size)
+
+    def _build(self, initialise: bool) -> list[PolicyModel]:
+        return build_model_chunks(self.spec, self.config, initialise=initialise)
+
+    def _load(self) -> int:
+        """Weights of reference and policy, then the optimizer around the policy's, then its state if there is one."""
+        if self._needs_reference():
+            self._load_weights(resolve_reference(self.config))
+            self.reference = WeightsCopy(self.model_chunks)
+        plan = resolve_load(self.config)
+        logger.info("%s", plan.note)
+        if plan.kind == "hf":
+            self._load_weights(plan)
+        self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, self.config)
+        if plan.kind == "megatron":
+            self.extra_state = checkpoint.load(plan, self._checkpoint_state())
+        return plan.start_rollout_id
+
+    def _load_weights(self, plan: LoadPlan) -> None:
+        if plan.kind == "hf":
+            report = load_hf(self.model_chunks, plan.path, model_name=self.config.checkpoint.model_name)
+            logger.info("%s", report)
+        else:
+            checkpoint.load(plan, checkpoint.TrainerState(self.model_chunks))
+
+    def _checkpoint_state(self) -> checkpoint.TrainerState:
+        return checkpoint.TrainerState(self.model_chunks, self.optimizer, self.scheduler)
+
+    def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> Path:
+        """Checkpoint after training rollout ``rollout_id``; with ``--save-hf`` also in Hugging Face form. Collective.
+
+        Args:
+            extra_state: small state of the run (data position, …), found again in ``extra_state`` after `setup`.
+        Returns:
+            The checkpoint's directory.
+        """
+        flags = self.config.checkpoint
+        if flags.save is None:
+            raise UserError("no --save directory to write a checkpoint to", fix="pass --save")
+        path = checkpoint.save(
+            flags.save,
+            rollout_id,
+            self._checkpoint_state(),
+            extra_state=extra_state,
+            save_optimizer=not flags.no_save_optim,
+            save_rng=not flags.no_save_rng,
+            keep=flags.save_retain,
+        )
+        if flags.save_hf and flags.hf_checkpoint and self.hf_config:
+            target = flags.save_hf.format(rollout_id=rollout_id)
+            save_hf(self.model_chunks, self.hf_config, target, assets_from=flags.hf_checkpoint)
+        return path
+
+    def _needs_reference(self) -> bool:
+        flags = self.config.algorithm
+        return flags.loss_type != "sft_loss" and (flags.use_kl_loss or flags.kl_coef != 0)
+
+    # -- what others ask -----------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> TrainLayout:
+        return parallel.train_layout(self.config)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return parallel_state.get_data_parallel_rank()
+
+    @property
+    def is_reporting_rank(self) -> bool:
+        return parallel.is_reporting_rank()
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """All optimizer steps of one rollout; see `slime.train.update.update`. Collective."""
+        for chunk in self.model_chunks:
+            chunk.train()
+        if self.config.checkpoint.reset_optimizer_states:
+            optimizer.reset_moments(self.optimizer)
+        metrics, self.step_metrics = update(self, batch)
+        interval = self.config.checkpoint.ref_update_interval
+        if self.reference is not None and interval and (batch.rollout_id + 1) % interval == 0:
+            self.reference.take(self.model_chunks)
+        return metrics
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        parallel.shut_down()
+
+    # -- verbs -----------------------------------------------------------------------------------------------------
+
+    def log_probs(self, batch: TrainBatch, *, reference: bool = False, store_prefix: str = "") -> list[Tensor] | None:
+        """Log-probs of the response tokens, [R_i] per sample; None on ranks without output layer. Collective.
+
+        The micro-batches are those of training, so that equal weights give equal bits.
+        """
+        hook = self.config.train.custom_megatron_before_log_prob_hook_path
+        if hook:
+            load_function(hook)(self.hooks.args, self.model_chunks, store_prefix)
+        packed = self._pack(batch, [samples for step in batch.steps for samples in step.micro_batches])
+        weights = self.reference if reference else None
+        with weights.swapped_in(self.model_chunks) if weights else nullcontext():
+            scores = forward.score(self._modules(), packed, **self._score_options(False))
+        if not self.has_output:
+            return None
+        by_sample: list[Tensor] = [torch.zeros(r, device=self.device) for r in batch.response_lengths]
+        for micro_batch, score in zip(packed, scores):
+            for i, values in zip(micro_batch.samples, micro_batch.split(score.log_probs)):
+                by_sample[i] = values
+        return by_sample
+
+    def forward_backward(
+        self, batch: TrainBatch, step: StepPlan, inputs_of: Callable[[list[int]], LossInputs]
+    ) -> list[MicroBatchResult]:
+        """Accumulate the gradients of one optimizer step. Collective."""
+        packed = self._pack(batch, step.micro_batches)
+
+        def loss_of(scores: TokenScores, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            return micro_batch_loss(scores, inputs_of(micro_batch.samples), self.config, self.hooks)
+
+        return forward.forward_backward(
+            self._modules(),
+            packed,
+            loss_of,
+            gradient_scale=float(len(packed) * parallel_state.get_data_parallel_world_size()),
+            **self._score_options(True),
+        )
+
+    def optim_step(self, rollout_id: int, step_id: int, step: StepPlan, *, skip: bool) -> StepOutcome:
+        """Apply the accumulated gradients and advance the schedule; ``skip`` leaves both alone. Collective."""
+        hook = self.config.train.custom_megatron_before_train_step_hook_path
+        if hook:
+            load_function(hook)(self.hooks.args, rollout_id, step_id, self.model_chunks, self.optimizer, self.scheduler)
+        if skip:
+            return StepOutcome(float("nan"), applied=False)
+        outcome = optimizer.apply_gradients(self.optimizer, self.config.megatron.clip_grad)
+        if outcome.applied:
+            self.scheduler.step(step.global_batch_size)
+            self.reference_is_policy = False
+        return outcome
+
+    def sum_over_data_parallel(self, values: Tensor) -> Tensor:
+        return parallel.sum_over_data_parallel(values)
+
+    def any_rank(self, flag: bool) -> bool:
+        return parallel.any_rank(flag, self.device)
+
+    def gather(self, values: list[int]) -> list[int]:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, values)
+        return sorted({value for part in gathered for value in part})
+
+    def synchronize(self) -> None:
+        device.synchronize()
+
+    def learning_rates(self) -> list[float]:
+        return optimizer.learning_rates(self.optimizer)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _modules(self) -> list[torch.nn.Module]:
+        return list(self.model_chunks)
+
+    def _pack(self, batch: TrainBatch, micro_batches: list[list[int]]) -> list[PackedMicroBatch]:
+        multiple = self.config.megatron.tensor_model_parallel_size if self.config.megatron.sequence_parallel else 1
+        if device.has_gpu():
+            multiple = self.config.megatron.tensor_model_parallel_size * self.config.train.data_pad_size_multiplier
+        return forward.packed_micro_batches(batch, micro_batches, self.device, multiple)
+
+    def _score_options(self, training: bool) -> dict[str, Any]:
+        flags = self.config.algorithm
+        return {
+            "temperature": self.config.rollout.rollout_temperature if flags.loss_type != "sft_loss" else 1.0,
+            "with_entropy": training and flags.loss_type == "policy_loss",
+            "with_logits": training and flags.loss_type == "custom_loss",
+            "chunk_size": self.config.train.log_probs_chunk_size,
+        }

@@ -1,0 +1,274 @@
+"""The policy as megatron-core modules, built from a `ModelSpec`.
+
+    embedding ─► decoder (local layer spec; our attention, norm and activation) ─► hidden states
+                                       └─ last stage: rows that predict responses ─► log-probs (never logits)
+
+Parameters carry Megatron's names and sharding, so converters and checkpoints need not know about any of this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime.algorithms.logprobs import VocabShard, linear_log_probs
+from slime.config import Config
+from slime.errors import UserError
+from slime.train.megatron.attention import PackedAttention, PackedSelfAttention
+from slime.train.megatron.layers import RMSNorm, SwiGLUActivation
+from slime.train.megatron.packed import PackedMicroBatch
+from slime.train.megatron.rotary import RotaryAngles, inverse_frequencies
+from slime.train.records import TokenScores
+from slime.weights.convert.spec import ModelSpec
+
+
+class PolicyModel(GPTModel):
+    """Megatron's GPT whose output is the log-prob of each response token.
+
+    The vocabulary product runs inside `linear_log_probs`, on the rows that predict response tokens only.
+    """
+
+    def __init__(self, spec: ModelSpec, config: TransformerConfig, vp_stage: int | None, **kwargs: Any) -> None:
+        super().__init__(
+            config=config,
+            vocab_size=spec.padded_vocab_size,
+            max_sequence_length=spec.max_position_embeddings,
+            share_embeddings_and_output_weights=spec.tie_embeddings,
+            position_embedding_type="none",  # the angles come from `self.angles`, once per micro-batch
+            vp_stage=vp_stage,
+            **kwargs,
+        )
+        self.spec = spec
+        assert config.kv_channels is not None
+        rotated = int(config.kv_channels * spec.rotary_percent)
+        inverse, factor = inverse_frequencies(
+            rotated, spec.rotary_base, spec.rotary_scaling, spec.max_position_embeddings
+        )
+        self.angles = RotaryAngles(inverse, factor, torch.device(torch.cuda.current_device()), config.params_dtype)
+
+    def forward(
+        self,
+        batch: PackedMicroBatch,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_logits: bool = False,
+        chunk_size: int = -1,
+    ) -> Tensor | TokenScores:
+        """Hidden states [T, 1, H] on inner pipeline stages, `TokenScores` on the last."""
+        hidden = self.hidden_states(batch)
+        if not self.post_process:
+            return hidden
+        rows, weight = self.predicting_rows(hidden, batch), self.output_weight()
+        logits = None
+        if with_logits:
+            logits = (rows @ weight[: self.vocab_shard().size].t()).float() / temperature
+        log_probs, entropy = linear_log_probs(
+            rows,
+            weight,
+            batch.targets,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            shard=self.vocab_shard(),
+            chunk_size=chunk_size,
+            grad_accumulator=self._direct_grad(),
+        )
+        return TokenScores(log_probs, entropy, logits)
+
+    def hidden_states(self, batch: PackedMicroBatch) -> Tensor:
+        """[T, 1, H], after the final norm on the last stage; under sequence parallelism this rank's part of T."""
+        sequences = batch.sequences
+        assert sequences.positions is not None
+        if sequences.rotary is None:
+            sequences.rotary = self.angles(sequences.positions)
+        embedded = self.embedding(input_ids=batch.tokens, position_ids=None) if self.pre_process else None
+        return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=sequences)
+
+    def predicting_rows(self, hidden: Tensor, batch: PackedMicroBatch) -> Tensor:
+        """[N, H]: the hidden states from which response tokens are predicted, ready for a vocabulary-parallel product.
+
+        Going back, the gradient of the rows is summed over the tensor-parallel ranks, each of which has the part of
+        its vocabulary shard.
+        """
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=group
+            )
+            return hidden[:, 0].index_select(0, batch.rows)
+        rows = hidden[:, 0].index_select(0, batch.rows)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(rows, group=group)
+
+    def output_weight(self) -> Tensor:
+        """[V / tp, H]: the output layer's rows on this rank, the embedding's if they are tied."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def vocab_shard(self) -> VocabShard:
+        group = self.pg_collection.tp
+        per_rank = self.spec.padded_vocab_size // group.size()
+        start = per_rank * group.rank()
+        return VocabShard(start, max(0, min(per_rank, self.spec.vocab_size - start)), group)
+
+    def _direct_grad(self) -> Tensor | None:
+        """The DDP buffer to which the vocabulary product may add its weight gradient, if nobody waits for a hook."""
+        weight = self.output_weight()
+        if not torch.is_grad_enabled() or not weight.requires_grad or not self.accumulate_into_main_grad:
+            return None
+        return weight.main_grad  # type: ignore[attr-defined]
+
+    accumulate_into_main_grad = False
+    """Set by the backend once the model is wrapped and gradients are not reduced while they are computed."""
+
+
+def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = False) -> list[PolicyModel]:
+    """This rank's pipeline stage(s) of the model, on the trainer's device, parameters not loaded yet.
+
+    Args:
+        initialise: draw random weights; without it parameters hold garbage until a checkpoint is loaded.
+    Raises:
+        UserError: a layout that does not fit the model, with the number that does not divide.
+    """
+    check_layout(spec, config)
+    transformer = transformer_config(spec, config, initialise=initialise)
+    virtual = transformer.virtual_pipeline_model_parallel_size
+    chunks = []
+    for vp_stage in range(virtual) if virtual else [None]:
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        chunk = PolicyModel(
+            spec,
+            transformer,
+            vp_stage,
+            transformer_layer_spec=block_spec(transformer, vp_stage),
+            pre_process=first,
+            post_process=last,
+        )
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        chunks.append(chunk.to(torch.cuda.current_device()))
+    return chunks
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """megatron-core's local layers with our norm, attention and activation in their places."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    block.layer_norm = RMSNorm
+    done: set[int] = set()
+    for layer in block.layer_specs:
+        if id(layer) in done:  # layers of one kind share their spec
+            continue
+        done.add(id(layer))
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention = parts.self_attention
+        if attention.module is SelfAttention:
+            attention.module = PackedSelfAttention
+            attention.submodules.core_attention = PackedAttention
+            for name in ("q_layernorm", "k_layernorm"):
+                if getattr(attention.submodules, name) is not IdentityOp:
+                    setattr(attention.submodules, name, RMSNorm)
+        if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MLP and config.use_te_activation_func:
+            parts.mlp.submodules.activation_func = SwiGLUActivation
+    return block
+
+
+def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = False) -> TransformerConfig:
+    """Megatron's view of the model: what the checkpoint says, the layout, and the native flags the user set."""
+    megatron = config.megatron
+    dtype = parameter_dtype(config)
+    arguments: dict[str, Any] = {
+        **spec.transformer_kwargs(),
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": virtual_stages(spec, config),
+        "context_parallel_size": megatron.context_parallel_size,
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "sequence_parallel": megatron.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # the other one refuses variable lengths
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "recompute_granularity": megatron.recompute_granularity,
+        "recompute_method": megatron.recompute_method,
+        "recompute_num_layers": megatron.recompute_num_layers,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "perform_initialization": initialise,
+        # one full-size draw that every layout cuts its piece from: random weights do not depend on the layout
+        "use_cpu_initialization": torch.device(torch.cuda.current_device()).type == "cpu",
+        "attention_softmax_in_fp32": True,
+        "deallocate_pipeline_outputs": megatron.pipeline_model_parallel_size > 1,
+    }
+    if megatron.expert_tensor_parallel_size is not None:
+        arguments["expert_tensor_parallel_size"] = megatron.expert_tensor_parallel_size
+    if megatron.recompute_modules:
+        arguments["recompute_modules"] = list(megatron.recompute_modules)
+    arguments.update(megatron.transformer)
+    if spec.activation == "silu" and arguments.get("gated_linear_unit") and not arguments.get("add_bias_linear"):
+        arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
+    return TransformerConfig(**arguments)
+
+
+def parameter_dtype(config: Config) -> torch.dtype:
+    if config.megatron.fp16:
+        return torch.float16
+    return torch.bfloat16 if config.megatron.bf16 else torch.float32
+
+
+def virtual_stages(spec: ModelSpec, config: Config) -> int | None:
+    """Model chunks per pipeline rank, None without interleaving."""
+    megatron = config.megatron
+    if megatron.num_virtual_stages_per_pipeline_rank is not None:
+        return megatron.num_virtual_stages_per_pipeline_rank
+    per_stage = megatron.num_layers_per_virtual_pipeline_stage
+    if per_stage is None:
+        return None
+    return spec.num_layers // megatron.pipeline_model_parallel_size // per_stage
+
+
+def check_layout(spec: ModelSpec, config: Config) -> None:
+    """Refuse layouts that do not divide the model.
+
+    Raises:
+        UserError: names the flag, its value and the number that it does not divide.
+    """
+    megatron = config.megatron
+    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    stages = pipeline * (virtual_stages(spec, config) or 1)
+    rules = [
+        (spec.num_heads, tensor, "attention heads", "--tensor-model-parallel-size"),
+        (spec.num_layers, stages, "layers", "--pipeline-model-parallel-size × virtual stages"),
+        (spec.padded_vocab_size, tensor, "rows of the padded vocabulary", "--tensor-model-parallel-size"),
+        (spec.num_experts, megatron.expert_model_parallel_size, "experts", "--expert-model-parallel-size"),
+    ]
+    for total, parts, what, flag in rules:
+        if total % parts:
+            raise UserError(
+                f"{flag} {parts} does not fit this model",
+                why=f"{total} {what} cannot be divided by {parts}",
+                fix=f"use a divisor of {total}",
+            )
+    if megatron.sequence_parallel and tensor == 1:
+        raise UserError(
+            "--sequence-parallel needs --tensor-model-parallel-size above 1", fix="drop it, or raise the size"
+        )
+    if megatron.context_parallel_size > 1:
+        raise UserError("--context-parallel-size above 1 is not supported yet", fix="use 1")

@@ -1,0 +1,191 @@
+"""Megatron's data parallelism, optimizer and schedule around the model chunks, and the step that applies gradients."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.train.megatron.model import PolicyModel, parameter_dtype
+from slime.train.records import StepOutcome
+
+
+def freeze(chunks: Sequence[PolicyModel], config: Config) -> int:
+    """Switch off gradients by the regular expressions of the flags; returns how many parameters are frozen here.
+
+    Raises:
+        UserError: an expression that matches no parameter of the model would silently do nothing.
+    """
+    only, frozen_names = config.train.only_train_params_name_list, config.train.freeze_params_name_list
+    if not only and not frozen_names:
+        return 0
+    frozen = 0
+    unused = {*only, *frozen_names}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            in_only = [pattern for pattern in only if re.search(pattern, name)]
+            in_frozen = [pattern for pattern in frozen_names if re.search(pattern, name)]
+            unused -= {*in_only, *in_frozen}
+            if (only and not in_only) or in_frozen:
+                parameter.requires_grad_(False)
+                frozen += 1
+    whole_model_is_here = config.megatron.pipeline_model_parallel_size == 1
+    if unused and whole_model_is_here:
+        raise UserError(
+            f"no parameter matches {', '.join(sorted(unused))}",
+            why="--only-train-params-name-list and --freeze-params-name-list are searched in Megatron's names, such as "
+            "decoder.layers.0.mlp.linear_fc1.weight",
+            fix="correct the expression",
+        )
+    return frozen
+
+
+def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[DistributedDataParallel]:
+    """Gradient buffers (float32 unless told otherwise) and their reduction over the replicas."""
+    megatron = config.megatron
+    options = {
+        "grad_reduce_in_fp32": megatron.accumulate_allreduce_grads_in_fp32,
+        "overlap_grad_reduce": megatron.overlap_grad_reduce,
+        "overlap_param_gather": megatron.overlap_param_gather,
+        "use_distributed_optimizer": megatron.use_distributed_optimizer,
+        "check_for_nan_in_grad": False,  # `apply_gradients` looks at the norm, which shows it on every rank at once
+        **megatron.ddp,
+    }
+    wrapped = []
+    for i, chunk in enumerate(chunks):
+        wrapped.append(
+            DistributedDataParallel(
+                config=chunk.config,
+                ddp_config=DistributedDataParallelConfig(**options),
+                module=chunk,
+                disable_bucketing=i > 0,
+            )
+        )
+        chunk.accumulate_into_main_grad = not megatron.overlap_grad_reduce
+    transformer = chunks[0].config
+    transformer.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [w.no_sync for w in wrapped]
+    transformer.finalize_model_grads_func = finalize_model_grads
+    if megatron.overlap_grad_reduce:
+        starts = [w.start_grad_sync for w in wrapped]
+        transformer.grad_sync_func = starts[0] if len(starts) == 1 else starts
+    return wrapped
+
+
+def build_optimizer(
+    chunks: list[DistributedDataParallel], config: Config
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Adam or SGD with float32 master weights, and the schedule, which counts in samples as Megatron's does."""
+    megatron = config.megatron
+    dtype = parameter_dtype(config)
+    optimizer_config = OptimizerConfig(
+        **{
+            "optimizer": megatron.optimizer_name,
+            "lr": megatron.lr,
+            "min_lr": megatron.min_lr,
+            "weight_decay": megatron.weight_decay,
+            "adam_beta1": megatron.adam_beta1,
+            "adam_beta2": megatron.adam_beta2,
+            "adam_eps": megatron.adam_eps,
+            "sgd_momentum": megatron.sgd_momentum,
+            "clip_grad": megatron.clip_grad,
+            "bf16": dtype == torch.bfloat16,
+            "fp16": dtype == torch.float16,
+            "params_dtype": dtype,
+            "use_distributed_optimizer": megatron.use_distributed_optimizer,
+            "overlap_param_gather": megatron.overlap_param_gather,
+            "use_precision_aware_optimizer": megatron.use_precision_aware_optimizer,
+            "optimizer_cpu_offload": megatron.optimizer_cpu_offload,
+            **megatron.optimizer,
+        }
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, chunks)
+    for inner in torch_optimizers(optimizer):
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            for group in inner.param_groups:  # one pass over parameters, gradients and moments instead of a dozen
+                group["fused"], group["foreach"] = True, False
+    chunks[0].module.config.grad_scale_func = optimizer.scale_loss if dtype == torch.float16 else None
+    return optimizer, build_schedule(optimizer, config)
+
+
+def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
+    """Warm-up, then decay of the learning rate; one step advances it by the global batch size."""
+    megatron, batch = config.megatron, config.train.global_batch_size
+    total = (config.rollout.num_rollout or 1) * config.train.num_steps_per_rollout * batch
+    decay = megatron.lr_decay_samples or (megatron.lr_decay_iters or 0) * batch or total
+    warmup = megatron.lr_warmup_samples or megatron.lr_warmup_iters * batch
+    if megatron.lr_warmup_fraction is not None:
+        warmup = int(megatron.lr_warmup_fraction * decay)
+    if warmup >= decay and megatron.lr_decay_style != "constant":
+        raise UserError(
+            f"the learning rate warms up for {warmup} samples but decays within {decay}",
+            why="the decay counts from the start of the run, warm-up included",
+            fix="lower --lr-warmup-iters, or raise --lr-decay-iters",
+        )
+    wsd = megatron.lr_wsd_decay_iters
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=megatron.lr_warmup_init,
+        max_lr=megatron.lr,
+        min_lr=megatron.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(decay, warmup + 1),
+        lr_decay_style=megatron.lr_decay_style,
+        start_wd=megatron.start_weight_decay,
+        end_wd=megatron.end_weight_decay,
+        wd_incr_steps=max(total, 1),
+        wd_incr_style=megatron.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=megatron.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=megatron.override_opt_param_scheduler,
+        wsd_decay_steps=None if wsd is None else wsd * batch,
+        lr_wsd_decay_style=megatron.lr_wsd_decay_style,
+    )
+
+
+def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside Megatron's."""
+    return [part.optimizer for part in megatron_optimizers(optimizer) if part.optimizer is not None]
+
+
+def megatron_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Megatron keeps one optimizer for dense and one for expert parameters, chained."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def reset_moments(optimizer: MegatronOptimizer) -> None:
+    """Forget Adam's moments and step counts (``--reset-optimizer-states``)."""
+    for inner in torch_optimizers(optimizer):
+        inner.state.clear()
+
+
+@torch.no_grad()
+def apply_gradients(optimizer: MegatronOptimizer, clip_grad: float) -> StepOutcome:
+    """Norm, clip, step. Where the norm is not finite nothing is applied, on any rank: the norm is a global one."""
+    overflow = optimizer.prepare_grads()
+    grad_norm = math.inf if overflow else float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        return StepOutcome(grad_norm, applied=False)
+    if clip_grad > 0 and grad_norm > clip_grad:
+        for part in megatron_optimizers(optimizer):
+            parameters = part.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(
+                    parameters,
+                    max_norm=clip_grad,
+                    total_norm=grad_norm,
+                    use_decoupled_grad=part.config.use_precision_aware_optimizer,
+                )
+    optimizer.step_with_ready_grads()
+    return StepOutcome(grad_norm, applied=True)
+
+
+def learning_rates(optimizer: MegatronOptimizer) -> list[float]:
+    """Of each parameter group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]

@@ -1,0 +1,125 @@
+"""Process groups of the trainer and this rank's place in them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.samples.types import TrainLayout
+from slime.train.megatron import device
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Where a trainer process stands among all of them; made by whoever starts the processes.
+
+    Attributes:
+        rank, world_size: global.
+        local_rank: which GPU of its host it uses.
+        master_addr, master_port: where rank 0 listens for the rendezvous.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+
+
+def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None = None) -> torch.device:
+    """Join the process group, make Megatron's groups by the layout in ``config``, seed the generators.
+
+    Args:
+        virtual_stages: model chunks per pipeline rank, None without interleaving.
+    Raises:
+        UserError: the world size is not a multiple of tensor × pipeline × context parallel sizes.
+    """
+    chosen = device.select_gpu(rank_info.local_rank)
+    megatron = config.megatron
+    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    model_parallel = tensor * pipeline * megatron.context_parallel_size
+    if rank_info.world_size % model_parallel:
+        raise UserError(
+            f"{rank_info.world_size} trainer ranks cannot hold this layout",
+            why=f"tensor {tensor} × pipeline {pipeline} × context {megatron.context_parallel_size} = {model_parallel} "
+            f"ranks hold one copy of the model, and {rank_info.world_size} is no multiple of it",
+            fix="change --actor-num-nodes × --actor-num-gpus-per-node, or the parallel sizes",
+        )
+    if rank_info.master_addr.startswith("127.") and device.communication_backend() == "gloo":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo looks the host name up, which need not resolve
+    timeout = datetime.timedelta(minutes=float(config.cluster.distributed_timeout_minutes))
+    dist.init_process_group(
+        device.communication_backend(),
+        init_method=f"tcp://{rank_info.master_addr}:{rank_info.master_port}",
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
+        timeout=timeout,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual_stages,
+        context_parallel_size=megatron.context_parallel_size,
+        expert_model_parallel_size=megatron.expert_model_parallel_size,
+        expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, int(config.cluster.distributed_timeout_minutes)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
+    torch.manual_seed(config.train.seed)
+    return chosen
+
+
+def shut_down() -> None:
+    """Leave all groups; a process may `initialise` again afterwards, also with another layout."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train_layout(config: Config) -> TrainLayout:
+    """What packing must know of the layout."""
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    return TrainLayout(
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        micro_batch_multiple=config.megatron.pipeline_model_parallel_size if virtual else 1,
+    )
+
+
+def is_last_stage() -> bool:
+    """Does this rank hold the output layer, and so the log-probs and the loss?"""
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def is_reporting_rank() -> bool:
+    """The one rank whose metrics are logged: first data-parallel replica, last stage."""
+    return (
+        is_last_stage()
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+
+
+def sum_over_data_parallel(values: Tensor) -> Tensor:
+    """In-place sum over the replicas of the model; every rank calls it equally often."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(values, group=group)
+    return values
+
+
+def any_rank(flag: bool, where: torch.device) -> bool:
+    """Is the flag set on any rank of the world? Collective."""
+    if dist.get_world_size() == 1:
+        return flag
+    value = torch.tensor([float(flag)], device=where)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value.item() > 0)

@@ -1,0 +1,90 @@
+"""What the verbs of a trainer hand to each other. All tensors on the trainer's device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass
+class TokenScores:
+    """What the output layer says about the response tokens of a micro-batch, flat [N], float32.
+
+    Attributes:
+        log_probs: of the tokens, under the temperature-scaled distribution.
+        entropy: of that distribution at each token; None when not asked for.
+        logits: [N, V / tp] over the real vocabulary, temperature-scaled; only for custom losses.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    logits: Tensor | None = None
+
+
+@dataclass
+class LossInputs:
+    """What the loss of one micro-batch needs besides the scores; flat [N] unless said otherwise.
+
+    Attributes:
+        samples: indices into the rank's `TrainBatch`.
+        lengths: int64 [samples], response tokens of each.
+        masks: 0 or 1.
+        weights: of each token in the loss (`slime.algorithms.reduce.token_weights`).
+        sample_weight: what ``weights`` multiplies a per-sample mean with: 1 / global batch size, or, per token,
+            1 / loss tokens. For reducers that users bring.
+        old_log_probs: of the policy before the step; None: take this forward pass's own.
+        rollout_log_probs: the engine's.
+    """
+
+    samples: list[int]
+    lengths: Tensor
+    masks: Tensor
+    weights: Tensor
+    sample_weight: float
+    total_lengths: list[int]
+    advantages: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+
+
+@dataclass
+class MicroBatchResult:
+    """One micro-batch's forward pass in training.
+
+    Attributes:
+        metrics: 0-dimensional, already weighted: their sum over micro-batches and ranks is the step's value.
+        log_probs: detached, flat [N].
+    """
+
+    samples: list[int]
+    metrics: dict[str, Tensor]
+    log_probs: Tensor
+
+
+@dataclass
+class RolloutTensors:
+    """Per-sample tensors [R_i] of a whole rollout on one rank, filled as the update goes on; None: not (yet) known."""
+
+    log_probs: list[Tensor] | None = None
+    ref_log_probs: list[Tensor] | None = None
+    rollout_log_probs: list[Tensor] | None = None
+    entropy: list[Tensor] | None = None
+    kl: list[Tensor] | None = None
+    advantages: list[Tensor] | None = None
+    returns: list[Tensor] | None = None
+    loss_masks: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What applying the gradients did.
+
+    Attributes:
+        grad_norm: global L2 norm before clipping; NaN or Inf when gradients are.
+        applied: the weights changed; False when the step was skipped because of NaN or Inf.
+    """
+
+    grad_norm: float
+    applied: bool
