@@ -112,7 +112,10 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
 @functools.lru_cache(maxsize=256)
 def _accepted_keywords(fn: Any) -> frozenset[str] | None:
     """Names that ``fn`` takes by keyword; None when it takes any."""
-    parameters = inspect.signature(fn).parameters.values()
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except ValueError:  # some builtins have no signature
+        return frozenset()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))

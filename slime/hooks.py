@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import contextvars
 import functools
 import inspect
 import threading
@@ -360,7 +361,8 @@ async def call_hook(
         in_thread: run a sync function in a worker thread, for hooks that may take long (rewards, whole rollouts);
             others run at once on the event loop.
     """
-    kwargs |= accepted(fn, optional or {})
+    if optional:
+        kwargs |= accepted(fn, optional)
     if in_thread and not is_async(fn):
         result = await _in_daemon_thread(functools.partial(fn, *args, **kwargs))
     else:
@@ -370,8 +372,8 @@ async def call_hook(
 
 async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
     """The result of ``call`` in a thread of its own. Unlike `asyncio.to_thread`'s, which are few and are waited for
-    when the program ends, one that hangs holds up nothing."""
-    loop = asyncio.get_running_loop()
+    when the program ends, one that hangs holds up nothing. It sees the caller's context variables, as there."""
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     future: asyncio.Future[Any] = loop.create_future()
 
     def deliver(result: Any, error: BaseException | None) -> None:
@@ -385,7 +387,7 @@ async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
     def run() -> None:
         result, error = None, None
         try:
-            result = call()
+            result = context.run(call)
         except BaseException as raised:  # delivered to whoever awaits
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more

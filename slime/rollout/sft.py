@@ -23,14 +23,9 @@ def generate_sft(config: Config, rollout_id: int, source: DataSource, tokenizer:
     ``--seq-length`` or ``--rollout-max-context-len`` are left out, and others drawn.
 
     Raises:
-        UserError: a row that gives nothing to train on, only rows that are too long, or several samples per prompt.
+        UserError: a row that gives nothing to train on, or only rows that are too long.
     """
-    if config.rollout.n_samples_per_prompt != 1:
-        raise UserError(
-            f"--n-samples-per-prompt is {config.rollout.n_samples_per_prompt} with --loss-type sft_loss",
-            why="the samples of a prompt would all be the same",
-            fix="leave it at 1",
-        )
+    assert config.rollout.n_samples_per_prompt == 1, "checked when flags are resolved"
     encoder = SftEncoder(config, tokenizer)
     limits = [n for n in (config.train.seq_length, config.rollout.rollout_max_context_len) if n is not None]
     limit = min(limits, default=None)

@@ -1,0 +1,113 @@
+"""``slime reward``: run a reward function on its own, on rows of data, without engines or trainer.
+
+slime reward --custom-rm-path my.reward --prompt-data answers.jsonl --label-key label --response-key response
+slime reward --rm-type math --prompt-data train.jsonl --input-key question --label-key answer --response 42
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import sys
+import time
+from typing import Any
+
+from slime.config import Config, make_config
+from slime.errors import UserError
+from slime.prompts.problems import RowProblem, missing_key
+from slime.prompts.readers import iter_rows
+from slime.prompts.row_format import RowFormat, read_prompt
+from slime.rollout.rewards.pool import RM_TYPES, RewardPool
+from slime.samples.types import Sample, SampleStatus
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Score rows and print one line per row, then mean, spread and time. Returns the exit status."""
+    flags = _parser().parse_args(argv)
+    if flags.response is None and flags.response_key is None:
+        flags.response_key = "response"
+    if not flags.custom_rm_path and not flags.rm_type:
+        raise UserError("there is no reward function to run", fix="pass --custom-rm-path or --rm-type")
+    config = make_config(
+        num_rollout=0,
+        rollout_batch_size=1,
+        prompt_data=flags.prompt_data,
+        input_key=flags.input_key,
+        label_key=flags.label_key,
+        metadata_key=flags.metadata_key,
+        **{name: getattr(flags, name) for name in _REWARD_FLAGS if getattr(flags, name) is not None},
+    )
+    samples = list(itertools.islice(_samples(config, flags.response, flags.response_key), flags.max_rows))
+    started = time.perf_counter()
+    rewards, metrics = asyncio.run(_score(config, samples))
+    _report(samples, rewards, metrics, time.perf_counter() - started, flags.reward_key)
+    return 0
+
+
+_REWARD_FLAGS = ("custom_rm_path", "rm_type", "group_rm", "reward_key", "rm_url", "rm_timeout", "rm_num_workers")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="slime reward", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--prompt-data", required=True, help="rows to score; path@[a:b] takes a slice")
+    parser.add_argument("--custom-rm-path", help="your function, package.module.function or file.py:function")
+    parser.add_argument("--rm-type", help=f"a built-in one: {', '.join(RM_TYPES)}")
+    parser.add_argument("--response", help="the response to score for every row")
+    parser.add_argument("--response-key", help="column of the response (default: response)")
+    parser.add_argument("--input-key", default="input", help="column of the prompt")
+    parser.add_argument("--label-key", help="column of the label")
+    parser.add_argument("--metadata-key", default="metadata", help="column of sample.metadata")
+    parser.add_argument("--group-rm", action="store_true", default=None, help="call the function with all rows at once")
+    parser.add_argument("--reward-key", help="key of the number, when rewards are dicts")
+    parser.add_argument("--rm-url", help="address for --rm-type remote_rm")
+    parser.add_argument("--rm-timeout", type=float, help="seconds for one call")
+    parser.add_argument("--rm-num-workers", type=int, help="processes of the math graders")
+    parser.add_argument("--max-rows", type=int, default=100, help="score at most so many rows (default 100)")
+    return parser
+
+
+def _samples(config: Config, response: str | None, response_key: str | None) -> Any:
+    """A finished sample per row, as a reward function sees it in a run."""
+    form = RowFormat.of(config)
+    assert config.data.prompt_data is not None
+    for number, (where, row) in enumerate(iter_rows(config.data.prompt_data)):
+        try:
+            prompt = read_prompt(row, form, None)
+            if response_key is not None and response_key not in row:
+                raise missing_key(response_key, "--response-key", row)
+        except RowProblem as problem:
+            raise problem.at(where) from problem
+        text = str(row[response_key]) if response_key is not None else response or ""
+        yield Sample(
+            group_index=number, index=number, prompt=prompt.text, response=text, response_length=len(text.split()),
+            label=prompt.label, metadata=prompt.metadata, status=SampleStatus.COMPLETED,
+        )  # fmt: skip
+
+
+async def _score(config: Config, samples: list[Sample]) -> tuple[list[Any], dict[str, float]]:
+    pool = RewardPool(config)
+    try:
+        if config.reward.group_rm:
+            rewards = await pool.score_group(samples)
+        else:
+            rewards = list(await asyncio.gather(*map(pool.score, samples)))
+        return rewards, pool.metrics()
+    finally:
+        await pool.close()
+
+
+def _report(
+    samples: list[Sample], rewards: list[Any], metrics: dict[str, float], seconds: float, key: str | None
+) -> None:
+    for sample, reward in zip(samples, rewards):
+        print(f"{reward!s:>8}  label {sample.label!r:.40}  response {sample.response[-60:]!r}")
+    numbers = [reward[key] if isinstance(reward, dict) and key else reward for reward in rewards]
+    if numbers:
+        spread = f"min {min(numbers):g}, max {max(numbers):g}, {len(set(numbers))} different values"
+        print(f"{len(numbers)} rows: mean {statistics.fmean(numbers):.4f}, {spread}, {seconds:.2f} s")
+    for name, count in metrics.items():
+        if count:
+            print(f"{name}: {count:.0f}", file=sys.stderr)

@@ -1,0 +1,224 @@
+"""Hooks are found by path, checked before launch, and called as their Protocol says."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime import hooks
+from slime.config import make_config
+from slime.errors import UserError
+from slime.hooks import (
+    HOOKS,
+    DynamicFilterOutput,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    accepted,
+    call_dynamic_filter,
+    call_hook,
+    call_rollout_fn,
+    check_hooks,
+    check_signature,
+    groups_from_nested,
+    load_function,
+)
+from slime.samples.types import Group, Sample
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes a module of user code and returns its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(name: str, code: str) -> str:
+        (tmp_path / f"{name}.py").write_text(code)
+        return name
+
+    yield write
+    load_function.cache_clear()
+
+
+# -- finding ---------------------------------------------------------------------------------------------------------
+
+
+def test_dotted_colon_and_file_paths_find_the_same_function(module, tmp_path: Path) -> None:
+    module("user_a", "def score(args, sample): return 1\nclass Box:\n    @staticmethod\n    def inner(): return 2")
+    assert load_function("user_a.score") is load_function("user_a:score")
+    assert load_function("user_a:Box.inner")() == 2
+    assert load_function(f"{tmp_path}/user_a.py:score")(None, None) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("user_b.scoer", ["user_b has no 'scoer'", "did you mean 'score'?"]),
+        ("user_c.score", ["there is no module 'user_c'"]),
+        ("user_c.deep.score", ["there is no module 'user_c'"]),
+        ("score", ["names no function"]),
+        ("user_broken.score", ["importing user_broken failed", "ZeroDivisionError", "user_broken.py:2"]),
+        ("user_needs.score", ["importing user_needs failed", "No module named 'not_there_at_all'"]),
+    ],
+)
+def test_what_cannot_be_found_says_why(module, path: str, said: list[str]) -> None:
+    module("user_b", "def score(args, sample): return 1")
+    module("user_broken", "\n1 / 0\n")
+    module("user_needs", "import not_there_at_all")
+    with pytest.raises(UserError) as caught:
+        load_function(path)
+    assert all(text in str(caught.value) for text in said), caught.value
+
+
+# -- checking --------------------------------------------------------------------------------------------------------
+
+
+async def generate_with(args, sample, sampling_params, evaluation=False):
+    return sample
+
+
+async def generate_without(args, sample, sampling_params):
+    return sample
+
+
+class Callable_:
+    def __call__(self, a, s, **kwargs):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("flag", "fn"),
+    [
+        ("custom_generate_function_path", generate_with),
+        ("custom_generate_function_path", generate_without),
+        ("custom_rm_path", Callable_()),
+        ("custom_rm_path", functools.partial(lambda model, args, sample: 0, "model")),
+        ("custom_rm_path", lambda *args: 0),
+        ("rollout_function_path", lambda args, rollout_id, data_source, evaluation=False: []),
+        ("custom_tis_function_path", lambda args, *, pg_loss, **kwargs: pg_loss),
+        ("rollout_sample_hook_path", lambda args, sample: None),
+    ],
+)
+def test_functions_that_fit(flag: str, fn: Any) -> None:
+    check_signature(fn, HOOKS[flag], "my.fn")
+
+
+@pytest.mark.parametrize(
+    ("flag", "fn", "said"),
+    [
+        ("custom_rm_path", lambda sample: 0, "cannot be called as (args, sample)"),
+        ("custom_rm_path", lambda args, sample, tokenizer: 0, "missing a required argument: 'tokenizer'"),
+        ("rollout_function_path", lambda args, rollout_id, data_source: [], "evaluation=…"),
+        ("custom_tis_function_path", lambda args, *, pg_loss: pg_loss, "train_log_probs"),
+        ("custom_rm_path", 3, "is not a function but a int"),
+    ],
+)
+def test_functions_that_do_not_fit(flag: str, fn: Any, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_signature(fn, HOOKS[flag], "my.fn")
+    assert said in str(caught.value)
+
+
+def test_all_hooks_of_a_configuration_are_checked_before_launch(module) -> None:
+    module("user_hooks", "def good(args, sample): pass\ndef bad(args): pass")
+    flags = {"rollout_batch_size": 1, "num_rollout": 1}
+    check_hooks(make_config(custom_rm_path="user_hooks.good", **flags).flat())
+    with pytest.raises(UserError, match=r"user_hooks\.bad"):
+        check_hooks(make_config(rollout_sample_hook_path=("user_hooks.good", "user_hooks.bad"), **flags).flat())
+    with pytest.raises(UserError, match="no data source class"):
+        check_hooks(make_config(data_source_path="user_hooks.good", **flags).flat())
+
+
+def test_every_function_flag_of_the_configuration_has_a_protocol() -> None:
+    flags = vars(make_config(rollout_batch_size=1, num_rollout=1).flat())
+    functions = {name for name in flags if name.endswith(("_function_path", "_hook_path", "_filter_path"))}
+    assert functions <= HOOKS.keys()
+    assert HOOKS.keys() - {"custom_update_weight_post_write_path"} <= flags.keys()
+
+
+# -- calling ---------------------------------------------------------------------------------------------------------
+
+
+def test_optional_keywords_are_passed_only_where_they_are_accepted() -> None:
+    optional = {"evaluation": True, "rollout_id": 3}
+    assert accepted(generate_with, optional) == {"evaluation": True}
+    assert accepted(generate_without, optional) == {}
+    assert accepted(lambda args, **kwargs: 0, optional) == optional
+
+
+def test_sync_and_async_hooks_and_threads() -> None:
+    async def run() -> None:
+        assert await call_hook(lambda a, b: a + b, 1, 2) == 3
+        assert await call_hook(generate_with, None, "s", {}, optional={"evaluation": True}) == "s"
+        assert await call_hook(lambda: generate_without(0, "x", {}), in_thread=True) == "x", "a sync wrapper of async"
+        assert await call_hook(threading.get_ident, in_thread=True) != threading.get_ident()
+        assert await call_hook(threading.get_ident) == threading.get_ident()
+        with pytest.raises(KeyError):
+            await call_hook({}.__getitem__, "k", in_thread=True)
+
+    asyncio.run(run())
+
+
+def test_a_hook_in_a_thread_does_not_block_the_loop() -> None:
+    async def run() -> None:
+        started, release = threading.Event(), threading.Event()
+
+        def wait() -> bool:
+            started.set()
+            return release.wait(10)
+
+        waiting = asyncio.create_task(call_hook(wait, in_thread=True))
+        while not started.is_set():
+            await asyncio.sleep(0)
+        release.set()  # only possible because the loop goes on
+        assert await waiting
+
+    asyncio.run(run())
+
+
+def test_dynamic_filter_wraps_bare_bools() -> None:
+    async def run() -> None:
+        assert (await call_dynamic_filter(None, None, [])).keep
+        assert await call_dynamic_filter(lambda a, s: False, None, []) == DynamicFilterOutput(keep=False)
+        full = DynamicFilterOutput(False, "why", True)
+        assert await call_dynamic_filter(lambda a, s: full, None, []) is full
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, RolloutFnTrainOutput])
+def test_rollout_functions_may_return_bare_lists_and_dicts(wrap) -> None:
+    samples = [[Sample(index=0, group_index=4), Sample(index=1, group_index=4)]]
+
+    def rollout(args, rollout_id, data_source, evaluation=False):
+        return {"set": {"rewards": [1.0]}} if evaluation else wrap(samples)
+
+    async def call(evaluation: bool) -> Any:
+        return await call_rollout_fn(rollout, SimpleNamespace(), 0, None, evaluation=evaluation)
+
+    trained = asyncio.run(call(False))
+    assert trained.samples == [Group(4, [[samples[0][0]], [samples[0][1]]])]
+    assert asyncio.run(call(True)) == RolloutFnEvalOutput({"set": {"rewards": [1.0]}})
+    with pytest.raises(UserError, match="returned a int"):
+        asyncio.run(call_rollout_fn(lambda *a, **k: 3, None, 0, None, evaluation=False))
+
+
+def test_fan_out_shapes_become_executions() -> None:
+    a, b, c, d = (Sample(index=i, rollout_id=r) for i, r in enumerate([None, 7, 7, None]))
+    assert [len(e) for e in groups_from_nested([[a, [b, c], d]])[0].executions] == [1, 2, 1]
+    assert [len(e) for e in groups_from_nested([[a, b, c, d]])[0].executions] == [1, 2, 1]
+    for bad in ([[[a, d]]], [[[a, b]]]):
+        with pytest.raises(UserError, match=r"set the same sample\.rollout_id"):
+            groups_from_nested(bad, "my.fn")
+    with pytest.raises(UserError, match="other than samples"):
+        groups_from_nested([["text"]])
+
+
+def test_the_module_lists_no_hook_twice() -> None:
+    protocols = list(HOOKS.values())
+    assert len(set(protocols)) == len(protocols) - 1, "only the rollout and evaluation functions share one"
+    assert all(getattr(hooks, protocol.__name__) is protocol and protocol.__doc__ for protocol in protocols)

@@ -1,0 +1,186 @@
+"""The buffer, supervised samples, and the cost model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prompt_fixtures import CHATML, make_tokenizer, write_jsonl
+
+from slime.config import make_config
+from slime.errors import UserError
+from slime.prompts.source import PromptSource
+from slime.rollout.sft import SftEncoder, generate_sft
+from slime.samples.buffer import SampleBuffer
+from slime.samples.convert import to_train_batches
+from slime.samples.flops import SequenceCost
+from slime.samples.types import Sample, TrainLayout
+
+TOKENIZER = make_tokenizer()
+GENERATION = CHATML.replace(
+    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}",
+    "{{ '<|im_start|>' + m['role'] + '\\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}",
+)
+#: Past turns lose their thoughts, the last one gets an empty block, as in Qwen3.
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def config_for(**flags: Any) -> Any:
+    return make_config(**{"rollout_batch_size": 2, "num_rollout": 1, "loss_type": "sft_loss", **flags})
+
+
+def trained_text(sample: Sample, tokenizer: Any) -> list[str]:
+    """The trained runs of a sample as text."""
+    runs: list[list[int]] = []
+    before = 0
+    assert sample.loss_mask is not None
+    for token, bit in zip(sample.tokens[-sample.response_length :], sample.loss_mask):
+        if bit and not before:
+            runs.append([])
+        if bit:
+            runs[-1].append(token)
+        before = bit
+    return [tokenizer.decode(run) for run in runs]
+
+
+def chat(*turns: str) -> list[dict[str, str]]:
+    return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(turns)]
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_only_the_assistants_turns_are_trained_with_their_end_token(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    sample = Sample(prompt=chat("hi", "hello", "2+2?", "4"), group_index=0)
+    SftEncoder(config_for(), tokenizer).encode(sample)
+    assert trained_text(sample, tokenizer) == ["hello<|im_end|>", "4<|im_end|>"]
+    whole = tokenizer.apply_chat_template(sample.prompt, tokenize=False)
+    assert tokenizer.decode(sample.tokens) == whole.rstrip("\n"), "nothing after the last trained token"
+
+
+def test_templates_that_render_past_turns_differently() -> None:
+    tokenizer = make_tokenizer(THINKING)
+    sample = Sample(prompt=chat("hi", "hello", "2+2?", "4"), group_index=0)
+    SftEncoder(config_for(), tokenizer).encode(sample)
+    assert trained_text(sample, tokenizer) == ["hello<|im_end|>", "<think>\n\n</think>\n\n4<|im_end|>"]
+
+
+TEXT = st.text(st.sampled_from("abc .\n?"), min_size=1, max_size=8)
+
+
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), st.sampled_from([CHATML, THINKING]))
+@settings(deadline=None, max_examples=60)
+def test_any_conversation_trains_exactly_its_answers(turns: list[tuple[str, str]], template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    sample = Sample(prompt=chat(*[text for turn in turns for text in turn]), group_index=0)
+    SftEncoder(config_for(), tokenizer).encode(sample)
+    runs = trained_text(sample, tokenizer)
+    assert len(runs) == len(turns)
+    for run, (_, answer) in zip(runs, turns):
+        assert run.removeprefix("<think>\n\n</think>\n\n") == answer + "<|im_end|>"
+
+
+def test_messages_can_be_left_out_of_the_loss() -> None:
+    messages = chat("hi", "wrong", "no", "right")
+    messages[1]["step_loss_mask"] = 0  # type: ignore[assignment]
+    sample = Sample(prompt=messages, group_index=0)
+    SftEncoder(config_for(), TOKENIZER).encode(sample)
+    assert trained_text(sample, TOKENIZER) == ["right<|im_end|>"]
+
+
+TEMPLATED = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt", "tokens", "text"),
+    [
+        ({}, "2+2=", [], "2+2=4<|im_end|>"),
+        (
+            {"apply_chat_template": True},
+            "2+2=",
+            [],
+            "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n4<|im_end|>",
+        ),
+        ({}, chat("2+2="), [], TEMPLATED),
+        ({}, "", TOKENIZER.encode("pre"), "pre4<|im_end|>"),
+    ],
+)
+def test_rows_of_prompt_and_label(flags, prompt, tokens, text) -> None:
+    sample = Sample(prompt=prompt, tokens=tokens, label="4", group_index=0)
+    SftEncoder(config_for(**flags), TOKENIZER).encode(sample)
+    assert TOKENIZER.decode(sample.tokens) == text
+    assert trained_text(sample, TOKENIZER) == ["4<|im_end|>"] == [sample.response]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "label", "message"), [("2+2=", None, "no answer to train on"), ("2+2=", 4, "label is a int")]
+)
+def test_a_row_without_an_answer_is_refused(prompt, label, message) -> None:
+    with pytest.raises(UserError, match=message):
+        SftEncoder(config_for(), TOKENIZER).encode(Sample(prompt=prompt, label=label, group_index=3))
+
+
+def test_an_sft_rollout_ends_as_training_data(tmp_path: Path) -> None:
+    rows = [{"messages": chat("q" * n, "a" * n)} for n in (1, 50, 2, 3)]
+    config = config_for(prompt_data=write_jsonl(tmp_path / "s.jsonl", rows), input_key="messages", seq_length=60)
+    source = PromptSource(config, TOKENIZER)
+    output = generate_sft(config, 0, source, TOKENIZER)
+    assert [group.index for group in output.samples] == [0, 2], "the long one is left out, another one drawn"
+    batch = to_train_batches(output.samples, config, TrainLayout(), 0)[0]
+    assert batch.response_lengths == [2, 3] and batch.rewards == [0.0, 0.0]
+    assert source.state_dict()["done"] == [1], "and it is not drawn again after a resume"
+
+
+def test_sft_needs_something_short_enough(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "s.jsonl", [{"input": "long" * 10, "label": "x"}])
+    config = config_for(prompt_data=data, label_key="label", seq_length=20)
+    with pytest.raises(UserError, match="samples in a row are longer than 20 tokens"):
+        generate_sft(config, 0, PromptSource(config, TOKENIZER), TOKENIZER)
+
+
+# -- buffer ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.one_of(st.integers(1, 4), st.tuples(st.integers(0, 6))), max_size=20))
+@settings(deadline=None)
+def test_the_buffer_is_first_in_first_out(actions: list[Any]) -> None:
+    buffer, expected, counter = SampleBuffer(), [], 0
+    for action in actions:
+        if isinstance(action, int):
+            groups = [[Sample(group_index=counter + i)] for i in range(action)]
+            counter += action
+            buffer.add(groups)
+            expected += [group[0].group_index for group in groups]
+        else:
+            taken = [group[0].group_index for group in buffer.take(action[0])]
+            assert taken == expected[: action[0]]
+            del expected[: action[0]]
+        assert len(buffer) == len(expected) and buffer.group_indices == set(expected)
+        restored = SampleBuffer()
+        restored.load_state_dict(buffer.state_dict())
+        assert restored.state_dict() == buffer.state_dict()
+
+
+# -- cost ------------------------------------------------------------------------------------------------------------
+
+
+def test_cost_of_a_dense_model_is_two_flops_per_weight_and_quadratic_attention() -> None:
+    config = {
+        "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "intermediate_size": 16, "vocab_size": 32,
+    }  # fmt: skip
+    cost = SequenceCost.from_hf_config(config)
+    attention, mlp, output = 8 * 8 + 2 * 8 * 4 + 8 * 8, 3 * 8 * 16, 8 * 32
+    assert cost.linear == 2 * (3 * (attention + mlp) + output)
+    assert cost.quadratic == 2 * 3 * 8
+    moe = SequenceCost.from_hf_config({**config, "moe_intermediate_size": 4, "num_experts_per_tok": 2})
+    assert cost.linear - moe.linear == 2 * 3 * (mlp - 2 * 3 * 8 * 4), "only the active experts count"
