@@ -1,0 +1,100 @@
+"""Flat buckets keep every byte, respect their limit, and have the layout that the wire promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.weights.buckets import TensorEntry, dtype_name, dtype_of, entries_of, fingerprint, pack, unpack
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+
+
+@st.composite
+def named_tensors(draw: st.DrawFn) -> list[tuple[str, torch.Tensor]]:
+    count = draw(st.integers(1, 12))
+    tensors = []
+    for number in range(count):
+        shape = draw(st.lists(st.integers(0, 5), max_size=3))
+        dtype = draw(st.sampled_from(DTYPES))
+        tensor = torch.randint(0, 100, shape).to(dtype)
+        if tensor.ndim == 2 and draw(st.booleans()):
+            tensor = tensor.t()  # not contiguous
+        tensors.append((f"t{number}", tensor))
+    return tensors
+
+
+@settings(deadline=None, max_examples=100)
+@given(tensors=named_tensors(), limit=st.integers(1, 600))
+def test_pack_and_unpack(tensors: list[tuple[str, torch.Tensor]], limit: int) -> None:
+    buckets = list(pack(iter(tensors), limit))
+    back = {name: tensor for bucket in buckets for name, tensor in bucket.tensors()}
+    assert len(back) == len(tensors)
+    for name, tensor in tensors:
+        assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor)
+    for bucket in buckets:
+        assert bucket.nbytes <= limit or len(bucket.entries) == 1
+        assert len({entry.dtype for entry in bucket.entries}) == 1
+        names = [entry.name for entry in bucket.entries]
+        # the byte layout is a function of names, dtypes and shapes: the receiver of a broadcast computes it
+        recomputed = entries_of(names, [e.dtype for e in bucket.entries], [list(e.shape) for e in bucket.entries])
+        assert recomputed == bucket.entries
+        assert [TensorEntry.from_json(entry.to_json()) for entry in bucket.entries] == bucket.entries
+
+
+def test_floats_are_cast_while_packing_and_integers_are_not() -> None:
+    [floats, integers] = pack([("a", torch.ones(3)), ("b", torch.ones(2, dtype=torch.int64))], 1000, torch.bfloat16)
+    assert floats.entries[0].dtype == "bfloat16" and floats.nbytes == 6
+    assert integers.entries[0].dtype == "int64"
+
+
+def test_buffers_come_from_the_caller() -> None:
+    memory = torch.zeros(100, dtype=torch.uint8)
+    [bucket] = pack([("a", torch.full((4,), 7, dtype=torch.uint8))], 100, allocate=lambda nbytes: memory[:nbytes])
+    assert memory[:4].tolist() == [7, 7, 7, 7] and bucket.buffer.data_ptr() == memory.data_ptr()
+
+
+def test_reading_is_lazy() -> None:
+    read: list[str] = []
+
+    def tensors():
+        for name in "abcd":
+            read.append(name)
+            yield name, torch.zeros(4)
+
+    stream = pack(tensors(), 32)
+    next(stream)
+    assert read == ["a", "b", "c"]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_fingerprint_is_xxh3_of_the_bytes(content: bytes, data: st.DataObject) -> None:
+    tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    assert fingerprint(tensor) == xxhash.xxh3_128_hexdigest(content)
+    position = data.draw(st.integers(0, len(content) - 1))
+    changed = tensor.clone()
+    changed[position] ^= 1
+    assert fingerprint(changed) != fingerprint(tensor)
+
+
+def test_fingerprint_of_views_and_scalars() -> None:
+    matrix = torch.randn(4, 6).to(torch.bfloat16)
+    assert fingerprint(matrix.t()) == fingerprint(matrix.t().contiguous()) != fingerprint(matrix)
+    assert fingerprint(torch.tensor(1.0)) == fingerprint(torch.ones(1))
+    assert fingerprint(torch.zeros(0)) == xxhash.xxh3_128_hexdigest(b"")
+
+
+def test_an_entry_beyond_the_buffer_is_refused() -> None:
+    with pytest.raises(ValueError, match="ends at byte 16"):
+        list(unpack(torch.zeros(8, dtype=torch.uint8), [TensorEntry("w", "float32", (4,), 0)]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtype_names(dtype: torch.dtype) -> None:
+    assert dtype_of(dtype_name(dtype)) == dtype_of(f"torch.{dtype_name(dtype)}") == dtype
+    with pytest.raises(ValueError, match="no"):
+        dtype_of("nonsense")

@@ -1,0 +1,223 @@
+"""Conversion tables and layouts: Hugging Face → Megatron → Hugging Face is the identity for any shape and split."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.errors import UserError
+from slime.weights.convert import FAMILIES, ModelFamily, Rule, family_of
+from slime.weights.convert.layouts import COLUMN, GATE_UP, QKV, REPLICATED, ROW, VOCAB, Shard
+from slime.weights.convert.spec import ModelSpec, read_hf_config, rotary_settings
+from tests.megatron_stub import megatron_names, random_hf
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def config_of(family: str, **changes: object) -> dict:
+    config = {
+        "model_type": family,
+        "architectures": [ARCHITECTURES[family]],
+        "vocab_size": 49,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    return config | changes
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> dict:
+    groups, per_group = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3, 4]))
+    return {
+        "num_attention_heads": groups * per_group,
+        "num_key_value_heads": groups,
+        "head_dim": draw(st.sampled_from([2, 4, 6])),
+        "hidden_size": draw(st.sampled_from([8, 12])),
+        "intermediate_size": draw(st.sampled_from([8, 24])),
+        "vocab_size": draw(st.integers(5, 40)),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+
+
+@settings(deadline=None, max_examples=60)
+@given(family=st.sampled_from(FAMILIES), shape=shapes(), tensor_parallel=st.sampled_from([1, 2, 4]))
+def test_round_trip_is_the_identity(family: ModelFamily, shape: dict, tensor_parallel: int) -> None:
+    spec = family.model_spec(config_of(family.name, **shape)).padded(tensor_parallel, 2)
+    rows = spec.num_query_groups * (spec.num_heads // spec.num_query_groups + 2) * spec.head_dim
+    if rows % tensor_parallel:
+        return
+    original = random_hf(family, spec)
+    back: dict[str, torch.Tensor] = {}
+    for name in megatron_names(family, spec):
+        match = family.match_megatron(name, spec)
+        assert match is not None
+        layout = match.rule.layout
+        sources = [original[source] for source in match.sources]
+        size = tensor_parallel if layout.tp_axis is not None else 1
+        pieces = [layout.load(sources, Shard(rank, size), spec) for rank in range(size)]
+        assert len({piece.shape for piece in pieces}) == 1
+        if match.exports:
+            back.update(zip(match.exports, layout.export(pieces, spec), strict=True))
+    assert back.keys() == original.keys()
+    assert all(torch.equal(back[name], original[name]) for name in original)
+
+
+def test_qkv_is_interleaved_by_query_group() -> None:
+    spec = family_of(config_of("llama")).model_spec(config_of("llama", head_dim=1, hidden_size=4))
+    q, k, v = torch.arange(4.0)[:, None], torch.tensor([[10.0], [11.0]]), torch.tensor([[20.0], [21.0]])
+    fused = QKV.load([q, k, v], Shard(), spec)
+    assert fused.flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert QKV.load([q, k, v], Shard(1, 2), spec).flatten().tolist() == [2, 3, 11, 21]
+    # more ranks than query groups: ranks share a group's rows
+    assert QKV.load([q, k, v], Shard(3, 4), spec).flatten().tolist() == [11, 21]
+
+
+def test_each_rank_holds_its_own_gate_and_up() -> None:
+    spec = family_of(config_of("llama")).model_spec(config_of("llama"))
+    gate, up = torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]
+    assert GATE_UP.load([gate, up], Shard(1, 2), spec).flatten().tolist() == [2, 3, 12, 13]
+
+
+def test_vocabulary_is_padded_with_zero_rows() -> None:
+    spec = family_of(config_of("llama")).model_spec(config_of("llama", vocab_size=5)).padded(4)
+    assert spec.padded_vocab_size == 8
+    pieces = [VOCAB.load([torch.ones(5, 3)], Shard(rank, 4), spec) for rank in range(4)]
+    assert [int(piece.sum()) for piece in pieces] == [6, 6, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "sources", "text"),
+    [
+        (COLUMN, [torch.zeros(5, 2)], "length 5 cannot be cut into 2"),
+        (ROW, [torch.zeros(2, 5)], "length 5 cannot be cut into 2"),
+        (GATE_UP, [torch.zeros(4, 2), torch.zeros(6, 2)], "gate has shape"),
+        (VOCAB, [torch.zeros(3, 2)], "vocab_size 49"),
+        (QKV, [torch.zeros(16, 2), torch.zeros(4, 2), torch.zeros(8, 2)], "k has 4 rows"),
+    ],
+)
+def test_wrong_shapes_are_refused(layout, sources, text) -> None:
+    spec = family_of(config_of("llama")).model_spec(config_of("llama"))
+    with pytest.raises(ValueError, match=text):
+        layout.load(sources, Shard(0, 2), spec)
+
+
+def test_no_copy_where_the_layout_allows() -> None:
+    spec = family_of(config_of("llama")).model_spec(config_of("llama"))
+    weight = torch.randn(48, 16)
+    gate, up = GATE_UP.export([weight], spec)
+    assert gate.data_ptr() == weight.data_ptr() and up.data_ptr() == weight[24:].data_ptr()
+    assert REPLICATED.export([weight], spec)[0] is weight
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, (10000.0, 1.0, None)),
+        ({"rope_theta": 1e6, "rope_scaling": None}, (1e6, 1.0, None)),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, (1e6, 1.0, None)),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
+            (5e5, 0.5, {"rope_type": "linear", "factor": 2.0}),
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}},
+            (5e5, 1.0, {"rope_type": "llama3", "factor": 8.0}),
+        ),
+    ],
+)
+def test_both_spellings_of_the_rotary_settings(config: dict, expected: tuple) -> None:
+    assert rotary_settings(config) == expected
+
+
+def test_contradicting_rotary_bases_are_refused() -> None:
+    with pytest.raises(UserError, match="contradicts itself"):
+        rotary_settings({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}})
+
+
+def test_the_spec_agrees_with_transformers_defaults() -> None:
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    for cls in (LlamaConfig, Qwen2Config, Qwen3Config):
+        full = cls().to_dict()
+        sparse_keys = ("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
+        sparse = {key: full[key] for key in (*sparse_keys, "vocab_size", "num_key_value_heads")}
+        from_full, from_sparse = family_of(full).model_spec(cls()), family_of(full).model_spec(sparse)
+        assert from_full.transformer == from_sparse.transformer
+        assert from_full.rotary_base == from_sparse.rotary_base
+        assert from_full.tie_embeddings == from_sparse.tie_embeddings
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [("llama", "attention_bias"), ("llama", "mlp_bias"), ("qwen2", "use_sliding_window"), ("qwen3", "attention_bias")],
+)
+def test_settings_that_would_be_lost_are_refused(family: str, setting: str) -> None:
+    config = config_of(family, **{setting: True})
+    with pytest.raises(UserError, match=setting):
+        family_of(config).model_spec(config)
+
+
+def test_unknown_families_and_missing_fields() -> None:
+    with pytest.raises(UserError, match=r"mamba(.|\n)*llama, qwen2, qwen3"):
+        family_of({"model_type": "mamba"})
+    with pytest.raises(UserError, match="--model-name gpt"):
+        family_of({}, model_name="gpt")
+    assert family_of({"model_type": "mine", "architectures": ["LlamaForCausalLM"]}).name == "llama"
+    config = config_of("llama")
+    del config["num_hidden_layers"]
+    with pytest.raises(UserError, match="num_hidden_layers"):
+        family_of(config).model_spec(config)
+
+
+def test_config_files(tmp_path) -> None:
+    with pytest.raises(UserError, match="no model config"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen2")))
+    assert family_of(tmp_path).name == "qwen2"
+
+
+def test_the_language_covers_experts_and_layer_kinds() -> None:
+    """A table with a dense first layer, experts, a shared expert and layers that are not used."""
+
+    def is_moe(spec: ModelSpec, layer: int) -> bool:
+        return layer >= 1
+
+    def make_spec(config: dict) -> ModelSpec:
+        transformer = {"num_layers": 3, "num_moe_experts": 4, "num_attention_heads": 2, "num_query_groups": 2}
+        return ModelSpec("toy", transformer | {"kv_channels": 2}, "silu", 10, 1e4)
+
+    layer, there = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
+    rules = (
+        Rule(layer + "linear_fc2.weight", there + "down_proj.weight", ROW, when=lambda s, n: not is_moe(s, n)),
+        Rule(layer + "router.weight", there + "gate.weight", REPLICATED, when=is_moe),
+        Rule(
+            (layer + "experts.local_experts.{expert}.linear_fc2.weight", layer + "experts.linear_fc2.weight{expert}"),
+            there + "experts.{expert}.down_proj.weight",
+            ROW,
+            when=is_moe,
+        ),
+    )
+    toy = ModelFamily("toy", ("toy",), (), rules, make_spec, ignored=(r"model\.layers\.3\..*",))
+    spec = toy.model_spec({})
+    names = list(toy.expected_hf_names(spec))
+    assert len(names) == 1 + 2 * (1 + 4)
+    assert names[0] == "model.layers.0.mlp.down_proj.weight"
+    for spelling in ("experts.local_experts.3.linear_fc2.weight", "experts.linear_fc2.weight3"):
+        match = toy.match_megatron(f"decoder.layers.2.mlp.{spelling}", spec)
+        assert match is not None and match.sources == ("model.layers.2.mlp.experts.3.down_proj.weight",)
+    assert toy.match_megatron("decoder.layers.1.mlp.linear_fc2.weight", spec) is None
+    assert toy.is_ignored("model.layers.3.eh_proj.weight", spec)
