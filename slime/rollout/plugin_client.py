@@ -12,11 +12,7 @@ from urllib.parse import urlsplit
 from slime.errors import UserError
 from slime.rollout.generate import current_state
 
-_ABORTED = {
-    "text": "",
-    "output_ids": [],
-    "meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []},
-}
+_ABORTED_META = {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}
 
 
 async def post(
