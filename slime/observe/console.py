@@ -27,13 +27,16 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("tok/s", ("perf/tokens_per_gpu_per_sec", "perf/actor_train_tok_per_s"), ",.0f"),
 )
 
-#: Totals: left out where a step's time is split up, when one of their parts is there ("" stands for any part).
-TOTALS = {
-    "step": ("",),
+#: Times that are not added up beside the times of which one is measured too: their parts, or the whole around them.
+COUNTED_IN = {
     "train": ("actor_train",),
     "save": ("save_model",),
-    "record": ("rollout",),
-    "train_wait": ("",),
+    "evaluate": ("eval",),
+    "data_wait": ("rollout",),
+    # with generation ahead of training, a step costs what it waits for a rollout, not what the rollout took
+    "rollout": ("train_wait",),
+    "data_preprocess": ("train_wait",),
+    "record": ("train_wait",),
 }
 
 
@@ -56,7 +59,7 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     parts = {
         name: value
         for name, value in times.items()
-        if not any(part == "" or part in times for part in TOTALS.get(name, ()))
+        if name != "step" and not any(other in times for other in COUNTED_IN.get(name, ()))
     }
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
 

@@ -71,16 +71,16 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imported_modules(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """(module, line) of every import; ``from slime.x import y`` counts as slime.x."""
+    """(module, line) of every import; ``from slime.x import y`` is slime.x.y where y is a module, else slime.x."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: relative import"
-            if node.module == "slime":
-                yield from ((f"slime.{alias.name}", node.lineno) for alias in node.names)
-            else:
-                yield node.module or "", node.lineno
+            module = node.module or ""
+            for alias in node.names:
+                is_module = module == "slime" or (ROOT / module.replace(".", "/") / f"{alias.name}.py").exists()
+                yield (f"{module}.{alias.name}" if is_module else module), node.lineno
 
 
 def is_within(module: str, prefixes: tuple[str, ...]) -> bool:

@@ -264,6 +264,15 @@ def test_hostile_text_is_no_markup() -> None:
 def test_times_are_split_without_counting_twice() -> None:
     assert list(phase_seconds(STEP)) == ["rollout", "actor_train", "log_probs"]
     assert list(phase_seconds({"perf/train_time": 1.0, "perf/step_time": 2.0})) == ["train"]
+    ahead = {
+        "perf/rollout_time": 9.0,
+        "perf/train_wait_time": 2.0,
+        "perf/actor_train_time": 7.0,
+        "perf/train_time": 8.0,
+    }
+    assert list(phase_seconds(ahead)) == ["actor_train", "train_wait"], (
+        "generation ahead of training is hidden behind it"
+    )
 
 
 def test_column_preferences_and_scores() -> None:

@@ -66,8 +66,8 @@ def full_rows(count: int = 40) -> list[dict[str, Any]]:
                     "perf/rollout_time": 2.0,
                     "perf/actor_train_time": 0.8,
                     "perf/tokens_per_gpu_per_sec": 1000.0,
-                    "perf/engine_0/tokens": 90.0,
-                    "perf/engine_1/tokens": 100.0,
+                    "rollout/engine_load/0": 90.0,
+                    "rollout/engine_load/1": 100.0,
                 },
             )
         )
@@ -390,7 +390,7 @@ def test_ordinary_curves_raise_none(key: str, series: list[float]) -> None:
 
 
 def test_uneven_engines_slow_data_and_nan() -> None:
-    uneven = [step_row(1, **{f"perf/engine_{i}/requests": n for i, n in enumerate([100.0, 5.0, 5.0, 5.0])})]
+    uneven = [step_row(1, **{f"rollout/engine_load/{i}": n for i, n in enumerate([100.0, 5.0, 5.0, 5.0])})]
     assert titles(uneven) == ["The engines are not loaded evenly"]
     assert titles([step_row(1, **{"perf/data_wait_time": 2.0, "perf/step_time": 10.0})]) == ["Data loading is slow"]
     bad = {**step_row(3, **{"train/loss": None}), "nonfinite": ["train/loss"]}

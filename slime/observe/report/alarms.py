@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _MIN_WINDOW = 5
-_ENGINE_KEY = re.compile(r"perf/engine_(\w+?)/(requests|tokens)$")
+_ENGINE_KEY = re.compile(r"rollout/engine_load/(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -116,26 +116,26 @@ def gradient_spike(rows: Sequence[dict[str, Any]]) -> list[Alarm]:
 
 
 def engine_imbalance(rows: Sequence[dict[str, Any]]) -> list[Alarm]:
-    totals = engine_totals(rows, "requests") or engine_totals(rows, "tokens")
-    if len(totals) < 2 or not sum(totals.values()):
+    loads = engine_loads(rows)
+    mean = sum(loads.values()) / max(1, len(loads))
+    if len(loads) < 2 or not mean:
         return []
-    mean = sum(totals.values()) / len(totals)
-    name, most = max(totals.items(), key=lambda item: item[1])
+    name, most = max(loads.items(), key=lambda item: item[1])
     if most <= 2 * mean:
         return []
-    detail = f"engine {name} got {most / mean:.1f}× the mean load"
+    detail = f"engine {name} had {most / mean:.1f}× the mean load"
     return [Alarm("The engines are not loaded evenly", detail, "--sglang-router-strategy round_robin")]
 
 
-def engine_totals(rows: Sequence[dict[str, Any]], what: str) -> dict[str, float]:
-    """Sum of ``perf/engine_<name>/<what>`` over the rows, per engine."""
-    totals: dict[str, float] = {}
+def engine_loads(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Mean of ``rollout/engine_load/<i>`` (requests in flight) over the rows, per engine."""
+    loads: dict[str, list[float]] = {}
     for row in rows:
         for key, value in row.items():
             match = _ENGINE_KEY.match(key)
-            if match and match[2] == what and value is not None:
-                totals[match[1]] = totals.get(match[1], 0.0) + value
-    return totals
+            if match and value is not None:
+                loads.setdefault(match[1], []).append(value)
+    return {name: statistics.fmean(values) for name, values in loads.items()}
 
 
 def slow_data(rows: Sequence[dict[str, Any]]) -> list[Alarm]:

@@ -21,6 +21,7 @@ PHASE_COLORS = {
     "eval": 7,
     "save_model": 8,
     "save": 8,
+    "train_wait": 1,
 }
 OTHER_COLOR = 9
 
@@ -61,6 +62,11 @@ POLICY = (
     ),
     ChartSpec("Clipped tokens", ("train/pg_clipfrac",), "share of tokens outside the trust region"),
     ChartSpec("Gradient norm", ("train/grad_norm",), "before clipping"),
+    ChartSpec(
+        "Groups without contrast",
+        ("rollout/zero_std/ratio",),
+        "share of groups whose samples all got one reward; they teach nothing",
+    ),
     ChartSpec("Learning rate", ("train/lr-pg_0", "train/lr"), ""),
 )
 SPEED = (
@@ -89,18 +95,6 @@ def evaluation_chart(stage: Stage) -> Chart | None:
     if not series:
         return None
     return Chart("Evaluation", series, "mean reward on held-out prompts", key="eval/" + names[0])
-
-
-def zero_std_chart(stage: Stage) -> Chart | None:
-    """Groups whose samples all got the same reward; they teach a group-relative method nothing."""
-    points: list[Point] = []
-    for row in stage.rows:
-        counts = [v for key, v in row.items() if key.startswith("rollout/zero_std/count_") and v is not None]
-        if counts or any(key.startswith("rollout/") for key in row):
-            points.append((row["step"], float(sum(counts))))
-    if not any(y for _, y in points):
-        return None
-    return Chart("Groups without contrast", [Series("groups", points, 6)], "all samples of the group got one reward")
 
 
 def step_time_chart(stage: Stage) -> Chart | None:
@@ -134,7 +128,7 @@ def charts_of(stage: Stage) -> dict[str, list[Chart]]:
     """Section title → its charts."""
     learning = [_line_chart(stage, spec, 1) for spec in LEARNING]
     learning.insert(1, evaluation_chart(stage))
-    policy = [*(_line_chart(stage, spec, 2) for spec in POLICY), zero_std_chart(stage)]
+    policy = [_line_chart(stage, spec, 2) for spec in POLICY]
     speed = [step_time_chart(stage), *(_line_chart(stage, spec, 5) for spec in SPEED)]
     sections = {"Learning": learning, "Policy": policy, "Speed": speed}
     present = {name: [c for c in charts if c is not None and c.finite] for name, charts in sections.items()}

@@ -12,7 +12,7 @@ import orjson
 
 from slime import __version__
 from slime.observe.console import duration, eval_scores
-from slime.observe.report.alarms import engine_totals, find_alarms
+from slime.observe.report.alarms import engine_loads, find_alarms
 from slime.observe.report.catalog import charts_of
 from slime.observe.report.charts import Chart, number, points_json, sparkline, svg
 from slime.observe.report.data import RunData, Stage, config_value, elapsed, flags_with_origins
@@ -118,19 +118,17 @@ def alarms_html(stage: Stage) -> str:
 
 def engines_html(stage: Stage) -> str:
     """Load of each engine as bars."""
-    what = "tokens" if engine_totals(stage.rows, "tokens") else "requests"
-    totals = engine_totals(stage.rows, what)
-    if not totals:
+    loads = engine_loads(stage.rows)
+    if not loads:
         return ""
-    most = max(totals.values()) or 1.0
+    most = max(loads.values()) or 1.0
     bars = [
         f"<li><span>engine {escape(name)}</span>"
         f'<i style="width:{100 * value / most:.1f}%"></i><b>{number(value)}</b></li>'
-        for name, value in sorted(totals.items())
+        for name, value in sorted(loads.items(), key=lambda item: int(item[0]))
     ]
-    return (
-        f'<section><h3>Engines</h3><p class="hint">{what} per engine</p><ul class="bars">{"".join(bars)}</ul></section>'
-    )
+    hint = '<p class="hint">requests in flight, mean over the run</p>'
+    return f'<section><h3>Engines</h3>{hint}<ul class="bars">{"".join(bars)}</ul></section>'
 
 
 def _fold(title: str, table_class: str, rows: list[str], is_open: bool = False) -> str:
