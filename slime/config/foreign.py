@@ -76,7 +76,8 @@ class SourceReader:
                 if names:
                     keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
                     arg = self._from_keywords(ForeignArg(names[0], aliases=tuple(names[1:])), keywords)
-                    found.append(replace(arg, default=(defaults or {}).get(arg.name, arg.default)))
+                    stated = arg.default if "default" in keywords else None
+                    found.append(replace(arg, default=(defaults or {}).get(arg.name) if stated is None else stated))
         return found
 
     def _option(self, node: ast.expr) -> str:

@@ -6,7 +6,7 @@ scripts written for that parser need besides the fields themselves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slime.config.field import FlagMeta
@@ -249,14 +249,7 @@ def lm_flags() -> list[FlagSpec]:
     """Flags for the three tables above that are neither field nor shorthand, each with its status."""
     specs = list(MODEL_FLAGS)
     for dest, (values, remark) in ALWAYS.items():
-        kind: Kind = "str" if values else "bool"
-        specs.append(
-            FlagSpec(dest, "megatron", dest, kind, None, sections=("model",), optional=True, choices=values,
-                     help=remark, meta=FlagMeta(off="-"), origin="Megatron-LM")
-        )  # fmt: skip
+        specs.append(replace(_model(dest, "str" if values else "bool", remark, values), meta=FlagMeta(off="-")))
     for dest, reason in REFUSED_NAMES.items():
-        specs.append(
-            FlagSpec(dest, "megatron", dest, "str", None, sections=("model",), many=True, optional=True, meta=FlagMeta(refused=reason),
-                     origin="Megatron-LM")
-        )  # fmt: skip
+        specs.append(replace(_model(dest, "str", ""), many=True, meta=FlagMeta(refused=reason)))
     return specs

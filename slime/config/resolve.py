@@ -55,8 +55,8 @@ class Draft:
         return self.is_given(dest) and self.values[dest] != own_flags()[dest].default
 
     def derive(self, dest: str, value: Any, formula: str) -> None:
-        """Set ``dest``, unless the user did."""
-        if not self.is_given(dest) and value is not None:
+        """Set ``dest``, unless the user or an earlier derivation did."""
+        if self.values[dest] is None and value is not None:
             self.values[dest], self.origins[dest] = value, f"derived: {formula}"
 
     def copy(self, dest: str, source: str) -> None:

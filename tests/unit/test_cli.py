@@ -1,0 +1,115 @@
+"""The `slime` command: dispatch, help, and how errors end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime.__main__ import COMMANDS, guarded, main
+from slime.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def slime(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slime", *words]
+    environment = {**os.environ, "SLIME_DEBUG": "0", **env}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+
+
+def test_usage_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+    assert main([]) == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("slime ")
+
+
+def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "did you mean `slime train`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train", "train-async", "train_async"])
+def test_help_of_training(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("usage: slime train", "rollout: Sampling", "--rollout-batch-size INT", "--moe-permute-fusion"):
+        assert expected in text
+    assert "--use-opd" not in text  # refused flags are in docs/flags.md
+
+
+def test_scripts_in_the_checkout() -> None:
+    for script in ("train.py", "train_async.py"):
+        command = [sys.executable, script, "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+        assert done.returncode == 0 and "--rollout-batch-size" in done.stdout
+
+
+def test_a_user_error_is_a_few_lines_and_status_2() -> None:
+    done = slime("flags", "rollout-batch-sise")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: no flag has") and "Traceback" not in done.stderr
+    assert "did you mean --rollout-batch-size?" in done.stderr
+
+
+def test_slime_debug_shows_the_traceback() -> None:
+    done = slime("flags", "rollout-batch-sise", SLIME_DEBUG="1")
+    assert done.returncode != 0 and "Traceback" in done.stderr and "UserError" in done.stderr
+
+
+def test_defects_keep_their_traceback() -> None:
+    def fail() -> int:
+        raise ValueError("a defect")
+
+    with pytest.raises(ValueError, match="a defect"):
+        guarded(fail)
+
+
+def test_error_of_a_remote_process_shows_its_own_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    class Remote(UserError):
+        """As Ray makes them: the class of the cause, with the remote traceback as text."""
+
+        def __str__(self) -> str:
+            return "Traceback (most recent call last): …"
+
+    def fail() -> int:
+        raise Remote("no such file", fix="check it")
+
+    assert guarded(fail) == 2
+    assert capsys.readouterr().err == "error: no such file\n  fix: check it\n"
+
+
+def test_interrupt_and_closed_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    assert guarded(interrupt) == 130
+    assert "interrupted" in capsys.readouterr().err
+    done = subprocess.run(
+        f"'{sys.executable}' -m slime flags | head -n 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+    assert done.stdout.startswith("# Flags") and done.stderr == ""
+
+
+def test_flags_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["flags", "kl-loss-coef"]) == 0
+    assert "Coefficient of the KL loss." in capsys.readouterr().out
+    path = tmp_path / "flags.md"
+    assert main(["flags", "--write", str(path)]) == 0
+    assert main(["flags", "--check", str(path)]) == 0
+    path.write_text("old")
+    assert main(["flags", "--check", str(path)]) == 2

@@ -1,0 +1,231 @@
+"""Argument sets as launch scripts for Megatron-LM and slime-like systems spell them: all parse, and mean the same."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, make_config, parse_args
+from slime.config.architecture import check_model_flags, merge_transformer
+from slime.errors import UserError
+
+QWEN3_4B_MODEL = """
+    --swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --use-rotary-position-embeddings --disable-bias-linear
+    --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 151936 --kv-channels 128
+    --qk-layernorm
+"""
+QWEN3_4B_RUN = """
+    --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate
+    --hf-checkpoint {hf} --ref-load /root/Qwen3-4B_torch_dist --load /root/Qwen3-4B_run/ --save /root/Qwen3-4B_run/
+    --save-interval 20
+    --prompt-data /root/dapo-math-17k.jsonl --input-key prompt --label-key label --apply-chat-template
+    --rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8
+    --rollout-max-response-len 8192 --rollout-temperature 1 --global-batch-size 256 --balance-data
+    --eval-interval 20 --eval-prompt-data aime /root/aime-2024.jsonl --n-samples-per-eval-prompt 16
+    --eval-max-response-len 16384 --eval-top-p 1
+    --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1
+    --expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --recompute-granularity full
+    --recompute-method uniform --recompute-num-layers 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216
+    --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --entropy-coef 0.00
+    --eps-clip 0.2 --eps-clip-high 0.28
+    --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
+    --use-wandb --wandb-project slime-dev --wandb-group qwen3-4B-test
+    --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.7
+    --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
+    --attention-backend flash
+"""
+GLM4_9B = """
+    --swiglu --num-layers 40 --hidden-size 4096 --ffn-hidden-size 13696 --num-attention-heads 32
+    --max-position-embeddings 32768 --seq-length 32768 --use-rotary-position-embeddings --disable-bias-linear
+    --normalization RMSNorm --norm-epsilon 1e-5 --rotary-base 10000 --rotary-percent 0.5 --rotary-interleaved
+    --no-rope-fusion --group-query-attention --num-query-groups 2 --add-qkv-bias --post-self-attn-layernorm
+    --post-mlp-layernorm --untie-embeddings-and-output-weights --vocab-size 151552
+    --make-vocab-size-divisible-by 128 --position-embedding-type rope
+    --actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2
+    --hf-checkpoint {hf} --prompt-data /root/dapo.jsonl --num-rollout 100 --rollout-batch-size 16
+    --n-samples-per-prompt 8 --num-steps-per-rollout 2 --tensor-model-parallel-size 2 --sequence-parallel
+    --context-parallel-size 2 --use-dynamic-batch-size --max-tokens-per-gpu 4608 --recompute-activations
+    --transformer-impl local --no-bias-swiglu-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion
+    --lr 1e-6 --lr-decay-style cosine --lr-warmup-iters 10 --lr-decay-iters 500 --min-lr 1e-7 --clip-grad 1.0
+    --no-check-for-nan-in-loss-and-grad --sglang-context-length 32768 --router-policy cache_aware
+    --router-balance-abs-threshold 10 --offload-optimizer-states --bf16
+"""
+QWEN3_30B_A3B = """
+    --disable-bias-linear --qk-layernorm --group-query-attention --num-attention-heads 32 --num-query-groups 4
+    --kv-channels 128 --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --normalization RMSNorm
+    --position-embedding-type rope --norm-epsilon 1e-6 --rotary-percent 1.0 --swiglu
+    --untie-embeddings-and-output-weights --vocab-size 151936 --rotary-base 1000000
+    --moe-ffn-hidden-size 768 --moe-router-score-function softmax --moe-token-dispatcher-type alltoall
+    --moe-router-topk 8 --moe-layer-freq [1]*48 --num-experts 128 --moe-grouped-gemm
+    --moe-token-drop-policy probs --moe-router-dtype fp32 --moe-permute-fusion --moe-aux-loss-coeff 0
+    --moe-router-load-balancing-type none
+    --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --hf-checkpoint {hf} --prompt-data p.parquet
+    --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
+    --tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8
+    --expert-tensor-parallel-size 1 --use-dynamic-batch-size --max-tokens-per-gpu 20480
+    --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
+    --advantage-estimator gspo --eps-clip 4e-4 --rollout-num-gpus-per-engine 8
+    --sglang-ep-size 8 --sglang-cuda-graph-bs 1 2 4 8 16 --sglang-moe-a2a-backend deepep
+    --sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3 --sglang-enable-dp-attention
+    --sglang-dp-size 8 --use-tis --tis-clip 2 --update-weight-buffer-size 1073741824
+"""
+DEEPSEEK_V3 = """
+    --disable-bias-linear --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128
+    --kv-channels 128 --normalization RMSNorm --norm-epsilon 1e-6 --position-embedding-type rope
+    --no-position-embedding --swiglu --untie-embeddings-and-output-weights --vocab-size 129280
+    --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64
+    --v-head-dim 128 --qk-layernorm --rope-type yarn --rotary-scaling-factor 40 --rotary-base 10000 --mscale 1.0
+    --mscale-all-dim 1.0 --original-max-position-embeddings 4096
+    --attention-softmax-in-fp32 --no-rope-fusion
+    --num-experts 256 --moe-layer-freq ([0]*3+[1]*58) --moe-ffn-hidden-size 2048 --moe-router-topk 8
+    --moe-shared-expert-intermediate-size 2048 --moe-router-pre-softmax --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss
+    --moe-token-dispatcher-type flex --moe-enable-deepep --moe-aux-loss-coeff 0 --moe-router-bias-update-rate 0
+    --moe-router-group-topk 4 --moe-router-num-groups 8 --moe-grouped-gemm
+    --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 --moe-permute-fusion
+    --decoder-last-pipeline-num-layers 13
+    --actor-num-nodes 16 --actor-num-gpus-per-node 8 --colocate --hf-checkpoint {hf} --prompt-data p.jsonl
+    --num-rollout 300 --rollout-batch-size 128 --n-samples-per-prompt 8 --rollout-max-response-len 32768
+    --over-sampling-batch-size 256
+    --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
+    --num-steps-per-rollout 4 --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4
+    --context-parallel-size 4 --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
+    --use-dynamic-batch-size --max-tokens-per-gpu 16384 --balance-data --rollout-num-gpus-per-engine 64
+    --no-load-optim --no-load-rng --finetune --no-save-optim --no-save-rng --distributed-timeout-minutes 60
+    --sglang-disable-radix-cache --sglang-watchdog-timeout 3600
+"""
+MEGATRON_LM = """
+    --use-mcore-models --tokenizer-type HuggingFaceTokenizer --ckpt-format torch_dist
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
+    --num-query-groups 8 --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 500000
+    --use-rope-scaling --swiglu --normalization RMSNorm --norm-epsilon 1e-5 --disable-bias-linear
+    --untie-embeddings-and-output-weights --init-method-std 0.01 --attention-dropout 0.0 --hidden-dropout 0.0
+    --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 8
+    --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --micro-batch-size 1 --global-batch-size 128 --lr 3e-5 --min-lr 3e-6 --lr-decay-style cosine
+    --lr-warmup-fraction 0.01 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --clip-grad 1.0
+    --bf16 --recompute-granularity selective --recompute-modules core_attn mlp --ddp-bucket-size 40000000
+    --loss-scale 1.0 --initial-loss-scale 4096 --no-masked-softmax-fusion --no-bias-dropout-fusion
+    --cross-entropy-loss-fusion --deterministic-mode --fp8-format hybrid --fp8-recipe delayed
+    --actor-num-nodes 2 --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --hf-checkpoint {hf}
+    --prompt-data x.jsonl --num-epoch 1 --rollout-batch-size 128
+"""
+SEEDS = """
+    --use-fault-tolerance --sglang-mem-fraction-static 0.85 --rollout-batch-size 16 --sglang-disable-cuda-graph
+    --sglang-router-strategy round_robin --rollout-num-gpus-per-engine 1 --update-weights-interval 5
+    --recompute-activations --micro-batch-size 1 --tensor-model-parallel-size 2 --sequence-parallel
+    --n-samples-per-prompt 8 --global-batch-size 128 --offload-optimizer-states --seq-length 2048
+    --num-data-workers 4 --streaming-data --input-key prompt --label-key label --lr 1e-6 --clip-grad 1.0 --bf16
+    --use-kl-loss --kl-loss-coef 0.01 --async-buffer-size 2 --actor-num-gpus-per-node 4 --rollout-num-gpus 4
+    --sglang-context-length 16384 --log-level DEBUG --attention-backend flash --moe-permute-fusion
+    --check-weight-update-equal --save-debug-rollout-data /tmp/data_{{rollout_id}}.pt --model-name qwen3
+    --context-parallel-size 1 --rollout-stop A B --rollout-stop-token-ids 1 2 --no-check-for-nan-in-loss-and-grad
+    --num-rollout 10 --prompt-data data.jsonl --hf-checkpoint {hf} --distributed-timeout-minutes 30
+"""
+
+
+def parse(text: str, hf: str = "no-such-model", entry: str = "train") -> Config:
+    return parse_args(shlex.split(text.format(hf=hf)), entry=entry)
+
+
+@pytest.mark.parametrize(
+    "script", [QWEN3_4B_MODEL + QWEN3_4B_RUN, GLM4_9B, QWEN3_30B_A3B, DEEPSEEK_V3, MEGATRON_LM, SEEDS],
+    ids=["qwen3-4b", "glm4-9b", "qwen3-30b-a3b", "deepseek-v3", "megatron-lm", "seeds"],
+)  # fmt: skip
+def test_launch_scripts_parse(script: str) -> None:
+    config = parse(script)
+    assert config.train.global_batch_size * config.train.num_steps_per_rollout == (
+        config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    )
+    words = [word for word in shlex.split(script) if word.startswith("--")]
+    assert sum(origin == "flag" for origin in config.origins.values()) >= len(set(words)) * 0.9
+
+
+def test_seed_flags_in_async_training() -> None:
+    assert parse(SEEDS, entry="train_async").sync.async_buffer_size == 2
+
+
+def test_where_native_flags_go() -> None:
+    config = parse(DEEPSEEK_V3)
+    transformer, model = config.megatron.transformer, config.megatron.model
+    assert transformer["moe_layer_freq"] == [0] * 3 + [1] * 58
+    assert transformer["num_moe_experts"] == 256 and transformer["num_layers_in_last_pipeline_stage"] == 13
+    assert transformer["moe_router_load_balancing_type"] == "seq_aux_loss" and transformer["moe_enable_deepep"] is True
+    assert transformer["apply_rope_fusion"] is False and transformer["add_bias_linear"] is False
+    assert model["q_lora_rank"] == 1536 and model["rotary_base"] == 10000 and "q_lora_rank" not in transformer
+    assert config.checkpoint.finetune and config.checkpoint.no_load_optim and config.checkpoint.no_save_rng
+    config = parse(MEGATRON_LM)
+    assert config.megatron.optimizer == {"loss_scale": 1.0, "initial_loss_scale": 4096.0, "fp8_recipe": "delayed"}
+    assert config.megatron.ddp == {"bucket_size": 40000000}
+    assert config.megatron.transformer["fp8"] == "hybrid" and config.megatron.transformer["fp8_recipe"] == "delayed"
+    assert config.megatron.recompute_modules == ("core_attn", "mlp")
+    config = parse(QWEN3_30B_A3B)
+    assert config.engine.sglang["cuda_graph_bs"] == (1, 2, 4, 8, 16) and config.engine.sglang["ep_size"] == 8
+    config = parse(GLM4_9B)
+    assert config.engine.router == {"policy": "cache_aware", "balance_abs_threshold": 10}
+
+
+def test_native_keywords_are_fields_of_megatron() -> None:
+    """What lands in the dicts can be passed on: each key is a field of the class it is for."""
+    from slime.config.native import native_fields
+
+    fields = native_fields()
+    for script in (QWEN3_4B_MODEL + QWEN3_4B_RUN, GLM4_9B, QWEN3_30B_A3B, DEEPSEEK_V3, MEGATRON_LM):
+        megatron = parse(script).megatron
+        for section in ("transformer", "optimizer", "ddp"):
+            for key in getattr(megatron, section):
+                assert (section, key) in fields
+
+
+QWEN3_4B_CONFIG = {
+    "hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "vocab_size": 151936, "hidden_act": "silu",
+    "rope_theta": 1000000, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", [{"rope_theta": 1000000}, {"rope_parameters": {"rope_theta": 1e6}}])
+def test_model_flags_that_agree_with_the_checkpoint(tmp_path: Path, rope: dict[str, Any]) -> None:
+    facts = {key: value for key, value in QWEN3_4B_CONFIG.items() if key != "rope_theta"}
+    (tmp_path / "config.json").write_text(json.dumps({**facts, **rope}))
+    parse(QWEN3_4B_MODEL + QWEN3_4B_RUN, hf=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("num_hidden_layers", 28, "--num-layers 36, but num_hidden_layers is 28"),
+        ("rope_theta", 10000, "--rotary-base 1000000.0, but rope_theta is 10000"),
+        ("hidden_act", "gelu", "--swiglu, but hidden_act is silu is False"),
+        ("rms_norm_eps", 1e-5, "--norm-epsilon 1e-06"),
+        ("num_key_value_heads", 32, "--group-query-attention"),
+    ],
+)
+def test_model_flags_that_contradict_the_checkpoint(tmp_path: Path, key: str, value: Any, expected: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_4B_CONFIG, key: value}))
+    with pytest.raises(UserError) as caught:
+        parse(QWEN3_4B_MODEL + QWEN3_4B_RUN, hf=str(tmp_path))
+    assert expected in str(caught.value)
+
+
+def test_model_flags_of_text_config_and_tied_embeddings() -> None:
+    check_model_flags({"num_layers": 2}, {"text_config": {"num_hidden_layers": 2}})
+    with pytest.raises(UserError, match="--untie-embeddings-and-output-weights, but"):
+        check_model_flags({"untie_embeddings_and_output_weights": True}, {"tie_word_embeddings": True})
+    check_model_flags({"max_position_embeddings": 100}, {"max_position_embeddings": 200})
+    with pytest.raises(UserError, match="--max-position-embeddings 300"):
+        check_model_flags({"max_position_embeddings": 300}, {"max_position_embeddings": 200})
+
+
+def test_merge_transformer() -> None:
+    described = {"qk_layernorm": True, "normalization": "RMSNorm"}
+    assert merge_transformer(described, {"moe_permute_fusion": True})["moe_permute_fusion"] is True
+    with pytest.raises(UserError, match="--normalization LayerNorm contradicts the model"):
+        merge_transformer(described, {"normalization": "LayerNorm"})
+    with pytest.raises(UserError, match="--no-qk-layernorm contradicts"):
+        merge_transformer(described, make_config(qk_layernorm=False).megatron.transformer)

@@ -1,0 +1,208 @@
+"""Command lines and YAML files: what is accepted, what is refused, and how the refusal reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.config import make_config, parse_args
+from slime.config.parse import Given, read_argv, read_config_file, read_custom_config
+from slime.config.registry import all_flags, spellings
+from slime.config.specs import own_flags
+from slime.errors import UserError
+
+#: What a complete command line needs besides the flag under test.
+BASE = ["--rollout-batch-size", "4", "--num-rollout", "1", "--hf-checkpoint", "model", "--prompt-data", "p.jsonl"]
+
+
+def values(*words: str) -> dict:
+    return read_argv(list(words)).values
+
+
+def test_values_are_typed() -> None:
+    got = values("--lr", "1e-6", "--rollout-batch-size", "32", "--colocate", "--rollout-stop", "a", "b", "--save=x=y")
+    assert got == {"lr": 1e-6, "rollout_batch_size": 32, "colocate": True, "rollout_stop": ("a", "b"), "save": "x=y"}
+
+
+def test_negative_numbers_and_values_with_dashes() -> None:
+    assert values("--rollout-top-k", "-1")["rollout_top_k"] == -1
+    assert values("--log-probs-chunk-size", "-1", "--seed", "3") == {"log_probs_chunk_size": -1, "seed": 3}
+    assert values("--rollout-stop", "---", "-- x", "-")["rollout_stop"] == ("---", "-- x", "-")
+    assert values("--rollout-stop=--END")["rollout_stop"] == ("--END",)
+    assert values("--rollout-stop=--END", "--rollout-stop=--STOP")["rollout_stop"] == ("--END", "--STOP")
+    assert values("--rollout-stop=")["rollout_stop"] == ("",)
+    assert values("--rollout-stop=a\nb")["rollout_stop"] == ("a\nb",)
+
+
+def test_scalar_given_twice_keeps_the_last_and_append_collects() -> None:
+    assert values("--lr", "1e-6", "--lr", "2e-6")["lr"] == 2e-6
+    hooks = values("--rollout-sample-hook-path", "a.b", "--rollout-sample-hook-path", "c.d")
+    assert hooks["rollout_sample_hook_path"] == ("a.b", "c.d")
+    assert values("--rollout-stop", "a", "--rollout-stop", "b", "c")["rollout_stop"] == ("b", "c")
+
+
+def test_switches() -> None:
+    assert values("--offload-train")["offload_train"] is True
+    assert values("--no-offload-train")["offload_train"] is False
+    assert values("--colocate=false")["colocate"] is False
+    assert values("--disable-rollout-global-dataset")["rollout_global_dataset"] is False
+    assert values("--no-check-for-nan-in-loss-and-grad")["check_for_nan_in_loss_and_grad"] is False
+    assert values("--no-save-optim")["no_save_optim"] is True
+    assert "no-no-save-optim" not in spellings()
+
+
+def test_json_and_list_expressions() -> None:
+    assert values("--train-env-vars", '{"A": "1"}')["train_env_vars"] == {"A": "1"}
+    assert values("--moe-layer-freq", "([0]*3+[1]*2)")["moe_layer_freq"] == [0, 0, 0, 1, 1]
+    assert values("--moe-layer-freq", "1")["moe_layer_freq"] == 1
+    assert values("--moe-aux-loss-coeff", "0.1")["moe_aux_loss_coeff"] == 0.1
+    assert values("--moe-aux-loss-coeff", "0.1", "0.2")["moe_aux_loss_coeff"] == (0.1, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--rollout-batch-sise", "4"], "did you mean --rollout-batch-size?"),
+        (["--rollout-batch", "4"], "did you mean --rollout-batch-size?"),
+        (["--hf-check", "x"], "did you mean --hf-checkpoint?"),
+        (["--rollout_batch_size", "4"], "write --rollout-batch-size, with dashes"),
+        (["--sglang-mem-fraction-statik", "0.8"], "did you mean --sglang-mem-fraction-static?"),
+        (["--moe-permute-fuson"], "did you mean --moe-permute-fusion?"),
+        (["--sglang-model-path", "x"], "it is --hf-checkpoint"),
+        (["--sglang-tensor-parallel-size", "2"], "--rollout-num-gpus-per-engine"),
+        (["--sglang-config-x", "y"], "did you mean --sglang-config?"),
+        (["--lr"], "--lr needs a value"),
+        (["--lr", "--seed", "1"], "--lr needs a value"),
+        (["--rollout-stop", "--END"], "--rollout-stop=--value"),
+        (["--lr", "1", "2"], "takes one value, but 2 were given: 1 2"),
+        (["--colocate", "4"], "takes no value"),
+        (["4"], "'4' belongs to no flag"),
+        (["-lr", "4"], "two dashes"),
+        (["--lr", "fast"], "--lr must be a number, not 'fast'"),
+        (["--seed", "1.5"], "--seed must be a whole number, not '1.5'"),
+        (["--train-env-vars", "{"], "--train-env-vars must be JSON"),
+        (["--train-env-vars", "[1]"], "it must be an object"),
+        (["--moe-layer-freq", "__import__('os')"], "must be a whole number or a list"),
+        (["--kl-loss-type", "low_var"], "did you mean low_var_kl?"),
+        (["--loss-type", "ppo"], "the choices are: policy_loss, sft_loss, custom_loss"),
+        (["--rollout-stop-token-ids", "1", "x"], "must be a whole number, not 'x'"),
+        (["--colocate=maybe"], "must be true or false"),
+    ],
+)
+def test_refusals_name_what_is_wrong(words: list[str], expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_args([*BASE, *words] if words[0].startswith("--") else words)
+    assert expected in str(caught.value)
+
+
+def test_no_prefix_of_a_flag_is_accepted() -> None:
+    known = set(spellings())
+    for spec in own_flags().values():
+        prefix = spec.option[2:-1]
+        if prefix not in known:
+            with pytest.raises(UserError, match="there is no flag"):
+                read_argv([f"--{prefix}", "1"])
+
+
+def test_yaml_sets_the_same_names_and_flags_win(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("rollout_batch_size: 8\nlr: 1e-5\ncolocate: true\nrollout-stop: [a, b]\nnum-rollout: 3\n")
+    config = parse_args([*BASE, "--config", str(path), "--no-colocate"])
+    assert config.rollout.rollout_batch_size == 4 and config.origins["rollout_batch_size"] == "flag"
+    assert config.megatron.lr == 1e-5 and config.origins["lr"] == f"yaml {path}"  # PyYAML reads 1e-5 as text
+    assert config.cluster.colocate is False
+    assert config.rollout.rollout_stop == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("rollout_batch_sise: 4", "did you mean --rollout-batch-size?"),
+        ("lr: fast", "run.yaml: --lr must be a number"),
+        ("colocate: 3", "run.yaml: --colocate must be true or false"),
+        ("seed: [1, 2]", "run.yaml: --seed takes one value, not 2"),
+        ("seed: true", "run.yaml: --seed must be a whole number, not True"),
+        ("- a", "must be a mapping"),
+        ("a: [", "is not valid YAML"),
+        ("use_opd: true", "run.yaml: --use-opd is not supported in this version"),
+    ],
+)
+def test_yaml_refusals(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        make_config(config=str(path))
+    assert expected in str(caught.value) and "run.yaml" in str(caught.value)
+
+
+def test_yaml_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="No such file"):
+        make_config(config="/nowhere/run.yaml")
+
+
+def test_yaml_shorthands_and_off_spellings(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("disable_rollout_global_dataset: true\nno-rope-fusion: true\ntrace: false\nsave: null\n")
+    given = read_config_file(str(path))
+    assert given.values == {"rollout_global_dataset": False, "apply_rope_fusion": False, "trace": False}
+
+
+def test_custom_config_is_applied_before_derivation_and_wins(tmp_path: Path) -> None:
+    path = tmp_path / "custom.yaml"
+    path.write_text("global_batch_size: 8\nmy_plugin_depth: 3\n")
+    config = make_config(
+        rollout_batch_size=4, n_samples_per_prompt=4, num_steps_per_rollout=None, custom_config_path=str(path)
+    )
+    assert config.train.num_steps_per_rollout == 2  # derived from the custom value
+    assert config.origins["global_batch_size"] == f"yaml {path}"
+    assert config.extra == {"my_plugin_depth": 3} and config.flat().my_plugin_depth == 3
+
+
+def test_custom_config_with_a_misspelt_flag(tmp_path: Path) -> None:
+    path = tmp_path / "custom.yaml"
+    path.write_text("globl_batch_size: 8\n")
+    with pytest.raises(UserError, match="did you mean global-batch-size"):
+        read_custom_config(str(path))
+
+
+def test_what_is_refused_is_refused_by_name() -> None:
+    """Every flag that this version does not support stops the run when it asks for something else than nothing."""
+    for dest, spec in all_flags().items():
+        if not spec.meta.refused:
+            continue
+        value = {"bool": spec.default is not True, "int": 987, "float": 0.987, "json": {"a": 1}, "int_or_list": 9}.get(
+            spec.kind, "x"
+        )
+        if spec.choices:
+            value = next(choice for choice in spec.choices if choice != spec.default)
+        with pytest.raises(UserError) as caught:
+            make_config(**{dest: value})
+        assert spec.option in str(caught.value) and spec.meta.refused in str(caught.value)
+
+
+def test_refused_values() -> None:
+    for name, value in (("advantage_estimator", "ppo"), ("update_weight_mode", "delta"), ("rollout_engine", "sglang")):
+        with pytest.raises(UserError, match="not supported in this version"):
+            make_config(**{name: value})
+
+
+def test_aliases_set_one_flag() -> None:
+    for name in ("--router-policy", "--sglang-router-strategy", "--sglang-router-policy"):
+        assert values(name, "round_robin") == {"router_policy": "round_robin"}
+    assert values("--num-experts", "8") == values("--num-moe-experts", "8") == {"num_experts": 8}
+    assert values("--norm-epsilon", "1e-6") == values("--layernorm-epsilon", "1e-6")
+    assert values("--disable-bias-linear") == {"add_bias_linear": False}
+    assert values("--no-rope-fusion") == {"apply_rope_fusion": False}
+
+
+def test_every_spelling_leads_somewhere() -> None:
+    """No spelling is claimed by two flags, and each flag can be reached."""
+    seen: dict[str, str] = {}
+    for dest, spec in all_flags().items():
+        for option in (*spec.options, *((spec.off,) if spec.off else ())):
+            assert seen.setdefault(option, dest) == dest, f"{option}: {dest} and {seen[option]}"
+
+
+def test_read_argv_of_nothing() -> None:
+    assert read_argv([]) == Given()

@@ -1,0 +1,417 @@
+"""What follows from the flags: derived values and their formulas, and the contradictions that are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.config import Config, FlatArgs, make_config, parse_args
+from slime.config.host import num_gpus
+from slime.config.specs import own_flags
+from slime.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def cpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIME_NUM_GPUS", "0")
+    monkeypatch.delenv("NCCL_TIMEOUT", raising=False)
+    monkeypatch.delenv("SLIME_DEBUG", raising=False)
+
+
+def refused(expected: str, **flags: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        make_config(**flags)
+    assert expected in str(caught.value)
+
+
+# -- the batch equation ------------------------------------------------------------------------------------
+
+
+def test_batch_sizes_from_steps_and_back() -> None:
+    config = make_config(rollout_batch_size=32, n_samples_per_prompt=8, num_steps_per_rollout=2)
+    assert config.train.global_batch_size == 128
+    assert config.origins["global_batch_size"].endswith("= 32 × 8 ÷ 2")
+    config = make_config(rollout_batch_size=32, n_samples_per_prompt=8, global_batch_size=256)
+    assert config.train.num_steps_per_rollout == 1
+    config = make_config(rollout_batch_size=32, n_samples_per_prompt=8)
+    assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (256, 1)
+
+
+def test_contradiction_prints_the_equation_with_the_numbers() -> None:
+    with pytest.raises(UserError) as caught:
+        make_config(rollout_batch_size=32, n_samples_per_prompt=8, global_batch_size=100, num_steps_per_rollout=2)
+    text = str(caught.value)
+    assert "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout" in text
+    assert "32 × 8 = 256, but 100 × 2 = 200" in text
+    assert "--global-batch-size 128" in text and "--rollout-batch-size 25" in text
+    sizes = {"rollout_batch_size": 32, "n_samples_per_prompt": 8}
+    refused("32 × 8 = 256 is not a multiple of global_batch_size 100", **sizes, global_batch_size=100)
+    refused("pass --num-steps-per-rollout 2 or --num-steps-per-rollout 4", **sizes, num_steps_per_rollout=3)
+    refused("--rollout-batch-size is 0", rollout_batch_size=0)
+
+
+sizes = st.integers(1, 24)
+optional = st.none() | sizes
+
+
+@settings(deadline=None, max_examples=150)
+@given(prompts=optional, samples=sizes, batch=optional, steps=optional)
+def test_the_equation_holds_for_whatever_is_accepted(
+    prompts: int | None, samples: int, batch: int | None, steps: int | None
+) -> None:
+    named = {
+        "rollout_batch_size": prompts,
+        "n_samples_per_prompt": samples,
+        "global_batch_size": batch,
+        "num_steps_per_rollout": steps,
+    }
+    if batch is not None and steps is not None:
+        possible = (batch * steps) % samples == 0 if prompts is None else prompts * samples == batch * steps
+    else:
+        # of a missing rollout_batch_size there is always a fitting one, except with a batch alone
+        total = prompts * samples if prompts is not None else (batch or samples) * (steps or 1)
+        possible = total % samples == 0 and total % (batch or steps or 1) == 0
+    try:
+        config = make_config(**named)
+    except UserError:
+        assert not possible
+        return
+    assert possible
+    train, rollout = config.train, config.rollout
+    assert rollout.rollout_batch_size * samples == train.global_batch_size * train.num_steps_per_rollout
+    for name, value in named.items():
+        assert value is None or {**vars(train), **vars(rollout)}[name] == value
+
+
+# -- round trips -------------------------------------------------------------------------------------------
+
+settings_of_runs = st.fixed_dictionaries(
+    {},
+    optional={
+        "rollout_batch_size": sizes,
+        "n_samples_per_prompt": st.integers(1, 8),
+        "rollout_temperature": st.floats(0.1, 2.0),
+        "rollout_stop": st.lists(st.text(max_size=5), max_size=3),
+        "colocate": st.booleans(),
+        "offload_train": st.just(False),
+        "actor_num_gpus_per_node": st.just(1),
+        "reward_key": st.text(min_size=1, max_size=5),
+        "rollout_max_context_len": st.integers(8, 10000),
+        "eps_clip": st.floats(0.01, 0.5),
+        "train_env_vars": st.dictionaries(st.text(min_size=1, max_size=4), st.text(max_size=4), max_size=2),
+        "moe_layer_freq": st.sampled_from([2, "([0]*1+[1]*2)"]),
+        "sglang_mem_fraction_static": st.floats(0.1, 0.9),
+        "sglang_cuda_graph_bs": st.lists(st.integers(1, 8), min_size=1, max_size=3),
+        "norm_epsilon": st.floats(1e-7, 1e-3),
+        "router_policy": st.sampled_from(["random", "round_robin"]),
+        "recompute_activations": st.booleans(),
+        "use_kl_loss": st.booleans(),
+        "hf_checkpoint": st.just("model"),
+        "fp32": st.booleans(),
+    },
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(flags=settings_of_runs)
+def test_saved_and_resolved_again_nothing_changes(flags: dict[str, Any], tmp_path_factory: Any) -> None:
+    config = make_config(**flags)
+    path = tmp_path_factory.getbasetemp() / "config.json"
+    config.save(path)
+    assert Config.load(path) == config
+    again = make_config(**config.values())  # every derived value given: resolve has nothing to change
+    assert again.values() == config.values()
+    assert make_config(**flags, run_name=config.observe.run_name).values() == config.values()
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@settings(deadline=None, max_examples=40)
+@given(flags=settings_of_runs)
+def test_origins_cover_every_flag(flags: dict[str, Any]) -> None:
+    config = make_config(**flags)
+    assert set(own_flags()) <= set(config.origins)
+    for dest in flags:
+        assert config.origins[dest] == "flag"
+    for dest, spec in own_flags().items():
+        origin = config.origins[dest]
+        assert origin in ("flag", "default") or origin.startswith("derived: ")
+        if origin == "default":
+            assert config.values()[dest] == spec.default
+        if origin.startswith("derived"):
+            assert spec.meta.derived or dest == "rollout_max_context_len"
+
+
+def test_what_is_written_to_disk(tmp_path: Path) -> None:
+    config = make_config(rollout_batch_size=2, wandb_key="secret", num_layers=3, sglang_api_key="secret")
+    config.save(tmp_path / "config.json")
+    text = (tmp_path / "config.json").read_text()
+    data = json.loads(text)
+    assert data["rollout"]["rollout_batch_size"] == 2 and data["megatron"]["num_layers"] == 3
+    assert data["origins"]["rollout_batch_size"] == "flag"
+    assert "secret" not in text and "secret" not in config.describe()
+    assert config.observe.wandb_key == "secret" and config.engine.sglang["api_key"] == "secret"
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_broken_config_json(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for text in ("{", "[]", '{"origins": {}}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match="not a configuration of a run"):
+            Config.load(path)
+    config = make_config()
+    config.save(path)
+    data = json.loads(path.read_text())
+    data["train"]["brand_new"], data["origins"]["brand_new"] = 1, "flag"
+    del data["rollout"]["rollout_seed"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match="not known here: brand_new; missing: rollout_seed"):
+        Config.load(path)
+
+
+def test_config_is_frozen() -> None:
+    config = make_config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.seed = 3  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train = None  # type: ignore[misc, assignment]
+
+
+# -- derived values ----------------------------------------------------------------------------------------
+
+
+def test_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config()
+    assert (config.cluster.actor_num_gpus_per_node, config.cluster.rollout_num_gpus) == (1, 1)
+    assert "no GPU on this host" in config.origins["actor_num_gpus_per_node"]
+    config = make_config(colocate=True, actor_num_nodes=2, actor_num_gpus_per_node=4, global_batch_size=8)
+    assert config.cluster.rollout_num_gpus == 8 and config.origins["rollout_num_gpus"].endswith("= 2 × 4")
+    assert config.cluster.offload_train and config.cluster.offload_rollout
+    assert not make_config(colocate=True, offload_train=False).cluster.offload_train
+    assert make_config(rollout_num_gpus_per_engine=4).cluster.rollout_num_gpus == 4
+    monkeypatch.setenv("SLIME_NUM_GPUS", "4")
+    assert make_config(global_batch_size=8).cluster.actor_num_gpus_per_node == 4
+
+
+def test_counting_gpus(tmp_path: Path) -> None:
+    assert num_gpus({}, tmp_path) == 0
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert num_gpus({}, tmp_path) == 2
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": "0,1", "SLIME_NUM_GPUS": "7"}, tmp_path) == 7
+
+
+def test_nccl_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_config().cluster.distributed_timeout_minutes == 10
+    monkeypatch.setenv("NCCL_TIMEOUT", "1800")
+    config = make_config()
+    assert config.cluster.distributed_timeout_minutes == 30
+    assert config.origins["distributed_timeout_minutes"] == "derived: NCCL_TIMEOUT ÷ 60 = 1800 ÷ 60"
+    assert make_config(distributed_timeout_minutes=5).cluster.distributed_timeout_minutes == 5
+    monkeypatch.setenv("NCCL_TIMEOUT", "soon")
+    refused("NCCL_TIMEOUT is 'soon'")
+
+
+def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_config().observe.log_level == "INFO"
+    monkeypatch.setenv("SLIME_DEBUG", "1")
+    assert make_config().observe.log_level == "DEBUG"
+    assert make_config(log_level="ERROR").observe.log_level == "ERROR"
+
+
+def test_run_name(tmp_path: Path) -> None:
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text("rollout_batch_size: 2\n")
+    assert make_config(config=str(recipe), hf_checkpoint="m").observe.run_name.startswith("tiny-2")
+    assert make_config(hf_checkpoint="/models/Qwen3-0.6B/").observe.run_name.startswith("Qwen3-0.6B-2")
+    assert make_config(run_name="mine").observe.run_name == "mine"
+
+
+def test_lengths_follow_from_seq_length() -> None:
+    config = make_config(seq_length=2048)
+    rollout = config.rollout
+    assert (rollout.rollout_max_context_len, config.data.rollout_max_prompt_len) == (2048, 2047)
+    assert rollout.rollout_max_response_len == 2047
+    assert make_config().rollout.rollout_max_response_len == 1024
+    refused(
+        "--rollout-max-context-len 4096 is more than --seq-length 2048", seq_length=2048, rollout_max_context_len=4096
+    )
+    refused("leaves no token to generate", rollout_max_context_len=100, rollout_max_prompt_len=100)
+
+
+def test_evaluation_follows_rollout() -> None:
+    config = make_config(rollout_temperature=0.7, input_key="q", label_key="a", reward_key="score", eval_top_p=0.5)
+    assert config.eval.eval_temperature == 0.7 and config.eval.eval_input_key == "q"
+    assert config.eval.eval_label_key == "a" and config.reward.eval_reward_key == "score"
+    assert config.eval.eval_top_p == 0.5 and make_config(eval_temperature=0).eval.eval_temperature == 0
+
+
+def test_dumps() -> None:
+    config = make_config(dump_details="d/")
+    assert config.debug.save_debug_rollout_data == "d/rollout_data/{rollout_id}.pt"
+    assert config.debug.save_debug_train_data == "d/train_data/{rollout_id}.pt"
+    assert make_config(load_debug_rollout_data="x_{rollout_id}.pt").debug.debug_train_only
+    refused("are the same path", save_debug_rollout_data="a{rollout_id}", save_debug_train_data="a{rollout_id}")
+    refused("has no {rollout_id} in it", save_debug_rollout_data="a.pt", num_rollout=3)
+    refused("exclude each other", debug_rollout_only=True, load_debug_rollout_data="x{rollout_id}")
+
+
+def test_recompute_activations_recomputes_layers() -> None:
+    megatron = make_config(recompute_activations=True).megatron
+    assert (megatron.recompute_granularity, megatron.recompute_method, megatron.recompute_num_layers) == (
+        "full", "uniform", 1
+    )  # fmt: skip
+    chosen = make_config(recompute_activations=True, recompute_granularity="selective").megatron
+    assert chosen.recompute_granularity == "selective" and chosen.recompute_method is None
+
+
+def test_group_statistics_of_single_samples() -> None:
+    assert make_config(n_samples_per_prompt=2).algorithm.grpo_std_normalization
+    assert not make_config(n_samples_per_prompt=1).algorithm.grpo_std_normalization
+    assert not make_config(n_samples_per_prompt=2, disable_grpo_std_normalization=True).algorithm.grpo_std_normalization
+
+
+def test_reference_model() -> None:
+    assert make_config(use_kl_loss=True, hf_checkpoint="m").checkpoint.ref_load == "m"
+    assert make_config(hf_checkpoint="m").checkpoint.ref_load is None
+
+
+def test_warning_on_cispo() -> None:
+    assert "CISPO" in make_config(advantage_estimator="cispo").warnings[0]
+    assert make_config(advantage_estimator="cispo", eps_clip=1.0).warnings == ()
+
+
+# -- contradictions ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expected", "flags"),
+    [
+        ("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size", {"max_tokens_per_gpu": 10}),
+        ("--max-tokens-per-gpu 512", {"use_dynamic_batch_size": True, "rollout_max_response_len": 512}),
+        ("--sequence-parallel needs --tensor-model-parallel-size", {"sequence_parallel": True}),
+        ("1 trainer GPUs cannot be divided by 2", {"tensor_model_parallel_size": 2}),
+        ("4 × 1 × 1 = 4", {"tensor_model_parallel_size": 4, "actor_num_gpus_per_node": 6}),
+        ("virtual pipeline stages need", {"num_layers_per_virtual_pipeline_stage": 2}),
+        ("--rollout-num-gpus 3 is not a multiple", {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}),
+        ("global_batch_size 3 cannot be divided by 2", {"actor_num_gpus_per_node": 2, "global_batch_size": 3}),
+        ("micro_batch_size × data-parallel size = 2 × 1", {"micro_batch_size": 2, "global_batch_size": 3}),
+        ("--offload-train has no effect without --colocate", {"offload": True}),
+        ("--kl-loss-coef has no effect without --use-kl-loss", {"kl_loss_coef": 0.1}),
+        ("--kl-coef has no effect with --advantage-estimator grpo", {"kl_coef": 0.1}),
+        ("are both set", {"kl_coef": 0.1, "kl_loss_coef": 0.1, "use_kl_loss": True}),
+        ("needs --normalize-advantages", {"advantage_estimator": "reinforce_plus_plus"}),
+        ("exclude each other", {"use_tis": True, "use_rollout_logprobs": True}),
+        ("--tis-clip has no effect without --use-tis", {"tis_clip": 3.0}),
+        ("needs --custom-tis-function-path", {"get_mismatch_metrics": True}),
+        ("needs --custom-loss-function-path", {"loss_type": "custom_loss"}),
+        ("no effect without --loss-type custom_loss", {"custom_loss_function_path": "a.b"}),
+        ("pass --n-samples-per-prompt 1", {"loss_type": "sft_loss", "n_samples_per_prompt": 2}),
+        ("--save-interval has no effect without --save", {"save_interval": 2}),
+        ("--ckpt-step has no effect without --load", {"ckpt_step": 2}),
+        ("--eval-interval needs evaluation data", {"eval_interval": 2}),
+        ("needs --update-weight-disk-dir", {"update_weight_transport": "disk"}),
+        ("no effect without --update-weight-transport disk", {"update_weight_disk_dir": "d"}),
+        ("--rollout-temperature is 0", {"rollout_temperature": 0}),
+        ("must be more than 1", {"eps_clip_c": 1.0}),
+        ("must be at most 1", {"rollout_top_p": 1.5}),
+        ("pass -1 for the whole vocabulary", {"rollout_top_k": 0}),
+        ("--bf16 and --fp16", {"bf16": True, "fp16": True}),
+        ("--min-lr 1 is more than --lr 1e-06", {"min_lr": 1.0}),
+        ("is less than --rollout-batch-size", {"rollout_batch_size": 4, "over_sampling_batch_size": 2}),
+        ("--num-experts 6 cannot be divided by", {"num_experts": 6, "expert_model_parallel_size": 4,
+                                                  "actor_num_gpus_per_node": 4, "global_batch_size": 4}),
+        ("2 × 4 × 1", {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2, "actor_num_gpus_per_node": 4,
+                       "global_batch_size": 4}),
+        ("--update-weights-interval is 0", {"update_weights_interval": 0}),
+        ("--save-retain is 0", {"save_retain": 0, "save": "s"}),
+    ],
+)  # fmt: skip
+def test_contradictions(expected: str, flags: dict[str, Any]) -> None:
+    refused(expected, **flags)
+
+
+def test_colocate_in_async_training() -> None:
+    refused("--colocate cannot be used with train_async", colocate=True, entry="train_async")
+    assert make_config(colocate=True).cluster.colocate and make_config(entry="train_async") is not None
+
+
+@pytest.mark.parametrize(
+    ("drop", "expected"),
+    [
+        ("--rollout-batch-size", "--rollout-batch-size is required"),
+        ("--num-rollout", "--num-rollout is required"),
+        ("--hf-checkpoint", "--hf-checkpoint is required"),
+        ("--prompt-data", "--prompt-data is required"),
+    ],
+)
+def test_a_launch_needs(drop: str, expected: str) -> None:
+    words = {"--rollout-batch-size": "4", "--num-rollout": "1", "--hf-checkpoint": "m", "--prompt-data": "p"}
+    parse_args([word for pair in words.items() for word in pair])
+    del words[drop]
+    with pytest.raises(UserError, match=expected):
+        parse_args([word for pair in words.items() for word in pair])
+
+
+def test_a_launch_without_engines_or_data() -> None:
+    base = ["--rollout-batch-size", "4", "--hf-checkpoint", "m"]
+    with pytest.raises(UserError, match="there would be no engine"):
+        parse_args([*base, "--num-rollout", "1", "--prompt-data", "p", "--rollout-num-gpus", "0"])
+    with pytest.raises(UserError, match="only evaluates"):
+        parse_args([*base, "--num-rollout", "0"])
+    with pytest.raises(UserError, match="give one of them"):
+        parse_args([*base, "--num-rollout", "1", "--num-epoch", "1", "--prompt-data", "p"])
+    parse_args([*base, "--num-rollout", "0", "--eval-prompt-data", "a", "a.jsonl"])
+    parse_args([*base, "--num-rollout", "1", "--load-debug-rollout-data", "x_{rollout_id}.pt"])
+
+
+# -- the view for hooks --------------------------------------------------------------------------------------
+
+
+def test_flat_args_are_mutable_copies(tmp_path: Path) -> None:
+    import copy
+
+    config = make_config(rollout_stop=("a",), train_env_vars={"A": "1"}, num_layers=3, sglang_mem_fraction_static=0.5)
+    args = config.flat()
+    assert isinstance(args, FlatArgs) and args.rollout_stop == ["a"] and args.num_layers == 3
+    args.rollout_stop.append("b")
+    args.train_env_vars["B"] = "2"
+    args.lr = 5.0
+    args.brand_new = 1
+    assert config.rollout.rollout_stop == ("a",) and config.data is not None
+    assert config.cluster.train_env_vars == {"A": "1"} and config.megatron.lr == 1e-6
+    assert config.flat().rollout_stop == ["a"]
+    for other in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        assert vars(other) == vars(args)
+
+
+def test_flat_args_have_every_flag_under_its_name() -> None:
+    args = vars(make_config(deterministic_rollout=True, router_policy="random").flat())
+    assert set(own_flags()) <= set(args)
+    assert args["deterministic_rollout"] is True and args["optimizer"] == "adam"
+    assert args["num_experts"] is None and args["sglang_mem_fraction_static"] is None  # unset: the default
+    assert args["router_policy"] == args["sglang_router_strategy"] == "random"
+    assert args["use_opd"] is False and args["lambd"] == 1.0  # plugins may read what this version refuses
+
+
+def test_flat_args_name_the_nearest_flag() -> None:
+    args = make_config().flat()
+    with pytest.raises(AttributeError) as caught:
+        _ = args.n_sample_per_prompt
+    assert str(caught.value) == "args has no 'n_sample_per_prompt'; the nearest flag is 'n_samples_per_prompt'"
+    assert getattr(args, "no_such_thing", 3) == 3 and not hasattr(args, "no_such_thing")
+
+
+def test_describe_shows_what_is_not_default() -> None:
+    text = make_config(rollout_batch_size=4, n_samples_per_prompt=2).describe()
+    assert "rollout_batch_size = 4   (flag)" in text
+    assert "global_batch_size = 8   (derived: " in text and "rollout_seed" not in text

@@ -1,0 +1,232 @@
+"""The tables that flags come from: complete, up to date with the installed libraries, and documented."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime.config.docs import check_fresh, render
+from slime.config.engine_flags import (
+    ROUTER_RESERVED,
+    SGLANG_RESERVED,
+    router_flags,
+    sglang_args_of,
+    sglang_flags,
+    stored_sglang_args,
+)
+from slime.config.foreign import to_argv
+from slime.config.help import print_help
+from slime.config.megatron_lm import ALWAYS, NAMES, REFUSED_FIELDS, REFUSED_NAMES, SHORTHANDS, SKIPPED_FIELDS
+from slime.config.native import native_fields
+from slime.config.registry import all_flags, spellings
+from slime.config.specs import GROUPS, field_docs, own_flags
+from slime.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+LISTED = (Path(__file__).parent / "reference_flags.txt").read_text().splitlines()
+REFERENCE = [line for line in LISTED if not line.startswith("#")]
+OF_GUIDES = LISTED[LISTED.index("# Flags of its troubleshooting guides") + 1 :]
+
+
+def test_every_flag_of_the_reference_system_is_known() -> None:
+    assert [name for name in REFERENCE if name not in spellings()] == []
+
+
+def test_flags_of_the_guides_work_and_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    print_help("train")
+    words = set(capsys.readouterr().out.replace(",", " ").replace("]", " ").split())
+    missing = [name for name in OF_GUIDES if f"--{name}" not in words]
+    refused = [name for name in OF_GUIDES if (spec := spellings()[name].spec) is not None and spec.meta.refused]
+    assert (missing, refused) == ([], [])
+
+
+def test_every_flag_of_ours_has_a_sentence_of_help() -> None:
+    for cls in GROUPS.values():
+        docs = field_docs(cls)
+        for field in dataclasses.fields(cls):
+            assert not field.metadata or docs[field.name].endswith("."), field.name
+
+
+def test_docs_are_fresh() -> None:
+    check_fresh(ROOT / "docs" / "flags.md")
+
+
+def test_stale_docs_are_noticed(tmp_path: Path) -> None:
+    for text in (None, render() + "x"):
+        path = tmp_path / "flags.md"
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(UserError, match="slime flags --write"):
+            check_fresh(path)
+
+
+def test_docs_have_every_flag_with_a_status() -> None:
+    rows = [line for line in render().splitlines() if line.startswith("| `--")]
+    names = {name.strip("` ") for row in rows for name in row.split("|")[1].split(",")}
+    assert {spec.option for spec in all_flags().values() if "sglang" not in spec.sections} <= names
+    assert all("| works" in row or "| refused: " in row for row in rows)
+
+
+# -- Megatron --------------------------------------------------------------------------------------------
+
+
+def test_native_fields_are_those_of_the_installed_classes() -> None:
+    """What `ast` reads is what importing the classes shows."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    classes = {"transformer": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
+    scalars = (bool, int, float, str)
+    for section, cls in classes.items():
+        read = {name: native for (where, name), native in native_fields().items() if where == section}
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        assert set(read) <= set(fields)
+        for name, field in fields.items():
+            if type(field.default) in scalars and "argparse_meta" not in str(field.metadata):
+                assert name in read or name.startswith("_") or name == "activation_func", name
+                assert read[name].default == field.default, name
+
+
+def test_tables_name_only_fields_that_exist() -> None:
+    fields = {name for _, name in native_fields()}
+    assert set(NAMES) <= fields and set(REFUSED_FIELDS) <= fields and fields >= SKIPPED_FIELDS
+    for shorthand in SHORTHANDS.values():
+        assert set(shorthand.sets) <= set(all_flags())
+    assert not set(REFUSED_NAMES) & set(ALWAYS)
+
+
+# -- SGLang and the router -------------------------------------------------------------------------------
+
+
+def test_sglang_table() -> None:
+    version, arguments = stored_sglang_args()
+    names = {arg.name for arg in arguments}
+    assert version == "0.5.16" and len(arguments) > 400
+    assert set(SGLANG_RESERVED) <= names
+    flags = sglang_flags()
+    assert flags["sglang_mem_fraction_static"].kind == "float"
+    assert flags["sglang_disable_cuda_graph"].kind == "bool"
+    assert flags["sglang_context_length"].kind == "str"  # SGLang reads 128k too
+    assert flags["sglang_moe_a2a_backend"].choices[:2] == ("none", "deepep")
+    assert "--sglang-tensor-parallel-size" in flags["sglang_tp_size"].options
+
+
+SERVER_ARGS = """
+CHOICES = ["a", "b"]
+@dataclasses.dataclass
+class ServerArgs:
+    model_path: A[str, Arg(help="Path.", aliases=["--model"])]
+    fraction: A[Optional[float], "The fraction."] = None
+    tp_size: A[int, Arg(help="x", aliases=["--tensor-parallel-size"])] = 1
+    backend: A[str, Arg(help="h", choices=CHOICES + ["c"], cli_name="--the-backend")] = "a"
+    sizes: A[Optional[List[int]], Arg(help="h")] = None
+    mode: A[Literal["x", "y"], "m"] = "x"
+    options: A[Optional[dict], Arg(help="h", type_parser=json.loads)] = None
+    lora: A[Optional[bool], Arg(help="h", action=argparse.BooleanOptionalAction)] = None
+    maybe: A[Optional[str], Arg(help="h", nargs="?", const="")] = None
+    hidden: A[bool, Arg(no_cli=True)] = False
+    switch: A[bool, "s"] = False
+    plain: int = 3
+
+    @staticmethod
+    def add_cli_args(parser):
+        parser.add_argument("--config", type=str)
+        parser.add_argument("--old", action=DeprecatedAliasStoreAction, type=int, nargs="+", new_flag="--sizes")
+        parser.add_argument("--gone", action=DeprecatedAction)
+"""
+
+
+def test_reading_server_args_from_source() -> None:
+    args = {arg.name: arg for arg in sglang_args_of(SERVER_ARGS)}
+    assert set(args) == {
+        "model_path", "fraction", "tp_size", "the_backend", "sizes", "mode", "options", "lora", "maybe", "switch",
+        "config", "old", "gone",
+    }  # fmt: skip
+    assert args["the_backend"].choices == ("a", "b", "c") and args["the_backend"].default == "a"
+    assert args["fraction"].kind == "float" and args["tp_size"].aliases == ("tensor_parallel_size",)
+    assert args["sizes"].many and args["sizes"].kind == "int" and args["old"].many and args["gone"].kind == "bool"
+    assert args["mode"].choices == ("x", "y") and args["options"].kind == "json"
+    assert args["lora"].negatable and args["maybe"].value_optional
+
+
+def test_an_installed_sglang_wins_over_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime.config import engine_flags
+
+    source = tmp_path / "sglang" / "srt" / "server_args.py"
+    source.parent.mkdir(parents=True)
+    source.write_text(SERVER_ARGS)
+    info = tmp_path / "sglang-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    version, arguments = engine_flags.sglang_args.__wrapped__()
+    assert version == "9.9" and "the_backend" in {arg.name for arg in arguments}
+
+
+def test_router_table_is_what_the_router_accepts() -> None:
+    import argparse
+
+    from sglang_router.router_args import RouterArgs
+
+    parser = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(parser, use_router_prefix=True)
+    theirs = {action.dest: action for action in parser._actions if action.dest.startswith("router_")}
+    ours = router_flags()
+    assert set(theirs) <= set(ours)
+    kinds = {int: "int", float: "float", str: "str", None: "str"}
+    for dest, action in theirs.items():
+        if ours[dest].meta.refused:
+            continue
+        expected = "bool" if action.nargs == 0 else kinds[action.type]
+        assert ours[dest].kind == expected, dest
+        if action.default is not None and expected != "str" and not ours[dest].many:
+            assert ours[dest].default == action.default, dest
+    assert set(ROUTER_RESERVED) <= {spec.attribute for spec in ours.values()}
+
+
+def test_to_argv_is_read_back_by_argparse() -> None:
+    import argparse
+
+    from sglang_router.router_args import RouterArgs
+
+    parser = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(parser)
+    settings = {"policy": "random", "queue_size": -1, "dp_aware": True, "request_id_headers": ("a", "b")}
+    parsed = vars(parser.parse_args(to_argv(settings)))
+    assert {key: parsed[key] for key in settings} == {**settings, "request_id_headers": ["a", "b"]}
+    assert to_argv({"options": {"a": 1}, "lora": False}) == ["--options", '{"a": 1}', "--no-lora"]
+
+
+# -- imports ---------------------------------------------------------------------------------------------
+
+_HEAVY = ("torch", "ray", "transformers", "sglang", "sglang_router", "megatron", "datasets", "numpy", "aiohttp")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import slime.config",
+        "from slime.config import make_config; make_config(rollout_batch_size=2, num_layers=2).flat()",
+        "from slime.__main__ import main; main(['train', '--help'])",
+        "from slime.__main__ import main; main(['flags', 'lr'])",
+        "from slime.config import parse_args; parse_args(['--rollout-batch-size=2', '--num-rollout=1', "
+        "'--hf-checkpoint=m', '--prompt-data=p'])",
+    ],
+)
+def test_flags_and_help_import_nothing_heavy(code: str) -> None:
+    script = f"{code}\nimport sys, json; print('\\n' + json.dumps(sorted(set(sys.modules) & set({_HEAVY!r}))))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr
+
+
+def test_nothing_is_both_ours_and_native() -> None:
+    assert all(spec.sections == () for spec in own_flags().values())
+    assert all(spec.sections for dest, spec in all_flags().items() if dest not in own_flags())
