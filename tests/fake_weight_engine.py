@@ -64,13 +64,16 @@ class FakeWeightEngine:
 
     async def _start(self) -> None:
         app = web.Application()
-        app.router.add_get("/model_info", lambda _: web.json_response({"dtype": dtype_name(self.dtype)}))
+        app.router.add_get("/model_info", self._info)
         app.router.add_post("/{path:.*}", self._post)
-        self._runner = web.AppRunner(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.2)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.2)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _info(self, _: web.Request) -> web.Response:
+        return web.json_response({"dtype": dtype_name(self.dtype)})
 
     async def _post(self, request: web.Request) -> web.Response:
         path, body = request.path, await request.json()

@@ -7,6 +7,7 @@ parallelism a rank calls its first expert 0. The conversion tables speak of glob
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,9 +41,11 @@ class Placement:
     @staticmethod
     def current() -> Placement:
         """From megatron's parallel state; one rank alone when it is not initialised."""
+        if not torch.distributed.is_initialized():
+            return Placement()
         from megatron.core import parallel_state as ps
 
-        if not torch.distributed.is_initialized() or not ps.model_parallel_is_initialized():
+        if not ps.model_parallel_is_initialized():
             return Placement()
 
         def place(group: torch.distributed.ProcessGroup) -> tuple[int, int, torch.distributed.ProcessGroup | None]:
@@ -58,6 +61,8 @@ class Placement:
 
 def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:
     """The GPT models inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
+    if "megatron.core" not in sys.modules:  # then nothing can be wrapped by it; on a CPU its import needs preparation
+        return list(model_chunks)
     from megatron.core.utils import unwrap_model
 
     return unwrap_model(list(model_chunks))

@@ -75,9 +75,7 @@ class WeightSync:
         self.close()
         with self._shared_outcome("connecting trainer and engines"):
             if self.rank == 0:
-                self._fleet = EngineFleet(engine_urls)
-                self._transport = choose_transport(self.config, self._fleet, _engine_dtype(self._fleet))
-                logger.info("weights go to %d engine(s) by %s", len(engine_urls), self._transport.name)
+                self._connect(engine_urls)
 
     def push(self) -> Receipt:
         """Bring the current weights to every engine as version ``self.version + 1``. Collective.
@@ -114,6 +112,16 @@ class WeightSync:
         self._transport = self._fleet = None
 
     # -- rank 0 --------------------------------------------------------------------------------------------
+
+    def _connect(self, engine_urls: Sequence[str]) -> None:
+        self._fleet = EngineFleet(engine_urls)
+        try:
+            self._transport = choose_transport(self.config, self._fleet, _engine_dtype(self._fleet))
+        except EngineError as error:
+            raise UserError(
+                f"engine {error.url} cannot be reached for weight updates", str(error), _REMEDIES
+            ) from error
+        logger.info("weights go to %d engine(s) by %s", len(engine_urls), self._transport.name)
 
     def _push(self, tensors: NamedTensors, version: int) -> Receipt:
         assert self._fleet is not None and self._transport is not None, "push before connect"

@@ -1,0 +1,254 @@
+"""Where a run loads from, and what every crash during a save leaves behind. No torch in sight."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime.config import make_config
+from slime.errors import UserError
+from slime.weights import checkpoint_dir as ckpt
+from slime.weights.checkpoint_dir import FileRecord
+from slime.weights.load_plan import LoadPlan, resolve_load, resolve_reference
+
+
+def complete(root: Path, iteration: int, content: str = "x", track: bool = True) -> Path:
+    """A finished save of one file, through the same calls as a real one."""
+    final = root / ckpt.iteration_name(iteration)
+    partial = ckpt.partial_dir(final)
+    for name in ("data.distcp", ".metadata", "metadata.json", "common.pt"):
+        (partial / name).write_text(content)
+    records = [
+        FileRecord(path.name, path.stat().st_size, ckpt.file_fingerprint(path)) for path in sorted(partial.iterdir())
+    ]
+    ckpt.write_manifest(partial, records)
+    ckpt.publish(partial, final)
+    if track:
+        ckpt.set_latest(root, iteration)
+    return final
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    path = tmp_path / "hf"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "ckpt"
+
+
+def plan_of(**flags: object) -> LoadPlan:
+    return resolve_load(make_config(**{key: str(v) if isinstance(v, Path) else v for key, v in flags.items()}))
+
+
+# -- what is loaded ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("present", [False, True])
+def test_load_equal_to_save_starts_fresh_when_nothing_is_there(hf: Path, root: Path, present: bool) -> None:
+    if present:
+        root.mkdir()
+        (root / ".iter_0000001.partial").mkdir()  # a first save that died
+        (root / "notes.txt").write_text("unrelated")
+    plan = plan_of(load=root, save=root, hf_checkpoint=hf)
+    assert (plan.kind, plan.path, plan.start_rollout_id, plan.is_resume) == ("hf", hf, 0, False)
+    assert "nothing saved yet" in plan.note
+
+
+def test_load_equal_to_save_resumes(hf: Path, root: Path) -> None:
+    complete(root, 3)
+    complete(root, 10)
+    plan = plan_of(load=root, save=f"{root}/../ckpt", hf_checkpoint=hf)
+    assert (plan.kind, plan.path, plan.iteration) == ("megatron", root / "iter_0000010", 10)
+    assert plan.start_rollout_id == 11 and plan.is_resume and plan.load_optimizer and plan.load_rng
+    earlier = plan_of(load=root, save=root, ckpt_step=3, no_load_optim=True, hf_checkpoint=hf)
+    assert (earlier.iteration, earlier.start_rollout_id, earlier.load_optimizer) == (3, 4, False)
+    elsewhere = plan_of(load=root, save=root.parent / "other", hf_checkpoint=hf)
+    assert elsewhere.start_rollout_id == 11 and not elsewhere.is_resume
+
+
+def test_weights_without_a_past(hf: Path, root: Path) -> None:
+    assert plan_of(hf_checkpoint=hf).note.startswith("no --load: fresh start")
+    assert plan_of(load=hf).kind == "hf"
+    complete(root, 7)
+    tuned = plan_of(load=root, finetune=True, hf_checkpoint=hf)
+    assert (tuned.kind, tuned.start_rollout_id, tuned.load_optimizer) == ("megatron", 0, False)
+    # a reference checkpoint is the start of a run that loads nothing else
+    assert plan_of(ref_load=root, hf_checkpoint=hf).start_rollout_id == 0
+    (root / ckpt.TRACKER).write_text("release")
+    (root / "iter_0000007").rename(root / "release")
+    released = plan_of(load=root, hf_checkpoint=hf)
+    assert (released.iteration, released.start_rollout_id, released.load_optimizer) == (None, 0, False)
+
+
+def test_the_reference_model(hf: Path, root: Path) -> None:
+    complete(root, 2)
+    complete(root, 4)
+    assert resolve_reference(make_config(hf_checkpoint=str(hf))).kind == "hf"
+    plan = resolve_reference(make_config(hf_checkpoint=str(hf), ref_load=str(root), ref_ckpt_step=2))
+    assert plan.path == root / "iter_0000002" and plan.start_rollout_id == 0
+    with pytest.raises(UserError, match="--ref-load"):
+        resolve_reference(make_config(hf_checkpoint=str(hf), ref_load=str(root.parent)))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda root: None, "does not exist"),
+        (lambda root: root.write_text(""), "is not a directory"),
+        (lambda root: root.mkdir(), "it holds: nothing"),
+        (lambda root: (root / "iter_0000004").mkdir(parents=True), "it holds: iter_0000004"),
+    ],
+)
+def test_nothing_to_load_names_the_directory_its_content_and_the_flags(hf: Path, root: Path, make, text: str) -> None:
+    make(root)
+    with pytest.raises(UserError) as caught:
+        plan_of(load=root, hf_checkpoint=hf)
+    message = str(caught.value)
+    assert text in message and str(root) in message
+    assert all(flag in message for flag in ("--load", "--ref-load", "--ckpt-step"))
+
+
+def test_a_lost_tracker_is_no_fresh_start(hf: Path, root: Path) -> None:
+    complete(root, 5, track=False)
+    with pytest.raises(UserError, match=r"no latest_checkpointed_iteration\.txt(.|\n)*iter_0000005"):
+        plan_of(load=root, save=root, hf_checkpoint=hf)
+    assert plan_of(load=root, save=root, ckpt_step=5, hf_checkpoint=hf).iteration == 5
+
+
+def test_an_iteration_that_is_not_there(hf: Path, root: Path) -> None:
+    complete(root, 5)
+    with pytest.raises(UserError, match=r"no checkpoint of iteration 6(.|\n)*--ckpt-step(.|\n)*: 5"):
+        plan_of(load=root, ckpt_step=6, hf_checkpoint=hf)
+    (root / ckpt.TRACKER).write_text("8")
+    with pytest.raises(UserError, match="iteration 8"):
+        plan_of(load=root, hf_checkpoint=hf)
+    (root / ckpt.TRACKER).write_text("ten")
+    with pytest.raises(UserError, match="does not hold an iteration number"):
+        plan_of(load=root, hf_checkpoint=hf)
+
+
+def test_damage_is_named_and_earlier_iterations_are_offered(hf: Path, root: Path) -> None:
+    complete(root, 4)
+    last = complete(root, 5, content="0123456789")
+    (last / "data.distcp").write_text("0123")
+    (last / "common.pt").unlink()
+    with pytest.raises(UserError) as caught:
+        plan_of(load=root, hf_checkpoint=hf)
+    message = str(caught.value)
+    assert "common.pt is missing" in message and "data.distcp has 4 of 10 bytes" in message
+    assert "--ckpt-step with an earlier iteration" in message and message.endswith("4")
+    (last / ckpt.MANIFEST).write_text("{")
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        plan_of(load=root, hf_checkpoint=hf)
+
+
+def test_changed_content_is_found(root: Path) -> None:
+    path = complete(root, 5, content="0123456789")
+    ckpt.check_contents(path)
+    (path / "data.distcp").write_text("0123456780")
+    ckpt.check_complete(path)
+    with pytest.raises(UserError, match=r"data\.distcp is corrupt"):
+        for rank in range(3):  # every file is some rank's share
+            ckpt.check_contents(path, rank, 3)
+
+
+def test_another_runs_checkpoints_are_not_overwritten(hf: Path, root: Path) -> None:
+    complete(root, 5)
+    with pytest.raises(UserError, match="already holds checkpoints of another run"):
+        plan_of(save=root, hf_checkpoint=hf)
+
+
+def test_no_weights_at_all(root: Path) -> None:
+    with pytest.raises(UserError, match="no weights to start from"):
+        plan_of(load=root, save=root)
+
+
+def test_resolving_needs_no_torch() -> None:
+    code = "import sys, slime.weights.load_plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# -- crashes -----------------------------------------------------------------------------------------------
+
+
+class CrashRecorder:
+    """Copies a directory before every file-system change, as a crash at that moment would leave it."""
+
+    CALLS = ("rename", "replace", "fsync", "rmdir", "unlink", "mkdir")
+
+    def __init__(self, watched: Path, copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.watched, self.copies, self.states = watched, copies, []
+        self._busy = False
+        for name in self.CALLS:
+            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name)))
+
+    def _wrapped(self, call):
+        def recorded(*args, **kwargs):
+            if not self._busy and self.watched.exists():
+                self._busy = True
+                copy = self.copies / str(len(self.states))
+                shutil.copytree(self.watched, copy)
+                self.states.append(copy)
+                self._busy = False
+            return call(*args, **kwargs)
+
+        return recorded
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_crash_at_any_point_leaves_a_loadable_checkpoint(
+    hf: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    complete(root, 1, "one")
+    complete(root, 2, "two")
+    with monkeypatch.context() as patched:
+        recorder = CrashRecorder(root, tmp_path / "crashes", patched)
+        complete(root, 2 if again else 3, "new")
+        ckpt.retain(root, 1)
+    assert len(recorder.states) > 10
+    seen = set()
+    for state in recorder.states:
+        plan = plan_of(load=state, save=state, hf_checkpoint=hf)
+        assert plan.iteration is not None
+        ckpt.check_contents(plan.path)
+        seen.add((plan.iteration, (plan.path / "data.distcp").read_text()))
+        complete(state, 9)  # and the next save succeeds
+        assert plan_of(load=state, save=state, hf_checkpoint=hf).iteration == 9
+    assert seen == ({(2, "two"), (2, "new")} if again else {(2, "two"), (3, "new")})
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"), [(None, [1, 2, 3, 4]), (10, [1, 2, 3, 4]), (2, [3, 4]), (1, [4]), (0, [4])]
+)
+def test_retention(root: Path, keep: int | None, expected: list[int]) -> None:
+    for iteration in range(1, 5):
+        complete(root, iteration)
+    (root / ".iter_0000009.partial").mkdir()
+    ckpt.retain(root, keep)
+    assert ckpt.saved_iterations(root) == expected
+    assert not list(root.glob(".*"))
+
+
+def test_an_abandoned_branch_goes_first(root: Path) -> None:
+    for iteration in (5, 6, 7, 8, 9):
+        complete(root, iteration)
+    complete(root, 6)  # resumed from 5 with --ckpt-step
+    ckpt.retain(root, 2)
+    assert ckpt.saved_iterations(root) == [5, 6] and ckpt.read_tracker(root) == 6
+
+
+def test_unwritable_places_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write"):
+        ckpt.partial_dir(tmp_path / "file" / "iter_0000001")
