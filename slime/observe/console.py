@@ -90,9 +90,11 @@ class ConsoleSink:
         stage: name of this stage, "" for none.
         total_steps: steps of the whole run; 0 when unknown.
         console: where to write; a terminal gets the live display.
+        supervised: this stage has no rewards; leave their column out.
     """
 
-    def __init__(self, stage: str, total_steps: int, console: Console | None = None) -> None:
+    def __init__(self, stage: str, total_steps: int, console: Console | None = None, supervised: bool = False) -> None:
+        self._hidden = ("reward",) if supervised else ()
         self._console = console or Console(stderr=True)
         self._stage, self._total = stage or "run", total_steps
         self._done = 0
@@ -130,7 +132,7 @@ class ConsoleSink:
         scores = eval_scores(metrics)
         self._first_eval = {**scores, **self._first_eval}
         self._last_eval = {**self._last_eval, **scores}
-        columns = column_values(metrics)
+        columns = {title: value for title, value in column_values(metrics).items() if title not in self._hidden}
         if columns or not scores:
             self._done = step
             self._rows.append((step, columns))

@@ -72,7 +72,8 @@ class Sinks:
         self._run = run
         self._lock = run.lock()
         self._tracing = config.observe.trace
-        self._console = ConsoleSink(run.stage or "", config.rollout.num_rollout or 0, console)
+        supervised = config.algorithm.loss_type == "sft_loss"
+        self._console = ConsoleSink(run.stage or "", config.rollout.num_rollout or 0, console, supervised)
         self._sinks: list[Sink] = [self._console, JsonlSink(run)]
         if config.observe.use_tensorboard:
             from slime.observe.tensorboard_sink import TensorBoardSink

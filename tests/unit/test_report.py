@@ -227,6 +227,13 @@ def test_stages_get_their_own_part_newest_first(tmp_path: Path) -> None:
     assert [stage.name for stage in read_run(folder).stages] == ["sft", "grpo"]
 
 
+def test_a_supervised_stage_shows_its_loss_and_no_rewards(tmp_path: Path) -> None:
+    rows = [step_row(i, **{"train/loss": 1.0 / i, "rollout/raw_reward": 0.0}) for i in (1, 2, 3)]
+    folder = write_run(tmp_path / "x", rows, {"algorithm": {"loss_type": "sft_loss"}})
+    text = parsed(write_report(folder)).text
+    assert "Loss" in text and "Reward" not in text
+
+
 def test_rows_of_one_step_become_one() -> None:
     rows = [step_row(2, a=1.0), step_row(1, a=0.0), step_row(2, b=2.0, a=3.0)]
     assert [(row["step"], row["a"], row.get("b")) for row in merge_rows(rows)] == [(1, 0.0, None), (2, 3.0, 2.0)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slime.observe.console import eval_scores, phase_seconds
 from slime.observe.report.charts import Chart, Point, Series
-from slime.observe.report.data import Stage
+from slime.observe.report.data import Stage, is_supervised
 
 #: Colour number of each phase of a step, the same on every page.
 PHASE_COLORS = {
@@ -126,7 +126,8 @@ def step_time_chart(stage: Stage) -> Chart | None:
 
 def charts_of(stage: Stage) -> dict[str, list[Chart]]:
     """Section title → its charts."""
-    learning = [_line_chart(stage, spec, 1) for spec in LEARNING]
+    shown = LEARNING[1:] if is_supervised(stage) else LEARNING
+    learning = [_line_chart(stage, spec, 1) for spec in shown]
     learning.insert(1, evaluation_chart(stage))
     policy = [_line_chart(stage, spec, 2) for spec in POLICY]
     speed = [step_time_chart(stage), *(_line_chart(stage, spec, 5) for spec in SPEED)]

@@ -141,6 +141,11 @@ def config_value(config: dict[str, Any], name: str) -> Any:
     return next((value for flag, value, _ in flags_with_origins(config) if flag == name), None)
 
 
+def is_supervised(stage: Stage) -> bool:
+    """Supervised fine-tuning: its samples have no rewards worth showing."""
+    return config_value(stage.config, "loss_type") == "sft_loss"
+
+
 def elapsed(stage: Stage) -> float | None:
     """Seconds from the stage's start to its end (or to now while it runs)."""
     start = stage.summary.get("started") or (stage.rows[0].get("time") if stage.rows else None)

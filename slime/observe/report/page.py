@@ -15,7 +15,7 @@ from slime.observe.console import duration, eval_scores
 from slime.observe.report.alarms import engine_loads, find_alarms
 from slime.observe.report.catalog import charts_of
 from slime.observe.report.charts import Chart, number, points_json, sparkline, svg
-from slime.observe.report.data import RunData, Stage, config_value, elapsed, flags_with_origins
+from slime.observe.report.data import RunData, Stage, config_value, elapsed, flags_with_origins, is_supervised
 from slime.observe.report.samples import escape, samples_html
 
 _SECRETS = ("wandb_key", "api_key", "secret", "password", "hf_token")  # parts of names, in small letters
@@ -94,10 +94,11 @@ def tiles_html(stage: Stage) -> str:
     """The numbers that say at a glance how the stage went."""
     names = list(dict.fromkeys(name for row in stage.rows for name in eval_scores(row)))
     tiles = [_change_tile(stage, f"eval/{name}", f"Evaluation: {name}") for name in names[:3]]
-    reward = "rollout/raw_reward" if stage.series("rollout/raw_reward") else "rollout/rewards"
-    tiles.append(_change_tile(stage, reward, "Reward"))
-    if not any(tiles):
+    if is_supervised(stage):
         tiles.append(_change_tile(stage, "train/loss", "Loss"))
+    else:
+        reward = "rollout/raw_reward" if stage.series("rollout/raw_reward") else "rollout/rewards"
+        tiles.append(_change_tile(stage, reward, "Reward"))
     tiles.append(_change_tile(stage, "train/train_rollout_logprob_abs_diff", "Train–rollout difference"))
     tiles.append(_median_tile(stage, "perf/step_time", "Time per step", "s"))
     tiles.append(_median_tile(stage, "perf/tokens_per_gpu_per_sec", "Generation", "tok/s"))
