@@ -21,10 +21,9 @@ from typing import Any
 _HOOKS = "slime.hooks"
 _GENERATE = "slime.rollout.generate"
 _LOOP = "slime.rollout.loop"
-_CLIENT = "slime.rollout.plugin_client"
+_PLUGIN = "slime.rollout.plugin_api"
 _FILTERS = "slime.rollout.filters"
 _TYPES = "slime.samples.types"
-_SOURCE = "slime.prompts.source"
 
 #: Old module → name in it → "module:name" here. Packages stand for themselves with an empty table.
 OLD_MODULES: dict[str, dict[str, str]] = {
@@ -33,17 +32,14 @@ OLD_MODULES: dict[str, dict[str, str]] = {
         "Sample": f"{_TYPES}:Sample",
     },
     "slime.utils.http_utils": {
-        "post": f"{_CLIENT}:post",
-        "get": f"{_CLIENT}:get",
+        "post": f"{_PLUGIN}:post",
+        "get": f"{_PLUGIN}:get",
     },
     "slime.utils.async_utils": {
         "run": f"{_LOOP}:run",
     },
     "slime.utils.misc": {
         "load_function": f"{_HOOKS}:load_function",
-    },
-    "slime.utils.mask_utils": {
-        "MultiTurnLossMaskGenerator": "slime.prompts.loss_mask:MultiTurnLossMaskGenerator",
     },
     "slime.rollout.base_types": {
         "RolloutFnTrainOutput": f"{_HOOKS}:RolloutFnTrainOutput",
@@ -52,8 +48,6 @@ OLD_MODULES: dict[str, dict[str, str]] = {
     },
     "slime.rollout.data_source": {
         "DataSource": f"{_HOOKS}:DataSource",
-        "RolloutDataSource": f"{_SOURCE}:PromptSource",
-        "RolloutDataSourceWithBuffer": f"{_SOURCE}:PromptSource",
     },
     "slime.rollout.sglang_rollout": {
         "GenerateState": f"{_GENERATE}:current_state",
@@ -61,9 +55,12 @@ OLD_MODULES: dict[str, dict[str, str]] = {
         "generate_rollout": f"{_LOOP}:generate_rollout",
         "generate_rollout_async": f"{_LOOP}:generate_rollout_async",
     },
+    "slime.rollout.sft_rollout": {
+        "generate_rollout": f"{_PLUGIN}:generate_sft_rollout",
+    },
     "slime.rollout.rm_hub": {
-        "async_rm": "slime.rollout.rewards:async_rm",
-        "batched_async_rm": "slime.rollout.rewards:batched_async_rm",
+        "async_rm": f"{_PLUGIN}:async_rm",
+        "batched_async_rm": f"{_PLUGIN}:batched_async_rm",
     },
     "slime.rollout.filter_hub": {},
     "slime.rollout.filter_hub.base_types": {

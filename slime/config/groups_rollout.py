@@ -91,6 +91,10 @@ class RolloutConfig:
     """Keep samples that were under way when the batch was full, and finish them in the next rollout."""
     mask_offpolicy_in_partial_rollout: bool = flag(False)
     """Do not train on tokens that an earlier policy sampled."""
+    rollout_max_failed_fraction: float = flag(0.1)
+    """Fraction of a rollout's prompts that may fail for good (others replace them) before the run stops."""
+    rollout_stall_timeout: float = flag(600.0)
+    """Seconds without any sign of progress after which a rollout stops and reports who waits for whom."""
     rollout_function_path: str | None = flag(None)
     """Function (args, rollout_id, data_source, evaluation) that replaces the whole rollout loop."""
     custom_generate_function_path: str | None = flag(None)

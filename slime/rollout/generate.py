@@ -33,6 +33,8 @@ logger = get_logger(__name__)
 
 _MASK64 = (1 << 64) - 1
 _MAX_RESUMES = 64
+#: What SGLang and the embedded engine say to a prompt that fills the context.
+_NO_ROOM = ("context length", "the context holds")
 
 
 @dataclass
@@ -204,7 +206,7 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
                 routing_key=sample.session_id,
             )
         except RequestRefused as refused:
-            if "context length" not in refused.what:
+            if not any(phrase in refused.what for phrase in _NO_ROOM):
                 raise
             _note_too_long(state, sample, refused.what)
             sample.status = SampleStatus.TRUNCATED

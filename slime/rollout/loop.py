@@ -63,8 +63,6 @@ class RolloutLoop:
     Args:
         source: where prompts come from (and unfinished ones go back to).
         base_url: the router, or a single engine.
-        max_failed_fraction: of the prompts of a rollout; more failing ones stop the run.
-        stall_timeout: seconds without any progress after which the run is stopped with a report.
     Raises:
         UserError: a hook or an evaluation set that cannot work.
 
@@ -80,13 +78,9 @@ class RolloutLoop:
         tokenizer: Any,
         source: DataSource,
         base_url: str,
-        *,
-        max_failed_fraction: float = 0.1,
-        stall_timeout: float = 600.0,
     ) -> None:
         self.config, self.tokenizer, self.source = config, tokenizer, source
         self.base_url = base_url.rstrip("/")
-        self.max_failed_fraction, self.stall_timeout = max_failed_fraction, stall_timeout
         self.args = config.flat()
         address = urlsplit(self.base_url)
         self.args.sglang_router_ip, self.args.sglang_router_port = address.hostname, address.port
@@ -140,6 +134,11 @@ class RolloutLoop:
     def _read_eval_sets(self) -> list[EvalSet]:
         return [EvalSet(dataset, read_eval_prompts(dataset, self.config, self.tokenizer)) for dataset in self._datasets]
 
+    @property
+    def rewards(self) -> RewardPool:
+        assert self._rewards is not None, "start() comes first"
+        return self._rewards
+
     @contextlib.asynccontextmanager
     async def _session(self) -> AsyncIterator[GenerateState]:
         """The state of one rollout, bound for generate functions and for `generate_rollout`."""
@@ -186,11 +185,10 @@ class RolloutLoop:
 
     async def generate_built_in(self, rollout_id: int, state: GenerateState) -> RolloutFnTrainOutput:
         """The rollout as `slime.rollout.collect` describes it."""
-        assert self._rewards is not None
         rollout = self.config.rollout
         runner = GroupRunner(
             state,
-            self._rewards,
+            self.rewards,
             rollout_id=rollout_id,
             group_rm=self.config.reward.group_rm,
             mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
@@ -205,8 +203,8 @@ class RolloutLoop:
             dynamic_filter=load_function(path) if path else None,
             deterministic=rollout.deterministic,
             partial_rollout=rollout.partial_rollout,
-            max_failed_fraction=self.max_failed_fraction,
-            stall_timeout=self.stall_timeout,
+            max_failed_fraction=self.config.rollout.rollout_max_failed_fraction,
+            stall_timeout=self.config.rollout.rollout_stall_timeout,
         )
         state.client.counters.take()
         async with self._load_snapshots(state.client) as loads:
@@ -219,7 +217,7 @@ class RolloutLoop:
             await call_hook(load_function(rollout.rollout_all_samples_process_path), self.args, views, self.source)
         groups = [run.to_group() for run in collected.chosen]
         return RolloutFnTrainOutput(
-            groups, _loop_metrics(collected, state) | load_metrics(loads) | self._rewards.metrics()
+            groups, _loop_metrics(collected, state) | load_metrics(loads) | self.rewards.metrics()
         )
 
     async def _finish(self, rollout_id: int, output: RolloutFnTrainOutput, seconds: float) -> RolloutFnTrainOutput:
@@ -298,15 +296,15 @@ class RolloutLoop:
             own = GenerateState(**{**vars(state), "sampling_params": dataset.sampling_params()})
             own.max_context_len = context_limit(self.config.eval.eval_max_context_len, self.config.train.seq_length)
             return GroupRunner(
-                own, self._rewards, rollout_id=rollout_id, evaluation=True, group_rm=self.config.reward.group_rm
+                own, self.rewards, rollout_id=rollout_id, evaluation=True, group_rm=self.config.reward.group_rm
             )
 
         return await evaluate(
             self._eval_sets,
             make_runner,
             self.args,
-            max_failed_fraction=self.max_failed_fraction,
-            stall_timeout=self.stall_timeout,
+            max_failed_fraction=self.config.rollout.rollout_max_failed_fraction,
+            stall_timeout=self.config.rollout.rollout_stall_timeout,
         )
 
 
@@ -315,12 +313,22 @@ class RolloutLoop:
 _LOOP: contextvars.ContextVar[RolloutLoop] = contextvars.ContextVar("slime_rollout_loop")
 
 
+def current_loop() -> RolloutLoop:
+    """The loop whose rollout this code runs in.
+
+    Raises:
+        UserError: called outside a rollout.
+    """
+    current_state()  # explains when there is none
+    return _LOOP.get()
+
+
 async def generate_rollout_async(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The built-in rollout (or evaluation), to be awaited inside an async ``--rollout-function-path``."""
     state = current_state(args)
-    loop = _LOOP.get()
+    loop = current_loop()
     if evaluation:
         return await loop.evaluate_built_in(rollout_id, state)
     return await loop.generate_built_in(rollout_id, state)

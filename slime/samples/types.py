@@ -311,7 +311,7 @@ class Sample:
                     f"a loss_mask of {len(self.loss_mask)} entries for {self.response_length} response tokens",
                     "give one entry per response token (or one per token of prompt and response)",
                 )
-            if any(value not in (0, 1) for value in self.loss_mask):
+            if not set(self.loss_mask) <= {0, 1}:
                 refuse("a loss_mask with values other than 0 and 1", "use 1 for trained tokens, else 0")
         for name in ("rollout_log_probs", "teacher_log_probs"):
             values = getattr(self, name)

@@ -278,6 +278,8 @@ def test_existing_plugins_find_their_imports_and_the_router() -> None:
         "slime.rollout.base_types.RolloutFnTrainOutput",
         "slime.rollout.data_source.DataSource",
         "slime.rollout.sglang_rollout.generate_rollout",
+        "slime.rollout.rm_hub.async_rm",
+        "slime.rollout.sft_rollout.generate_rollout",
         "slime.utils.async_utils.run",
         "slime.utils.types.Sample",
     ],

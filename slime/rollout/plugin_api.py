@@ -1,7 +1,7 @@
-"""HTTP for users' generate functions: requests to any address, under the same rules as our own.
+"""What users' functions call of the rollout they run in: HTTP, rewards, the supervised rollout.
 
-``post`` goes through the rollout's client, so it is counted as in flight, retried, and answered at once as aborted
-while a rollout ends.
+These are the functions behind `slime.legacy_paths`; new code may call them as well. ``post`` goes through the rollout's
+client, so it is counted as in flight, retried, and answered at once as aborted while a rollout ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.errors import UserError
+from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.rollout.generate import current_state
+from slime.rollout.loop import current_loop
+from slime.rollout.sft import generate_sft
+from slime.samples.types import Sample
 
 _ABORTED_META = {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}
 
@@ -52,3 +56,23 @@ async def get(url: str) -> dict[str, Any]:
 def _split(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}", url[len(parts.scheme) + 3 + len(parts.netloc) :] or "/"
+
+
+async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
+    """The reward of one sample by the run's reward function."""
+    return await current_loop().rewards.score(sample)
+
+
+async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[float | dict[str, Any]]:
+    """The rewards of samples that are scored together."""
+    return await current_loop().rewards.score_group(samples)
+
+
+def generate_sft_rollout(
+    args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
+) -> RolloutFnTrainOutput:
+    """The supervised rollout under the rollout function contract."""
+    if evaluation:
+        raise UserError("supervised fine-tuning has no rollout for evaluation", fix="pass --eval-function-path")
+    loop = current_loop()
+    return generate_sft(loop.config, rollout_id, data_source, loop.tokenizer)
