@@ -91,9 +91,13 @@ class Collector:
         self.abort_timeout = abort_timeout
         self.watchdog = Watchdog(self.client, runner, stall_timeout)
         self.drawn: list[GroupRun] = []
-        self.verdicts: dict[int, Verdict] = {}  # by GroupRun.order, in the order in which they were found
+        self.verdicts: dict[int, Verdict] = {}  # by GroupRun.order
         self.result = Collected([], [])
+        self._certain: list[GroupRun] = []  # the batch as far as it is certain; may grow beyond the target
+        self._next_certain = 0  # in deterministic mode: every group drawn before this one has its verdict
+        self._num_rejected = 0
         self._tasks: dict[asyncio.Task[None], GroupRun] = {}
+        self._finished: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
 
     async def collect(self) -> Collected:
         """Run the rollout.
@@ -103,7 +107,7 @@ class Collector:
             EngineError: the engines cannot be stopped at the end.
         """
         try:
-            while len(chosen := self._chosen()) < self.target:
+            while len(self._certain) < self.target:
                 while self._num_expected() < self.target:
                     self._draw()
                 for run in await self._wait_for_some():
@@ -111,6 +115,7 @@ class Collector:
             await self._stop_running()
         finally:
             await self._cancel(self._tasks)
+        chosen = self._certain[: self.target]
         self._put_back(chosen)
         result = self.result
         result.chosen = sorted(chosen, key=_sample_index)
@@ -122,21 +127,20 @@ class Collector:
 
     def _num_expected(self) -> int:
         """Groups that are kept or may still be."""
-        return sum(self.verdicts.get(run.order) in (None, Verdict.KEEP) for run in self.drawn)
+        return len(self.drawn) - self._num_rejected
 
-    def _chosen(self) -> list[GroupRun]:
-        """The batch as far as it is certain."""
-        if not self.deterministic:
-            kept = [order for order, verdict in self.verdicts.items() if verdict is Verdict.KEEP]
-            return [self.drawn[order] for order in kept[: self.target]]
-        certain: list[GroupRun] = []
-        for run in self.drawn:
-            verdict = self.verdicts.get(run.order)
-            if verdict is None or len(certain) == self.target:
-                break
-            if verdict is Verdict.KEEP:
-                certain.append(run)
-        return certain
+    def _decide(self, run: GroupRun, verdict: Verdict) -> None:
+        """Note a verdict; a rejected group is not drawn again after a resume."""
+        self.verdicts[run.order] = verdict
+        if verdict is not Verdict.KEEP:
+            self._num_rejected += 1
+            self.source.mark_discarded([run.index])
+        elif not self.deterministic:
+            self._certain.append(run)
+        while self.deterministic and self._next_certain in self.verdicts:
+            if self.verdicts[self._next_certain] is Verdict.KEEP:
+                self._certain.append(self.drawn[self._next_certain])
+            self._next_certain += 1
 
     def _draw(self) -> None:
         started = time.monotonic()
@@ -157,21 +161,21 @@ class Collector:
                     fix="set group_index and index in get_samples",
                 )
             self.drawn.append(run)
-            self._tasks[asyncio.create_task(self.runner.run(run))] = run
+            task = asyncio.create_task(self.runner.run(run))
+            self._tasks[task] = run
+            task.add_done_callback(self._finished.put_nowait)
 
     async def _wait_for_some(self) -> list[GroupRun]:
-        """The groups that have finished, at least one."""
-        while True:
-            done, _ = await asyncio.wait(
-                self._tasks, timeout=self.watchdog.interval, return_when=asyncio.FIRST_COMPLETED
-            )
-            if done:
-                return self._take(done)
-            await self.watchdog.check(self._tasks.values())
-
-    def _take(self, done: set[asyncio.Task[None]]) -> list[GroupRun]:
+        """The groups that have finished since the last call, at least one."""
+        while self._finished.empty():
+            try:
+                async with asyncio.timeout(self.watchdog.interval):
+                    self._finished.put_nowait(await self._finished.get())
+            except TimeoutError:
+                await self.watchdog.check(self._tasks.values())
         runs = []
-        for task in done:
+        while not self._finished.empty():
+            task = self._finished.get_nowait()
             runs.append(self._tasks.pop(task))
             task.result()  # raises what must stop the run
         return sorted(runs, key=lambda run: run.order)
@@ -183,11 +187,10 @@ class Collector:
         self._check_rewards(run)
         verdict = await call_dynamic_filter(self.dynamic_filter, self.runner.state.args, run.samples)
         if should_drop(verdict, num_expected=self._num_expected(), target=self.target):
-            self.verdicts[run.order] = Verdict.DROP
             self.result.drops[verdict.reason or "unnamed"] += 1
-            self.source.mark_discarded([run.index])
+            self._decide(run, Verdict.DROP)
         else:
-            self.verdicts[run.order] = Verdict.KEEP
+            self._decide(run, Verdict.KEEP)
 
     def _check_rewards(self, run: GroupRun) -> None:
         if self.runner.rewards is not None and not run.is_scored:
@@ -196,9 +199,8 @@ class Collector:
             )
 
     def _discard_failed(self, run: GroupRun) -> None:
-        self.verdicts[run.order] = Verdict.FAILED
         self.result.num_failed += 1
-        self.source.mark_discarded([run.index])
+        self._decide(run, Verdict.FAILED)
         if self.result.num_failed <= self.num_failures_allowed:
             logger.warning("group %d failed and is replaced by another (%s)", run.index, _why_failed(run))
             return
@@ -243,9 +245,8 @@ class Collector:
             if run.order in taken or self.verdicts.get(run.order) in (Verdict.DROP, Verdict.FAILED):
                 continue
             if run.failure is not None:  # failed, and its siblings were aborted
-                self.verdicts[run.order] = Verdict.FAILED
                 self.result.num_failed += 1
-                self.source.mark_discarded([run.index])
+                self._decide(run, Verdict.FAILED)
                 continue
             self.result.num_surplus += run.is_generated
             self.result.num_aborted += not run.is_generated
