@@ -114,7 +114,8 @@ class _Worker:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(orjson.dumps(request, option=orjson.OPT_NON_STR_KEYS) + b"\n")
-            await asyncio.wait_for(self.process.stdin.drain(), timeout)
+            async with asyncio.timeout(timeout):  # wait_for would swallow a cancellation here (Python 3.11)
+                await self.process.stdin.drain()
         except (ConnectionError, TimeoutError):
             return None
         return await self._read(timeout)
@@ -122,7 +123,8 @@ class _Worker:
     async def _read(self, timeout: float) -> dict[str, Any] | None:
         assert self.process.stdout is not None
         try:
-            line = await asyncio.wait_for(self.process.stdout.readline(), timeout)
+            async with asyncio.timeout(timeout):
+                line = await self.process.stdout.readline()
         except TimeoutError:
             return None
         return orjson.loads(line) if line.endswith(b"\n") else None
@@ -139,7 +141,8 @@ class _Worker:
             # closed output means that it is on its way out: let it say with which signal
             closed = self.process.stdout is not None and self.process.stdout.at_eof()
             try:
-                await asyncio.wait_for(self.process.wait(), 1.0 if closed else 0.0)
+                async with asyncio.timeout(1.0 if closed else 0.0):
+                    await self.process.wait()
                 hung = False
             except TimeoutError:
                 self.process.kill()

@@ -37,10 +37,12 @@ IN_PROCESS: dict[str, Callable[[Sample, str], Reward]] = {
 RM_TYPES = sorted({*IN_WORKERS, *IN_PROCESS, "remote_rm"})
 
 #: Seconds that comparing two expressions may take; answers that need more are not what was asked for.
-MATH_DEADLINE = 10.0
+MATH_DEADLINE = 5.0
 
 #: Sync reward functions that run at once, each in a thread.
 MAX_THREADS = 64
+
+_TIMED_OUT = object()
 
 
 def check_rm_type(rm_type: str) -> None:
@@ -67,7 +69,7 @@ def check_rm_type(rm_type: str) -> None:
 
 class RewardPool:
     """Scores samples. Which function: ``sample.custom_rm_path``, ``--custom-rm-path``, ``metadata["rm_type"]``,
-    ``--rm-type``, in this order. Every call ends within ``--rm-timeout`` seconds (math: at most 10); a sample whose
+    ``--rm-type``, in this order. Every call ends within ``--rm-timeout`` seconds (math: at most 5); a sample whose
     reward does not come in time scores 0 and is counted.
 
     Args:
@@ -109,7 +111,7 @@ class RewardPool:
         path = sample.custom_rm_path or self._path
         if path:
             value = await self._call(path, sample, [sample])
-            return self._zero() if value is None else self._checked(value, path, sample)
+            return self._zero() if value is _TIMED_OUT else self._checked(value, path, sample)
         rm_type = sample.metadata.get("rm_type") or self._rm_type
         if not rm_type:
             raise UserError(
@@ -132,7 +134,7 @@ class RewardPool:
         if not path:
             return list(await asyncio.gather(*map(self.score, samples)))
         values = await self._call(path, samples, samples)
-        if values is None:
+        if values is _TIMED_OUT:
             return [self._zero() for _ in samples]
         if not isinstance(values, (list, tuple)) or len(values) != len(samples):
             got = f"{len(values)} rewards" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
@@ -181,16 +183,16 @@ class RewardPool:
             return self._zero()
 
     async def _call(self, path: str, argument: Any, samples: list[Sample]) -> Any:
-        """What a user's function returned; None when it took too long."""
+        """What a user's function returned; `_TIMED_OUT` when it took too long."""
         fn = self._load(path)
         slot = contextlib.nullcontext() if is_async(fn) else self._threads
         try:
             async with slot:  # the clock starts when the function does
-                call = call_hook(fn, self._args, argument, in_thread=True)
-                return await asyncio.wait_for(call, self._timeout)
+                async with asyncio.timeout(self._timeout):
+                    return await call_hook(fn, self._args, argument, in_thread=True)
         except TimeoutError:
             self._count("timeout", path, len(samples))
-            return None
+            return _TIMED_OUT
         except UserError:
             raise
         except Exception as error:  # the user's own code; said with the sample it failed on

@@ -1,0 +1,449 @@
+"""Rewards: what each built-in grader says, and what the pool does with users' functions, hangs and crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.config import make_config
+from slime.errors import UserError
+from slime.hooks import load_function
+from slime.rollout.rewards import RewardPool, grading_pool
+from slime.rollout.rewards.cli import main as reward_cli
+from slime.rollout.rewards.grading_pool import GradingPool, Verdict
+from slime.rollout.rewards.math_grading import grade_deepscaler, grade_math
+from slime.rollout.rewards.remote import RemoteReward
+from slime.rollout.rewards.text import (
+    grade_dapo,
+    grade_f1,
+    grade_gpqa,
+    last_boxed,
+    normalise_final_answer,
+)
+from slime.samples.types import Sample
+
+
+def make_pool(**flags: Any) -> RewardPool:
+    return RewardPool(make_config(rollout_batch_size=1, num_rollout=1, rm_num_workers=1, **flags))
+
+
+def with_pool(use: Any, **flags: Any) -> Any:
+    """Run ``use(pool)`` and close the pool."""
+
+    async def run() -> Any:
+        pool = make_pool(**flags)
+        try:
+            return await use(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(run())
+
+
+def score(sample: Sample, **flags: Any) -> Any:
+    return with_pool(lambda pool: pool.score(sample), **flags)
+
+
+# -- graders ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        ("The answer is 4.", "4", 1.0),
+        ("First 3, then 4.", "4", 1.0),
+        ("The answer is 5.", "4", 0.0),
+        (r"\boxed{4} is it", "4", 1.0),
+        (r"\boxed{3}, no: \boxed{4}", "4", 1.0),
+        (r"4, so \boxed{3}", "4", 0.0),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"$x + 1$", "1 + x", 1.0),
+        (r"\boxed{1,000}", "1000", 1.0),
+        ("It is 18 dollars", "She makes 9 * 2 = <<9*2=18>>18.\n#### 18", 1.0),
+        (r"\boxed{18}", 18, 1.0),
+        (r"\boxed{(1, 2)}", r"\boxed{(1,2)}", 1.0),
+        (r"\boxed{\text{even}}", r"\text{even}", 1.0),
+        ("no idea", "4", 0.0),
+        ("", "4", 0.0),
+    ],
+)
+def test_math(response: str, label: Any, reward: float) -> None:
+    assert grade_math(response, label) == reward
+
+
+def test_boxed_math_wants_a_box_and_deepscaler_an_end_of_thinking() -> None:
+    assert grade_math("The answer is 4.", "4", boxed_only=True) == 0.0
+    assert grade_deepscaler(r"<think>\boxed{4}", "4") == 0.0
+    assert grade_deepscaler(r"<think>hm</think> \boxed{4}", "4") == 1.0
+    assert grade_deepscaler("<think>hm</think> 4", "4") == 0.0
+
+
+@given(st.text(st.sampled_from("{}ab\\ "), max_size=12), st.text(st.sampled_from("{}ab"), max_size=8))
+def test_the_last_box_is_found_with_balanced_braces(before: str, inside: str) -> None:
+    text = f"{before}\\boxed{{{inside}}}"
+    found = last_boxed(text)
+    depth, balanced = 0, True
+    for c in inside:
+        depth += {"{": 1, "}": -1}.get(c, 0)
+        balanced &= depth >= 0
+    if balanced and depth == 0:
+        assert found == inside
+    elif found is not None:
+        assert found.count("{") == found.count("}")
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "f1"),
+    [
+        ("The cat sat.", "cat sat", 1.0),
+        ("a dog", "cat", 0.0),
+        ("red green blue", "red", 0.5),
+        ("", "", 1.0),
+        ("", "x", 0),
+    ],
+)
+def test_f1(response: str, label: str, f1: float) -> None:
+    assert grade_f1(response, label) == f1
+
+
+@pytest.mark.parametrize(
+    ("answer", "plain"),
+    [
+        (r"$\frac12$", "frac{1}{2}"),
+        (r"\boxed{7}", "7"),
+        ("1,234,567", "1234567"),
+        (r"12 \text{ inches}", "12"),
+        ("50\\%", "50"),
+        ("x = 3.0", "3"),
+        ("(1, 2)", "(1,2)"),
+    ],
+)
+def test_dapo_answers_in_plain_form(answer: str, plain: str) -> None:
+    assert normalise_final_answer(answer) == plain
+
+
+def test_dapo() -> None:
+    assert grade_dapo("Answer: 1\nno\nAnswer: $34$", "34") == {"score": 1.0, "acc": True, "pred": "34"}
+    assert grade_dapo("Answer: 35", "34")["score"] == -1.0
+    assert grade_dapo("34", "34") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
+    assert grade_dapo("Answer: 34" + " " * 300, "34")["score"] == -1.0, "only the last 300 characters count"
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "metadata", "reward"),
+    [
+        ("A or B? The answer is (C).", "C", {}, 1.0),
+        (r"So \boxed{\text{B}}", "B", {}, 1.0),
+        ("<think>A it is</think>Answer: D", "D", {}, 1.0),
+        ("Answer: **B**", "A", {}, 0.0),
+        ("I choose B", "blue", {"choices": ["red", "blue"]}, 1.0),
+        (r"\boxed{blue}", 1, {"choices": ["red", "blue"]}, 1.0),
+        ("Answer: F", "F", {"valid_letters": list("ABCDEF")}, 1.0),
+        ("no letter", "C", {}, 0.0),
+    ],
+)
+def test_gpqa(response: str, label: Any, metadata: dict[str, Any], reward: float) -> None:
+    assert grade_gpqa(response, label, metadata) == reward
+
+
+# -- which function --------------------------------------------------------------------------------------------------
+
+
+def test_metadata_wins_over_the_flag_and_a_boxed_prefix_works_for_all() -> None:
+    sample = Sample(response=r"so \boxed{red dog}", label="red dog", metadata={"rm_type": "boxed_f1"})
+    assert score(sample, rm_type="gpqa") == 1.0
+    assert score(Sample(response="red dog", label="red dog"), rm_type="boxed_f1") == 0.0
+
+
+def test_random_is_a_coin_that_depends_on_the_sample() -> None:
+    async def flips(pool: RewardPool) -> list[Any]:
+        return [await pool.score(Sample(index=i)) for i in range(64)]
+
+    first = with_pool(flips, rm_type="random")
+    assert set(first) == {0.0, 1.0} and first == with_pool(flips, rm_type="random")
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "said"), [("mathh", "did you mean 'math'"), ("ifbench", "installs packages when imported"), ("", "")]
+)
+def test_unknown_types_are_refused_when_the_pool_is_made(rm_type: str, said: str) -> None:
+    if rm_type:
+        with pytest.raises(UserError, match=said):
+            make_pool(rm_type=rm_type)
+    with pytest.raises(UserError, match="no reward function for sample 3"):
+        score(Sample(index=3))
+
+
+# -- users' functions ------------------------------------------------------------------------------------------------
+
+USER_CODE = """
+import asyncio, time
+async def length(args, sample, **kwargs): return len(sample.response)
+def sync(args, sample): sample.metadata["seen"] = args.rm_type; return True
+def batch(args, samples, **kwargs): return [s.index for s in samples]
+def short(args, samples): return [1.0]
+def nan(args, sample): return float("nan")
+def text(args, sample): return "1.0"
+def none(args, sample): return None
+def crash(args, sample): raise KeyError("no_such_field")
+def scores(args, sample): return {"acc": 1, "style": 0.5}
+async def hang(args, sample): await asyncio.sleep(3600)
+def hang_sync(args, sample): time.sleep(3600)
+def one_argument(sample): return 1.0
+"""
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "user_rm.py").write_text(USER_CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "user_rm"
+    load_function.cache_clear()
+
+
+def test_sync_async_and_per_sample_functions(user: str) -> None:
+    sample = Sample(response="four")
+    assert score(sample, custom_rm_path=f"{user}.length") == 4.0
+    assert score(sample, custom_rm_path=f"{user}.sync") == 1.0 and sample.metadata == {"seen": None}
+    sample.custom_rm_path = f"{user}.length"
+    assert score(sample, custom_rm_path=f"{user}.crash") == 4.0
+
+
+def test_groups_are_scored_in_one_call_or_one_by_one(user: str) -> None:
+    samples = [Sample(index=i, response="x" * i) for i in range(3)]
+    assert with_pool(lambda pool: pool.score_group(samples), custom_rm_path=f"{user}.batch") == [0, 1, 2]
+    samples[1].custom_rm_path = f"{user}.sync"
+    assert with_pool(lambda pool: pool.score_group(samples), custom_rm_path=f"{user}.length") == [0, 1, 2]
+    with pytest.raises(UserError, match="returned 1 rewards for a list of 3 samples"):
+        with_pool(lambda pool: pool.score_group([Sample() for _ in range(3)]), custom_rm_path=f"{user}.short")
+
+
+def test_dict_rewards_need_a_key(user: str) -> None:
+    assert score(Sample(), custom_rm_path=f"{user}.scores", reward_key="acc") == {"acc": 1.0, "style": 0.5}
+    with pytest.raises(UserError, match=r"returned a dict for sample 7, and --reward-key is not set\s+why.*acc, style"):
+        score(Sample(index=7), custom_rm_path=f"{user}.scores")
+    with pytest.raises(UserError, match="without the key 'accuracy'"):
+        score(Sample(), custom_rm_path=f"{user}.scores", reward_key="accuracy")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nan", "returned nan as the reward of sample 5"),
+        ("text", r"returned '1.0' \(str\) as the reward of sample 5"),
+        ("none", r"returned None \(NoneType\) as the reward of sample 5"),
+        ("crash", r"failed on sample 5\s+why: KeyError: 'no_such_field'"),
+        ("one_argument", r"cannot be called as \(args, sample\)"),
+    ],
+)
+def test_a_bad_function_is_named_with_its_sample(user: str, name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        score(Sample(index=5), custom_rm_path=f"{user}.{name}")
+
+
+@pytest.mark.parametrize("name", ["hang", "hang_sync"])
+def test_a_function_that_hangs_scores_zero_and_is_counted(user: str, name: str) -> None:
+    async def use(pool: RewardPool) -> Any:
+        return await pool.score(Sample()), pool.metrics(), pool.metrics()
+
+    reward, counted, after = with_pool(use, custom_rm_path=f"{user}.{name}", rm_timeout=0.05)
+    assert (reward, counted["rollout/reward_timeout"], after["rollout/reward_timeout"]) == (0.0, 1.0, 0.0)
+
+
+# -- worker processes ------------------------------------------------------------------------------------------------
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(work)
+
+
+def test_workers_start_when_needed_and_end_with_the_pool() -> None:
+    async def use() -> list[int]:
+        pool = GradingPool(2)
+        assert pool.pids == []
+        assert await pool.grade("math", r"\boxed{2}", "2", 20) == Verdict(1.0)
+        assert len(pool.pids) == 1, "one at a time needs one process"
+        assert await asyncio.gather(*[pool.grade("math", f"{i}", "3", 20) for i in range(6)]) == [
+            Verdict(float(i == 3)) for i in range(6)
+        ]
+        pids = pool.pids
+        assert len(pids) == 2
+        await pool.close()
+        return pids
+
+    assert not any(psutil.pid_exists(pid) for pid in run(use()))
+
+
+def test_a_request_that_takes_too_long_ends_its_worker_and_the_next_one_works() -> None:
+    async def use() -> None:
+        pool = GradingPool(1)
+        await pool.grade("math", "1", "1", 20)
+        (pid,) = pool.pids
+        slow = r"\boxed{(10^{9})!}"  # hours, in C code that no exception can leave
+        assert await pool.grade("math", slow, "3", 0.3) == Verdict(0.0, "timeout")
+        assert await pool.grade("math", "1", "1", 20) == Verdict(1.0)
+        assert pool.pids != [pid] and not psutil.pid_exists(pid)
+        await pool.close()
+
+    run(use())
+
+
+def test_a_stopped_worker_is_given_up_by_the_pool_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading_pool, "_GRACE", 0.1)
+
+    async def use() -> None:
+        pool = GradingPool(1)
+        await pool.grade("math", "1", "1", 20)
+        os.kill(pool.pids[0], signal.SIGSTOP)  # its alarm cannot end it now
+        assert await pool.grade("math", "1", "1", 0.2) == Verdict(0.0, "timeout")
+        await pool.close()
+
+    run(use())
+
+
+def test_a_crashed_worker_is_replaced_and_counted() -> None:
+    async def use(pool: RewardPool) -> None:
+        sample = Sample(response="1", label="1")
+        assert await pool.score(sample) == 1.0
+        os.kill(pool._grading.pids[0], signal.SIGKILL)
+        assert await pool.score(sample) == 0.0
+        assert pool.metrics()["rollout/reward_crash"] == 1.0
+        assert await pool.score(sample) == 1.0
+
+    with_pool(use, rm_type="math")
+
+
+def test_a_cancelled_request_leaves_no_answer_for_the_next_one() -> None:
+    async def use() -> None:
+        pool = GradingPool(1)
+        await pool.grade("math", "1", "1", 20)
+        task = asyncio.create_task(pool.grade("math", "2", "2", 20))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await pool.grade("math", "1", "2", 20) == Verdict(0.0)
+        await pool.close()
+
+    run(use())
+
+
+def test_workers_import_neither_torch_nor_ray() -> None:
+    code = "import sys, slime.rollout.rewards.worker, math_verify, slime.rollout.rewards.math_grading\n"
+    code += "print([m for m in ('torch', 'ray', 'transformers', 'yaml', 'aiohttp') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_workers_die_with_a_killed_parent() -> None:
+    code = (
+        "import asyncio, os, signal\nfrom slime.rollout.rewards.grading_pool import GradingPool\n"
+        "async def main():\n    pool = GradingPool(1)\n    await pool.grade('math', '1', '1', 20)\n"
+        "    print(pool.pids[0], flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())"
+    )
+    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the worker outlives its parent"
+        time.sleep(0.02)
+
+
+# -- remote ----------------------------------------------------------------------------------------------------------
+
+
+def with_server(answers: list[Any], use: Any) -> Any:
+    """Run ``use(url, requests)`` against a server that gives these answers in turn (a number: that HTTP status)."""
+
+    async def run_server() -> Any:
+        requests: list[Any] = []
+
+        async def handle(request: web.Request) -> web.Response:
+            requests.append(await request.json())
+            answer = answers[min(len(requests), len(answers)) - 1]
+            if answer == "hang":
+                await asyncio.sleep(3600)
+            return web.Response(status=answer) if isinstance(answer, int) else web.Response(text=answer)
+
+        app = web.Application()
+        app.router.add_post("/", handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        try:
+            return await use(f"http://127.0.0.1:{port}/", requests)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run_server())
+
+
+def test_remote_reward_is_the_servers_json_and_5xx_is_tried_again() -> None:
+    async def use(url: str, requests: list[Any]) -> None:
+        remote = RemoteReward(url, timeout=5, backoff=0.001)
+        assert await remote.score(Sample(prompt="p", response="r", label="l")) == 0.75
+        assert requests == [{"prompt": "p", "response": "r", "label": "l"}] * 3
+        await remote.close()
+
+    with_server([503, 500, "0.75"], use)
+
+
+@pytest.mark.parametrize(
+    ("answers", "said", "tries"),
+    [([404], "answered 404", 1), (["<html>"], "no JSON", 1), ([500], "failed 10 times", 10)],
+)
+def test_remote_failures_that_last_stop_the_run(answers: list[Any], said: str, tries: int) -> None:
+    async def use(url: str, requests: list[Any]) -> None:
+        remote = RemoteReward(url, timeout=5, backoff=0.0)
+        with pytest.raises(UserError, match=said):
+            await remote.score(Sample())
+        assert len(requests) == tries
+        await remote.close()
+
+    with_server(answers, use)
+
+
+def test_a_remote_model_that_hangs_scores_zero_and_needs_an_address() -> None:
+    async def use(url: str, requests: list[Any]) -> None:
+        pool = make_pool(rm_type="remote_rm", rm_url=url, rm_timeout=0.02)
+        pool._remote = RemoteReward(url, timeout=0.02, backoff=0.0)
+        assert await pool.score(Sample()) == 0.0
+        assert pool.metrics()["rollout/reward_timeout"] == 1.0
+        await pool.close()
+
+    with_server(["hang"], use)
+    with pytest.raises(UserError, match="pass --rm-url"):
+        score(Sample(), rm_type="remote_rm")
+
+
+# -- slime reward ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_scores_rows(user: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(
+        '{"input": "2+2", "label": "4", "response": "4"}\n{"input": "2+3", "label": "5", "response": "55"}\n'
+    )
+    common = ["--prompt-data", str(data), "--label-key", "label"]
+    assert reward_cli([*common, "--custom-rm-path", f"{user}.length"]) == 0
+    assert "2 rows: mean 1.5000, min 1, max 2, 2 different values" in capsys.readouterr().out
+    assert reward_cli([*common, "--rm-type", "f1", "--response", "5"]) == 0
+    assert "2 rows: mean 0.5000" in capsys.readouterr().out
+    with pytest.raises(UserError, match="pass --response-key response"):
+        reward_cli([*common, "--rm-type", "f1", "--response-key", "respons"])
+    with pytest.raises(UserError, match="no reward function to run"):
+        reward_cli(common)
