@@ -400,8 +400,7 @@ class TrainBatch:
         loss_masks: float32 [R_i], 0 or 1.
         rewards: after post-processing (group-normalised for GRPO): the scalar advantage of sample i.
         raw_rewards: as the reward function gave them.
-        rollout_log_probs: float32 [R_i] from the engine, or None when generation gave none.
-        teacher_log_probs: float32 [R_i], or None.
+        rollout_log_probs, teacher_log_probs: float32 [R_i] from the engine, from the teacher; None when not given.
         execution_ids: samples that one execution fanned out into share one.
         rollout_mask_sums: trained tokens of sample i's whole execution, >= 1: its denominator in the default loss.
         steps: the optimizer steps, in order.

@@ -20,8 +20,8 @@ SHARED = ("samples.types", "samples.groups", "config", "hooks", "hook_loading", 
 ARROWS: dict[str, tuple[str, ...]] = {
     "algorithms": (),
     "prompts": ("samples.buffer",),
-    # evaluation reads rows; engines answer with fingerprints; the SFT "rollout" masks the turns of others
-    "rollout": ("prompts", "weights.buckets", "samples.sft"),
+    # evaluation reads rows; the embedded engine receives weights; the SFT "rollout" masks the turns of others
+    "rollout": ("prompts", "weights.buckets", "weights.process_group", "samples.sft"),
     "samples": ("algorithms",),
     # a trainer rank loads and saves its own weights; it does not push them
     "train": (
