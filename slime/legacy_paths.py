@@ -52,6 +52,8 @@ OLD_MODULES: dict[str, dict[str, str]] = {
     "slime.rollout.sglang_rollout": {
         "GenerateState": f"{_GENERATE}:current_state",
         "generate": f"{_GENERATE}:generate",
+        "generate_and_rm": f"{_PLUGIN}:generate_and_rm",
+        "generate_and_rm_group": f"{_PLUGIN}:generate_and_rm_group",
         "generate_rollout": f"{_LOOP}:generate_rollout",
         "generate_rollout_async": f"{_LOOP}:generate_rollout_async",
     },

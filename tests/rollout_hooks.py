@@ -158,3 +158,18 @@ async def async_rollout(args: Any, rollout_id: int, data_source: Any, evaluation
 
 async def rollout_with_metrics(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     return RolloutFnTrainOutput(await async_rollout(args, rollout_id, data_source), {"rollout/mine": 2.0})
+
+
+async def own_loop_on_old_paths(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """A rollout loop of a plugin's own, from the old building blocks."""
+    from slime.rollout.rm_hub import async_rm
+    from slime.rollout.sglang_rollout import GenerateState, generate_and_rm, generate_and_rm_group
+
+    params = GenerateState(args).sampling_params
+    first, *rest = data_source.get_samples(args.rollout_batch_size)
+    groups = [await generate_and_rm_group(args, group, {**params, "sampling_seed": 1}) for group in rest]
+    groups.append([await generate_and_rm(args, sample, {**params, "sampling_seed": 1}) for sample in first])
+    for group in groups:
+        for sample in group:
+            assert sample.reward == await async_rm(args, sample)
+    return groups

@@ -151,7 +151,7 @@ class GroupRunner:
         state: GenerateState,
         rewards: Rewards | None,
         *,
-        rollout_id: int,
+        rollout_id: int | None,
         evaluation: bool = False,
         group_rm: bool = False,
         mask_offpolicy: bool = False,

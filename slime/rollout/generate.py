@@ -47,6 +47,7 @@ class GenerateState:
         max_context_len: most tokens of prompt plus response, None for no limit but the engine's.
         deterministic: requests carry a seed made from ``rollout_seed`` and the sample's index.
         loop: the event loop that everything runs on.
+        processor: of images and other media; always None in this version, plugins look for it.
         counts: events worth a metric, e.g. "prompt_too_long".
     """
 
@@ -58,6 +59,7 @@ class GenerateState:
     deterministic: bool = False
     rollout_seed: int = 0
     loop: asyncio.AbstractEventLoop | None = None
+    processor: Any = None
     counts: Counter[str] = field(default_factory=Counter)
 
     @property

@@ -6,11 +6,13 @@ client, so it is counted as in flight, retried, and answered at once as aborted 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from urllib.parse import urlsplit
 
 from slime.errors import UserError
 from slime.hooks import DataSource, RolloutFnTrainOutput
+from slime.rollout.execution import GroupRun, GroupRunner
 from slime.rollout.generate import current_state
 from slime.rollout.loop import current_loop
 from slime.rollout.sft import generate_sft
@@ -56,6 +58,37 @@ async def get(url: str) -> dict[str, Any]:
 def _split(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}", url[len(parts.scheme) + 3 + len(parts.netloc) :] or "/"
+
+
+async def generate_and_rm(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
+    """One sample through generate function, sample hooks and reward; a list when it fanned out.
+
+    Raises:
+        Exception: whatever the sample failed of.
+    """
+    samples = await generate_and_rm_group(args, [sample], sampling_params, evaluation)
+    return samples[0] if len(samples) == 1 else samples
+
+
+async def generate_and_rm_group(
+    args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+) -> list[Sample]:
+    """The samples of one group through generate function, sample hooks and rewards; flat, also after a fan-out.
+
+    Raises:
+        Exception: whatever the first failing sample failed of.
+    """
+    state = dataclasses.replace(current_state(), args=args, sampling_params=sampling_params)
+    runner = GroupRunner(
+        state, current_loop().rewards, rollout_id=None, evaluation=evaluation, group_rm=args.group_rm and not evaluation
+    )
+    run = GroupRun.of(group)
+    await runner.run(run)
+    if run.failure is not None:
+        raise run.failure
+    return run.samples
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:

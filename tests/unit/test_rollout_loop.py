@@ -270,6 +270,13 @@ def test_existing_plugins_find_their_imports_and_the_router() -> None:
             assert sample.tokens == [97, 98, *answer([97, 98], sample_seed(42, sample.index or 0), 8)[0]]
 
 
+def test_plugins_with_a_loop_of_their_own_find_the_old_building_blocks() -> None:
+    output = generate(rollout_function_path=HOOKS + "own_loop_on_old_paths")
+    assert [group.index for group in output.samples] == [0, 1, 2, 3]
+    for group in output.samples:
+        assert all(s.reward in (0.0, 1.0) and s.tokens[2:] for s in group.samples)
+
+
 @pytest.mark.parametrize(
     "path",
     [
