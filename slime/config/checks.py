@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+from slime.config.host import num_gpus
 from slime.config.resolve import Draft
 from slime.errors import UserError
 
 #: flag -> (flag it has an effect with, value that one must have or None for any true value)
 _NEEDS: dict[str, tuple[str, object]] = {
     "max_tokens_per_gpu": ("use_dynamic_batch_size", True),
-    "log_probs_max_tokens_per_gpu": ("use_dynamic_batch_size", True),
     "balance_by_flops": ("use_dynamic_batch_size", True),
     "kl_loss_coef": ("use_kl_loss", True),
     "use_unbiased_kl": ("use_kl_loss", True),
@@ -19,13 +19,11 @@ _NEEDS: dict[str, tuple[str, object]] = {
     "mask_offpolicy_in_partial_rollout": ("partial_rollout", True),
     "update_weight_disk_dir": ("update_weight_transport", "disk"),
     "update_weight_disk_keep_files": ("update_weight_transport", "disk"),
-    "custom_update_weight_post_write_path": ("update_weight_transport", "disk"),
     "custom_loss_function_path": ("loss_type", "custom_loss"),
     "rm_url": ("rm_type", "remote_rm"),
     "save_interval": ("save", None),
     "save_retain": ("save", None),
     "save_hf": ("save", None),
-    "async_save": ("save", None),
     "ckpt_step": ("load", None),
     "ref_ckpt_step": ("ref_load", None),
     "load_debug_rollout_data_subsample": ("load_debug_rollout_data", None),
@@ -39,7 +37,9 @@ def check(draft: Draft) -> None:
     Raises:
         UserError: the first one found.
     """
-    for step in (_ranges, _needs, _entry, _placement, _parallel, _batches, _lengths, _algorithm, _evaluation, _debug):
+    for step in (
+        _ranges, _needs, _entry, _host, _placement, _parallel, _batches, _lengths, _algorithm, _evaluation, _debug,
+    ):  # fmt: skip
         step(draft)
 
 
@@ -118,12 +118,41 @@ def _entry(draft: Draft) -> None:
         )
 
 
+def _host(draft: Draft) -> None:
+    """What depends on whether the trainer has GPUs, judged by this host (SLIME_NUM_GPUS speaks for the others)."""
+    on_gpu = num_gpus() > 0
+    where = "on GPUs" if on_gpu else "without GPUs (SLIME_NUM_GPUS=<n> says that the trainer's hosts have some)"
+    wrong = {"nccl"} if not on_gpu else {"gloo"}
+    if draft["distributed_backend"] in wrong:
+        raise UserError(
+            f"--distributed-backend {draft['distributed_backend']} cannot be used {where}", fix="leave it at auto"
+        )
+    missing = {"fused", "unfused", "local"} if on_gpu else {"flash", "fused"}
+    if draft["attention_backend"] in missing:
+        raise UserError(
+            f"--attention-backend {draft['attention_backend']} is not there {where}",
+            why="torch's variable-length flash attention is used" if on_gpu else "torch's own attention is used",
+            fix="pass auto or flash" if on_gpu else "pass auto, unfused or local",
+        )
+    for dest in ("offload_optimizer_states", "offload", "offload_train", "offload_rollout"):
+        if on_gpu and draft.is_given(dest) and draft[dest]:
+            raise UserError(
+                f"{_option(dest)} is not supported in this version", why="GPU memory is not handed over between phases"
+            )
+
+
 def _placement(draft: Draft) -> None:
     gpus, per_engine = draft["rollout_num_gpus"], draft["rollout_num_gpus_per_engine"]
     if gpus % per_engine:
         raise UserError(
             f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {per_engine}",
             fix=f"pass --rollout-num-gpus {max(1, gpus // per_engine) * per_engine}",
+        )
+    per_node = draft["num_gpus_per_node"]
+    if draft.is_given("num_gpus_per_node") and per_engine > per_node:
+        raise UserError(
+            f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {per_node}",
+            why="engines that reach over nodes are not in this version",
         )
     for dest in ("offload_train", "offload_rollout"):
         if draft[dest] and not draft["colocate"]:
@@ -192,7 +221,9 @@ def _batches(draft: Draft) -> None:
     model = draft["tensor_model_parallel_size"] * draft["pipeline_model_parallel_size"] * draft["context_parallel_size"]
     data_parallel = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"] // model
     micro, batch = draft["micro_batch_size"], draft["global_batch_size"]
-    if not draft["use_dynamic_batch_size"] and not draft["debug_rollout_only"] and batch % (micro * data_parallel):
+    is_static = not draft["use_dynamic_batch_size"] and not draft["debug_rollout_only"]
+    is_asked = draft.is_given("rollout_batch_size") or draft.is_given("global_batch_size")
+    if is_static and is_asked and batch % (micro * data_parallel):
         raise UserError(
             f"global_batch_size {batch} cannot be divided by {micro * data_parallel}",
             why=f"micro_batch_size × data-parallel size = {micro} × {data_parallel} = {micro * data_parallel}",
@@ -279,10 +310,7 @@ def _debug(draft: Draft) -> None:
     if draft["debug_rollout_only"] and draft["debug_train_only"]:
         why = "--load-debug-rollout-data implies --debug-train-only" if draft["load_debug_rollout_data"] else ""
         raise UserError("--debug-rollout-only and --debug-train-only exclude each other", why=why, fix="choose one")
-    rollout, train = draft["save_debug_rollout_data"], draft["save_debug_train_data"]
-    if rollout is not None and rollout == train:
-        raise UserError("--save-debug-rollout-data and --save-debug-train-data are the same path", fix="change one")
-    for dest in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
+    for dest in ("save_debug_rollout_data", "load_debug_rollout_data"):
         if draft[dest] is not None and "{rollout_id}" not in draft[dest] and draft["num_rollout"] not in (None, 0, 1):
             raise UserError(
                 f"{_option(dest)} {draft[dest]} has no {{rollout_id}} in it",

@@ -113,7 +113,9 @@ class RolloutConfig:
     """Function that logs an evaluation; returns true to skip the default log."""
     rollout_data_postprocess_path: str | None = flag(None)
     """Function (args, rollout_id, rollout_data) run in the trainer after the advantages are known."""
-    loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = flag("qwen")
+    loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = flag(
+        "qwen", refused="the loss mask of chat data is found through the model's own chat template"
+    )
     """How the loss mask of multi-turn SFT data is found."""
     rollout_data_transport: Literal["object-store", "nixl"] = flag(
         "object-store", refused_values={"nixl": "training data travels through Ray's object store"}

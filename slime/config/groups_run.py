@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from slime.config.field import derived, flag
 
+_NO_HEALTH = "health checks between requests are not in this version; a dead engine shows at its next request"
+_NO_PROFILER = "profiling and memory recording are not in this version; py-spy works on every process"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
@@ -25,7 +28,7 @@ class ClusterConfig:
     rollout_num_gpus_per_engine: int = flag(1)
     """GPUs of one engine (its tensor-parallel times pipeline-parallel size)."""
     num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU")
-    """GPUs of a node on which engines are laid out."""
+    """GPUs of a node; an engine does not reach over nodes."""
     colocate: bool = flag(False)
     """Trainer and engines share the same GPUs and take turns."""
     offload: bool = flag(False)
@@ -59,12 +62,12 @@ class FaultToleranceConfig:
     """Watching engines and replacing dead ones."""
 
     use_fault_tolerance: bool = flag(False)
-    """Health-check the engines, restart dead ones, retry their requests."""
-    rollout_health_check_interval: float = flag(30.0)
+    """Ride out engines that fail: their requests are retried until the engine answers again."""
+    rollout_health_check_interval: float = flag(30.0, refused=_NO_HEALTH)
     """Seconds between two health checks of an engine."""
-    rollout_health_check_timeout: float = flag(30.0)
+    rollout_health_check_timeout: float = flag(30.0, refused=_NO_HEALTH)
     """Seconds after which an unanswered health check counts as failed."""
-    rollout_health_check_first_wait: float = flag(0.0)
+    rollout_health_check_first_wait: float = flag(0.0, refused=_NO_HEALTH)
     """Seconds before the first health check, for engines that compile on first use."""
 
 
@@ -108,7 +111,7 @@ class ObserveConfig:
     """Resume this W&B run."""
     disable_wandb_random_suffix: bool = flag(False)
     """Leave the group name as given, without a random suffix."""
-    wandb_always_use_train_step: bool = flag(False)
+    wandb_always_use_train_step: bool = flag(False, refused="all metrics share one axis, the rollouts trained on")
     """Use the count of optimizer steps as the x axis of rollout and eval metrics too."""
     log_multi_turn: bool = flag(False)
     """Log the number of turns and their lengths."""
@@ -142,25 +145,27 @@ class DebugConfig:
     """Fraction of the loaded samples to keep."""
     load_forge_rollout_data: str | None = flag(None, refused="replaying dumps while engines live is not supported")
     """Replay dumps while the engines stay live."""
-    save_debug_train_data: str | None = derived("<dump_details>/train_data/{rollout_id}.pt with --dump-details")
+    save_debug_train_data: str | None = flag(None, refused="dumps of training tensors are not in this version")
     """Write the tensors of every training step to this path, formatted with rollout_id."""
     dump_details: str | None = flag(None)
-    """Directory for all of the above dumps."""
-    memory_snapshot_dir: str = flag(".")
+    """Directory for the samples of all rollouts."""
+    memory_snapshot_dir: str = flag(".", refused=_NO_PROFILER)
     """Directory of GPU memory snapshots."""
-    memory_snapshot_num_steps: int | None = flag(None)
+    memory_snapshot_num_steps: int | None = flag(None, refused=_NO_PROFILER)
     """Steps after which the GPU memory snapshot is written."""
-    record_memory_history: bool = flag(False)
+    record_memory_history: bool = flag(False, refused=_NO_PROFILER)
     """Record GPU memory allocations for a snapshot."""
-    memory_recorder: Literal["torch", "memray"] = flag("torch", refused_values={"memray": "only torch's recorder"})
+    memory_recorder: Literal["torch", "memray"] = flag("torch", refused=_NO_PROFILER)
     """What records memory."""
-    use_pytorch_profiler: bool = flag(False)
+    use_pytorch_profiler: bool = flag(False, refused=_NO_PROFILER)
     """Profile with torch.profiler; see --profile-step-start, --profile-step-end, --profile-target."""
-    profile_step_start: int = flag(10)
+    profile_step_start: int = flag(10, refused=_NO_PROFILER)
     """First step that is profiled."""
-    profile_step_end: int = flag(12)
+    profile_step_end: int = flag(12, refused=_NO_PROFILER)
     """Step after the last that is profiled."""
-    profile_target: tuple[Literal["train_overall", "train_actor", "train_log_probs"], ...] = flag(("train_overall",))
+    profile_target: tuple[Literal["train_overall", "train_actor", "train_log_probs"], ...] = flag(
+        ("train_overall",), append=True, refused=_NO_PROFILER
+    )
     """What the profiler covers."""
     check_weight_update_equal: bool = flag(False)
     """Verify every weight on the engines after the first sync."""

@@ -119,7 +119,9 @@ class TrainConfig:
     """Pack micro-batches by tokens, up to --max-tokens-per-gpu."""
     max_tokens_per_gpu: int | None = flag(None)
     """Most tokens of a micro-batch on one GPU, with --use-dynamic-batch-size."""
-    log_probs_max_tokens_per_gpu: int | None = derived("max_tokens_per_gpu")
+    log_probs_max_tokens_per_gpu: int | None = flag(
+        None, refused="one packing serves all passes over a batch; use --max-tokens-per-gpu"
+    )
     """The same for passes that only compute log-probs."""
     balance_data: bool = derived("balance_by_flops")
     """Spread samples over data-parallel ranks so that each has the same work."""
@@ -129,7 +131,9 @@ class TrainConfig:
     """Packed micro-batches are padded to a multiple of this many tokens times the tensor-parallel size."""
     log_probs_chunk_size: int = flag(-1)
     """Rows of logits computed at a time for log-probs; -1: chosen from the vocabulary size."""
-    recompute_loss_function: bool = flag(False)
+    recompute_loss_function: bool = flag(
+        False, refused="log-probs are always computed in chunks that keep no logits; see --log-probs-chunk-size"
+    )
     """Recompute the loss in the backward pass instead of keeping its intermediates."""
     seq_length: int | None = flag(None)
     """Hard cap of prompt plus response: generation is limited to it, longer samples are refused."""
@@ -139,11 +143,13 @@ class TrainConfig:
     """Regular expressions (re.search) of the parameters to freeze."""
     keep_old_actor: bool = flag(False, refused=_NO_OLD_ACTOR)
     """Take the old policy from a lagged copy of the weights."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = flag("auto")
-    """Layer implementation; auto: Transformer Engine where it is installed and a GPU is there, else local."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = flag(
+        "auto", refused_values={"transformer_engine": "Transformer Engine's layers are not in this version"}
+    )
+    """Layer implementation; auto is local in this version."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag("auto")
     """Attention kernel, with or without Transformer Engine; one that is not there is refused by name."""
-    custom_model_provider_path: str | None = flag(None)
+    custom_model_provider_path: str | None = flag(None, refused="model providers are not in this version")
     """Function (pre_process, post_process, vp_stage) -> GPTModel that builds the model."""
     custom_megatron_init_path: str | None = flag(None)
     """Function (args) run after Megatron is initialised."""
@@ -212,7 +218,7 @@ class CheckpointConfig:
     """Keep only the last N checkpoints; unset: all."""
     save_hf: str | None = flag(None)
     """Also write a Hugging Face directory with each checkpoint; formatted with rollout_id."""
-    async_save: bool = flag(False)
+    async_save: bool = flag(False, refused="checkpoints are written before the next rollout in this version")
     """Write checkpoints in the background."""
     no_save_optim: bool = flag(False)
     """Leave the optimizer out of checkpoints."""
@@ -260,5 +266,5 @@ class SyncConfig:
     """Checksum of deltas."""
     update_weight_local_checkpoint_dir: str | None = flag(None, refused=_NO_DELTA)
     """Local directory on engine hosts to which deltas are applied."""
-    custom_update_weight_post_write_path: str | None = flag(None)
+    custom_update_weight_post_write_path: str | None = flag(None, refused="this hook is not in this version")
     """Function (args, version_dir, rollout_engines) run on every rank after a disk push is written."""

@@ -129,7 +129,6 @@ def _debug_dumps(draft: Draft) -> None:
     if folder is not None:
         folder = folder.rstrip("/")
         draft.derive("save_debug_rollout_data", f"{folder}/rollout_data/{{rollout_id}}.pt", "dump_details")
-        draft.derive("save_debug_train_data", f"{folder}/train_data/{{rollout_id}}.pt", "dump_details")
 
 
 def _precision_and_memory(draft: Draft) -> None:
@@ -185,7 +184,6 @@ def _algorithm(draft: Draft) -> None:
         "rewards_normalization", not draft["disable_rewards_normalization"], "not disable_rewards_normalization"
     )
     draft.copy("balance_data", "balance_by_flops")
-    draft.copy("log_probs_max_tokens_per_gpu", "max_tokens_per_gpu")
     if draft["advantage_estimator"] == "cispo" and draft["eps_clip"] < 1:
         draft.warnings.append(
             f"--advantage-estimator cispo with --eps-clip {draft['eps_clip']:g}: CISPO clips the importance weight "

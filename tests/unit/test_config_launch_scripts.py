@@ -53,7 +53,7 @@ GLM4_9B = """
     --transformer-impl local --no-bias-swiglu-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion
     --lr 1e-6 --lr-decay-style cosine --lr-warmup-iters 10 --lr-decay-iters 500 --min-lr 1e-7 --clip-grad 1.0
     --no-check-for-nan-in-loss-and-grad --sglang-context-length 32768 --router-policy cache_aware
-    --router-balance-abs-threshold 10 --offload-optimizer-states --bf16
+    --router-balance-abs-threshold 10 --bf16
 """
 QWEN3_30B_A3B = """
     --disable-bias-linear --qk-layernorm --group-query-attention --num-attention-heads 32 --num-query-groups 4
@@ -119,7 +119,7 @@ SEEDS = """
     --use-fault-tolerance --sglang-mem-fraction-static 0.85 --rollout-batch-size 16 --sglang-disable-cuda-graph
     --sglang-router-strategy round_robin --rollout-num-gpus-per-engine 1 --update-weights-interval 5
     --recompute-activations --micro-batch-size 1 --tensor-model-parallel-size 2 --sequence-parallel
-    --n-samples-per-prompt 8 --global-batch-size 128 --offload-optimizer-states --seq-length 2048
+    --n-samples-per-prompt 8 --global-batch-size 128 --seq-length 2048
     --num-data-workers 4 --streaming-data --input-key prompt --label-key label --lr 1e-6 --clip-grad 1.0 --bf16
     --use-kl-loss --kl-loss-coef 0.01 --async-buffer-size 2 --actor-num-gpus-per-node 4 --rollout-num-gpus 4
     --sglang-context-length 16384 --log-level DEBUG --attention-backend flash --moe-permute-fusion
@@ -127,6 +127,11 @@ SEEDS = """
     --context-parallel-size 1 --rollout-stop A B --rollout-stop-token-ids 1 2 --no-check-for-nan-in-loss-and-grad
     --num-rollout 10 --prompt-data data.jsonl --hf-checkpoint {hf} --distributed-timeout-minutes 30
 """
+
+
+@pytest.fixture(autouse=True)
+def gpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIME_NUM_GPUS", "8")
 
 
 def parse(text: str, hf: str = "no-such-model", entry: str = "train") -> Config:

@@ -258,9 +258,7 @@ def test_evaluation_follows_rollout() -> None:
 def test_dumps() -> None:
     config = make_config(dump_details="d/")
     assert config.debug.save_debug_rollout_data == "d/rollout_data/{rollout_id}.pt"
-    assert config.debug.save_debug_train_data == "d/train_data/{rollout_id}.pt"
     assert make_config(load_debug_rollout_data="x_{rollout_id}.pt").debug.debug_train_only
-    refused("are the same path", save_debug_rollout_data="a{rollout_id}", save_debug_train_data="a{rollout_id}")
     refused("has no {rollout_id} in it", save_debug_rollout_data="a.pt", num_rollout=3)
     refused("exclude each other", debug_rollout_only=True, load_debug_rollout_data="x{rollout_id}")
 
@@ -290,6 +288,16 @@ def test_warning_on_cispo() -> None:
     assert make_config(advantage_estimator="cispo", eps_clip=1.0).warnings == ()
 
 
+def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused("--attention-backend flash is not there without GPUs", attention_backend="flash")
+    refused("--distributed-backend nccl cannot be used", distributed_backend="nccl")
+    assert make_config(offload_optimizer_states=True, attention_backend="unfused") is not None
+    monkeypatch.setenv("SLIME_NUM_GPUS", "1")
+    assert make_config(attention_backend="flash", distributed_backend="nccl") is not None
+    refused("--attention-backend unfused is not there on GPUs", attention_backend="unfused")
+    refused("--offload-optimizer-states is not supported", offload_optimizer_states=True)
+
+
 # -- contradictions ----------------------------------------------------------------------------------------
 
 
@@ -316,6 +324,7 @@ def test_warning_on_cispo() -> None:
         ("needs --custom-loss-function-path", {"loss_type": "custom_loss"}),
         ("no effect without --loss-type custom_loss", {"custom_loss_function_path": "a.b"}),
         ("pass --n-samples-per-prompt 1", {"loss_type": "sft_loss", "n_samples_per_prompt": 2}),
+        ("is more than --num-gpus-per-node 2", {"num_gpus_per_node": 2, "rollout_num_gpus_per_engine": 4}),
         ("--save-interval has no effect without --save", {"save_interval": 2}),
         ("--ckpt-step has no effect without --load", {"ckpt_step": 2}),
         ("--eval-interval needs evaluation data", {"eval_interval": 2}),

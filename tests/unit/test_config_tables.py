@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -230,3 +231,40 @@ def test_flags_and_help_import_nothing_heavy(code: str) -> None:
 def test_nothing_is_both_ours_and_native() -> None:
     assert all(spec.sections == () for spec in own_flags().values())
     assert all(spec.sections for dest, spec in all_flags().items() if dest not in own_flags())
+
+
+# -- no flag is ignored ----------------------------------------------------------------------------------
+
+#: Flags that do their work inside slime.config, and how.
+_DONE_IN_CONFIG = {
+    "config": "read by the parser",
+    "custom_config_path": "read by the parser",
+    "dump_details": "becomes save_debug_rollout_data",
+    "offload": "becomes offload_train and offload_rollout",
+    "disable_grpo_std_normalization": "becomes grpo_std_normalization",
+    "disable_rewards_normalization": "becomes rewards_normalization",
+    "recompute_activations": "becomes recompute_granularity and its companions",
+    "num_gpus_per_node": "checked against the size of an engine",
+    "attention_backend": "one kernel per device; others are refused",
+    "distributed_backend": "one backend per device; others are refused",
+    "transformer_impl": "one implementation; others are refused",
+    "update_weight_mode": "one mode; others are refused",
+    "train_backend": "has one value",
+    "rollout_data_transport": "has one value",
+    "offload_train": "refused on GPUs; without GPUs there is nothing to free",
+    "offload_rollout": "refused on GPUs; without GPUs there is nothing to free",
+    "offload_optimizer_states": "refused on GPUs; without GPUs the states are in host memory",
+    "use_rollout_entropy": "the entropy is always computed",
+}
+
+
+def test_every_flag_that_works_is_read_somewhere() -> None:
+    """A flag that nothing reads would be ignored in silence: it must be refused instead."""
+    tables = ("config", "hooks.py", "legacy_paths.py")
+    sources = [
+        path for path in (ROOT / "slime").rglob("*.py") if path.relative_to(ROOT / "slime").parts[0] not in tables
+    ]
+    words = set(re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in sources)))
+    working = [spec for spec in own_flags().values() if not spec.meta.refused]
+    unread = {spec.dest for spec in working if not {spec.dest, spec.attribute} & words}
+    assert unread - set(_DONE_IN_CONFIG) == set()
