@@ -37,7 +37,7 @@ COMMANDS: dict[str, Command] = {
     "flags": Command("slime.config.docs", "main", "look flags up; write or check docs/flags.md"),
     "reward": Command("slime.rollout.rewards.cli", "main", "run a reward function on data, without training"),
     "report": Command("slime.observe.report", "main", "write report.html of a run folder"),
-    "convert": Command("slime.weights.cli", "main", "convert checkpoints between Hugging Face and Megatron"),
+    "convert": Command("slime.drivers.convert", "main", "convert checkpoints between Hugging Face and Megatron"),
 }
 
 

@@ -64,7 +64,7 @@ class FakeWeightEngine:
 
     async def _start(self) -> None:
         app = web.Application()
-        app.router.add_get("/model_info", self._info)
+        app.router.add_get("/server_info", self._info)
         app.router.add_post("/{path:.*}", self._post)
         self._runner = web.AppRunner(app, shutdown_timeout=0.2)
         await self._runner.setup()

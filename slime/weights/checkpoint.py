@@ -25,6 +25,7 @@ from torch import nn
 
 from slime.errors import UserError
 from slime.weights.checkpoint_dir import (
+    RELEASE,
     FileRecord,
     check_contents,
     file_fingerprint,
@@ -62,7 +63,7 @@ class TrainerState:
 
 def save(
     root: str | Path,
-    iteration: int,
+    iteration: int | str,
     state: TrainerState,
     *,
     extra_state: dict[str, Any] | None = None,
@@ -74,6 +75,7 @@ def save(
 
     Args:
         root: the --save directory.
+        iteration: rollout id; "release" for converted weights without a past.
         extra_state: small state of the run (data position, weight version, …), given back by `load`.
         save_optimizer: False leaves optimizer and schedule out (--no-save-optim).
         keep: checkpoints to keep, the newest ones (--save-retain); None keeps all.
@@ -186,7 +188,7 @@ def _model_state(state: TrainerState) -> StateDict:
     }
 
 
-def _state_dict(state: TrainerState, iteration: int, save_optimizer: bool, save_rng: bool) -> StateDict:
+def _state_dict(state: TrainerState, iteration: int | str, save_optimizer: bool, save_rng: bool) -> StateDict:
     from megatron.core import parallel_state as ps
 
     saved = _model_state(state)
@@ -197,7 +199,7 @@ def _state_dict(state: TrainerState, iteration: int, save_optimizer: bool, save_
             saved["opt_param_scheduler"] = state.scheduler.state_dict()
     if save_rng:
         saved["rng_state"] = _rng_object(_rng_state())
-    saved["iteration"], saved["checkpoint_version"] = iteration, 3.0
+    saved["iteration"], saved["checkpoint_version"] = 0 if iteration == RELEASE else iteration, 3.0
     saved["layout"] = {
         "tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": ps.get_pipeline_model_parallel_world_size(),

@@ -21,13 +21,14 @@ from slime.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
+RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|replaced)")
+_LEFTOVER = re.compile(r"\.(iter_\d{7,}|release)\.(partial|replaced)")
 
 
-def iteration_name(iteration: int) -> str:
-    """``iter_0000010`` for 10."""
-    return f"iter_{iteration:07d}"
+def iteration_name(iteration: int | str) -> str:
+    """``iter_0000010`` for 10, ``release`` for converted weights."""
+    return RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}"
 
 
 def saved_iterations(root: Path) -> list[int]:
@@ -48,7 +49,7 @@ def read_tracker(root: Path) -> int | str | None:
         text = (root / TRACKER).read_text().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if text == "release":
+    if text == RELEASE:
         return text
     if text.isdigit():
         return int(text)
@@ -61,7 +62,7 @@ def read_tracker(root: Path) -> int | str | None:
 
 def iteration_dir(root: Path, iteration: int | str) -> Path:
     """Where an iteration is stored. A save that died while replacing it may have left it under another name."""
-    name = "release" if iteration == "release" else iteration_name(int(iteration))
+    name = iteration_name(iteration)
     replaced = root / f".{name}.replaced"
     return replaced if not (root / name).exists() and replaced.exists() else root / name
 

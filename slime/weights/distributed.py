@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import socket
 from concurrent.futures import Future
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
 from slime.rollout.engines.api import EngineError
 from slime.weights.buckets import Bucket, pack
 from slime.weights.engine_fleet import EngineFleet, is_local
-from slime.weights.process_group import ExternalGroup
+from slime.weights.process_group import ExternalGroup, address_towards
 from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
 
 _JOIN_SECONDS = 120.0
@@ -66,7 +66,7 @@ class DistributedTransport:
             _JOIN_SECONDS,
         )
         try:
-            self._group = ExternalGroup(store, self._group_name, backend, 0, world_size, _JOIN_SECONDS)
+            self._group = ExternalGroup(store, address, self._group_name, backend, 0, world_size, _JOIN_SECONDS)
         except RuntimeError as error:
             fleet.wait(joining, _JOIN_SECONDS)  # an engine that refused says why; that is the better message
             raise EngineError(
@@ -120,6 +120,4 @@ def _own_address(urls: tuple[str, ...]) -> str:
     """An address of this host that every engine can reach: loopback only if all engines are here."""
     if all(is_local(url) for url in urls):
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; the routing table picks the interface
-        return probe.getsockname()[0]
+    return address_towards(next(urlsplit(url).hostname or "" for url in urls if not is_local(url)))

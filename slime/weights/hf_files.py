@@ -249,6 +249,7 @@ class HfWriter:
                 save_file(self._open, self._partial / name, metadata={"format": "pt"})
             except SafetensorError as error:  # safetensors wraps the operating system's error in its own
                 raise OSError(str(error)) from error
+            (self._partial / name).chmod(0o644)  # safetensors makes it readable by its owner alone
             self._shards.append(list(self._open))
             self._open, self._open_bytes = {}, 0
 

@@ -13,6 +13,7 @@ from typing import Literal
 from slime.config import Config
 from slime.errors import UserError
 from slime.weights.checkpoint_dir import (
+    RELEASE,
     TRACKER,
     check_complete,
     is_leftover,
@@ -164,7 +165,7 @@ def _pick(root: Path, tracked: int | str | None, step: int | None, flag: str) ->
             fix=f"pass {flag} with one of them" if there else "pass --load with another directory",
         )
     check_complete(path)
-    return path, None if wanted == "release" else int(wanted)
+    return path, None if wanted == RELEASE else int(wanted)
 
 
 def _same(left: Path, right: Path) -> bool:

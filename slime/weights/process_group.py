@@ -10,6 +10,7 @@ built directly on a store of its own. The chain of key prefixes is the one that 
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -23,20 +24,30 @@ class ExternalGroup:
     """One member. `broadcast` is the only collective needed.
 
     Attributes:
+        address: of the trainer that holds the store.
         rank, world_size: 0 is the trainer; engine i's processes follow from its ``rank_offset``.
         port: of the store, for the others to join.
     """
 
-    def __init__(self, store: TCPStore, name: str, backend: str, rank: int, world_size: int, timeout: float) -> None:
-        self.name, self.backend, self.rank, self.world_size = name, backend, rank, world_size
+    def __init__(
+        self, store: TCPStore, address: str, name: str, backend: str, rank: int, world_size: int, timeout: float
+    ) -> None:
+        self.address, self.name, self.backend, self.rank, self.world_size = address, name, backend, rank, world_size
         self.port = store.port
         self._store = store  # the master's store dies with its last reference, and the group with it
         device = next(iter(BackendConfig(Backend(backend)).get_device_backend_map()))
         prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         limit = timedelta(seconds=timeout)
         self._group: Any
+        options: Any
         if backend == "gloo":
-            self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, timeout=limit)
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            # bound to the interface that leads to the trainer: gloo would ask for this host's name, which may not
+            # resolve, or follow GLOO_SOCKET_IFNAME, which the trainer's own group may have set to loopback
+            options._devices = [gloo.create_device(hostname=address_towards(address))]
+            options._timeout = limit
+            self._group = gloo(prefixed, rank, world_size, options)
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
@@ -59,7 +70,7 @@ class ExternalGroup:
         """
         limit = timedelta(seconds=timeout)
         store = TCPStore(address, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
-        return ExternalGroup(store, name, backend, rank, world_size, timeout)
+        return ExternalGroup(store, address, name, backend, rank, world_size, timeout)
 
     def broadcast(self, tensor: torch.Tensor, timeout: float, source: int = 0) -> None:
         """Send (rank ``source``) or receive a tensor; returns when it is done.
@@ -78,3 +89,11 @@ class ExternalGroup:
     def close(self) -> None:
         """Leave; the other members' collectives fail from then on."""
         self._group.shutdown()
+
+
+def address_towards(host: str) -> str:
+    """This host's address as ``host`` would see it; sends nothing, the routing table tells."""
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

@@ -7,6 +7,7 @@ this process. What is written is the same layout; megatron-core's reader reads i
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,9 @@ def write(state: StateDict, directory: Path) -> None:
         keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
-        dcp.save(mcore_to_pyt_state_dict(keyed, False), storage_writer=writer, planner=planner)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            dcp.save(mcore_to_pyt_state_dict(keyed, False), storage_writer=writer, planner=planner)
 
 
 def read(state: StateDict, directory: Path) -> StateDict:
@@ -57,7 +60,9 @@ def read(state: StateDict, directory: Path) -> StateDict:
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
-        return dist_checkpointing.load(state, str(directory))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # megatron-core's use of torch's older names
+            return dist_checkpointing.load(state, str(directory))
     except (CheckpointingException, dcp.api.CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
         raise UserError(
             f"{directory} cannot be loaded into this model",

@@ -22,7 +22,7 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.rollout.engines.api import EngineError
 from slime.weights.buckets import dtype_of
-from slime.weights.convert.spec import HfConfig
+from slime.weights.convert.spec import HfConfig, read_hf_config
 from slime.weights.disk import DiskTransport
 from slime.weights.distributed import DistributedTransport
 from slime.weights.engine_fleet import EngineFleet, is_local
@@ -59,6 +59,7 @@ class WeightSync:
     ) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
         self.version = start_version
+        self._hf_config = hf_config
         self._exporter = HfExporter(model_chunks, hf_config, model_name=config.checkpoint.model_name)
         self._sampler = Sampler()
         self._fleet: EngineFleet | None = None
@@ -116,7 +117,7 @@ class WeightSync:
     def _connect(self, engine_urls: Sequence[str]) -> None:
         self._fleet = EngineFleet(engine_urls)
         try:
-            self._transport = choose_transport(self.config, self._fleet, _engine_dtype(self._fleet))
+            self._transport = choose_transport(self.config, self._fleet, _engine_dtype(self._fleet, self._hf_config))
         except EngineError as error:
             raise UserError(
                 f"engine {error.url} cannot be reached for weight updates", str(error), _REMEDIES
@@ -248,21 +249,25 @@ def choose_transport(config: Config, fleet: EngineFleet, dtype: torch.dtype) -> 
     return DistributedTransport(fleet, sync.update_weight_buffer_size, dtype, backend, ranks, timeout)
 
 
-def _engine_dtype(fleet: EngineFleet) -> torch.dtype:
-    """The dtype that all engines hold their weights in.
+def _engine_dtype(fleet: EngineFleet, hf_config: HfConfig) -> torch.dtype:
+    """The dtype that all engines hold their weights in; "auto" means the model config's.
 
     Raises:
         UserError: engines differ, or do not say.
     """
-    named = {url: info.get("dtype") for url, info in zip(fleet.urls, fleet.get("/model_info", 30), strict=True)}
+    named = {url: info.get("dtype") for url, info in zip(fleet.urls, fleet.get("/server_info", 30), strict=True)}
     if len(set(named.values())) != 1:
         raise UserError("the engines hold their weights in different dtypes", why=str(named), fix="start them alike")
     [name] = set(named.values())
+    if name == "auto":
+        config = read_hf_config(hf_config)
+        said = str(config.get("dtype") or config.get("torch_dtype"))
+        name = said if "16" in said else f"auto, and config.json says {said}"  # engines make float16 of float32
     try:
         return dtype_of(str(name))
     except ValueError as error:
         raise UserError(
             f"engine {fleet.urls[0]} does not say which dtype its weights have",
-            why=f"/model_info gives dtype {name!r}",
+            why=f"/server_info gives dtype {name}",
             fix="pass an explicit --sglang-dtype (bfloat16, float32)",
         ) from error

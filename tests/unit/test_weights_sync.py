@@ -275,7 +275,7 @@ def test_an_engine_that_is_not_there() -> None:
     with FakeWeightEngine(START) as engine:
         url = engine.url
     sync = WeightSync(make_config(), [trainer()], HF_CONFIG)
-    with pytest.raises(UserError, match=r"cannot be reached(.|\n)*/model_info failed"):
+    with pytest.raises(UserError, match=r"cannot be reached(.|\n)*/server_info failed"):
         sync.connect([url])
     sync.close()
 
