@@ -62,3 +62,7 @@ class SwiGLUActivation(torch.nn.Module):
         if x.device.type == "cuda":  # Megatron's expression, which torch.compile fuses there
             return bias_swiglu_impl(x, None, False, False)
         return SwiGLU.apply(x)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing to checkpoint; Megatron's MLP asks each of its parts."""
+        return {}
