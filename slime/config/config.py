@@ -54,7 +54,7 @@ class Config:
     debug: DebugConfig
     origins: dict[str, str]
     extra: dict[str, Any] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = field(default=(), compare=False)
 
     # -- views -------------------------------------------------------------------------------------------
 

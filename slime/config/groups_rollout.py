@@ -208,7 +208,7 @@ class EngineConfig:
     rollout_engine: Literal["auto", "sglang", "embedded"] = flag(
         "auto", refused_values={"sglang": "SGLang engines are not in this version; use embedded"}
     )
-    """Engine implementation; auto: SGLang where it is installed and a GPU is there, else the embedded engine."""
+    """Engine implementation; auto is the embedded engine in this version."""
     embedded_dtype: Literal["auto", "bfloat16", "float32"] = flag("auto")
     """Weights of the embedded engine; auto: as the trainer's."""
     embedded_max_slots: int = flag(64)

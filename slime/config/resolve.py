@@ -14,6 +14,7 @@ from typing import Any
 from slime.config.batch import derive_batch_sizes
 from slime.config.host import num_cpus, num_gpus
 from slime.config.parse import Given
+from slime.config.registry import all_flags
 from slime.config.specs import own_flags
 from slime.errors import UserError
 
@@ -79,6 +80,7 @@ def resolve(given: Given, entry: str = "train") -> Draft:
         _evaluation,
         _algorithm,
         _references,
+        _engine,
     ):
         step(draft)
     return draft
@@ -194,3 +196,11 @@ def _algorithm(draft: Draft) -> None:
 def _references(draft: Draft) -> None:
     if draft["kl_coef"] != 0 or draft["use_kl_loss"]:
         draft.derive("ref_load", draft["hf_checkpoint"], "hf_checkpoint, as a KL term needs a reference model")
+
+
+def _engine(draft: Draft) -> None:
+    ignored = [all_flags()[dest].option for dest in draft.given.values if all_flags()[dest].sections == ("sglang",)]
+    if ignored:
+        draft.warnings.append(
+            f"the embedded engine does not have SGLang's options; left out: {', '.join(sorted(ignored))}"
+        )

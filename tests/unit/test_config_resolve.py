@@ -283,6 +283,12 @@ def test_reference_model() -> None:
     assert make_config(hf_checkpoint="m").checkpoint.ref_load is None
 
 
+def test_warning_on_what_the_embedded_engine_cannot_honour() -> None:
+    config = make_config(sglang_mem_fraction_static=0.8, sglang_disable_cuda_graph=True, router_policy="random")
+    assert config.warnings[0].endswith("left out: --sglang-disable-cuda-graph, --sglang-mem-fraction-static")
+    assert make_config(router_policy="random").warnings == ()
+
+
 def test_warning_on_cispo() -> None:
     assert "CISPO" in make_config(advantage_estimator="cispo").warnings[0]
     assert make_config(advantage_estimator="cispo", eps_clip=1.0).warnings == ()
