@@ -50,25 +50,17 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a block; blocks may nest."""
-        self.begin(name)
+        self._begin(name)
         try:
             yield
         finally:
-            self.end()
+            self._end()
 
-    def switch(self, name: str | None) -> None:
-        """End whatever is open and, unless `name` is None, begin `name`: for phases that follow each other."""
-        while self._open:
-            self.end()
-        if name is not None:
-            self.begin(name)
-
-    def begin(self, name: str) -> None:
+    def _begin(self, name: str) -> None:
         self._open.append((name, now()))
         self._changed()
 
-    def end(self) -> None:
-        """End the innermost open phase."""
+    def _end(self) -> None:
         name, start = self._open.pop()
         duration = now() - start
         self._events.append(PhaseEvent(name, start, duration, len(self._open)))

@@ -7,18 +7,19 @@ Example (what a driver does):
     sinks = Sinks(config, run)
     sinks.begin(first_rollout, num_rollout)          # after loading a checkpoint
     for rollout_id in range(first_rollout, num_rollout):
-        sinks.phase("rollout")                       # ends the phase before it
-        metrics = generate(rollout_id)
-        sinks.phase("train")
-        metrics |= train(rollout_id)
+        with sinks.phase("rollout"):
+            metrics = generate(rollout_id)
+        with sinks.phase("train"):
+            metrics |= train(rollout_id)
         sinks.log(rollout_id + 1, metrics)           # adds perf/{rollout,train,step}_time
-    sinks.finish()
+    sinks.close("finished")
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -43,19 +44,6 @@ class Sink(Protocol):
         """The run goes on with `next_step`; what an earlier process logged from there on is void."""
 
     def close(self) -> None: ...
-
-
-class Phase:
-    """What `Sinks.phase` returns: ignore it, or use it in a ``with`` to end the phase there."""
-
-    def __init__(self, timer: PhaseTimer) -> None:
-        self._timer = timer
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc: object) -> None:
-        self._timer.switch(None)
 
 
 class Sinks:
@@ -86,7 +74,7 @@ class Sinks:
             self._sinks.append(WandbSink(config, run))
         self._timer = PhaseTimer(on_change=self._console.phase_changed)
         self._step_start = now()
-        self._state = "stopped"
+        self._failed_phase: str | None = None
 
     # -- while the run goes on -------------------------------------------------------------------------
 
@@ -95,23 +83,29 @@ class Sinks:
 
         What an earlier process of this run logged beyond `first_step` is dropped: it will be logged again.
         """
-        for sink in self._sinks:
-            sink.rewind(first_step + 1 if first_step else 0)
+        self.rewind(first_step + 1 if first_step else 0)
         self._console.begin(first_step, total_steps, launch_seconds)
         self._step_start = now()
 
-    def phase(self, name: str) -> Phase:
-        """The driver starts to do `name`, and ends what it did before.
+    def rewind(self, next_step: int) -> None:
+        """Drop this stage's rows from `next_step` on; `begin` does it."""
+        for sink in self._sinks:
+            sink.rewind(next_step)
 
-        Gives ``perf/{name}_time``, the driver's lane in the trace and the live display.
-        """
-        self._timer.switch(name)
-        return Phase(self._timer)
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What the driver does in this block: ``perf/{name}_time``, its lane in the trace, the live display."""
+        try:
+            with self._timer.phase(name):
+                yield
+        except BaseException:
+            self._failed_phase = self._failed_phase or name
+            raise
 
     @property
     def open_phase(self) -> str | None:
-        """What the driver is doing now; for messages and crash reports."""
-        return self._timer.open_phase
+        """What the driver is doing now, or was doing when it failed; for messages and crash reports."""
+        return self._timer.open_phase or self._failed_phase
 
     def progress(self, counters: Mapping[str, float]) -> None:
         """How far the open phase is: ``done`` of ``target`` samples, ``tokens``; for the live display only."""
@@ -120,15 +114,14 @@ class Sinks:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send one step's metrics everywhere, with the times of the phases since the last call.
 
-        ``perf/step_time`` is the wall-clock time since the last call, added to rows that hold a rollout or a
-        training step (not to evaluations logged on their own). Values given in `metrics` win.
+        ``perf/step_time`` is the wall-clock time since the last call without evaluation, added to rows that hold a
+        rollout or a training step. Values given in `metrics` win.
         """
-        self._timer.switch(None)
         is_step = any(name.startswith(("rollout/", "train/")) for name in metrics)
         end = now()
         merged: dict[str, float] = dict(self._timer.pop_metrics())
         if is_step:
-            merged["perf/step_time"] = end - self._step_start
+            merged["perf/step_time"] = end - self._step_start - merged.get("perf/evaluate_time", 0.0)
         merged.update(metrics)
         self._step_start = end
         for sink in self._sinks:
@@ -138,21 +131,19 @@ class Sinks:
 
     # -- the end ---------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """The run reached its goal; without this call, `close` notes that it was stopped."""
-        self._state = "finished"
-        self.close()
+    def close(self, state: str = "stopped") -> None:
+        """Flush and close everything and note in ``run.json`` how the run ended. A second call does nothing.
 
-    def close(self) -> None:
-        """Flush and close everything and note in ``run.json`` how the run ended. May be called twice."""
+        Args:
+            state: "finished" (reached its goal), "stopped" (can be resumed) or "failed".
+        """
         if not self._sinks:
             return
-        self._timer.switch(None)
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
-        if self._run.state() == "running":  # not when a crash was written
-            self._run.set_state(self._state)
+        if self._run.state() != "failed":  # `RunFolder.write_crash` has said so already
+            self._run.set_state(state)
         os.close(self._lock)
 
     def __enter__(self) -> Sinks:
@@ -161,5 +152,4 @@ class Sinks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._state = "finished" if kind is None else "failed"
-        self.close()
+        self.close("finished" if kind is None else "failed")

@@ -42,8 +42,10 @@ def test_one_object_per_step_with_step_time_and_stage(tmp_path: Path) -> None:
         sinks.begin(0, 2)
         sinks.log(0, {"eval/arithmetic": 0.25})
         for step in (1, 2):
-            sinks.phase("rollout")
-            sinks.phase("train")
+            with sinks.phase("rollout"):
+                pass
+            with sinks.phase("train"):
+                pass
             sinks.log(step, {"rollout/raw_reward": step / 2, "train/loss": 0.5})
             assert rows_of(run)[-1]["step"] == step, "readable at once"
     rows = rows_of(run)
@@ -164,8 +166,11 @@ def test_a_run_that_is_closed_early_is_stopped_and_one_that_raises_is_failed(tmp
     config = config_for(tmp_path, run_name="a")
     run = RunFolder.create(config)
     sinks = Sinks(config, run, quiet())
+    with pytest.raises(ValueError), sinks.phase("rollout"):
+        raise ValueError
+    assert sinks.open_phase == "rollout", "known when the crash is written"
     sinks.close()
-    sinks.close()
+    sinks.close("finished")
     assert run.state() == "stopped"
     config = config_for(tmp_path, run_name="b")
     run = RunFolder.create(config)
