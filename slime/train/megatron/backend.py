@@ -32,7 +32,9 @@ from slime.train.megatron.parallel import RankInfo  # noqa: E402
 from slime.train.megatron.reference import WeightsCopy  # noqa: E402
 from slime.train.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores  # noqa: E402
 from slime.train.update import update  # noqa: E402
-from slime.weights import checkpoint  # noqa: E402
+from slime.weights.checkpoint import TrainerState  # noqa: E402
+from slime.weights.checkpoint import load as load_checkpoint  # noqa: E402
+from slime.weights.checkpoint import save as save_checkpoint  # noqa: E402
 from slime.weights.convert import family_of  # noqa: E402
 from slime.weights.convert.spec import ModelSpec, read_hf_config  # noqa: E402
 from slime.weights.hf_io import load_hf, save_hf  # noqa: E402
@@ -126,7 +128,7 @@ class MegatronBackend:
             self._load_weights(plan)
         self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, self.config)
         if plan.kind == "megatron":
-            self.extra_state = checkpoint.load(plan, self._checkpoint_state())
+            self.extra_state = load_checkpoint(plan, self._checkpoint_state())
         return plan.start_rollout_id
 
     def _load_weights(self, plan: LoadPlan) -> None:
@@ -134,10 +136,10 @@ class MegatronBackend:
             report = load_hf(self.model_chunks, plan.path, model_name=self.config.checkpoint.model_name)
             logger.info("%s", report)
         else:
-            checkpoint.load(plan, checkpoint.TrainerState(self.model_chunks))
+            load_checkpoint(plan, TrainerState(self.model_chunks))
 
-    def _checkpoint_state(self) -> checkpoint.TrainerState:
-        return checkpoint.TrainerState(self.model_chunks, self.optimizer, self.scheduler)
+    def _checkpoint_state(self) -> TrainerState:
+        return TrainerState(self.model_chunks, self.optimizer, self.scheduler)
 
     def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> Path:
         """Checkpoint after training rollout ``rollout_id``; with ``--save-hf`` also in Hugging Face form. Collective.
@@ -150,7 +152,7 @@ class MegatronBackend:
         flags = self.config.checkpoint
         if flags.save is None:
             raise UserError("no --save directory to write a checkpoint to", fix="pass --save")
-        path = checkpoint.save(
+        path = save_checkpoint(
             flags.save,
             rollout_id,
             self._checkpoint_state(),
@@ -276,7 +278,10 @@ class MegatronBackend:
         multiple = self.config.megatron.tensor_model_parallel_size if self.config.megatron.sequence_parallel else 1
         if device.has_gpu():
             multiple = self.config.megatron.tensor_model_parallel_size * self.config.train.data_pad_size_multiplier
-        return forward.packed_micro_batches(batch, micro_batches, self.device, multiple)
+        same_length = virtual_stages(self.spec, self.config) is not None
+        return forward.packed_micro_batches(
+            batch, micro_batches, self.device, multiple=multiple, same_length=same_length
+        )
 
     def _score_options(self, training: bool) -> dict[str, Any]:
         flags = self.config.algorithm

@@ -18,11 +18,29 @@ LossFunction = Callable[[TokenScores, PackedMicroBatch], tuple[Tensor, dict[str,
 
 
 def packed_micro_batches(
-    batch: TrainBatch, micro_batches: Sequence[Sequence[int]], device: torch.device, multiple: int
+    batch: TrainBatch,
+    micro_batches: Sequence[Sequence[int]],
+    device: torch.device,
+    *,
+    multiple: int = 1,
+    same_length: bool = False,
 ) -> list[PackedMicroBatch]:
-    """Pack each list of sample indices; an empty list becomes a sequence of padding."""
+    """Pack each list of sample indices; an empty list becomes a sequence of padding.
+
+    Args:
+        multiple: of every micro-batch's length.
+        same_length: pad all to the longest one.
+    """
+    totals = [sum(int(batch.tokens[i].numel()) for i in samples) for samples in micro_batches]
     return [
-        pack(samples, batch.tokens, batch.response_lengths, device=device, multiple=multiple)
+        pack(
+            samples,
+            batch.tokens,
+            batch.response_lengths,
+            device=device,
+            multiple=multiple,
+            at_least=max(totals) if same_length else 0,
+        )
         for samples in micro_batches
     ]
 

@@ -189,11 +189,12 @@ def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = Fa
     """Megatron's view of the model: what the checkpoint says, the layout, and the native flags the user set."""
     megatron = config.megatron
     dtype = parameter_dtype(config)
+    virtual = virtual_stages(spec, config)
     arguments: dict[str, Any] = {
         **spec.transformer_kwargs(),
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": virtual_stages(spec, config),
+        "virtual_pipeline_model_parallel_size": virtual,
         "context_parallel_size": megatron.context_parallel_size,
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "sequence_parallel": megatron.sequence_parallel,
@@ -201,7 +202,11 @@ def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = Fa
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        "variable_seq_lengths": True,
+        # with virtual stages two ranks exchange activations and gradients at once, and only the overlapped exchange of
+        # equal shapes keeps them apart
+        "variable_seq_lengths": virtual is None,
+        "overlap_p2p_comm": virtual is not None,
+        "batch_p2p_comm": virtual is None,
         "moe_token_dispatcher_type": "alltoall",  # the other one refuses variable lengths
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,

@@ -92,6 +92,7 @@ def pack(
     *,
     device: torch.device,
     multiple: int = 1,
+    at_least: int = 0,
 ) -> PackedMicroBatch:
     """Pack the given samples of a rank into one micro-batch.
 
@@ -100,6 +101,7 @@ def pack(
             which then computes on a sequence of padding to take part in every collective.
         tokens: int64 [L_i], prompt and response.
         multiple: pad the total length to a multiple of it (tensor-parallel ranks with sequence parallelism, kernels).
+        at_least: pad to this length or more (a pipeline that wants all micro-batches alike).
     Raises:
         ValueError: a sample whose response leaves no prompt token to predict its first token from.
 
@@ -119,7 +121,7 @@ def pack(
         rows.append(torch.arange(start + length - response - 1, start + length - 1))
         start += length
     targets = [t[t.numel() - response :] for t, response in zip(chosen, responses)]
-    padding = -start % multiple if start else multiple
+    padding = -(-max(start, at_least, 1) // multiple) * multiple - start
     if padding:
         chosen.append(torch.zeros(padding, dtype=torch.long))
         lengths.append(padding)

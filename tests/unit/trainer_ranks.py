@@ -1,0 +1,203 @@
+"""Tools of the trainer tests: tiny models, random batches, and one pool of rank processes for all parallel layouts."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from slime.config import Config, make_config
+from slime.samples.types import StepPlan, TrainBatch
+from slime.weights.convert.spec import ModelSpec
+
+JOB_DEADLINE = 120.0
+VOCAB = 97
+
+
+def tiny_spec(*, tie: bool = True, qk_norm: bool = True, padded: int = 100, layers: int = 4) -> ModelSpec:
+    """A Llama or Qwen3 of a few thousand parameters whose vocabulary of 97 is padded to ``padded``."""
+    return ModelSpec(
+        family="qwen3" if qk_norm else "llama",
+        transformer={
+            "num_layers": layers,
+            "hidden_size": 32,
+            "ffn_hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "kv_channels": 16,
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": 1e-5,
+            "gated_linear_unit": True,
+            "add_bias_linear": False,
+            "add_qkv_bias": False,
+            "qk_layernorm": qk_norm,
+            "init_method_std": 0.2,
+        },
+        activation="silu",
+        vocab_size=VOCAB,
+        rotary_base=1000.0,
+        tie_embeddings=tie,
+        padded_vocab_size=padded,
+    )
+
+
+def trainer_config(**flags: Any) -> Config:
+    """float32, one optimizer step, a learning rate large enough to see; ``flags`` override."""
+    defaults: dict[str, Any] = {
+        "rollout_batch_size": 6,
+        "num_rollout": 10,
+        "fp32": not flags.get("bf16", False),
+        "lr": 1e-2,
+        "rollout_temperature": 0.8,
+    }
+    config = make_config(**{**defaults, **flags})
+    return config
+
+
+def make_batch(
+    micro_batches: Sequence[Sequence[int]] | None = None, *, num_samples: int = 6, seed: int = 0, num_steps: int = 1
+) -> TrainBatch:
+    """Samples of 4 to 24 tokens for one data-parallel rank; two of them are one execution."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    lengths = [integer(4, 25) for _ in range(num_samples)]
+    responses = [integer(1, length) for length in lengths]
+    masks = [(torch.rand(r, generator=generator) > 0.2).float() for r in responses]
+    for mask in masks:
+        mask[0] = 1.0
+    executions = [0, 0, *range(1, num_samples - 1)]
+    sums = [sum(float(masks[j].sum()) for j in range(num_samples) if executions[j] == e) for e in executions]
+    if micro_batches is None:
+        micro_batches = [list(range(start, min(start + 2, num_samples))) for start in range(0, num_samples, 2)]
+    per_step = len(micro_batches) // num_steps
+    steps = [
+        StepPlan(
+            [list(mb) for mb in micro_batches[k * per_step : (k + 1) * per_step]],
+            global_batch_size=num_samples - 1,
+            num_loss_tokens=int(sum(float(m.sum()) for m in masks)),
+        )
+        for k in range(num_steps)
+    ]
+    return TrainBatch(
+        rollout_id=0,
+        tokens=[torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths],
+        response_lengths=responses,
+        loss_masks=masks,
+        rewards=[(-1.0) ** i * (1 + i / 4) for i in range(num_samples)],
+        raw_rewards=[0.0] * num_samples,
+        sample_indices=[100 + i for i in range(num_samples)],
+        group_indices=[0] * num_samples,
+        execution_ids=executions,
+        rollout_mask_sums=sums,
+        truncated=[False] * num_samples,
+        steps=steps,
+        rollout_log_probs=[-3 * torch.rand(r, generator=generator) for r in responses],
+    )
+
+
+def shard(batch: TrainBatch, members: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> TrainBatch:
+    """The data-parallel rank that has these samples of ``batch``; ``micro_batches`` index into ``members``."""
+
+    def pick(values: Any) -> Any:
+        return None if values is None else [values[i] for i in members]
+
+    first = batch.steps[0]
+    return TrainBatch(
+        rollout_id=batch.rollout_id,
+        tokens=pick(batch.tokens),
+        response_lengths=pick(batch.response_lengths),
+        loss_masks=pick(batch.loss_masks),
+        rewards=pick(batch.rewards),
+        raw_rewards=pick(batch.raw_rewards),
+        sample_indices=pick(batch.sample_indices),
+        group_indices=pick(batch.group_indices),
+        execution_ids=pick(batch.execution_ids),
+        rollout_mask_sums=pick(batch.rollout_mask_sums),
+        truncated=pick(batch.truncated),
+        steps=[StepPlan([list(mb) for mb in micro_batches], first.global_batch_size, first.num_loss_tokens)],
+        rollout_log_probs=pick(batch.rollout_log_probs),
+        global_stats=dict(batch.global_stats),
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class RankPool:
+    """Processes that stay: each job makes its process groups, runs a function on every rank, and leaves them again."""
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        self.size = size
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """``job(rank_info, *args)`` on every rank; results in rank order. A rank's exception is raised here, and ends
+        the pool."""
+        port = free_port()
+        for pipe in self.pipes:
+            pipe.send((job, port, args))
+        results: dict[int, Any] = {}
+        end = time.monotonic() + JOB_DEADLINE
+        while len(results) < self.size:
+            for pipe in wait([p for i, p in enumerate(self.pipes) if i not in results], timeout=1.0):
+                ok, value = pipe.recv()  # type: ignore[union-attr]
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                if not ok:  # the other ranks may wait for this one for ever
+                    self.kill()
+                    raise AssertionError(f"rank {rank}:\n{value}")
+                results[rank] = value
+            if time.monotonic() > end:
+                self.kill()
+                raise TimeoutError(f"no result within {JOB_DEADLINE:.0f} s from all but ranks {sorted(results)}")
+        return [results[rank] for rank in range(self.size)]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(pipe: Connection, rank: int, size: int) -> None:
+    torch.set_num_threads(1)
+    from slime.train.megatron.backend import MegatronBackend  # noqa: F401  (installs the device redirect)
+    from slime.train.megatron.parallel import RankInfo, shut_down
+
+    while True:
+        try:
+            job, port, args = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            result = (True, job(RankInfo(rank, size, rank, "127.0.0.1", port), *args))
+        except BaseException:
+            result = (False, traceback.format_exc())
+        finally:
+            shut_down()
+        pipe.send(result)
