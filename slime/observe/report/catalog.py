@@ -94,7 +94,7 @@ def evaluation_chart(stage: Stage) -> Chart | None:
     series = [Series(name, stage.series(f"eval/{name}"), i % 8 + 1) for i, name in enumerate(names)]
     if not series:
         return None
-    return Chart("Evaluation", series, "mean reward on held-out prompts", key="eval/" + names[0])
+    return Chart("Evaluation", series, "mean reward on held-out prompts", key="eval/" + names[0], exact=True)
 
 
 def step_time_chart(stage: Stage) -> Chart | None:

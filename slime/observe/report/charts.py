@@ -35,6 +35,7 @@ class Chart:
         unit: appended to values ("s", "tokens").
         stacked: series are layers over each other.
         band: (low, high) points drawn as a shade behind the lines.
+        exact: never draw a moving average (few, costly points such as evaluations).
     """
 
     title: str
@@ -44,6 +45,7 @@ class Chart:
     stacked: bool = False
     band: tuple[list[Point], list[Point]] | None = None
     key: str = ""
+    exact: bool = False
     finite: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -141,9 +143,9 @@ def _axes(scale: _Scale) -> list[str]:
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(tick)}</text>')
     whole = [t for t in ticks(scale.x_low, scale.x_high, 5) if scale.x_low <= t <= scale.x_high and t == round(t)]
     for tick in whole or [scale.x_low]:
-        parts.append(
-            f'<text class="tick" x="{scale.x(tick)}" y="{HEIGHT - 6}" text-anchor="middle">{round(tick):,}</text>'
-        )
+        x = scale.x(tick)
+        anchor = "end" if x > WIDTH - RIGHT - 12 else "middle"
+        parts.append(f'<text class="tick" x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">{round(tick):,}</text>')
     return parts
 
 
@@ -174,7 +176,7 @@ def _line_marks(chart: Chart, scale: _Scale) -> list[str]:
         parts.append(f'<path class="band f{chart.series[0].color}" d="{path}"/>')
     for series in chart.series:
         points = thin(series.points)
-        noisy = len(series.points) > 30 and len(chart.series) == 1
+        noisy = len(series.points) > 30 and len(chart.series) == 1 and not chart.exact
         if noisy:
             parts.append(f'<path class="line raw s{series.color}" d="{_line_path(points, scale)}"/>')
             points = thin(smooth(series.points))
