@@ -21,11 +21,13 @@ from slime.observe.log import get_logger
 from slime.prompts.order import MappedOrder, Order, StreamedOrder
 from slime.prompts.prepare import Checker, prepare
 from slime.prompts.readers import open_rows
-from slime.prompts.row_format import RowFormat
+from slime.prompts.row_format import Prompt, RowFormat
 from slime.samples.buffer import SampleBuffer, pop_first
 from slime.samples.types import Sample
 
 logger = get_logger(__name__)
+
+_BLANK = Prompt(text="", tokens=[], label=None, metadata={}, bare="")
 
 
 def make_source(config: Config, tokenizer: Any) -> DataSource:
@@ -89,7 +91,7 @@ class PromptSource(DataSource):
     def _draw(self) -> list[Sample]:
         if self._order is None:  # --disable-rollout-global-dataset: prompts come from the rollout function
             self._next += 1
-            return self._make_group(Sample(), self._next - 1)
+            return self._make_group(_BLANK, self._next - 1)
         while True:
             group_index = self._next
             if group_index in self._done:
@@ -103,18 +105,22 @@ class PromptSource(DataSource):
             self._positions[group_index] = position
             if group_index not in self._held:
                 break
-        metadata = dict(prompt.metadata)
-        sample = Sample(prompt=prompt.text, tokens=prompt.tokens, label=prompt.label, metadata=metadata)
-        return self._make_group(sample, group_index)
+        return self._make_group(prompt, group_index)
 
-    def _make_group(self, sample: Sample, group_index: int) -> list[Sample]:
-        group = []
-        for position in range(self._group_size):
-            drawn = copy.deepcopy(sample)
-            drawn.group_index = group_index
-            drawn.index = group_index * self._group_size + position
-            group.append(drawn)
-        return group
+    def _make_group(self, prompt: Prompt, group_index: int) -> list[Sample]:
+        """Samples that share nothing a user's function might change."""
+        first = group_index * self._group_size
+        return [
+            Sample(
+                group_index=group_index,
+                index=index,
+                prompt=copy.deepcopy(prompt.text),
+                tokens=list(prompt.tokens),
+                label=copy.deepcopy(prompt.label),
+                metadata=copy.deepcopy(prompt.metadata),
+            )
+            for index in range(first, first + self._group_size)
+        ]
 
     def __len__(self) -> int:
         """Prompts per epoch."""

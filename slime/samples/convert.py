@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from slime.config import Config
@@ -61,7 +62,9 @@ def to_train_batches(groups: list[Group], config: Config, layout: TrainLayout, r
     _check_lengths(columns, config)
     schedule = _plan(columns, config, layout)
     stats = _global_stats(columns, trainable, schedule)
-    return [_shard(columns, schedule, rank, rollout_id, stats) for rank in range(layout.data_parallel_size)]
+    mask_sums = columns.rollout_mask_sums()
+    ranks = range(layout.data_parallel_size)
+    return [_shard(columns, mask_sums, schedule, rank, rollout_id, stats) for rank in ranks]
 
 
 def select_trainable(groups: list[Group], sft: bool, rollout_id: int) -> Trainable:
@@ -168,19 +171,26 @@ def _global_stats(columns: Columns, trainable: Trainable, schedule: Schedule) ->
     return stats
 
 
-def _shard(columns: Columns, schedule: Schedule, rank: int, rollout_id: int, stats: dict[str, float]) -> TrainBatch:
+def _shard(
+    columns: Columns,
+    mask_sums: list[float],
+    schedule: Schedule,
+    rank: int,
+    rollout_id: int,
+    stats: dict[str, float],
+) -> TrainBatch:
     rows = schedule.shards[rank]
 
     def pick(column: list[Any]) -> list[Any]:
         return [column[i] for i in rows]
 
     def floats(column: list[Any] | None) -> list[torch.Tensor] | None:
-        return None if column is None else [torch.as_tensor(column[i], dtype=torch.float32) for i in rows]
+        return None if column is None else [_tensor(column[i], np.float32) for i in rows]
 
     experts = columns.routed_experts
     return TrainBatch(
         rollout_id=rollout_id,
-        tokens=[torch.tensor(columns.tokens[i], dtype=torch.int64) for i in rows],
+        tokens=[_tensor(columns.tokens[i], np.int64) for i in rows],
         response_lengths=pick(columns.response_lengths),
         loss_masks=floats(columns.loss_masks) or [],
         rewards=pick(columns.rewards),
@@ -188,7 +198,7 @@ def _shard(columns: Columns, schedule: Schedule, rank: int, rollout_id: int, sta
         sample_indices=pick(columns.sample_indices),
         group_indices=pick(columns.group_ids),
         execution_ids=pick(columns.execution_ids),
-        rollout_mask_sums=pick(columns.rollout_mask_sums()),
+        rollout_mask_sums=pick(mask_sums),
         truncated=pick(columns.truncated),
         steps=schedule.steps[rank],
         rollout_log_probs=floats(columns.rollout_log_probs),
@@ -198,3 +208,8 @@ def _shard(columns: Columns, schedule: Schedule, rank: int, rollout_id: int, sta
         metadata=pick(columns.metadata),
         global_stats=dict(stats),
     )
+
+
+def _tensor(values: Any, dtype: Any) -> torch.Tensor:
+    """A tensor of its own memory; through numpy, which reads Python lists several times faster than torch does."""
+    return torch.from_numpy(np.array(values, dtype=dtype))

@@ -33,8 +33,7 @@ def make_groups(*rewards: list[Any]) -> list[Group]:
 
 def config_for(groups: list[Group], **flags: Any) -> Any:
     executions = sum(group.num_executions for group in groups)
-    flags = {"rollout_batch_size": executions, "num_rollout": 1, "global_batch_size": executions, **flags}
-    return make_config(**flags)
+    return make_config(**{"rollout_batch_size": executions, "n_samples_per_prompt": 2, "num_rollout": 1, **flags})
 
 
 def convert(groups: list[Group], layout: TrainLayout | None = None, **flags: Any) -> list[TrainBatch]:
