@@ -20,7 +20,7 @@ from slime.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 #: Marks of the quantised origin that must not survive in the config of a dequantised checkpoint.
 _QUANTISATION_MARKS = ("quantization_config", "_pre_quantization_dtype", "gguf_file")
@@ -91,7 +91,6 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
             setattr(config, special, getattr(tokenizer, special))
     model = _empty_model(config)
     loaded = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model, torch_dtype=dtype)["tensors"]
-    model = model.to(dtype)
     loaded = {key: value.to(dtype) for key, value in loaded.items()}
     missing, unexpected = model.load_state_dict(loaded, strict=False, assign=True)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -105,7 +104,7 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
     tokenizer.save_pretrained(out)
 
 
-def _empty_model(config: PretrainedConfig) -> torch.nn.Module:
+def _empty_model(config: PretrainedConfig) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -90,7 +90,7 @@ def router_command(config: Config, host: str, port: int) -> LaunchSpec:
 
 
 def _as_flags(values: Mapping[str, Any]) -> list[str]:
-    """ {"policy": "random", "disable_retries": True} → ["--policy", "random", "--disable-retries"]."""
+    """{"policy": "random", "disable_retries": True} → ["--policy", "random", "--disable-retries"]."""
     words: list[str] = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")

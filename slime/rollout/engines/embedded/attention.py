@@ -116,7 +116,7 @@ class PrefillAttention:
 
     def _in_fixed_blocks(self, layer: int, span: Span, queries: torch.Tensor) -> torch.Tensor:
         """Blocks of `KEY_BLOCK` positions, aligned to the sequence: a token meets the same shapes in every batch."""
-        count, heads, head_dim = queries.shape
+        heads, head_dim = queries.shape[1:]
         kv_heads, end = heads // self._group, span.start + span.count
         pieces = []
         for block_start in range(span.start - span.start % KEY_BLOCK, end, KEY_BLOCK):

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
 from aiohttp import web
 
 import slime
-from slime.rollout.engines.embedded.engine import as_state
+from slime.rollout.engines.embedded.engine import PauseMode, as_state
 from slime.rollout.engines.embedded.sampling_params import BadRequest
 from slime.rollout.engines.embedded.sequence import Sequence
 from slime.rollout.engines.embedded.state import ServerState, json_body, json_response, state_of
@@ -108,8 +108,8 @@ async def abort_request(request: web.Request) -> web.Response:
 
 @routes.post("/pause_generation")
 async def pause_generation(request: web.Request) -> web.Response:
-    mode = (await json_body(request)).get("mode") or "abort"
-    if mode not in ("abort", "retract", "in_place"):
+    mode: PauseMode = (await json_body(request)).get("mode") or "abort"
+    if mode not in get_args(PauseMode):
         raise BadRequest(f"mode must be abort, retract or in_place, got {mode!r}")
     await _on_engine(state_of(request).engine.pause(mode))
     return json_response({"message": "Generation paused successfully.", "status": "ok"})

@@ -1,4 +1,4 @@
-"""The engine thread: takes requests and orders from other threads, runs the scheduler, hands results back in batches."""
+"""The engine thread: takes orders from other threads, runs the scheduler, hands results back in batches."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Engine:
         self.paused: PauseMode | None = None
         self.released: set[str] = set()
         self.death: BaseException | None = None
-        self.on_death: Callable[[], None] = lambda: None
+        self.on_death: Callable[[], object] = lambda: None
         self.last_step = time.monotonic()
         self._deliver = deliver
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
@@ -220,7 +220,7 @@ def _device(name: str) -> torch.device:
 
 
 def _kv_budget(gigabytes: float | None, device: torch.device) -> int:
-    """Bytes for keys and values: what the user said, else half of the free host memory or 80 % of the free GPU memory."""
+    """Bytes for keys and values: as the user said, else half of the free host memory or 80 % of the free GPU memory."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     if device.type == "cuda":

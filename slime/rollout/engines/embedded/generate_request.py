@@ -187,15 +187,17 @@ def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[list[int]], 
         if limits.tokenizer is None:
             raise BadRequest("this model directory has no tokenizer; send input_ids")
         prompts = [limits.tokenizer.encode(item) for item in texts]
+        is_batch = not isinstance(text, str)
     else:
         if not isinstance(ids, list) or not ids:
             raise BadRequest("input_ids must be a list of token ids that is not empty, or a list of such lists")
-        prompts = ids if isinstance(ids[0], list) else [ids]
+        is_batch = isinstance(ids[0], list)
+        prompts = ids if is_batch else [ids]
         for prompt in prompts:
             _check_ids(prompt, limits.vocab_size)
     if any(not prompt for prompt in prompts):
         raise BadRequest("a prompt is empty")
-    return prompts, not (isinstance(text, str) if text is not None else not isinstance(ids[0], list))
+    return prompts, is_batch
 
 
 def _check_ids(prompt: Any, vocab_size: int) -> None:

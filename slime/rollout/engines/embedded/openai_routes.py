@@ -52,7 +52,7 @@ _OTHERS = (
     "rid",
 )
 #: Accepted and without meaning here.
-_WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "tool_choice", "reasoning_effort")
+_WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "tool_choice")
 
 
 @dataclass

@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 _GRACE = 5.0
 
 
-def follow_parent(parent_pid: int, stop: Callable[[], None]) -> None:
+def follow_parent(parent_pid: int, stop: Callable[[], object]) -> None:
     """Call ``stop`` when process ``parent_pid`` ends, and leave for good if that has not ended us within 5 seconds.
 
     Noticed in two ways: by a thread that waits on the parent's pidfd, and by the kernel's parent-death signal. The
@@ -39,7 +39,7 @@ def follow_parent(parent_pid: int, stop: Callable[[], None]) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR2)
 
 
-def _wait_and_leave(parent_pid: int, descriptor: int, stop: Callable[[], None]) -> None:
+def _wait_and_leave(parent_pid: int, descriptor: int, stop: Callable[[], object]) -> None:
     if descriptor >= 0:
         poller = select.poll()
         poller.register(descriptor, select.POLLIN)

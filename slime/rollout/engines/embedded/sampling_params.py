@@ -28,7 +28,7 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """How to sample. ``temperature`` 0 is greedy, ``top_k`` -1 the whole vocabulary, ``max_new_tokens`` None the context.
+    """How to sample. ``temperature`` 0 is greedy, ``top_k`` -1 the whole vocabulary, ``max_new_tokens`` None all room.
 
     ``seed`` makes the sampled tokens a function of seed, prompt and weights; sample i of ``n`` uses ``seed + i``.
     """

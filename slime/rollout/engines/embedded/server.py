@@ -82,8 +82,8 @@ async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int
         if not loading.done():
             return 0
         state = loading.result()
-        address = "%s:%d" % listener.getsockname()[:2]
-        logger.info("serving %s on http://%s (%d threads)", state.model_name, address, _num_threads())
+        host, port = listener.getsockname()[:2]
+        logger.info("serving %s on http://%s:%d (%d threads)", state.model_name, host, port, _num_threads())
         await stopping.wait()
         return await _shut_down(state)
     finally:

@@ -179,7 +179,7 @@ class WeightStore:
         return unpacked + sum(linear.packed_nbytes for linear in self._linears)
 
     def release(self) -> None:
-        """Give back what can be rebuilt. On a GPU the parameters move to host memory; on CPU only the blocked copies go."""
+        """Give memory back: on a GPU the parameters move to the host; on CPU only the blocked copies go."""
         for linear in self._linears:
             linear.invalidate()
         if self.device.type != "cpu":
@@ -261,7 +261,12 @@ class WeightStore:
 
 
 def make_store(
-    model_path: str | Path, arch: Architecture, dtype_or_auto: str, device: torch.device, num_positions: int, fixed: bool
+    model_path: str | Path,
+    arch: Architecture,
+    dtype_or_auto: str,
+    device: torch.device,
+    num_positions: int,
+    fixed: bool,
 ) -> WeightStore:
     """Build the decoder of ``arch`` and fill it from a directory.
 

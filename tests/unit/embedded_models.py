@@ -1,0 +1,149 @@
+"""Tiny random models with a byte tokenizer, as Hugging Face directories: what the embedded engine's tests run on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from slime.rollout.engines.embedded.architecture import Architecture
+from slime.rollout.engines.embedded.kv_cache import KVCache
+from slime.rollout.engines.embedded.sampling_params import Params, parse_params
+from slime.rollout.engines.embedded.scheduler import Scheduler
+from slime.rollout.engines.embedded.sequence import Sequence
+from slime.rollout.engines.embedded.text import TextStream
+from slime.rollout.engines.embedded.weights import make_store
+
+VOCAB = 384
+EOS = 257
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama_scaled": {
+        "model_type": "llama",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24, "tie_word_embeddings": True},
+}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Token i is byte i (as byte-level BPE spells it); 256 begins and 257 ends a turn."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: index for index, symbol in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return tokenizer
+
+
+def tiny_model(shape: str, seed: int = 0) -> PreTrainedModel:
+    """A float32 model of two layers whose logits are far from flat."""
+    fields = dict(SHAPES[shape])
+    config = AutoConfig.for_model(
+        fields.pop("model_type", shape),
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        max_position_embeddings=512,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=EOS,
+        initializer_range=0.15,
+        **fields,
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def save_tiny_model(directory: Path, shape: str = "qwen3", seed: int = 0) -> Path:
+    """``directory``, holding the model and the byte tokenizer."""
+    tiny_model(shape, seed).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def make_scheduler(
+    directory: Path,
+    *,
+    max_slots: int = 8,
+    max_length: int = 256,
+    prefill_tokens: int = 2048,
+    kv_bytes: int = 1 << 30,
+    deterministic: bool = False,
+    dtype: str = "float32",
+) -> Scheduler:
+    arch = Architecture.from_dir(directory)
+    store = make_store(directory, arch, dtype, torch.device("cpu"), max_length, deterministic)
+    cache = KVCache(arch, store.dtype, store.device, max_slots, max_length)
+    return Scheduler(store, cache, prefill_tokens, kv_bytes, deterministic)
+
+
+def make_sequence(
+    prompt: list[int], rid: str = "r", logprob_start: int | None = None, tops: int = 0, **params: Any
+) -> Sequence:
+    """A sequence that runs to ``max_new_tokens`` unless ``ignore_eos=False`` is given."""
+    parsed: Params = parse_params({"max_new_tokens": 16, "ignore_eos": True, "sampling_seed": 1, **params}, VOCAB)
+    stops = frozenset() if parsed.ignore_eos else frozenset({EOS}) | parsed.stop_token_ids
+    text = TextStream(byte_tokenizer(), True, True) if parsed.stop else None
+    assert parsed.max_new_tokens is not None and parsed.sampling_seed is not None
+    return Sequence(
+        rid,
+        prompt,
+        parsed,
+        parsed.max_new_tokens,
+        stops,
+        parsed.sampling_seed,
+        text=text,
+        logprob_start=logprob_start,
+        num_top_logprobs=tops,
+    )
+
+
+def run(scheduler: Scheduler, sequences: list[Sequence], limit: int = 2000) -> list[Sequence]:
+    """Submit, step until all are finished, and return them in the order in which they ended."""
+    scheduler.submit(sequences)
+    ended: list[Sequence] = []
+    for _ in range(limit):
+        ended += scheduler.step().finished
+        if not scheduler.has_work:
+            return ended
+    raise AssertionError(f"not finished after {limit} steps")
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

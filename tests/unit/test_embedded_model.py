@@ -1,0 +1,116 @@
+"""The embedded engine's decoder gives the log-probs that transformers gives, however the work is cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from slime.errors import UserError
+from slime.rollout.engines.embedded.architecture import Architecture, Rope
+from slime.rollout.engines.embedded.linear import Linear
+
+PROMPT = [5, 9, 200, 31, 7, 7, 64, 12, 300, 2, 18]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {shape: save_tiny_model(root / shape, shape) for shape in SHAPES}
+
+
+def reference_logprobs(directory: Path, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-prob of each token after the first, in float32 by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0] / temperature
+    return torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_log_probs_equal_those_of_transformers(
+    directories: dict[str, Path], shape: str, deterministic: bool
+) -> None:
+    directory = directories[shape]
+    scheduler = make_scheduler(directory, deterministic=deterministic)
+    sequence = make_sequence(PROMPT, max_new_tokens=70, temperature=0.7, logprob_start=0)
+    run(scheduler, [sequence])
+    tokens = PROMPT + sequence.output_ids
+    output = reference_logprobs(directory, tokens, temperature=0.7)[len(PROMPT) - 1 :]
+    prompt = reference_logprobs(directory, PROMPT)
+    torch.testing.assert_close(torch.tensor(sequence.output_logprobs), output, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(sequence.input_logprobs), prompt, atol=1e-4, rtol=0)
+
+
+def test_prefill_in_chunks_gives_the_same_numbers(directories: dict[str, Path]) -> None:
+    prompt = [i % 250 for i in range(90)]
+    whole, chunked = (make_sequence(prompt, max_new_tokens=5, temperature=0, logprob_start=0) for _ in range(2))
+    run(make_scheduler(directories["qwen3"]), [whole])
+    run(make_scheduler(directories["qwen3"], prefill_tokens=17), [chunked])
+    assert whole.output_ids == chunked.output_ids
+    torch.testing.assert_close(
+        torch.tensor(whole.input_logprobs), torch.tensor(chunked.input_logprobs), atol=1e-4, rtol=0
+    )
+
+
+def test_bfloat16_stays_close_to_float32(directories: dict[str, Path]) -> None:
+    exact, rough = (make_sequence(PROMPT, max_new_tokens=0, logprob_start=0) for _ in range(2))
+    run(make_scheduler(directories["qwen3"]), [exact])
+    run(make_scheduler(directories["qwen3"], dtype="bfloat16"), [rough])
+    difference = torch.tensor(exact.input_logprobs) - torch.tensor(rough.input_logprobs)
+    assert difference.abs().max() < 0.2 and difference.abs().max() > 0
+
+
+@pytest.mark.parametrize("old_spelling", [False, True])
+def test_both_spellings_of_the_rotary_settings(directories: dict[str, Path], old_spelling: bool) -> None:
+    config = json.loads((directories["llama_scaled"] / "config.json").read_text())
+    fields = config.pop("rope_parameters")
+    if old_spelling:
+        config["rope_theta"] = fields.pop("rope_theta")
+        config["rope_scaling"] = fields
+    else:
+        config["rope_parameters"] = fields
+    rope = Architecture.from_config(config).rope
+    assert rope == Rope(5000.0, "llama3", 8.0, 1.0, 4.0, 32)
+    theirs = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(directories["llama_scaled"])).inv_freq
+    torch.testing.assert_close(rope.inverse_frequencies(2 * len(theirs)), theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "mamba"}, "does not implement the model type 'mamba'"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(
+    directories: dict[str, Path], change: dict[str, object], said: str
+) -> None:
+    config = json.loads((directories["qwen2"] / "config.json").read_text())
+    with pytest.raises(UserError, match=said):
+        Architecture.from_config(config | change)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fixed_rows", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_multiplies_and_notices_new_weights(dtype: torch.dtype, fixed_rows: bool, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(40, 24).to(dtype), torch.randn(37, 24).to(dtype)
+    bias = torch.randn(40).to(dtype) if has_bias else None
+    linear = Linear(weight, bias, fixed_rows)
+    for _ in range(2):
+        exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        tolerance = 1e-4 if dtype == torch.float32 else 0.15
+        torch.testing.assert_close(linear(x).double(), exact, atol=tolerance, rtol=0)
+        weight.copy_(torch.randn(40, 24))
+        linear.invalidate()
