@@ -39,6 +39,48 @@ def json_safe(value: Any, max_text: int = 0, _depth: int = 0) -> Any:
     return json_safe(repr(value), max_text or 200)
 
 
+#: Parts of the names of flags and environment variables whose values stay out of files, in small letters.
+SECRET_NAMES = ("wandb_key", "api_key", "secret", "password", "hf_token")
+HIDDEN = "•••"
+
+
+def is_secret(name: str) -> bool:
+    """Whether a flag or variable of this name holds a key or a password."""
+    plain = name.lower().replace("-", "_")
+    return any(secret in plain for secret in SECRET_NAMES)
+
+
+def without_secrets(name: str, value: Any) -> Any:
+    """`value`, hidden when `name` says that it is secret; dicts (environment variables) are looked through."""
+    if isinstance(value, dict):
+        return {key: without_secrets(str(key), inner) for key, inner in value.items()}
+    return HIDDEN if value and is_secret(name) else value
+
+
+def command_line(argv: list[str]) -> list[str]:
+    """A command line that can be shown: values of secret flags, and of flags that carry environment, are hidden.
+
+    Example:
+        >>> command_line(["train.py", "--wandb-key", "abc", "--wandb-key=abc", "--lr", "1"])
+        ['train.py', '--wandb-key', '•••', '--wandb-key=•••', '--lr', '1']
+    """
+    shown: list[str] = []
+    for word in argv:
+        before = shown[-1] if shown else ""
+        flag, equals, _ = word.partition("=")
+        if _hides_value(before) and "=" not in before:
+            shown.append(HIDDEN)
+        elif equals and _hides_value(flag):
+            shown.append(f"{flag}={HIDDEN}")
+        else:
+            shown.append(word)
+    return shown
+
+
+def _hides_value(flag: str) -> bool:
+    return flag.startswith("--") and (is_secret(flag) or flag == "--train-env-vars")
+
+
 def dump_line(value: dict[str, Any]) -> bytes:
     """One JSON object and a newline."""
     return orjson.dumps(value) + b"\n"

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slime.errors import UserError
-from slime.observe.json_text import json_safe, read_lines, read_object, write_atomically
+from slime.observe.json_text import command_line, json_safe, read_lines, read_object, write_atomically
 from slime.observe.log import get_logger
 
 if TYPE_CHECKING:
@@ -186,7 +186,9 @@ class RunFolder:
         summary = self.read_summary()
         entry = summary["stages"].setdefault(self.stage or "", {})
         if state == "running":
-            entry.update(started=time.time(), ended=None, pid=os.getpid(), host=platform.node(), argv=sys.argv)
+            entry.update(
+                started=time.time(), ended=None, pid=os.getpid(), host=platform.node(), argv=command_line(sys.argv)
+            )
         else:
             entry["ended"] = time.time()
         entry["state"] = state
@@ -231,7 +233,7 @@ class RunFolder:
             "host": platform.node(),
             "python": platform.python_version(),
             "packages": _package_versions(),
-            "argv": sys.argv,
+            "argv": command_line(sys.argv),
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
-from slime.observe.json_text import json_safe
+from slime.observe.json_text import json_safe, without_secrets
 from slime.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class WandbSink:
         group = observe.wandb_group
         if group and not observe.disable_wandb_random_suffix:
             group = f"{group}-{_kept(run, 'wandb-suffix', secrets.token_hex(3))}"
-        settings = {name: json_safe(value) for name, value in vars(config.flat()).items() if name != "wandb_key"}
+        settings = {name: without_secrets(name, json_safe(value)) for name, value in vars(config.flat()).items()}
         self._run: Any = wandb.init(
             project=observe.wandb_project or "slime",
             entity=observe.wandb_team,

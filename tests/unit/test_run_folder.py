@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,25 @@ def test_a_crash_leaves_traceback_configuration_and_last_metrics(tmp_path: Path)
     assert [row["step"] for row in last] == list(range(10, 30))
     assert (folder / "config.json").read_bytes() == run.config_path.read_bytes()
     assert run.state() == "failed"
+
+
+def test_keys_on_the_command_line_reach_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [
+        "train.py",
+        "--wandb-key",
+        "s3cret",
+        "--wandb-key=s3cret",
+        "--train-env-vars",
+        '{"HF_TOKEN": "s3cret"}',
+        "--lr",
+        "1",
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    run = RunFolder.create(config_for(tmp_path, wandb_key="s3cret"))
+    run.write_crash(RuntimeError("x"))
+    assert run.read_summary()["stages"][""]["argv"][-2:] == ["--lr", "1"]
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert [path.name for path in files if b"s3cret" in path.read_bytes()] == []
 
 
 def test_a_crash_report_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import orjson
 
 from slime import __version__
 from slime.observe.console import duration, eval_scores
+from slime.observe.json_text import without_secrets
 from slime.observe.report.alarms import engine_loads, find_alarms
 from slime.observe.report.catalog import charts_of
 from slime.observe.report.charts import Chart, number, points_json, sparkline, svg
 from slime.observe.report.data import RunData, Stage, config_value, elapsed, flags_with_origins, is_supervised
 from slime.observe.report.samples import escape, samples_html
 
-_SECRETS = ("wandb_key", "api_key", "secret", "password", "hf_token")  # parts of names, in small letters
 _STATES = {
     "running": "running",
     "finished": "finished",
@@ -154,18 +154,11 @@ def metrics_table_html(stage: Stage) -> str:
     return _fold(f"All {len(rows)} metrics", "metrics", [head, *rows])
 
 
-def _without_secrets(name: str, value: Any) -> Any:
-    """Keys and passwords never reach a page that is passed around; environment variables are looked through too."""
-    if isinstance(value, dict):
-        return {key: _without_secrets(str(key), inner) for key, inner in value.items()}
-    return "•••" if value and any(secret in name.lower() for secret in _SECRETS) else value
-
-
 def config_html(stage: Stage) -> str:
     """Settings: what the user set first, then what followed from it, then the defaults."""
     rows: dict[str, list[str]] = {"Set by the user": [], "Derived": [], "Defaults": []}
     for name, value, origin in flags_with_origins(stage.config):
-        shown = _without_secrets(name, value)
+        shown = without_secrets(name, value)
         text = shown if isinstance(shown, str) else orjson.dumps(shown, default=repr).decode()
         kind = origin.split(":")[0].split(" ")[0]
         title = "Derived" if kind == "derived" else "Defaults" if kind in ("default", "") else "Set by the user"
@@ -188,7 +181,7 @@ def _stage_html(stage: Stage, charts: _Charts, titled: bool) -> str:
     for section, specs in charts_of(stage).items():
         drawn = "".join(charts.figure(chart) for chart in specs)
         figures.append(f'<section><h3>{section}</h3><div class="charts">{drawn}</div></section>')
-    empty = "" if stage.rows else '<p class="hint">No step has been logged yet.</p>'
+    empty = "" if stage.rows else '<p class="none">No step has been logged.</p>'
     return "".join(
         [
             f'<div class="stage" id="stage-{escape(stage.name or "run")}">',
@@ -235,8 +228,9 @@ def _header_html(run: RunData) -> str:
 
 def _crash_html(crash: dict[str, Any]) -> str:
     text = f"{crash.get('error', 'Error')}: {crash.get('message', '')}"
+    note = f" ({escape(crash['note'])})" if crash.get("note") else ""
     more = f"<p>More in <code>{escape(crash['folder'])}</code></p>"
-    return f'<div class="crash"><b>The run failed.</b> <pre>{escape(text)}</pre>{more}</div>'
+    return f'<div class="crash"><b>The run failed{note}.</b> <pre>{escape(text)}</pre>{more}</div>'
 
 
 def render(run: RunData) -> str:
