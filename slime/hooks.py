@@ -341,14 +341,23 @@ def check_hooks(args: Any) -> None:
 
 
 def check_data_source(cls: Any, path: str) -> None:
-    """Check that ``cls(args)`` works and gives the two methods every data source must have."""
-    missing = [name for name in ("get_samples", "add_samples") if not callable(getattr(cls, name, None))]
-    if not inspect.isclass(cls) or missing:
+    """Check that ``cls`` is a `DataSource` with the methods that every one must have, built as ``cls(args)``.
+
+    Raises:
+        UserError: it is something else, lacks a method, or takes other arguments.
+    """
+    fix = "derive it from slime.hooks.DataSource"
+    if not inspect.isclass(cls) or not issubclass(cls, DataSource):
+        raise UserError(f"'{path}' is no data source class", why=f"it is {cls!r:.100}", fix=fix)
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
         raise UserError(
-            f"'{path}' is no data source class",
-            why=f"it lacks {', '.join(missing)}" if missing else f"it is a {type(cls).__name__}",
-            fix="derive it from slime.hooks.DataSource",
+            f"the data source '{path}' lacks {' and '.join(missing)}", fix="add them; see slime.hooks.DataSource"
         )
+    try:
+        inspect.signature(cls).bind("args")
+    except TypeError as error:
+        raise UserError(f"the data source '{path}' cannot be built from args", why=str(error), fix=fix) from error
 
 
 async def call_hook(

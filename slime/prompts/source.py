@@ -22,6 +22,7 @@ from slime.prompts.order import MappedOrder, Order, StreamedOrder
 from slime.prompts.prepare import Checker, prepare
 from slime.prompts.readers import open_rows
 from slime.prompts.row_format import Prompt, RowFormat
+from slime.prompts.tokenizer import generation_config_of, stop_token_report
 from slime.samples.buffer import SampleBuffer, pop_first
 from slime.samples.types import Sample
 
@@ -31,17 +32,29 @@ _BLANK = Prompt(text="", tokens=[], label=None, metadata={}, bare="")
 
 
 def make_source(config: Config, tokenizer: Any) -> DataSource:
-    """The source that the flags name: ``--data-source-path``, or `PromptSource`.
+    """The source that the flags name: ``--data-source-path``, or `PromptSource`. Warns when nothing ends a turn.
 
     Raises:
         UserError: the class cannot be loaded or is no data source; see also `PromptSource`.
     """
+    _warn_of_endless_generation(config, tokenizer)
     path = config.data.data_source_path
     if not path:
         return PromptSource(config, tokenizer)
     cls = load_function(path)
     check_data_source(cls, path)
     return cls(config.flat())
+
+
+def _warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
+    model, rollout = config.checkpoint.hf_checkpoint, config.rollout
+    if model is None or not config.data.apply_chat_template or config.algorithm.loss_type == "sft_loss":
+        return
+    generation_config = generation_config_of(model)
+    for warning in stop_token_report(
+        tokenizer, generation_config, rollout.rollout_stop_token_ids, rollout.rollout_stop
+    ):
+        logger.warning("%s", warning)
 
 
 class PromptSource(DataSource):

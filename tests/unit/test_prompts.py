@@ -22,7 +22,7 @@ from slime.prompts.order import shuffled
 from slime.prompts.prepare import Checker, prepare
 from slime.prompts.readers import JsonLines, iter_rows, open_rows, split_slice
 from slime.prompts.row_format import RowFormat, read_prompt
-from slime.prompts.source import PromptSource
+from slime.prompts.source import PromptSource, make_source
 from slime.prompts.tokenizer import load_tokenizer, stop_token_report
 
 TOKENIZER = make_tokenizer()
@@ -313,6 +313,19 @@ def test_stop_tokens_are_compared_with_the_templates_end_of_turn() -> None:
     assert stop_token_report(ends_elsewhere, stop_token_ids=[im_end]) == []
     assert stop_token_report(ends_elsewhere, stop=["<|im_end|>"]) == []
     assert stop_token_report(make_tokenizer(None, eos="<|endoftext|>")) == [], "no template: nothing to compare"
+
+
+def test_making_the_source_warns_of_endless_generation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = make_tokenizer(eos="<|endoftext|>")
+    tokenizer.save_pretrained(tmp_path)
+    path = write_jsonl(tmp_path / "d.jsonl", [{"input": "a"}])
+    flags = {"rollout_batch_size": 1, "num_rollout": 1, "prompt_data": path, "hf_checkpoint": str(tmp_path)}
+    logging.getLogger("slime").propagate = True
+    with caplog.at_level(logging.WARNING):
+        make_source(make_config(apply_chat_template=True, rollout_stop=("<|im_end|>",), **flags), tokenizer)
+        assert not caplog.records
+        make_source(make_config(apply_chat_template=True, **flags), tokenizer)
+    assert "no stop token ends a turn" in caplog.text
 
 
 # -- shuffling a stream ----------------------------------------------------------------------------------------------

@@ -178,6 +178,8 @@ def test_a_source_of_the_users_own(tmp_path: Path, monkeypatch) -> None:
         "    def get_samples(self, num_samples): return [[Sample(prompt='x')] * self.n] * num_samples\n"
         "    def add_samples(self, samples): pass\n"
         "class Broken:\n    def __init__(self, args): pass\n"
+        "class Half(DataSource):\n    def add_samples(self, samples): pass\n"
+        "class Picky(Mine):\n    def __init__(self, args, more): pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = make_config(rollout_batch_size=1, n_samples_per_prompt=3, num_rollout=1, data_source_path="my_source.Mine")
@@ -185,6 +187,7 @@ def test_a_source_of_the_users_own(tmp_path: Path, monkeypatch) -> None:
     assert len(source.get_samples(2)[1]) == 3
     with pytest.raises(UserError, match="does not say how many prompts"):
         len(source)
-    config = make_config(rollout_batch_size=1, num_rollout=1, data_source_path="my_source.Broken")
-    with pytest.raises(UserError, match="is no data source class"):
-        make_source(config, TOKENIZER)
+    for name, said in [("Broken", "is no data source class"), ("Half", "lacks get_samples"), ("Picky", "'more'")]:
+        config = make_config(rollout_batch_size=1, num_rollout=1, data_source_path=f"my_source.{name}")
+        with pytest.raises(UserError, match=said):
+            make_source(config, TOKENIZER)
