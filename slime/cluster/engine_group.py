@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -104,7 +105,7 @@ class EngineGroup:
 
     def __init__(self, config: Config, plan: PlacementPlan, slots: Slots, run_path: Path, num_threads: int) -> None:
         share = _COLOCATED_SHARE if config.cluster.colocate else 1.0
-        actor = ray.remote(EngineActor)
+        actor: Any = ray.remote(EngineActor)  # Ray makes the methods remote; its types do not say so
         self.config, self.plan = config, plan
         self.engines = [
             actor.options(

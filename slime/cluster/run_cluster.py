@@ -128,9 +128,7 @@ class Cluster:
     def _finish_trainers(self, refs: list[ray.ObjectRef]) -> TrainerStart:
         if self._trainers is None:
             return TrainerStart(self.config.rollout.start_rollout_id or 0)
-        start = self._trainers.finish_setup(refs, self._seconds_limit, self._should_stop)
-        logger.info("trainer: %s", start.summary)
-        return start
+        return self._trainers.finish_setup(refs, self._seconds_limit, self._should_stop)
 
     def _restore(self, start: TrainerStart) -> None:
         if "source" in start.extra_state:
@@ -207,13 +205,11 @@ class Cluster:
         limit = self.config.rollout.rollout_timeout
         return self._guarded(lambda: wait_for([ref], "evaluating", limit, self._should_stop, self._poll_progress))[0]
 
-    def save(self, rollout_id: int, weight_version: int) -> float:
-        """Checkpoint after training ``rollout_id``; returns its seconds."""
+    def save(self, rollout_id: int, weight_version: int) -> None:
+        """Checkpoint after training ``rollout_id``, with the data position that training has reached."""
         source = self._call_rollout("state_dict", what="asking for the data position")
         state = {"source": source, "weight_version": weight_version}
-        started = time.perf_counter()
         self._call_trainers("save", rollout_id, state, what="saving a checkpoint")
-        return time.perf_counter() - started
 
     # -- helpers -------------------------------------------------------------------------------------------
 

@@ -29,12 +29,10 @@ class TrainerStart:
     Attributes:
         start_rollout_id: the next rollout to train.
         extra_state: what was saved beside the weights (data position, weight version, …), {} on a fresh start.
-        summary: a line for people: parameters, where they came from.
     """
 
     start_rollout_id: int
     extra_state: dict[str, Any] = field(default_factory=dict)
-    summary: str = ""
 
 
 class TrainerActor:
@@ -53,19 +51,20 @@ class TrainerActor:
     def setup(self, master_addr: str, master_port: int, local_rank: int) -> TrainerStart:
         import torch
 
-        from slime.train.backend import RankInfo
         from slime.train.megatron.backend import MegatronBackend
+        from slime.train.megatron.parallel import RankInfo
 
         torch.set_num_threads(self.num_threads)
         info = RankInfo(self.rank, self.world_size, local_rank, master_addr, master_port)
         self.backend = MegatronBackend(self.config, info)
         start = self.backend.setup()
         self.sync: Any = None
-        return TrainerStart(start, dict(self.backend.extra_state), self.backend.summary)
+        return TrainerStart(start, dict(self.backend.extra_state))
 
     def connect_engines(self, urls: list[str], version: int) -> None:
         from slime.weights.sync import WeightSync
 
+        assert self.backend.hf_config is not None
         self.sync = WeightSync(
             self.config,
             self.backend.model_chunks,
@@ -90,8 +89,8 @@ class TrainerActor:
         batch = ray.get(shards[self.backend.data_parallel_rank])
         return self.backend.train(batch)
 
-    def save(self, rollout_id: int, extra_state: dict[str, Any]) -> float:
-        return self.backend.save(rollout_id, extra_state)
+    def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
+        self.backend.save(rollout_id, extra_state)
 
     def shutdown(self) -> None:
         if getattr(self, "sync", None) is not None:
@@ -108,7 +107,7 @@ class TrainerGroup:
         environment = {str(k): str(v) for k, v in (config.cluster.train_env_vars or {}).items()}
         # One rank's OpenMP pool; set in the environment because it is read when torch is first imported.
         environment["OMP_NUM_THREADS"] = str(num_threads)
-        actor = ray.remote(TrainerActor)
+        actor: Any = ray.remote(TrainerActor)  # Ray makes the methods remote; its types do not say so
         self.config = config
         self.world_size = plan.num_train
         self.node_ips = slots.node_ips[: plan.num_train]

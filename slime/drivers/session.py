@@ -58,8 +58,6 @@ class Session:
         self.start_rollout_id = launch.start_rollout_id
         self.num_prompts = launch.num_prompts
         self.num_rollout = self._count_rollouts(launch)
-        if self.start_rollout_id > 0:
-            self.sinks.rewind(self.start_rollout_id + 1)
         self.sinks.begin(self.start_rollout_id, self.num_rollout, sum(launch.seconds.values()))
         logger.info("launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in launch.seconds.items()))
         self.update_weights()
@@ -120,21 +118,26 @@ class Session:
 
     def should_evaluate(self, rollout_id: int) -> bool:
         interval = self.config.eval.eval_interval
-        return bool(interval) and self._is_due(rollout_id, interval)
+        return interval is not None and self._is_due(rollout_id, interval)
+
+    @property
+    def _saves(self) -> bool:
+        flags = self.config.checkpoint
+        return self.cluster.has_trainers and bool(flags.save or flags.save_hf)
 
     def should_save(self, rollout_id: int) -> bool:
-        if not self.config.checkpoint.save or self._last_saved == rollout_id:
+        if not self._saves or self._last_saved == rollout_id:
             return False
         interval = self.config.checkpoint.save_interval
         last = rollout_id + 1 == self.num_rollout
-        return last or (bool(interval) and self._is_due(rollout_id, interval))
+        return last or (interval is not None and self._is_due(rollout_id, interval))
 
     def _is_due(self, rollout_id: int, interval: int | None) -> bool:
         """Every ``interval`` rollouts, at the end of each epoch, and after the last."""
         number = rollout_id + 1
         per_epoch = self.num_prompts // self.config.rollout.rollout_batch_size if self.num_prompts else 0
         epoch_end = bool(per_epoch) and number % per_epoch == 0 and self.config.data.num_epoch is not None
-        return number == self.num_rollout or epoch_end or (bool(interval) and number % interval == 0)
+        return number == self.num_rollout or epoch_end or (interval is not None and number % interval == 0)
 
     def save(self, rollout_id: int) -> None:
         with self.sinks.phase("save_model"):
@@ -152,7 +155,7 @@ class Session:
         """After SIGTERM: keep the last completed step, unless it is on disk already."""
         self._stop.clear()  # the save must be waited for
         self._state = "stopped"
-        if self._last_trained is None or self._last_saved == self._last_trained or not self.config.checkpoint.save:
+        if self._last_trained is None or self._last_saved == self._last_trained or not self._saves:
             return
         self.save(self._last_trained)
         logger.info("saved rollout %d before leaving", self._last_trained)

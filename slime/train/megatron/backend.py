@@ -141,26 +141,28 @@ class MegatronBackend:
     def _checkpoint_state(self) -> TrainerState:
         return TrainerState(self.model_chunks, self.optimizer, self.scheduler)
 
-    def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> Path:
-        """Checkpoint after training rollout ``rollout_id``; with ``--save-hf`` also in Hugging Face form. Collective.
+    def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> Path | None:
+        """After training rollout ``rollout_id``: a checkpoint with ``--save``, Hugging Face form with ``--save-hf``.
+
+        Collective.
 
         Args:
             extra_state: small state of the run (data position, …), found again in ``extra_state`` after `setup`.
         Returns:
-            The checkpoint's directory.
+            The checkpoint's directory; None without ``--save``.
         """
         flags = self.config.checkpoint
-        if flags.save is None:
-            raise UserError("no --save directory to write a checkpoint to", fix="pass --save")
-        path = save_checkpoint(
-            flags.save,
-            rollout_id,
-            self._checkpoint_state(),
-            extra_state=extra_state,
-            save_optimizer=not flags.no_save_optim,
-            save_rng=not flags.no_save_rng,
-            keep=flags.save_retain,
-        )
+        path = None
+        if flags.save is not None:
+            path = save_checkpoint(
+                flags.save,
+                rollout_id,
+                self._checkpoint_state(),
+                extra_state=extra_state,
+                save_optimizer=not flags.no_save_optim,
+                save_rng=not flags.no_save_rng,
+                keep=flags.save_retain,
+            )
         if flags.save_hf and flags.hf_checkpoint and self.hf_config:
             target = flags.save_hf.format(rollout_id=rollout_id)
             save_hf(self.model_chunks, self.hf_config, target, assets_from=flags.hf_checkpoint)
