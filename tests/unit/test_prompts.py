@@ -28,6 +28,12 @@ from slime.prompts.tokenizer import load_tokenizer, stop_token_report
 TOKENIZER = make_tokenizer()
 
 
+@pytest.fixture(autouse=True)
+def log_records_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever another test configured."""
+    monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
+
+
 def rows_of(path: str) -> list[dict[str, Any]]:
     rows = open_rows(path)
     return [rows[i] for i in range(len(rows))]
@@ -140,7 +146,6 @@ def test_prompts_that_carry_the_template_already_are_said(tmp_path: Path, caplog
     assert carries_template([{"role": "user", "content": "<|im_start|>x"}], ["<|im_start|>"])
     rows = [{"input": "plain"}, {"input": render_prompt(TOKENIZER, "hi")}, {"input": "x<|im_end|>"}]
     path = write_jsonl(tmp_path / "t.jsonl", rows)
-    logging.getLogger("slime").propagate = True
     with caplog.at_level(logging.WARNING):
         source_of(path)
         assert not caplog.records
@@ -170,7 +175,6 @@ def test_the_length_filter_keeps_the_order(tmp_path: Path, lengths: list[int], l
 
 def test_the_context_limits_prompts_too_and_what_is_left_out_is_said(tmp_path: Path, caplog) -> None:
     path = write_jsonl(tmp_path / "l.jsonl", [{"input": "x" * n} for n in (3, 9, 10, 4)])
-    logging.getLogger("slime").propagate = True
     with caplog.at_level(logging.WARNING):
         assert len(source_of(path, rollout_max_context_len=10)) == 3
     assert "1 of 4 prompts are longer than 9 tokens and left out" in caplog.text
@@ -320,7 +324,6 @@ def test_making_the_source_warns_of_endless_generation(tmp_path: Path, caplog: p
     tokenizer.save_pretrained(tmp_path)
     path = write_jsonl(tmp_path / "d.jsonl", [{"input": "a"}])
     flags = {"rollout_batch_size": 1, "num_rollout": 1, "prompt_data": path, "hf_checkpoint": str(tmp_path)}
-    logging.getLogger("slime").propagate = True
     with caplog.at_level(logging.WARNING):
         make_source(make_config(apply_chat_template=True, rollout_stop=("<|im_end|>",), **flags), tokenizer)
         assert not caplog.records
