@@ -224,34 +224,37 @@ class RolloutClient:
         """Stop every request on every engine; return when all of them are idle. Call inside `abort_scope`.
 
         The order to abort is repeated until then, since a request may still be on its way when the first arrives.
-        Engines that do not answer are skipped with a warning (their requests fail on their own).
+        An engine that does not answer does not hold up the end, as long as our own requests have all come back.
 
         Raises:
-            EngineError: some engine still has requests after ``timeout`` seconds; names them.
+            EngineError: requests are still there after ``timeout`` seconds; names the engines and what they said.
         """
         end = time.monotonic() + timeout
         workers = await list_workers(await self.engine())
         poll = _FIRST_POLL
         while True:
-            counts = await asyncio.gather(*(self._abort_worker(worker) for worker in workers))
-            busy = [f"{worker.url} ({count} requests)" for worker, count in zip(workers, counts) if count]
-            if not busy and not self.in_flight:
-                return
+            states = await asyncio.gather(*(self._abort_worker(worker) for worker in workers))
+            if not self.in_flight and not any(count for count, _ in states):
+                break
             if time.monotonic() > end:
-                rest = busy or [f"{len(self.in_flight)} requests unanswered"]
-                raise EngineError(self.base_url, f"abort is not finished after {timeout:.0f} s: {', '.join(rest)}")
+                said = [f"{worker.url} {problem or f'({count} requests)'}" for worker, (count, problem) in
+                        zip(workers, states) if count or problem]  # fmt: skip
+                said = said or [f"{len(self.in_flight)} requests got no answer"]
+                raise EngineError(self.base_url, f"abort is not finished after {timeout:.0f} s: {'; '.join(said)}")
             await asyncio.sleep(poll)
             poll = min(2 * poll, _LONGEST_POLL)
+        for worker, (_, problem) in zip(workers, states):
+            if problem:
+                logger.warning("abort: %s %s", worker.url, problem)
 
-    async def _abort_worker(self, worker: Worker) -> int:
-        """Order an abort; the number of requests that the worker still has."""
+    async def _abort_worker(self, worker: Worker) -> tuple[int, str]:
+        """Order an abort; the number of requests that the worker still has, and what went wrong."""
         try:
             engine = await self.engine(worker.url)
             await engine.request("POST", "/abort_request", {"abort_all": True}, timeout=10.0)
-            return num_requests(await engine.get("/v1/loads?include=core", timeout=10.0))
+            return num_requests(await engine.get("/v1/loads?include=core", timeout=10.0)), ""
         except EngineError as error:
-            logger.warning("abort: %s", error)
-            return 0
+            return 0, error.what
 
     async def _sleep_unless_aborting(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

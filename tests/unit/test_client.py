@@ -16,9 +16,9 @@ import pytest
 
 from slime.errors import UserError
 from slime.rollout import client as client_module
-from slime.rollout.client import RequestRefused, RolloutClient, num_requests
+from slime.rollout.client import InFlight, RequestRefused, RolloutClient, num_requests
 from slime.rollout.engines.api import EngineClient, EngineError
-from slime.rollout.router import list_workers, register_workers, remove_worker, router_policy, wants_routing_key
+from slime.rollout.router import Worker, list_workers, register_workers, remove_worker, router_policy, wants_routing_key
 from tests.fake_engine import FakeEngine
 
 PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
@@ -130,6 +130,23 @@ def test_an_engine_that_does_not_stop_is_named() -> None:
         engine.in_flight = 3  # claims load for ever
         with client.abort_scope(), pytest.raises(EngineError, match=r"abort is not finished.*\(3 requests\)"):
             await client.abort_all(timeout=0.05)
+
+    run(test)
+
+
+def test_a_dead_engine_does_not_hold_up_an_abort_unless_requests_wait_for_it() -> None:
+    async def test(engine: FakeEngine, client: RolloutClient) -> None:
+        async def workers(_router: EngineClient) -> list[Worker]:
+            return [Worker("0", engine.url, True), Worker("1", "http://127.0.0.1:9", True)]
+
+        with pytest.MonkeyPatch.context() as patch, client.abort_scope():
+            patch.setattr(client_module, "list_workers", workers)
+            await client.abort_all(timeout=5)
+            with (
+                client._tracked(InFlight("lost", 0.0)),
+                pytest.raises(EngineError, match=r"127\.0\.0\.1:9 /abort_request failed"),
+            ):
+                await client.abort_all(timeout=0.05)
 
     run(test)
 
