@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._device
 
 CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "randperm", "linspace")
@@ -164,6 +165,9 @@ def _redirected_factory(factory: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def _redirect_tensors() -> None:
+    # `with torch.device("meta")` knows factories by identity, from a set made at its first use: make it now, of the
+    # originals. Else transformers builds models whose rotary buffers are never filled.
+    torch.utils._device._device_constructors()
     for name in _FACTORIES:
         original = getattr(torch, name)
         redirected = _redirected_factory(original)
