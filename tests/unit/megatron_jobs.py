@@ -1,0 +1,139 @@
+"""What a trainer rank does in the tests of checkpoints and conversion: tiny models, real backend, any layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from slime.weights.convert import family_of
+from tests.megatron_stub import random_hf
+from tests.unit.test_weights_convert import config_of
+from tests.unit.trainer_ranks import make_batch, trainer_config
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2+sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2+vpp2": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+}
+
+
+def make_model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
+    """A Hugging Face directory with random weights whose logits are neither flat nor extreme."""
+    shape = {"vocab_size": 97, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    rest = {"rope_theta": 1000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 64}
+    config = config_of(family, **{**shape, **rest, **changes})
+    spec = family_of(config).model_spec(config)
+    tensors = {name: 0.2 * tensor for name, tensor in random_hf(family_of(config), spec, seed=5).items()}
+    for name, tensor in tensors.items():
+        if "norm" in name:
+            tensor.add_(1.0)
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def backend_of(info: Any, model: Path, **flags: Any) -> Any:
+    from slime.train.megatron.backend import MegatronBackend
+
+    backend = MegatronBackend(trainer_config(hf_checkpoint=str(model), **flags), info)
+    backend.next_rollout_id = backend.setup()
+    return backend
+
+
+def fake_step(backend: Any, seed: int) -> None:
+    """An optimizer step with gradients that depend on the parameters alone, not on the layout."""
+    for chunk in backend.model_chunks:
+        chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.main_grad.copy_(torch.sin(parameter.detach().float() * 1000 + seed))
+    backend.optimizer.step()
+    backend.scheduler.step(6)
+
+
+def exported(backend: Any) -> dict[str, torch.Tensor]:
+    from slime.weights.hf_io import iter_hf_tensors
+
+    return {name: tensor.clone() for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
+
+
+# -- jobs of a pool of ranks -------------------------------------------------------------------------------
+
+
+def load_and_export(info: Any, model: Path, layout: str) -> dict[str, torch.Tensor]:
+    return exported(backend_of(info, model, **LAYOUTS[layout]))
+
+
+def export_directory(info: Any, model: Path, layout: str, target: Path) -> None:
+    from slime.weights.hf_io import save_hf
+
+    backend = backend_of(info, model, **LAYOUTS[layout])
+    save_hf(backend.model_chunks, backend.hf_config, target, assets_from=model)
+
+
+def step_and_save(info: Any, model: Path, layout: str, root: Path) -> None:
+    backend = backend_of(info, model, save=str(root), **LAYOUTS[layout])
+    fake_step(backend, 1)
+    backend.save(3, {"rank_0_said": layout})
+
+
+def load_and_save(info: Any, model: Path, layout: str, source: Path, root: Path) -> tuple[int, dict[str, Any]]:
+    backend = backend_of(info, model, load=str(source), save=str(root), **LAYOUTS[layout])
+    backend.save(4)
+    return backend.next_rollout_id, backend.extra_state
+
+
+def full_disk(info: Any, model: Path, root: Path, limit: int) -> str:
+    """Save with files limited to ``limit`` bytes on rank 1 alone; the error text that this rank sees."""
+    import resource
+
+    from slime.errors import UserError
+
+    backend = backend_of(info, model, save=str(root))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if info.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        backend.save(9)
+    except UserError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return ""
+
+
+def push(info: Any, model: Path, layout: str, url: str) -> tuple[int, int]:
+    from slime.weights.sync import WeightSync
+
+    backend = backend_of(info, model, check_weight_update_equal=True, **LAYOUTS[layout])
+    sync = WeightSync(backend.config, backend.model_chunks, backend.hf_config, rank=info.rank, world_size=2)
+    sync.connect([url])
+    receipt = sync.push()
+    sync.close()
+    return receipt.version, receipt.num_tensors
+
+
+def failing_push(info: Any, model: Path, url: str) -> str:
+    from slime.errors import UserError
+    from slime.weights.sync import WeightSync
+
+    backend = backend_of(info, model, **LAYOUTS["tp2"])
+    sync = WeightSync(backend.config, backend.model_chunks, backend.hf_config, rank=info.rank, world_size=2)
+    sync.connect([url])
+    try:
+        sync.push()
+    except UserError as error:
+        return str(error)
+    finally:
+        sync.close()
+    return ""
+
+
+def batch() -> Any:
+    return make_batch()

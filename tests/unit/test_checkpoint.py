@@ -1,0 +1,198 @@
+"""Checkpoints of the real trainer: the run goes on bit for bit, at any layout, and a failed save changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from slime.errors import UserError
+from slime.weights.checkpoint_dir import check_contents, saved_iterations
+from tests.unit import megatron_jobs as jobs
+from tests.unit.trainer_ranks import RankPool, free_port
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.make_model(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    ranks = RankPool(2)
+    yield ranks
+    ranks.close()
+
+
+@contextmanager
+def single(model: Path, **flags: Any) -> Iterator[Any]:
+    """One trainer rank in this process."""
+    from slime.train.megatron.backend import MegatronBackend  # noqa: F401  (prepares megatron for the CPU)
+    from slime.train.megatron.parallel import RankInfo, shut_down
+
+    try:
+        yield jobs.backend_of(RankInfo(0, 1, 0, "127.0.0.1", free_port()), model, **flags)
+    finally:
+        shut_down()
+
+
+def parameters(backend: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for chunk in backend.model_chunks for parameter in chunk.parameters()]
+
+
+def everything(directory: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole, without the padding of the vocabulary."""
+    target = scratch / f"{directory.parent.name}-{directory.name}.pt"
+    dcp_to_torch_save(directory, target)
+    loaded = torch.load(target, weights_only=False)
+    return {
+        key: value[:97] if key.endswith(("word_embeddings.weight", "output_layer.weight")) else value
+        for key, value in loaded.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+# -- one rank ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"bf16": True}, {}, {"use_distributed_optimizer": False}, {"bf16": True, "use_distributed_optimizer": False}],
+    ids=["bf16", "fp32", "fp32-plain-optimizer", "bf16-plain-optimizer"],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(model: Path, tmp_path: Path, flags: dict[str, Any]) -> None:
+    flags = {**flags, "save": str(tmp_path), "lr_warmup_iters": 5, "lr_decay_style": "linear"}
+    with single(model, **flags) as backend:
+        jobs.fake_step(backend, 1)
+        jobs.fake_step(backend, 2)
+        backend.save(1, {"position": torch.arange(3), "version": 2})
+        drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
+        rates = backend.learning_rates()
+        jobs.fake_step(backend, 3)
+        jobs.fake_step(backend, 4)
+        expected = parameters(backend)
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    with single(model, **flags, load=str(tmp_path)) as backend:
+        assert backend.next_rollout_id == 2
+        assert backend.extra_state["position"].tolist() == [0, 1, 2] and backend.extra_state["version"] == 2
+        assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == drawn
+        assert backend.learning_rates() == rates
+        jobs.fake_step(backend, 3)
+        jobs.fake_step(backend, 4)
+        assert all(torch.equal(a, b) for a, b in zip(parameters(backend), expected, strict=True))
+
+
+def test_saved_before_the_first_step(model: Path, tmp_path: Path) -> None:
+    flags = {"save": str(tmp_path)}
+    with single(model, **flags) as backend:
+        backend.save(0)
+        jobs.fake_step(backend, 1)
+        expected = parameters(backend)
+    with single(model, **flags, load=str(tmp_path)) as backend:
+        jobs.fake_step(backend, 1)
+        assert all(torch.equal(a, b) for a, b in zip(parameters(backend), expected, strict=True))
+
+
+def test_without_the_optimizer(model: Path, tmp_path: Path) -> None:
+    with single(model, save=str(tmp_path), no_save_optim=True, bf16=True) as backend:
+        jobs.fake_step(backend, 1)
+        backend.save(0)
+        saved = parameters(backend)
+    with single(model, save=str(tmp_path), load=str(tmp_path), no_load_optim=True, bf16=True) as backend:
+        assert all(torch.equal(a, b) for a, b in zip(parameters(backend), saved, strict=True))
+        jobs.fake_step(backend, 2)  # the master weights follow the loaded ones
+        moved = max(float((a - b).abs().max()) for a, b in zip(parameters(backend), saved, strict=True))
+        assert 0 < moved < 0.05
+    with pytest.raises(UserError, match="has no optimizer state"), single(model, load=str(tmp_path), bf16=True):
+        pass
+
+
+def test_another_model_is_refused(model: Path, tmp_path: Path) -> None:
+    other = jobs.make_model(tmp_path / "other", num_key_value_heads=4)
+    root = tmp_path / "ckpt"
+    with single(model, save=str(root)) as backend:
+        backend.save(0)
+    with pytest.raises(UserError, match=r"cannot be loaded into this model"), single(other, load=str(root)):
+        pass
+
+
+def test_corruption_is_named_and_not_loaded(model: Path, tmp_path: Path) -> None:
+    with single(model, save=str(tmp_path)) as backend:
+        backend.save(0)
+    [shard] = (tmp_path / "iter_0000000").glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(UserError, match=rf"{shard.name} is corrupt"), single(model, load=str(tmp_path)):
+        pass
+
+
+def test_a_full_disk_at_any_byte_leaves_the_previous_checkpoint(model: Path, tmp_path: Path) -> None:
+    flags = {"save": str(tmp_path)}
+    with single(model, **flags) as backend:
+        backend.save(0)
+        sizes = sorted({path.stat().st_size for path in (tmp_path / "iter_0000000").iterdir()})
+        before = parameters(backend)
+        jobs.fake_step(backend, 1)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for limit in [0, *(size - 1 for size in sizes if size > 200), sizes[-1] // 2]:
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))  # a write beyond it fails, in C++ too
+                with pytest.raises(UserError, match="previous"):
+                    backend.save(1)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000000", "latest_checkpointed_iteration.txt"]
+            check_contents(tmp_path / "iter_0000000")
+        backend.save(1)
+    with single(model, **flags, load=str(tmp_path), ckpt_step=0) as backend:
+        assert all(torch.equal(a, b) for a, b in zip(parameters(backend), before, strict=True))
+        assert backend.next_rollout_id == 1
+
+
+def test_retention(model: Path, tmp_path: Path) -> None:
+    with single(model, save=str(tmp_path), save_retain=2) as backend:
+        for rollout_id in range(4):
+            backend.save(rollout_id)
+    assert saved_iterations(tmp_path) == [2, 3]
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_saved_at_each_layout_and_loaded_at_each_other(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    contents = {}
+    for layout in jobs.LAYOUTS:
+        pool.run(jobs.step_and_save, model, layout, tmp_path / layout)
+        contents[layout] = everything(tmp_path / layout / "iter_0000003", tmp_path)
+    reference = contents["dp2"]
+    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in reference)
+    for layout, content in contents.items():
+        assert content.keys() == reference.keys(), layout
+        for key in reference:
+            assert torch.allclose(content[key], reference[key], atol=1e-6), (layout, key)
+    ring = [*jobs.LAYOUTS, "dp2"]
+    for source, target in itertools.pairwise(ring):
+        root = tmp_path / f"{source} to {target}"
+        [(next_id, extra), _] = pool.run(jobs.load_and_save, model, target, tmp_path / source, root)
+        assert next_id == 4 and extra == {"rank_0_said": source}
+        again = everything(root / "iter_0000004", tmp_path)
+        assert all(torch.equal(again[key], contents[source][key]) for key in reference), (source, target)
+
+
+@pytest.mark.slow
+def test_one_ranks_full_disk_is_every_ranks_error(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    pool.run(jobs.step_and_save, model, "dp2", tmp_path)
+    said = pool.run(jobs.full_disk, model, tmp_path / "other", 100)
+    assert all("failed" in text and "rank 1" in text for text in said)
+    assert not list((tmp_path / "other").iterdir())

@@ -1,0 +1,125 @@
+"""Hugging Face weights in the real Megatron model: same log-probs as transformers, and back out unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime.errors import UserError
+from slime.weights.convert.spec import read_hf_config
+from tests.fake_weight_engine import FakeWeightEngine
+from tests.unit import megatron_jobs as jobs
+from tests.unit.test_checkpoint import single
+from tests.unit.trainer_ranks import RankPool
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    ranks = RankPool(2)
+    yield ranks
+    ranks.close()
+
+
+def transformers_log_probs(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0]
+    return torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": False},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 77.0, "rope_type": "default"}},
+    ],
+    ids=["tied", "untied", "scaled-rope", "rope-parameters"],
+)
+def test_log_probs_equal_transformers(tmp_path: Path, family: str, changes: dict) -> None:
+    model = jobs.make_model(tmp_path / "model", family, **changes)
+    batch = jobs.batch()
+    with single(model, rollout_temperature=1.0) as backend:
+        ours = backend.log_probs(batch)
+        out = jobs.exported(backend)
+    for tokens, length, log_probs in zip(batch.tokens, batch.response_lengths, ours, strict=True):
+        theirs = transformers_log_probs(model, tokens)[-length:]
+        assert torch.allclose(log_probs, theirs, atol=1e-5), (log_probs - theirs).abs().max()
+    original = load_file(model / "model.safetensors")
+    assert out.keys() == original.keys()
+    assert all(torch.equal(out[name], original[name]) for name in original)
+
+
+def test_a_parameter_that_gets_nothing_and_a_tensor_that_no_one_takes(tmp_path: Path) -> None:
+    model = jobs.make_model(tmp_path / "model", "qwen3")
+    with pytest.raises(UserError, match=r"were taken by no parameter(.|\n)*q_norm"), single(model, qk_layernorm=False):
+        pass
+    llama = jobs.make_model(tmp_path / "llama", "llama")
+    with pytest.raises(UserError, match=r"add_qkv_bias|linear_qkv\.bias"), single(llama, add_qkv_bias=True):
+        pass
+
+
+def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
+    model = jobs.make_model(tmp_path / "model", "llama")
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.2.mlp.down_proj.weight"
+    tensors[name] = tensors[name][:, :40].contiguous()
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(UserError) as caught, single(model):
+        pass
+    assert name in str(caught.value) and "[32, 40]" in str(caught.value) and "[32, 48]" in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", jobs.LAYOUTS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_layout_loads_and_exports_the_same(pool: RankPool, tmp_path: Path, layout: str, tied: bool) -> None:
+    model = jobs.make_model(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
+    original = load_file(model / "model.safetensors")
+    for there in pool.run(jobs.load_and_export, model, layout):
+        assert list(there) == list(pool_order(there))
+        assert there.keys() == original.keys()
+        assert all(torch.equal(there[name], original[name]) for name in original)
+    pool.run(jobs.export_directory, model, layout, tmp_path / "out")
+    assert all(torch.equal(t, original[n]) for n, t in load_file(tmp_path / "out" / "model.safetensors").items())
+    assert read_hf_config(tmp_path / "out")["dtype"] == "float32"
+
+
+def pool_order(tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Embedding, layers by number, the rest."""
+
+    def place(name: str) -> int:
+        parts = name.split(".")
+        return int(parts[2]) if "layers" in parts else -1 if "embed_tokens" in name else 99
+
+    return sorted(tensors, key=place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "pp2+vpp2"])
+def test_pushing_from_several_ranks(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    model = jobs.make_model(tmp_path / "model", "qwen2")
+    original = load_file(model / "model.safetensors")
+    with FakeWeightEngine({name: torch.zeros_like(tensor) for name, tensor in original.items()}) as engine:
+        assert pool.run(jobs.push, model, layout, engine.url) == [(1, len(original))] * 2
+        assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in original.items())
+
+
+@pytest.mark.slow
+def test_a_failed_push_is_every_ranks_error(pool: RankPool, tmp_path: Path) -> None:
+    model = jobs.make_model(tmp_path / "model", "llama")
+    original = load_file(model / "model.safetensors")
+    with FakeWeightEngine(original) as engine:
+        engine.fail["/update_weights_from_tensor"] = "no such tensor"
+        said = pool.run(jobs.failing_push, model, engine.url)
+    assert all("no such tensor" in text for text in said)
