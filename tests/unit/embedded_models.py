@@ -103,8 +103,8 @@ def make_scheduler(
 ) -> Scheduler:
     arch = Architecture.from_dir(directory)
     store = make_store(directory, arch, dtype, torch.device("cpu"), max_length, deterministic)
-    cache = KVCache(arch, store.dtype, store.device, max_slots, max_length)
-    return Scheduler(store, cache, prefill_tokens, kv_bytes, deterministic)
+    cache = KVCache(arch, store.dtype, store.device, max_slots, kv_bytes)
+    return Scheduler(store, cache, prefill_tokens, deterministic)
 
 
 def make_sequence(

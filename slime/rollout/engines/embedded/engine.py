@@ -65,9 +65,9 @@ class Engine:
         self.arch = Architecture.from_dir(options.model_path)
         self.max_length = min(options.max_context_len or self.arch.max_positions, self.arch.max_positions)
         self.store = load_store(options, self.arch, self.device, self.max_length)
-        self.cache = KVCache(self.arch, self.store.dtype, self.device, options.max_slots, self.max_length)
         kv_bytes = _kv_budget(options.kv_cache_gb, self.device)
-        self.scheduler = Scheduler(self.store, self.cache, options.prefill_tokens, kv_bytes, options.deterministic)
+        self.cache = KVCache(self.arch, self.store.dtype, self.device, options.max_slots, kv_bytes)
+        self.scheduler = Scheduler(self.store, self.cache, options.prefill_tokens, options.deterministic)
         self.paused: PauseMode | None = None
         self.released: set[str] = set()
         self.death: BaseException | None = None

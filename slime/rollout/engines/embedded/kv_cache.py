@@ -22,14 +22,14 @@ _FIRST_SLOTS = 8
 class KVCache:
     """Args:
     max_slots: most sequences at once.
-    max_length: longest sequence in tokens (a multiple of it may be allocated).
+    byte_limit: storage beyond it is only taken when a single sequence needs it.
     """
 
     def __init__(
-        self, arch: Architecture, dtype: torch.dtype, device: torch.device, max_slots: int, max_length: int
+        self, arch: Architecture, dtype: torch.dtype, device: torch.device, max_slots: int, byte_limit: int
     ) -> None:
         self.arch, self.dtype, self.device = arch, dtype, device
-        self.max_slots, self.max_length = max_slots, max_length
+        self.max_slots, self.byte_limit = max_slots, byte_limit
         self.keys = self.values = self._allocate(0, 0)
 
     @property
@@ -50,12 +50,18 @@ class KVCache:
         arch = self.arch
         return 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * self.dtype.itemsize
 
+    def fits(self, slots: int, capacity: int) -> bool:
+        """Whether so much storage is within the limit."""
+        return slots * capacity * self.bytes_per_token <= self.byte_limit
+
     def ensure_slots(self, count: int) -> None:
-        """Have at least ``count`` slots (doubling, at most ``max_slots``)."""
+        """Have at least ``count`` slots (doubling, as far as the limits allow)."""
         assert count <= self.max_slots
         if count > self.num_slots:
+            capacity = max(self.capacity, _FIRST_CAPACITY)
             target = min(self.max_slots, max(count, 2 * self.num_slots, _FIRST_SLOTS))
-            self._resize(target, max(self.capacity, _FIRST_CAPACITY))
+            affordable = self.byte_limit // (capacity * self.bytes_per_token)
+            self._resize(max(count, min(target, affordable)), capacity)
 
     def ensure_length(self, length: int) -> None:
         """Have at least ``length`` positions per slot."""
@@ -63,9 +69,9 @@ class KVCache:
             self._resize(self.num_slots, self.grown(length))
 
     def grown(self, length: int) -> int:
-        """The capacity that `ensure_length` gives: growing by half, in multiples of `CAPACITY_STEP`."""
-        target = max(length, self.capacity * 3 // 2, _FIRST_CAPACITY)
-        return -(-target // CAPACITY_STEP) * CAPACITY_STEP
+        """The capacity that `ensure_length` gives: growing by half if it fits, in multiples of `CAPACITY_STEP`."""
+        generous = _rounded(max(length, self.capacity * 3 // 2, _FIRST_CAPACITY))
+        return generous if self.fits(self.num_slots, generous) else _rounded(length)
 
     def write_index(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rows of `flat` for tokens at (slot, position): [tokens] × [tokens] → [tokens * kv_heads]."""
@@ -78,11 +84,13 @@ class KVCache:
         head_dim = self.arch.head_dim
         return self.keys[layer].view(-1, head_dim), self.values[layer].view(-1, head_dim)
 
+    @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` positions of one slot to another."""
         for storage in (self.keys, self.values):
             storage[:, target, :, :length] = storage[:, source, :, :length]
 
+    @torch.inference_mode()
     def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
         """Exchange two slots, of which the first ``length_*`` positions matter."""
         for storage in (self.keys, self.values):
@@ -90,6 +98,7 @@ class KVCache:
             storage[:, a, :, :length_b] = storage[:, b, :, :length_b]
             storage[:, b, :, :length_a] = kept
 
+    @torch.inference_mode()
     def clear_slot(self, slot: int) -> None:
         """Zero a slot, after numbers that are not finite were written to it."""
         self.keys[:, slot].zero_()
@@ -104,14 +113,20 @@ class KVCache:
         """Give the memory back; it is allocated again by the next `ensure_slots`."""
         self.keys = self.values = self._allocate(0, 0)
 
+    @torch.inference_mode()
     def _allocate(self, slots: int, capacity: int) -> torch.Tensor:
         arch = self.arch
         shape = (arch.num_layers, slots, arch.num_kv_heads, capacity, arch.head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
+    @torch.inference_mode()
     def _resize(self, slots: int, capacity: int) -> None:
         old_keys, old_values = self.keys, self.values
         self.keys, self.values = self._allocate(slots, capacity), self._allocate(slots, capacity)
         kept_slots, kept = min(slots, old_keys.shape[1]), old_keys.shape[3]
         self.keys[:, :kept_slots, :, :kept] = old_keys[:, :kept_slots]
         self.values[:, :kept_slots, :, :kept] = old_values[:, :kept_slots]
+
+
+def _rounded(length: int) -> int:
+    return -(-length // CAPACITY_STEP) * CAPACITY_STEP

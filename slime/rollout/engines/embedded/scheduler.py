@@ -57,15 +57,12 @@ class Scheduler:
 
     Args:
         prefill_tokens: most prompt tokens computed between two decode steps.
-        kv_bytes: storage that keys and values may take.
         deterministic: results of a sequence do not depend on the others (see `Linear` and `attention`).
     """
 
-    def __init__(
-        self, store: WeightStore, cache: KVCache, prefill_tokens: int, kv_bytes: int, deterministic: bool
-    ) -> None:
+    def __init__(self, store: WeightStore, cache: KVCache, prefill_tokens: int, deterministic: bool) -> None:
         self.store, self.cache = store, cache
-        self.prefill_tokens, self.kv_bytes, self.deterministic = prefill_tokens, kv_bytes, deterministic
+        self.prefill_tokens, self.deterministic = prefill_tokens, deterministic
         self.slots = SlotTable(cache, reuse_decoded=not deterministic)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
@@ -142,7 +139,8 @@ class Scheduler:
         deferred: list[Sequence] = []
         while self.waiting and self.num_active + len(deferred) < self.cache.max_slots:
             sequence = self.waiting[0]
-            if self.num_active and not self._fits(self.num_active + 1, self._padded(sequence.length + 1)):
+            capacity = max(self.cache.capacity, sequence.length + 1)
+            if self.num_active and not self.cache.fits(self.num_active + 1, capacity):
                 break
             self.waiting.popleft()
             if self._should_defer(sequence):
@@ -353,20 +351,13 @@ class Scheduler:
 
     # -- memory ----------------------------------------------------------------------------------------
 
-    def _padded(self, length: int) -> int:
-        return max(self.cache.capacity, self.cache.grown(length))
-
-    def _fits(self, slots: int, capacity: int) -> bool:
-        return slots * capacity * self.cache.bytes_per_token <= self.kv_bytes
-
     def _ensure_length(self, length: int) -> None:
         """Grow the cache to ``length`` positions; when memory does not allow it, retained prefixes and then the
         youngest sequences make room."""
         if length <= self.cache.capacity:
             return
-        capacity = self.cache.grown(length)
-        if not self._fits(self.cache.num_slots, capacity):
-            while self.slots.num_running > 1 and not self._fits(self.num_active, capacity):
+        if not self.cache.fits(self.cache.num_slots, length):
+            while self.slots.num_running > 1 and not self.cache.fits(self.num_active, length):
                 self._retract(self.slots.running[-1])
             self.slots.trim(self.num_active)
         self.cache.ensure_length(length)

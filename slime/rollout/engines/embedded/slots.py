@@ -160,12 +160,12 @@ class SlotTable:
             if slot.is_free:
                 return index
         retained = [index for index, slot in enumerate(self._slots) if slot.sequence is None and index != keep]
-        may_grow = len(self._slots) < self.cache.max_slots
-        if may_grow and (self.cache.nbytes < _RETAIN_BYTES // 2 or not retained):
-            self.cache.ensure_slots(len(self._slots) + 1)
-            first = len(self._slots)
-            self._slots += [Slot() for _ in range(self.cache.num_slots - first)]
-            return first
+        count = len(self._slots)
+        for_prefixes = self.cache.nbytes < _RETAIN_BYTES // 2 and self.cache.fits(count + 1, self.cache.capacity)
+        if count < self.cache.max_slots and (for_prefixes or not retained):
+            self.cache.ensure_slots(count + 1)
+            self._slots += [Slot() for _ in range(self.cache.num_slots - count)]
+            return count
         if not retained:
             assert keep >= 0, "more sequences than slots"
             return keep  # the prefix itself is continued in place
