@@ -42,7 +42,8 @@ def make_model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
 def backend_of(info: Any, model: Path, **flags: Any) -> Any:
     from slime.train.megatron.backend import MegatronBackend
 
-    backend = MegatronBackend(trainer_config(hf_checkpoint=str(model), **flags), info)
+    config = trainer_config(hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **flags)
+    backend = MegatronBackend(config, info)
     backend.next_rollout_id = backend.setup()
     return backend
 
@@ -95,7 +96,7 @@ def full_disk(info: Any, model: Path, root: Path, limit: int) -> str:
 
     from slime.errors import UserError
 
-    backend = backend_of(info, model, save=str(root))
+    backend = backend_of(info, model, save=str(root), **LAYOUTS["tp2"])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if info.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
