@@ -237,9 +237,9 @@ class RolloutClient:
             if not self.in_flight and not any(count for count, _ in states):
                 break
             if time.monotonic() > end:
-                said = [f"{worker.url} {problem or f'({count} requests)'}" for worker, (count, problem) in
-                        zip(workers, states) if count or problem]  # fmt: skip
-                said = said or [f"{len(self.in_flight)} requests got no answer"]
+                said = [f"{len(self.in_flight)} requests unanswered"]
+                said += [f"{w.url} has {count} requests" for w, (count, _) in zip(workers, states) if count]
+                said += [f"{w.url} {problem}" for w, (_, problem) in zip(workers, states) if problem]
                 raise EngineError(self.base_url, f"abort is not finished after {timeout:.0f} s: {'; '.join(said)}")
             await asyncio.sleep(poll)
             poll = min(2 * poll, _LONGEST_POLL)
