@@ -119,23 +119,26 @@ class _LinearLogProbs(torch.autograd.Function):
         log_sum, target, mean = _combine(stats, plan.shard.group)
         log_probs, entropy = target - log_sum, log_sum - mean
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
+        ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing on the way back
         ctx.plan = plan
         return log_probs, entropy
 
     @staticmethod
     def backward(
-        ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, targets, log_sum, entropy = ctx.saved_tensors
         plan: _Plan = ctx.plan
         need_hidden, need_weight = ctx.needs_input_grad[:2]
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_sum)
         sink = plan.grad_accumulator
         if need_weight and sink is None:
             sink = torch.zeros_like(weight)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         for lo in range(0, hidden.size(0), plan.rows):
             rows = slice(lo, min(lo + plan.rows, hidden.size(0)))
-            entropy_part = (grad_entropy[rows], entropy[rows]) if plan.with_entropy else None
+            entropy_part = None if grad_entropy is None else (grad_entropy[rows], entropy[rows])
             block = _backward_rows(
                 hidden[rows],
                 weight,

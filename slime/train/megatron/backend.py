@@ -229,6 +229,7 @@ class MegatronBackend:
     ) -> list[MicroBatchResult]:
         """Accumulate the gradients of one optimizer step. Collective."""
         packed = self._pack(batch, step.micro_batches)
+        self.optimizer.zero_grad()  # in float32 the parameters' .grad is the buffer itself, which would add to itself
 
         def loss_of(scores: TokenScores, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             return micro_batch_loss(scores, inputs_of(micro_batch.samples), self.config, self.hooks)

@@ -216,12 +216,17 @@ def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = Fa
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
-        "perform_initialization": initialise,
         # one full-size draw that every layout cuts its piece from: random weights do not depend on the layout
-        "use_cpu_initialization": torch.device(torch.cuda.current_device()).type == "cpu",
+        "use_cpu_initialization": initialise and torch.device(torch.cuda.current_device()).type == "cpu",
         "attention_softmax_in_fp32": True,
-        "deallocate_pipeline_outputs": megatron.pipeline_model_parallel_size > 1,
+        # an overlapped send over gloo still reads the output when this would free it
+        "deallocate_pipeline_outputs": megatron.pipeline_model_parallel_size > 1 and virtual is None,
     }
+    if not initialise:
+        # "perform_initialization": False would save the same time, but then Megatron does not mark which parameters are
+        # split over tensor-parallel ranks, and the gradient norm leaves half of them out
+        for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
+            arguments[name] = _leave_as_it_is
     if megatron.expert_tensor_parallel_size is not None:
         arguments["expert_tensor_parallel_size"] = megatron.expert_tensor_parallel_size
     if megatron.recompute_modules:
@@ -230,6 +235,10 @@ def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = Fa
     if spec.activation == "silu" and arguments.get("gated_linear_unit") and not arguments.get("add_bias_linear"):
         arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
     return TransformerConfig(**arguments)
+
+
+def _leave_as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def parameter_dtype(config: Config) -> torch.dtype:

@@ -55,7 +55,7 @@ def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[Di
         "grad_reduce_in_fp32": megatron.accumulate_allreduce_grads_in_fp32,
         "overlap_grad_reduce": megatron.overlap_grad_reduce,
         "overlap_param_gather": megatron.overlap_param_gather,
-        "use_distributed_optimizer": megatron.use_distributed_optimizer,
+        "use_distributed_optimizer": is_distributed(config),
         "check_for_nan_in_grad": False,  # `apply_gradients` looks at the norm, which shows it on every rank at once
         **megatron.ddp,
     }
@@ -79,6 +79,11 @@ def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[Di
     return wrapped
 
 
+def is_distributed(config: Config) -> bool:
+    """Are optimizer states sharded over the replicas? Megatron does that for Adam only."""
+    return config.megatron.use_distributed_optimizer and config.megatron.optimizer_name == "adam"
+
+
 def build_optimizer(
     chunks: list[DistributedDataParallel], config: Config
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
@@ -99,7 +104,7 @@ def build_optimizer(
             "bf16": dtype == torch.bfloat16,
             "fp16": dtype == torch.float16,
             "params_dtype": dtype,
-            "use_distributed_optimizer": megatron.use_distributed_optimizer,
+            "use_distributed_optimizer": is_distributed(config),
             "overlap_param_gather": megatron.overlap_param_gather,
             "use_precision_aware_optimizer": megatron.use_precision_aware_optimizer,
             "optimizer_cpu_offload": megatron.optimizer_cpu_offload,

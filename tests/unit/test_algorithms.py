@@ -1,0 +1,205 @@
+"""Algorithms: worked examples, invariants, and agreement with plain formulas."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime.algorithms.advantages import AdvantageInputs, discounted_returns, reinforce_plus_plus, whiten
+from slime.algorithms.corrections import icepop, off_policy_sequence_mask, truncated_importance_sampling
+from slime.algorithms.kl import KL_TYPES, kl_estimate
+from slime.algorithms.losses import POLICY_LOSSES, PolicyInputs, gspo_loss, ppo_clip_loss, value_loss
+from slime.algorithms.reduce import sequence_mean, token_weights, weighted_sum
+
+MODULES = ("advantages", "corrections", "kl", "logprobs", "losses", "reduce")
+lists_of_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+def randn(n: int, seed: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_worked_examples_of_the_docstrings(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"slime.algorithms.{name}"))
+    assert result.attempted > 2 and result.failed == 0
+
+
+@given(kind=st.sampled_from(KL_TYPES), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=40)
+def test_kl_is_zero_for_equal_bits_and_k3_never_negative(kind: str, seed: int) -> None:
+    lp, base = randn(20, seed), randn(20, seed + 1)
+    assert torch.equal(kl_estimate(lp, lp.clone(), kind), torch.zeros(20, dtype=torch.float64))
+    if kind in ("k3", "low_var_kl"):
+        assert (kl_estimate(lp, base, kind) >= 0).all()
+
+
+def test_kl_of_two_categoricals_is_the_mean_of_the_estimators() -> None:
+    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.4, 0.4, 0.2])
+    exact = (p * (p / q).log()).sum()
+    for kind in ("k1", "k3"):
+        estimates = kl_estimate(p.log(), q.log(), kind)
+        assert torch.isclose((p * estimates).sum(), exact)
+    behaviour = torch.tensor([0.2, 0.3, 0.5])  # off-policy: the ratio makes it unbiased again
+    weighted = kl_estimate(p.log(), q.log(), "k3", p.log() - behaviour.log())
+    assert torch.isclose((behaviour * weighted).sum(), exact)
+
+
+def test_low_var_kl_is_clamped_after_the_ratio() -> None:
+    lp, base = torch.tensor([-9.0]), torch.tensor([-1.0])
+    assert kl_estimate(lp, base, "low_var_kl").item() == 10.0
+    assert kl_estimate(lp, base, "k3").item() > 1000
+
+
+@given(length=st.integers(1, 300), gamma=st.floats(0.5, 1.0))
+@settings(deadline=None, max_examples=30)
+def test_discounted_returns_follow_the_recurrence(length: int, gamma: float) -> None:
+    rewards = randn(length, length)
+    returns = discounted_returns(rewards, gamma)
+    expected, following = torch.empty_like(rewards), 0.0
+    for t in reversed(range(length)):
+        following = float(rewards[t]) + gamma * following
+        expected[t] = following
+    assert torch.allclose(returns, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_reinforce_plus_plus_needs_a_trained_token() -> None:
+    with pytest.raises(ValueError, match="sample 0"):
+        reinforce_plus_plus(AdvantageInputs([1.0], [torch.zeros(2)], [torch.zeros(2)]))
+
+
+@given(lengths=lists_of_lengths, cut=st.integers(0, 6), seed=st.integers(0, 50))
+@settings(deadline=None, max_examples=30)
+def test_whitening_over_two_ranks_equals_one(lengths: list[int], cut: int, seed: int) -> None:
+    """Each rank sees its part; the sums of both are what `all_reduce` would give. One of them may be empty."""
+    values = [randn(n, seed + i) for i, n in enumerate(lengths)]
+    masks = [torch.ones(n) for n in lengths]
+    whole = whiten(values, masks)
+    parts = (values[:cut], values[cut:])
+    mask_parts = (masks[:cut], masks[cut:])
+    seen: list[list[Tensor]] = [[], []]
+
+    def record(rank: int, replies: list[Tensor]) -> list[Tensor]:
+        def all_reduce(tensor: Tensor) -> Tensor:
+            seen[rank].append(tensor)
+            return replies[len(seen[rank]) - 1] if len(seen[rank]) <= len(replies) else tensor
+
+        seen[rank] = []
+        return whiten(parts[rank], mask_parts[rank], all_reduce)
+
+    replies: list[Tensor] = []
+    for _ in range(2):  # first reply, then the second, which depends on it
+        for rank in (0, 1):
+            record(rank, replies)
+        replies.append(seen[0][len(replies)] + seen[1][len(replies)])
+    joined = record(0, replies) + record(1, replies)
+    for a, b in zip(joined, whole, strict=True):
+        assert torch.allclose(a.double(), b, atol=1e-5)
+
+
+def inputs_of(seed: int, lengths: list[int], spread: float = 0.5, **kwargs: float) -> PolicyInputs:
+    n = sum(lengths)
+    return PolicyInputs(
+        log_probs=randn(n, seed, spread).requires_grad_(),
+        old_log_probs=randn(n, seed + 1, spread),
+        advantages=randn(n, seed + 2),
+        masks=torch.ones(n, dtype=torch.float64),
+        lengths=torch.tensor(lengths),
+        **kwargs,  # type: ignore[arg-type]
+    )
+
+
+@given(seed=st.integers(0, 200), lengths=lists_of_lengths)
+@settings(deadline=None, max_examples=40)
+def test_ppo_clip_equals_the_case_by_case_formula(seed: int, lengths: list[int]) -> None:
+    inputs = inputs_of(seed, lengths, eps_clip=0.2, eps_clip_high=0.3, eps_clip_c=2.0)
+    out = ppo_clip_loss(inputs)
+    for t in range(sum(lengths)):
+        ratio = torch.exp(inputs.log_probs[t] - inputs.old_log_probs[t]).item()
+        a = inputs.advantages[t].item()
+        clipped = min(max(ratio, 0.8), 1.3)
+        loss = max(-ratio * a, -clipped * a)
+        loss = min(loss, -2.0 * a) if a < 0 else loss
+        assert out.loss[t].item() == pytest.approx(loss, abs=1e-9)
+        assert out.clipped[t].item() == float(-clipped * a > -ratio * a)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_on_policy_every_loss_has_the_reinforce_gradient(name: str) -> None:
+    """At ratio 1 the gradient is -A (for GSPO: of its sample's mean), which is what makes them policy gradients."""
+    inputs = inputs_of(3, [4, 2])
+    same = PolicyInputs(
+        inputs.log_probs, inputs.log_probs.detach(), inputs.advantages, inputs.masks, inputs.lengths, eps_clip=1.0
+    )
+    POLICY_LOSSES[name](same).loss.sum().backward()
+    expected = -inputs.advantages
+    if name == "gspo":
+        expected = sequence_mean(expected, inputs.masks, inputs.lengths)
+    assert inputs.log_probs.grad is not None
+    assert torch.allclose(inputs.log_probs.grad, expected)
+
+
+def test_losses_are_differentiated_right() -> None:
+    inputs = inputs_of(5, [3, 2], spread=0.05)
+
+    def of(loss: object) -> object:
+        return lambda lp: (
+            loss(  # type: ignore[operator]
+                PolicyInputs(lp, inputs.old_log_probs, inputs.advantages, inputs.masks, inputs.lengths)
+            ).loss
+        )
+
+    assert torch.autograd.gradcheck(of(ppo_clip_loss), inputs.log_probs)
+    assert torch.autograd.gradcheck(of(gspo_loss), inputs.log_probs)
+
+
+def test_value_loss_is_the_larger_of_both() -> None:
+    values, old, returns = randn(50, 1), randn(50, 2), randn(50, 3)
+    loss, clipped = value_loss(values, old, returns, 0.2)
+    assert (loss >= (values - returns).square()).all() and 0 < clipped.mean() < 1
+
+
+@given(lengths=lists_of_lengths, seed=st.integers(0, 99), per_token=st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_weighted_sums_add_up_over_any_split(lengths: list[int], seed: int, per_token: bool) -> None:
+    masks = [(randn(n, seed + i) > -0.5).float() for i, n in enumerate(lengths)]
+    values = [randn(n, seed + 50 + i).float() for i, n in enumerate(lengths)]
+    sums = [float(m.sum()) for m in masks]
+    tokens = int(sum(sums)) if per_token else None
+
+    def part(members: range) -> Tensor:
+        weights = token_weights([masks[i] for i in members], [sums[i] for i in members], len(lengths), tokens)
+        flat = torch.cat([values[i] for i in members]) if len(members) else torch.zeros(0)
+        return weighted_sum(flat, weights)
+
+    whole = part(range(len(lengths)))
+    split = part(range(1)) + part(range(1, len(lengths)))
+    assert torch.isclose(whole, split, atol=1e-6)
+    if not per_token:
+        means = [float((v * m).sum() / max(float(m.sum()), 1.0)) for v, m in zip(values, masks)]
+        assert whole.item() == pytest.approx(sum(means) / len(lengths), abs=1e-5)
+
+
+def test_sequence_mean_of_an_untrained_sample_is_zero() -> None:
+    mean = sequence_mean(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0.0, 0.0, 1.0]), torch.tensor([2, 1]))
+    assert mean.tolist() == [0.0, 0.0, 5.0]
+
+
+def test_corrections_agree_inside_the_band() -> None:
+    log_ratio = torch.linspace(-2, 2, 41)
+    tis, pop = truncated_importance_sampling(log_ratio, 0.5, 2.0), icepop(log_ratio, 0.5, 2.0)
+    inside = (log_ratio.exp() >= 0.5) & (log_ratio.exp() <= 2.0)
+    assert torch.equal(tis.weights[inside], pop.weights[inside])
+    assert (pop.weights[~inside] == 0).all() and tis.weights.max() == 2.0 and tis.weights.min() == 0.5
+
+
+def test_sequence_mask_spares_positive_advantages() -> None:
+    old, new = torch.zeros(2), torch.full((2,), -1.0)
+    keep = off_policy_sequence_mask(new, old, torch.tensor([-1.0, 1.0]), torch.ones(2), torch.tensor([1, 1]), 0.1)
+    assert keep.tolist() == [0.0, 1.0]

@@ -1,0 +1,96 @@
+"""The fused linear → log-prob equals the plain computation, in value and gradient, at any blocking."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import slime.algorithms.logprobs as module
+from slime.algorithms.logprobs import VocabShard, linear_log_probs
+
+
+def problem(n: int, vocab: int, hidden: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    h = torch.randn(n, hidden, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    w = torch.randn(vocab, hidden, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    return h, w, torch.randint(0, vocab, (n,), generator=g)
+
+
+def plain(h: Tensor, w: Tensor, t: Tensor, temperature: float, real: int) -> tuple[Tensor, Tensor]:
+    logp = ((h @ w.t())[:, :real] / temperature).log_softmax(-1)
+    return logp.gather(1, t[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+@given(
+    n=st.integers(0, 9),
+    vocab=st.integers(3, 40),
+    padding=st.integers(0, 5),
+    chunk=st.sampled_from([-1, 1, 4]),
+    temperature=st.floats(0.3, 2.0),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=60)
+def test_equals_the_plain_formula(n: int, vocab: int, padding: int, chunk: int, temperature: float, seed: int) -> None:
+    h, w, _ = problem(n, vocab + padding, 5, seed, torch.float64)
+    t = torch.randint(0, vocab, (n,), generator=torch.Generator().manual_seed(seed))
+    with pytest.MonkeyPatch.context() as patch:  # blocks of 7 columns, so that there are several
+        patch.setattr(module, "_MIN_COLUMNS", 7)
+        patch.setattr(module, "_BLOCK_ELEMENTS", {"cpu": 1})
+        lp, entropy = linear_log_probs(
+            h, w, t, temperature=temperature, with_entropy=True, shard=VocabShard(0, vocab), chunk_size=chunk
+        )
+        assert entropy is not None
+        up = torch.randn(2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        grads = torch.autograd.grad((lp * up[0] + entropy * up[1]).sum(), (h, w))
+    lp2, entropy2 = plain(h, w, t, temperature, vocab)
+    grads2 = torch.autograd.grad((lp2 * up[0] + entropy2 * up[1]).sum(), (h, w))
+    for ours, theirs in zip((lp, entropy, *grads), (lp2, entropy2, *grads2), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-10)
+
+
+def test_gradcheck() -> None:
+    h, w, t = problem(4, 11, 3, 0, torch.float64)
+
+    def both(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        lp, entropy = linear_log_probs(h, w, t, temperature=0.7, with_entropy=True, chunk_size=3)
+        assert entropy is not None
+        return lp, entropy
+
+    assert torch.autograd.gradcheck(both, (h, w))
+
+
+def test_gradient_goes_into_the_accumulator_and_nowhere_else() -> None:
+    h, w, t = problem(6, 20, 4, 1, torch.float32)
+    (wanted,) = torch.autograd.grad(linear_log_probs(h, w, t)[0].sum(), w)
+    sink = torch.ones(20, 4)
+    linear_log_probs(h, w, t, grad_accumulator=sink)[0].sum().backward()
+    assert w.grad is None
+    assert torch.allclose(sink - 1, wanted, atol=1e-6)
+
+
+def test_entropy_without_gradient_costs_none() -> None:
+    h, w, t = problem(3, 8, 4, 2, torch.float32)
+    lp, entropy = linear_log_probs(h, w, t, with_entropy=True)
+    assert entropy is not None
+    (with_entropy,) = torch.autograd.grad(lp.sum(), h)
+    (without,) = torch.autograd.grad(linear_log_probs(h, w, t)[0].sum(), h)
+    assert torch.equal(with_entropy, without)
+
+
+def test_bfloat16_softmax_is_float32() -> None:
+    h, w, t = problem(16, 300, 32, 3, torch.bfloat16)
+    lp, entropy = linear_log_probs(h, w, t, with_entropy=True)
+    assert entropy is not None and lp.dtype == entropy.dtype == torch.float32
+    logp = (h @ w.t()).float().log_softmax(-1)
+    assert torch.allclose(lp, logp.gather(1, t[:, None])[:, 0], atol=1e-4)
+    assert torch.isfinite(lp).all()
+
+
+def test_same_bits_with_and_without_gradient() -> None:
+    h, w, t = problem(33, 500, 16, 4, torch.float32)
+    with torch.no_grad():
+        reference = linear_log_probs(h, w, t)[0]
+    assert torch.equal(linear_log_probs(h, w, t, with_entropy=True)[0].detach(), reference)
