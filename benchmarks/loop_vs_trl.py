@@ -101,6 +101,7 @@ def run_slime(model: str, dtype: str, steps: int, out: str, extra: list[str]) ->
         + ["--custom-rm-path", "benchmarks.loop_vs_trl.exact_match"]
         + ["--rollout-batch-size", "4", "--n-samples-per-prompt", "8", "--num-steps-per-rollout", "1"]
         + ["--rollout-max-response-len", "64", "--rollout-max-context-len", "256", "--rollout-temperature", "1.0"]
+        + ["--rollout-skip-special-tokens"]
         + ["--num-rollout", str(steps), "--lr", "1e-6", "--lr-decay-style", "constant", "--clip-grad", "1.0"]
         + ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
         + ["--output-dir", str(folder), "--run-name", "run", *extra]

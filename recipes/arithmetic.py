@@ -18,7 +18,7 @@ PAD, EOS = "<pad>", "<eos>"
 
 
 def reward(args: Any, sample: Sample, **_: Any) -> float:
-    """1 for the right sum, else 0. No more is needed of a reward function: ``--custom-rm-path recipes.arithmetic.reward``."""
+    """1 for the right sum, else 0. Used as ``--custom-rm-path recipes.arithmetic.reward``."""
     return float(sample.response == sample.label)
 
 

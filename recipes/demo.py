@@ -58,7 +58,13 @@ def main() -> None:
     train.main(
         [*common, "--stage", "grpo", "--advantage-estimator", "grpo", "--n-samples-per-prompt", "8"]
         + ["--hf-checkpoint", str(run / "sft-model"), "--prompt-data", str(inputs / "train.jsonl"), "--rollout-shuffle"]
-        + ["--custom-rm-path", "recipes.arithmetic.reward", "--rollout-max-response-len", "4"]
+        + [
+            "--custom-rm-path",
+            "recipes.arithmetic.reward",
+            "--rollout-max-response-len",
+            "4",
+            "--rollout-skip-special-tokens",
+        ]
         + ["--num-rollout", str(GRPO_ROLLOUTS), "--rollout-batch-size", "32", "--num-steps-per-rollout", "1"]
         + ["--lr", "1e-3", "--lr-decay-style", "cosine", "--min-lr", "1e-4", "--entropy-coef", "0"]
         + ["--eval-prompt-data", "arithmetic", str(inputs / "test.jsonl"), "--eval-interval", str(GRPO_ROLLOUTS)]

@@ -23,7 +23,6 @@ _NEEDS: dict[str, tuple[str, object]] = {
     "rm_url": ("rm_type", "remote_rm"),
     "save_interval": ("save", None),
     "save_retain": ("save", None),
-    "save_hf": ("save", None),
     "ckpt_step": ("load", None),
     "ref_ckpt_step": ("ref_load", None),
     "load_debug_rollout_data_subsample": ("load_debug_rollout_data", None),
