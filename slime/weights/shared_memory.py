@@ -80,6 +80,10 @@ class SegmentPool:
         """Number of the segment that `take` gives next."""
         return self._next
 
+    def rewind(self) -> None:
+        """Start again with the first segment: a model of one bucket then needs only one."""
+        self._next = 0
+
     def take(self, nbytes: int) -> tuple[int, Segment]:
         """The segment whose turn it is and its number; the caller sees to it that no one reads it any more."""
         number = self._next

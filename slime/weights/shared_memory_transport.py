@@ -32,6 +32,7 @@ class SharedMemoryTransport:
 
     def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
         num_tensors = nbytes = 0
+        self._pool.rewind()  # nothing is read between pushes
         try:
             for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate):
                 for name, tensor in bucket.tensors():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime.config import make_config
 from slime.errors import UserError
+from slime.rollout.engines.api import EngineClient
+from slime.rollout.engines.launch import embedded_command
+from slime.weights import sync as sync_module
 from slime.weights.convert.spec import read_hf_config
+from slime.weights.sync import WeightSync
 from tests.fake_weight_engine import FakeWeightEngine
 from tests.unit import megatron_jobs as jobs
+from tests.unit.embedded_models import save_tiny_model
 from tests.unit.test_checkpoint import single
-from tests.unit.trainer_ranks import RankPool
+from tests.unit.trainer_ranks import RankPool, free_port
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -58,15 +67,6 @@ def test_log_probs_equal_transformers(tmp_path: Path, family: str, changes: dict
     original = load_file(model / "model.safetensors")
     assert out.keys() == original.keys()
     assert all(torch.equal(out[name], original[name]) for name in original)
-
-
-def test_a_parameter_that_gets_nothing_and_a_tensor_that_no_one_takes(tmp_path: Path) -> None:
-    model = jobs.make_model(tmp_path / "model", "qwen3")
-    with pytest.raises(UserError, match=r"were taken by no parameter(.|\n)*q_norm"), single(model, qk_layernorm=False):
-        pass
-    llama = jobs.make_model(tmp_path / "llama", "llama")
-    with pytest.raises(UserError, match=r"add_qkv_bias|linear_qkv\.bias"), single(llama, add_qkv_bias=True):
-        pass
 
 
 def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
@@ -123,3 +123,56 @@ def test_a_failed_push_is_every_ranks_error(pool: RankPool, tmp_path: Path) -> N
         engine.fail["/update_weights_from_tensor"] = "no such tensor"
         said = pool.run(jobs.failing_push, model, engine.url)
     assert all("no such tensor" in text for text in said)
+
+
+# -- the real engine ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An embedded engine process that serves other weights than the trainer will have."""
+    model = save_tiny_model(tmp_path_factory.mktemp("engine") / "model", "qwen3", seed=0)
+    spec = embedded_command(make_config(fp32=True, hf_checkpoint=str(model)), str(model), "127.0.0.1", free_port())
+    process = subprocess.Popen(spec.argv, env={**os.environ, **spec.env})
+    url = f"http://127.0.0.1:{spec.argv[spec.argv.index('--port') + 1]}"
+
+    async def healthy() -> None:
+        async with EngineClient(url) as client:
+            await client.wait_healthy(120)
+
+    try:
+        asyncio.run(healthy())
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared memory", "gloo broadcast", "disk"])
+def test_pushing_to_the_embedded_engine(
+    engine_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    model = save_tiny_model(tmp_path / "model", "qwen3", seed=len(transport))
+    flags = {"check_weight_update_equal": True, "update_weight_buffer_size": 30000}
+    if transport == "disk":
+        flags |= {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path / "push")}
+    if transport == "gloo broadcast":
+        monkeypatch.setattr(sync_module, "is_local", lambda url: False)
+    prompt = list(range(20))
+
+    async def log_probs() -> tuple[list[float], str]:
+        async with EngineClient(engine_url) as client:
+            result = await client.generate(prompt, {"max_new_tokens": 1}, logprob_start_len=0)
+            given = [entry[0] for entry in result.meta_info["input_token_logprobs"][1:]]
+            return given, result.meta_info["weight_version"]
+
+    with single(model, **flags) as backend:
+        sync = WeightSync(backend.config, backend.model_chunks, backend.hf_config, start_version=6)
+        sync.connect([engine_url])
+        receipt = sync.push()
+        sync.close()
+    assert receipt.transport == transport and receipt.version == 7 and receipt.full
+    served, version = asyncio.run(log_probs())
+    assert version == "7"
+    assert torch.allclose(torch.tensor(served), transformers_log_probs(model, torch.tensor(prompt)), atol=1e-4)

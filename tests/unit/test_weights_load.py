@@ -1,0 +1,103 @@
+"""Loading says what it did, and fails by name on any parameter or tensor that has no counterpart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slime.errors import UserError
+from slime.weights.convert import family_of
+from slime.weights.convert.layouts import Shard
+from slime.weights.hf_io import iter_hf_tensors, load_hf, save_hf
+from slime.weights.megatron_names import Placement, global_parameters
+from tests.megatron_stub import MegatronStub, random_hf
+from tests.unit.test_weights_convert import config_of
+
+
+def model_of(family_name: str, seed: int = 0, **changes: object) -> tuple[dict, dict, MegatronStub]:
+    config = config_of(family_name, **changes)
+    family = family_of(config)
+    spec = family.model_spec(config)
+    tensors = random_hf(family, spec, seed)
+    return config, tensors, MegatronStub(family, spec, tensors)
+
+
+def write(directory: Path, config: dict, tensors: dict) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_the_report(tmp_path: Path) -> None:
+    config, tensors, _ = model_of("llama", seed=1)
+    extra = {"model.rotary_emb.inv_freq": torch.ones(2)}
+    directory = write(tmp_path / "m", config, {**tensors, **extra})
+    _, _, model = model_of("llama", seed=2)
+    report = load_hf([model], directory)
+    parameters = list(model.parameters())
+    assert report.num_loaded == len(parameters) and report.num_elements == sum(p.numel() for p in parameters)
+    assert report.nbytes == 4 * report.num_elements and report.files == {"model.safetensors": len(parameters)}
+    assert report.ignored == tuple(extra) and "1 tensors are not used" in str(report)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in iter_hf_tensors([model], config))
+
+
+def test_the_files_dtype_is_cast_to_the_models(tmp_path: Path) -> None:
+    config, tensors, model = model_of("qwen3")
+    half = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    load_hf([model], write(tmp_path / "m", config, half))
+    assert all(torch.equal(t, half[name].float()) for name, t in iter_hf_tensors([model], config))
+
+
+def test_a_parameter_that_the_table_does_not_know(tmp_path: Path) -> None:
+    config, tensors, _ = model_of("llama")
+    _, _, with_biases = model_of("qwen2")
+    with pytest.raises(UserError, match=r"linear_qkv\.bias \[32\] that the table of llama does not know"):
+        load_hf([with_biases], write(tmp_path / "m", config, tensors))
+
+
+def test_a_tensor_that_no_parameter_takes(tmp_path: Path) -> None:
+    config, tensors, _ = model_of("qwen3")
+    _, _, without_norms = model_of("llama")
+    with pytest.raises(UserError, match=r"4 tensors of .* were taken by no parameter(.|\n)*k_norm"):
+        load_hf([without_norms], write(tmp_path / "m", config, tensors))
+
+
+def test_export_in_another_dtype(tmp_path: Path) -> None:
+    config, tensors, model = model_of("llama")
+    source = write(tmp_path / "m", config, tensors)
+    save_hf([model], source, tmp_path / "out", assets_from=source, dtype=torch.bfloat16)
+    _, _, other = model_of("llama", seed=3)
+    load_hf([other], tmp_path / "out")
+    assert all(torch.equal(t, tensors[n].to(torch.bfloat16).float()) for n, t in iter_hf_tensors([other], config))
+
+
+def test_names_are_global_on_every_pipeline_stage_and_expert_rank() -> None:
+    config = config_of("llama", num_hidden_layers=4)
+    family = family_of(config)
+    spec = family.model_spec(config)
+    chunks = [MegatronStub(family, spec, random_hf(family, spec), layers=range(n, n + 1)) for n in (1, 3)]
+    layers = {name.split(".")[2] for name, _ in global_parameters(chunks) if "layers" in name}
+    assert layers == {"1", "3"}
+
+    stub = MegatronStub(family, spec, random_hf(family, spec), layers=range(2, 3))
+    stub._place("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", torch.ones(1))
+    stub._place("decoder.layers.0.mlp.experts.linear_fc2.weight1", torch.ones(1))
+    names = [name for name, _ in global_parameters([stub], 8, Placement(ep_rank=3, ep_size=4)) if "experts" in name]
+    assert sorted(names) == [
+        "decoder.layers.2.mlp.experts.linear_fc2.weight7",
+        "decoder.layers.2.mlp.experts.local_experts.7.linear_fc1.weight",
+    ]
+
+
+def test_a_stub_piece_is_what_a_rank_would_hold() -> None:
+    """The stand-in that these tests rest on cuts as the layouts say."""
+    config = config_of("llama")
+    family = family_of(config)
+    spec = family.model_spec(config).padded(2)
+    stub = MegatronStub(family, spec, random_hf(family, spec), shard=Shard(1, 2))
+    assert stub.get_parameter("embedding.word_embeddings.weight").shape == (25, 16)
