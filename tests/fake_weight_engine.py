@@ -45,6 +45,7 @@ class FakeWeightEngine:
         self.fail: dict[str, str] = {}
         self.delay: dict[str, float] = {}
         self.flush_refusals = 0
+        self.version = "slime-embedded fake"
         self.url = ""
         self._snapshot: dict[str, torch.Tensor] = {}
         self._group: ExternalGroup | None = None
@@ -73,7 +74,7 @@ class FakeWeightEngine:
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def _info(self, _: web.Request) -> web.Response:
-        return web.json_response({"dtype": dtype_name(self.dtype)})
+        return web.json_response({"dtype": dtype_name(self.dtype), "version": self.version})
 
     async def _post(self, request: web.Request) -> web.Response:
         path, body = request.path, await request.json()

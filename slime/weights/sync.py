@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,7 +117,10 @@ class WeightSync:
     def _connect(self, engine_urls: Sequence[str]) -> None:
         self._fleet = EngineFleet(engine_urls)
         try:
-            self._transport = choose_transport(self.config, self._fleet, _engine_dtype(self._fleet, self._hf_config))
+            infos = dict(zip(self._fleet.urls, self._fleet.get("/server_info", 30), strict=True))
+            embedded = all(str(info.get("version")).startswith("slime-embedded") for info in infos.values())
+            dtype = _engine_dtype(infos, self._hf_config)
+            self._transport = choose_transport(self.config, self._fleet, dtype, embedded)
         except EngineError as error:
             raise UserError(
                 f"engine {error.url} cannot be reached for weight updates", str(error), _REMEDIES
@@ -132,7 +135,9 @@ class WeightSync:
         with self._phase("pause", version, seconds):
             self._pause(fleet)
         if verify_all and self._num_pushes == 0:
-            self._checker("reset_tensors")  # what the push does not bring cannot pass for what it should have brought
+            # what the push does not bring cannot pass for what it should have brought
+            with self._phase("reset", version, seconds):
+                fleet.post("/weights_checker", {"action": "reset_tensors"}, _CONTROL_SECONDS)
         self._sampler.begin(self._last_seconds, verify_all)
         with self._phase("transfer", version, seconds):
             sent = self._transport.send(tensors, version, self._sampler.observe)
@@ -170,10 +175,6 @@ class WeightSync:
         wrong = compare(sampler.fingerprints, held, sampler.names if verify_all else None)
         if wrong:
             raise WeightMismatch(version, wrong)
-
-    def _checker(self, action: str) -> None:
-        assert self._fleet is not None
-        self._fleet.post("/weights_checker", {"action": action}, _CONTROL_SECONDS)
 
     @contextmanager
     def _phase(self, name: str, version: int, seconds: dict[str, float]) -> Iterator[None]:
@@ -219,43 +220,54 @@ _REMEDIES = (
 )
 
 
-def choose_transport(config: Config, fleet: EngineFleet, dtype: torch.dtype) -> Transport:
-    """Disk when asked for; else shared memory to engines on this host without GPUs; else broadcast.
+def choose_transport(config: Config, fleet: EngineFleet, dtype: torch.dtype, embedded: bool) -> Transport:
+    """Which way the weights go.
 
+    =========================================  =====================================================================
+    ``--update-weight-transport disk``         a Hugging Face directory
+    embedded engines on this host, and either  shared memory (NCCL cannot join two processes of one GPU, and between
+    no GPU or ``--colocate``                   CPUs it is the fastest)
+    anything else                              broadcast: NCCL between GPUs, gloo between CPUs
+    =========================================  =====================================================================
+
+    Args:
+        embedded: all engines are ours, which read shared memory; SGLang does not.
     Raises:
-        UserError: the disk transport has no directory.
+        UserError: the disk transport has no directory; SGLang shares the trainer's GPUs.
         EngineError: an engine did not join the broadcast group.
     """
-    sync = config.sync
-    if sync.update_weight_transport == "disk":
-        if sync.update_weight_disk_dir is None or config.checkpoint.hf_checkpoint is None:
+    flags, on_gpu = config.sync, torch.cuda.is_available()
+    if flags.update_weight_transport == "disk":
+        if flags.update_weight_disk_dir is None or config.checkpoint.hf_checkpoint is None:
             raise UserError(
                 "--update-weight-transport disk has no directory",
                 fix="pass --update-weight-disk-dir with one that trainer and engines both see, and --hf-checkpoint",
             )
-        return DiskTransport(
-            fleet,
-            sync.update_weight_disk_dir,
-            dtype,
-            config.checkpoint.hf_checkpoint,
-            sync.update_weight_disk_keep_files,
+        keep, assets = flags.update_weight_disk_keep_files, config.checkpoint.hf_checkpoint
+        return DiskTransport(fleet, flags.update_weight_disk_dir, dtype, assets, keep)
+    if embedded and (not on_gpu or config.cluster.colocate) and all(is_local(url) for url in fleet.urls):
+        return SharedMemoryTransport(fleet, flags.update_weight_buffer_size, dtype)
+    if on_gpu and config.cluster.colocate:
+        raise UserError(
+            "weights cannot be pushed to SGLang engines on the trainer's own GPUs yet",
+            why="that takes CUDA IPC, and NCCL refuses two processes on one GPU",
+            fix="pass --update-weight-transport disk, or give the engines GPUs of their own (no --colocate)",
         )
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu and all(is_local(url) for url in fleet.urls):
-        return SharedMemoryTransport(fleet, sync.update_weight_buffer_size, dtype)
-    timeout = 60.0 * (config.cluster.distributed_timeout_minutes or 10)
+    timeout = 60.0 * config.cluster.distributed_timeout_minutes
     ranks = config.cluster.rollout_num_gpus_per_engine
     backend = "nccl" if on_gpu else "gloo"
-    return DistributedTransport(fleet, sync.update_weight_buffer_size, dtype, backend, ranks, timeout)
+    return DistributedTransport(fleet, flags.update_weight_buffer_size, dtype, backend, ranks, timeout)
 
 
-def _engine_dtype(fleet: EngineFleet, hf_config: HfConfig) -> torch.dtype:
+def _engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) -> torch.dtype:
     """The dtype that all engines hold their weights in; "auto" means the model config's.
 
+    Args:
+        infos: engine URL → its ``/server_info``.
     Raises:
         UserError: engines differ, or do not say.
     """
-    named = {url: info.get("dtype") for url, info in zip(fleet.urls, fleet.get("/server_info", 30), strict=True)}
+    named = {url: info.get("dtype") for url, info in infos.items()}
     if len(set(named.values())) != 1:
         raise UserError("the engines hold their weights in different dtypes", why=str(named), fix="start them alike")
     [name] = set(named.values())
@@ -267,7 +279,7 @@ def _engine_dtype(fleet: EngineFleet, hf_config: HfConfig) -> torch.dtype:
         return dtype_of(str(name))
     except ValueError as error:
         raise UserError(
-            f"engine {fleet.urls[0]} does not say which dtype its weights have",
+            f"engine {next(iter(named))} does not say which dtype its weights have",
             why=f"/server_info gives dtype {name}",
             fix="pass an explicit --sglang-dtype (bfloat16, float32)",
         ) from error

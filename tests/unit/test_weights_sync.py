@@ -16,7 +16,6 @@ from slime.config import make_config
 from slime.errors import UserError
 from slime.weights import sync as sync_module
 from slime.weights.convert import family_of
-from slime.weights.distributed import DistributedTransport
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
 from slime.weights.shared_memory import SHM_DIR
 from slime.weights.sync import WeightSync
@@ -83,12 +82,13 @@ def test_shared_memory(engines: list[FakeWeightEngine], buffer_size: int) -> Non
     assert segments() <= before
 
 
-def test_broadcast(engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    def broadcast(config, fleet, dtype):
-        return DistributedTransport(fleet, 300, dtype)
-
-    monkeypatch.setattr(sync_module, "choose_transport", broadcast)
-    sync = connected(engines)
+@pytest.mark.parametrize("why", ["another host", "no shared memory"])
+def test_broadcast(engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    if why == "another host":
+        monkeypatch.setattr(sync_module, "is_local", lambda url: False)
+    else:
+        engines[1].version = "0.5.16"
+    sync = connected(engines, update_weight_buffer_size=300)
     for version in ("1", "2"):
         sync.push()
         for engine in engines:
@@ -124,6 +124,26 @@ def test_engines_of_different_dtypes_are_refused() -> None:
         pytest.raises(UserError, match="different dtypes"),
     ):
         connected([one, other])
+
+
+def test_auto_dtype_is_the_configs(engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fake_weight_engine.dtype_name", lambda dtype: "auto")
+    for dtype, expected in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        with FakeWeightEngine(START, expected) as engine:
+            sync = WeightSync(make_config(), [trainer()], {**HF_CONFIG, "dtype": dtype})
+            sync.connect([engine.url])
+            sync.push()
+            assert_holds(engine, TRAINED)
+            sync.close()
+    with pytest.raises(UserError, match="--sglang-dtype"):
+        connected(engines)
+
+
+def test_a_colocated_gpu_engine_of_another_kind_is_refused(engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    engines[0].version = "0.5.16"
+    with pytest.raises(UserError, match="CUDA IPC"):
+        connected(engines[:1], colocate=True)
 
 
 def test_a_resumed_run_counts_on(engines: list[FakeWeightEngine]) -> None:
