@@ -1,0 +1,121 @@
+"""What the tests of the whole loop share: toy models, one local Ray, and ``run(*flags)``, a driver in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.loop import toy
+
+#: Numbers that say how samples were served, not what they are: they follow the clock, like ``perf/``.
+_SERVING = ("rollout/engine_load", "rollout/prefix_cache", "rollout/avg_cached", "rollout/requests", "rollout/retries")
+_BY_THE_CLOCK = ("perf/", "time", *_SERVING)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run that has ended.
+
+    Attributes:
+        path: its run folder.
+        rows: ``metrics.jsonl``.
+    """
+
+    path: Path
+    rows: list[dict[str, Any]]
+
+    def series(self, name: str) -> list[float]:
+        """The values of a metric, over the rows that have it."""
+        return [row[name] for row in self.rows if name in row]
+
+    def steps(self) -> dict[int, dict[str, Any]]:
+        """Training rows by step, without what follows the clock."""
+        trained = [row for row in self.rows if "rollout/raw_reward" in row]
+        return {
+            row["step"]: {name: value for name, value in row.items() if not name.startswith(_BY_THE_CLOCK)}
+            for row in trained
+        }
+
+    def samples(self, rollout_id: int) -> list[Any]:
+        """Everything that was generated in a rollout (the run was given `dumps`)."""
+        from slime.rollout.debug_data import load_samples
+
+        return load_samples(self.path / "dumps" / f"{rollout_id}.pt")
+
+    def tokens(self, rollout_id: int) -> list[tuple[int, list[int], list[float], float]]:
+        """(index, tokens, log-probs, reward) of every sample of a rollout."""
+        return [(s.index, s.tokens, s.rollout_log_probs, s.reward) for s in self.samples(rollout_id)]
+
+    def config(self) -> dict[str, Any]:
+        return json.loads((self.path / "config.json").read_text())
+
+
+Run = Callable[..., RunResult]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of toy models by family."""
+    folder = tmp_path_factory.mktemp("models")
+    return {family: toy.write_model(folder / family, family) for family in toy.FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.write_data(tmp_path_factory.mktemp("data") / "sums.jsonl")
+
+
+@pytest.fixture(scope="session")
+def ray_here() -> Iterator[None]:
+    """One local Ray for all runs of this process: drivers find it and leave it as it is."""
+    import ray
+
+    from slime.cluster.ray_session import start_ray
+    from slime.config import make_config
+
+    assert start_ray(make_config(), num_local_slots=4)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def run(ray_here: None, models: dict[str, Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """``run(name, *flags, driver=…, model=…)``: run a driver to its end on the toy world; flags override its own.
+
+    Runs of one name share a run folder, so that a second one may resume the first.
+    """
+    outputs = tmp_path_factory.mktemp("outputs")
+
+    def run_driver(name: str, *flags: object, driver: str = "train", model: str = "qwen3") -> RunResult:
+        from slime.drivers import train, train_async
+
+        path = outputs / name
+        base = ["--hf-checkpoint", models[model], "--prompt-data", data, "--input-key", "prompt"]
+        base += ["--label-key", "label", "--fp32", "--seed", 1, "--rollout-seed", 1, "--lr", "1e-2"]
+        base += ["--lr-decay-style", "constant", "--weight-decay", 0, "--rollout-max-context-len", 32]
+        base += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 1024, "--output-dir", outputs, "--run-name", name]
+        main = {"train": train.main, "train_async": train_async.main}[driver]
+        main([str(word) for word in (*base, *flags)])
+        lines = (path / "metrics.jsonl").read_text().splitlines()
+        return RunResult(path, [json.loads(line) for line in lines])
+
+    run_driver.outputs = outputs  # type: ignore[attr-defined]
+    return run_driver
+
+
+@pytest.fixture(scope="session")
+def outputs(run: Any) -> Path:
+    """Where run folders are."""
+    return run.outputs
+
+
+#: A small GRPO step: 4 prompts × 4 samples of at most 8 tokens, rewarded by `toy.digit_share`.
+GRPO = (
+    *("--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 8),
+    *("--num-steps-per-rollout", 1, "--custom-rm-path", "tests.loop.toy.digit_share"),
+)

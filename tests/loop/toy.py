@@ -1,0 +1,100 @@
+"""A toy world for tests of the whole loop: models of 70 thousand parameters, prompts, rewards that rise in a few steps.
+
+The prompts are sums ("3+4="), the characters are the tokens, and the reward is the share of a chosen digit in the
+response: a policy learns it from random weights within a dozen steps, because one row of the output layer decides it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from slime.samples.types import Sample
+
+CHARACTERS = "0123456789+="
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+VOCABULARY = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS])}
+DIGIT = "7"
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def write_model(folder: Path, family: str, seed: int = 0) -> Path:
+    """A Hugging Face directory of a random model of ``family`` with two layers, and a tokenizer of characters."""
+    import torch
+    import transformers
+
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    shape: dict[str, Any] = {
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": family != "llama",
+        "bos_token_id": None,
+        "eos_token_id": VOCABULARY[EOS],
+        "pad_token_id": VOCABULARY[PAD],
+    }
+    if family == "qwen2":
+        del shape["head_dim"]
+    config = getattr(transformers, f"{name}Config")(**shape)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model.generation_config.eos_token_id = VOCABULARY[EOS]
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN)
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return fast
+
+
+def write_data(path: Path, count: int = 50) -> Path:
+    """``count`` different sums with their results."""
+    assert count <= 100
+    rows = [{"prompt": f"{i // 10}+{i % 10}=", "label": f"{i // 10 + i % 10}"} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# -- hooks, named by path in the flags -------------------------------------------------------------------------------
+
+
+def digit_share(args: Any, sample: Sample, **_: Any) -> float:
+    """Share of `DIGIT` among the tokens of the response."""
+    response = sample.tokens[-sample.response_length :]
+    return sum(token == VOCABULARY[DIGIT] for token in response) / max(1, len(response))
+
+
+async def digit_share_later(args: Any, sample: Sample, **_: Any) -> float:
+    """The same as an async function."""
+    await asyncio.sleep(0)
+    return digit_share(args, sample)
+
+
+def group_rank(args: Any, samples: list[Sample], **_: Any) -> list[float]:
+    """A reward of the whole group: each sample's rank by `digit_share`, from 0 to 1."""
+    shares = [digit_share(args, sample) for sample in samples]
+    return [sum(other < share for other in shares) / max(1, len(shares) - 1) for share in shares]
+
+
+def engines_look_remote(args: Any) -> None:
+    """Runs in the trainer (``--custom-megatron-init-path``): engines of this host pass for those of another one, to
+    which no memory leads, so that weights go by broadcast."""
+    from slime.weights import sync
+
+    sync.is_local = lambda url: False  # type: ignore[assignment]
