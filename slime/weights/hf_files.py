@@ -1,4 +1,5 @@
-"""Hugging Face checkpoint directories on disk: verified reading by slices, atomic sharded writing.
+"""Hugging Face checkpoint directories on disk: verified reading by slices, atomic sharded writing. Imports torch
+only where tensors are read or written.
 
 HfReader(dir).verify(family, spec)      every shard, every index entry, every layer, before anything is loaded
 reader["model.norm.weight"][0:16]       reads these bytes only
@@ -15,16 +16,16 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from slime.errors import UserError
-from slime.weights.buckets import dtype_name
 from slime.weights.checkpoint_dir import partial_dir, publish
 from slime.weights.convert import ModelFamily, ModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +50,16 @@ class HfReader:
 
     Opening checks that the files are there and agree with the index; nothing is read but the headers.
 
+    Args:
+        names_only: no tensor will be read; then torch is not imported.
     Raises:
         UserError: no safetensors (with advice when there are .bin files), shards missing or damaged, index entries
             that no shard has. Everything that is wrong is in one message.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, *, names_only: bool = False) -> None:
         self.directory = Path(directory)
+        self._framework = "np" if names_only else "pt"
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
         for file_name, expected in self._expected_files().items():
@@ -133,7 +137,7 @@ class HfReader:
     def _open(self, file_name: str) -> Any:
         path = self.directory / file_name
         try:
-            return safe_open(path, framework="pt")
+            return safe_open(path, framework=self._framework)
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{path} is not a readable safetensors file",
@@ -216,6 +220,8 @@ class HfWriter:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append a tensor; a full shard goes to disk at once."""
+        from slime.weights.buckets import dtype_name
+
         nbytes = tensor.numel() * tensor.element_size()
         if self._open and self._open_bytes + nbytes > self.shard_bytes:
             self._flush()
@@ -243,6 +249,8 @@ class HfWriter:
             ) from failure
 
     def _flush(self) -> None:
+        from safetensors.torch import save_file
+
         if self._open:
             name = f"shard-{len(self._shards):05d}.safetensors"
             try:

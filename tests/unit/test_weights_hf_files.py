@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.errors import UserError
-from slime.weights import hf_files
 from slime.weights.convert import family_of
 from slime.weights.hf_files import INDEX, HfReader, HfWriter
 from tests.megatron_stub import random_hf
@@ -138,7 +137,7 @@ def test_a_full_disk_leaves_the_old_export(sharded: Path, tmp_path: Path, monkey
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(hf_files, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(UserError, match="No space left"), HfWriter(tmp_path / "out", sharded) as writer:
         writer.add("w", torch.zeros(2))
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [1.0, 1.0]

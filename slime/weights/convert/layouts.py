@@ -7,6 +7,8 @@ A `Layout` works in both directions and per rank:
 
 ``load`` indexes its sources lazily, so a rank reads only the bytes that it keeps. Sources may be torch tensors or
 anything with ``shape`` and slicing (`slime.weights.hf_files.LazyTensor`).
+
+Importing the tables imports no torch: the launch compares a directory with them before anything heavy starts.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.weights.convert.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Source(Protocol):
@@ -114,7 +117,7 @@ class VocabParallel(Layout):
         start, end = shard.bounds(padded, "padded vocabulary")
         present = sources[0][min(start, rows) : min(end, rows)]
         missing = (end - start) - present.shape[0]
-        return torch.cat([present, present.new_zeros(missing, *rest)]) if missing else present
+        return _joined([present, present.new_zeros(missing, *rest)], 0) if missing else present
 
     def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
         return [_joined(pieces, 0)[: spec.vocab_size]]
@@ -146,7 +149,7 @@ class FusedQKV(Layout):
             source[first * heads * spec.head_dim : last * heads * spec.head_dim].reshape(count, -1, *rest)
             for source, heads in zip(sources, heads_of, strict=True)
         ]
-        rows = torch.cat(parts, dim=1).reshape(count * group_rows, *rest)
+        rows = _joined(parts, 1).reshape(count * group_rows, *rest)
         return rows[start - first * group_rows : end - first * group_rows]
 
     def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
@@ -168,7 +171,7 @@ class GateUp(Layout):
         if tuple(gate.shape) != tuple(up.shape):
             raise ValueError(f"gate has shape {list(gate.shape)}, up has {list(up.shape)}")
         start, end = shard.bounds(gate.shape[0], "intermediate features")
-        return torch.cat([gate[start:end], up[start:end]])
+        return _joined([gate[start:end], up[start:end]], 0)
 
     def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
         halves = [piece.chunk(2, dim=0) for piece in pieces]
@@ -176,6 +179,8 @@ class GateUp(Layout):
 
 
 def _joined(pieces: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    import torch
+
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=axis)
 
 
