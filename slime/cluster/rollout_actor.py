@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ class RolloutResult:
     Attributes:
         shards: one object reference per data-parallel rank.
         metrics: ``rollout/…`` and ``perf/…``.
+        versions: weight version → samples whose oldest token it sampled.
     """
 
     rollout_id: int
     shards: list[ray.ObjectRef]
     metrics: dict[str, float] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
 
 
 class RolloutActor:
@@ -88,7 +91,8 @@ class RolloutActor:
         metrics["perf/rollout_time"] = generated - started
         metrics["perf/data_preprocess_time"] = converted - generated
         metrics["perf/record_time"] = time.perf_counter() - converted
-        return RolloutResult(rollout_id, shards, metrics)
+        versions = Counter(v for batch in batches for v in batch.weight_versions if v is not None)
+        return RolloutResult(rollout_id, shards, metrics, dict(versions))
 
     async def load_dump(self, rollout_id: int, layout: TrainLayout) -> RolloutResult:
         """The samples of ``--load-debug-rollout-data`` instead of generated ones."""

@@ -45,6 +45,8 @@ class Session:
         self.num_rollout = 0
         self.num_prompts = 0
         self.weight_version = 0
+        self._trained_at_push: dict[int, int] = {}
+        """Weight version → rollouts that had been trained on when it was pushed."""
         self._last_trained: int | None = None
         self._last_saved: int | None = None
         self._state = "failed"
@@ -102,7 +104,27 @@ class Session:
         with self.sinks.phase("update_weights"):
             metrics = self.cluster.update_weights()
         self.weight_version = int(metrics.get("perf/weight_version", self.weight_version))
+        self._trained_at_push[self.weight_version] = self.step
         return metrics
+
+    def staleness(self, versions: dict[int, int]) -> dict[str, float]:
+        """How far the trainer has moved on since the weights that generated a batch, in rollouts trained on.
+
+        Args:
+            versions: weight version → samples that it generated (`RolloutResult.versions`).
+        """
+        if not versions or not self.cluster.has_trainers:
+            return {}
+        behind = {version: self.step - self._trained_when(version) for version in versions}
+        mean = sum(behind[version] * count for version, count in versions.items()) / sum(versions.values())
+        return {"rollout/staleness/mean": mean, "rollout/staleness/max": float(max(behind.values()))}
+
+    def _trained_when(self, version: int) -> int:
+        """Rollouts that had been trained on when ``version`` was pushed; before this launch, by the interval."""
+        if version in self._trained_at_push:
+            return self._trained_at_push[version]
+        first = min(self._trained_at_push)
+        return self._trained_at_push[first] - (first - version) * self.config.sync.update_weights_interval
 
     @property
     def evaluates_first(self) -> bool:

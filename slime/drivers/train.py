@@ -29,7 +29,7 @@ def train(config: Config, session: Session) -> None:
         with phase("rollout"):
             batch = cluster.generate(rollout_id)
         with phase("train"):
-            metrics = batch.metrics | cluster.train(batch)
+            metrics = batch.metrics | session.staleness(batch.versions) | cluster.train(batch)
         session.trained(rollout_id)
 
         if session.should_save(rollout_id):

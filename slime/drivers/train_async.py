@@ -41,7 +41,7 @@ def train_async(config: Config, session: Session) -> None:
             ahead.append(cluster.start_generating(to_start))
             to_start += 1
         with phase("train"):
-            metrics = batch.metrics | cluster.train(batch)
+            metrics = batch.metrics | session.staleness(batch.versions) | cluster.train(batch)
         session.trained(rollout_id)
 
         if session.should_save(rollout_id):

@@ -88,6 +88,8 @@ class Trainer(Protocol):
 
     def sum_over_data_parallel(self, values: Tensor) -> Tensor: ...
 
+    def max_over_data_parallel(self, values: Tensor) -> Tensor: ...
+
     def any_rank(self, flag: bool) -> bool: ...
 
     def gather(self, values: list[int]) -> list[int]:
@@ -129,6 +131,7 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
         for step_id, step in enumerate(batch.steps):
             steps.append(_train_step(trainer, batch, data, step_id, step))
     metrics = {**batch.global_stats, **_rollout_metrics(trainer, batch, data), **_mean_of_steps(steps)}
+    metrics |= _worst_mismatch(trainer, data)
     return {**metrics, **timers.metrics(batch)}, steps
 
 
@@ -369,6 +372,19 @@ def _rollout_metrics(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) 
     sums = [weighted_sum(torch.cat(v), weights) if v else weights.new_zeros(()) for v in present.values()]
     totals = trainer.sum_over_data_parallel(torch.stack(sums).float())
     return {f"rollout/{name}": value for name, value in zip(present, totals.tolist())}
+
+
+def _worst_mismatch(trainer: Trainer, data: RolloutTensors) -> dict[str, float]:
+    """The largest difference between trainer's and engine's log-prob of any trained token: the mean hides a few bad
+    tokens (a wrong position after a prefix hit, say) among thousands of good ones."""
+    if not trainer.has_output or data.log_probs is None or data.rollout_log_probs is None:
+        return {}
+    worst = torch.zeros(1, device=trainer.device)
+    for ours, theirs, mask in zip(data.log_probs, data.rollout_log_probs, data.loss_masks):
+        if mask.numel():
+            difference = torch.where(mask > 0, (ours - theirs).abs(), 0.0)
+            worst = torch.maximum(worst, difference.amax())  # NaN stays NaN
+    return {"train/train_rollout_logprob_abs_diff_max": trainer.max_over_data_parallel(worst).item()}
 
 
 def _mean_of_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -49,6 +49,7 @@ class Receipt:
         phases = {f"perf/update_weights/{name}_time": value for name, value in self.seconds.items() if name != "total"}
         return {
             "perf/update_weights_time": self.seconds["total"],
+            "perf/weight_version": float(self.version),
             "perf/update_weights_wire_bytes": float(self.nbytes),
             "perf/update_weights/checked_tensors": float(len(self.checked)),
             **phases,

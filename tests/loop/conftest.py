@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ class RunResult:
     """
 
     path: Path
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, Any]] = field(repr=False)
 
     def series(self, name: str) -> list[float]:
         """The values of a metric, over the rows that have it."""

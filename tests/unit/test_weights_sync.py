@@ -304,6 +304,7 @@ def test_metrics_of_a_receipt() -> None:
     receipt = Receipt(3, 2, 1000, {"pause": 0.1, "transfer": 0.2, "total": 0.4}, "disk", ("a",))
     assert receipt.metrics() == {
         "perf/update_weights_time": 0.4,
+        "perf/weight_version": 3.0,
         "perf/update_weights_wire_bytes": 1000.0,
         "perf/update_weights/checked_tensors": 1.0,
         "perf/update_weights/pause_time": 0.1,

@@ -258,6 +258,9 @@ class MegatronBackend:
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
         return parallel.sum_over_data_parallel(values)
 
+    def max_over_data_parallel(self, values: Tensor) -> Tensor:
+        return parallel.max_over_data_parallel(values)
+
     def any_rank(self, flag: bool) -> bool:
         return parallel.any_rank(flag, self.device)
 

@@ -116,6 +116,14 @@ def sum_over_data_parallel(values: Tensor) -> Tensor:
     return values
 
 
+def max_over_data_parallel(values: Tensor) -> Tensor:
+    """In-place maximum over the replicas of the model; every rank calls it equally often."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    return values
+
+
 def any_rank(flag: bool, where: torch.device) -> bool:
     """Is the flag set on any rank of the world? Collective."""
     if dist.get_world_size() == 1:

@@ -1,0 +1,70 @@
+"""The loop learns: in lock step, one batch ahead, and from demonstrations; trainer and engine agree on log-probs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.loop.conftest import GRPO, Run, RunResult
+
+MISMATCH = "train/train_rollout_logprob_abs_diff"
+TOLERANCE = 1e-4  # float32, absolute, per token
+
+
+@pytest.fixture(scope="module")
+def lock_step(run: Run) -> RunResult:
+    return run("learn", *GRPO, "--colocate", "--num-rollout", 12)
+
+
+@pytest.fixture(scope="module")
+def one_ahead(run: Run) -> RunResult:
+    return run("learn-async", *GRPO, "--num-rollout", 14, driver="train_async")
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def family(request: pytest.FixtureRequest, run: Run) -> RunResult:
+    """Two steps of each model family, with the KL to the reference in the loss."""
+    flags = ["--colocate", "--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "k3", "--num-rollout", 2]
+    return run(f"family-{request.param}", *GRPO, *flags, model=request.param)
+
+
+def test_reward_rises_in_lock_step(lock_step: RunResult) -> None:
+    rewards = lock_step.series("rollout/raw_reward")
+    assert len(rewards) == 12
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
+
+
+def test_reward_rises_one_batch_ahead(one_ahead: RunResult) -> None:
+    rewards = one_ahead.series("rollout/raw_reward")
+    assert len(rewards) == 14
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
+
+
+def test_staleness(lock_step: RunResult, one_ahead: RunResult) -> None:
+    assert lock_step.series("rollout/staleness/max") == [0.0] * 12
+    # the first batch has nothing before it; each later one is generated while the one before it is trained on
+    assert one_ahead.series("rollout/staleness/mean") == [0.0] + [1.0] * 13
+    assert one_ahead.series("rollout/staleness/max") == [0.0] + [1.0] * 13
+
+
+def test_sft_loss_falls(run: Run) -> None:
+    flags = ["--loss-type", "sft_loss", "--num-rollout", 8, "--rollout-batch-size", 16, "--num-steps-per-rollout", 2]
+    losses = run("sft", *flags, "--colocate").series("train/loss")
+    assert len(losses) == 8
+    assert losses[-1] < 0.5 * losses[0], losses
+
+
+def test_trainer_and_engine_agree_on_every_token(family: RunResult) -> None:
+    largest, mean = family.series(f"{MISMATCH}_max"), family.series(MISMATCH)
+    assert len(largest) == len(mean) == 2
+    assert all(0 < m <= worst <= TOLERANCE for m, worst in zip(mean, largest)), (mean, largest)
+
+
+def test_they_agree_during_the_whole_run(lock_step: RunResult) -> None:
+    assert max(lock_step.series(f"{MISMATCH}_max")) <= TOLERANCE
+
+
+def test_first_step_has_no_kl_to_the_reference(family: RunResult) -> None:
+    first, second = family.series("train/kl_loss")
+    assert first == 0.0
+    assert second > 0.0
+    assert family.series("rollout/log_probs")[0] == family.series("rollout/ref_log_probs")[0]
