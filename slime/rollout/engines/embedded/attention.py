@@ -2,6 +2,8 @@
 
 Grouped queries: the ``group`` query heads of a key-value head are treated as ``group`` queries of that head, so keys
 and values are read once and never repeated. Scores and the softmax are float32 in every path.
+
+Both classes first write the new keys and values, then attend.
 """
 
 from __future__ import annotations
@@ -9,13 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from slime.rollout.engines.embedded.kv_cache import KVCache
-
-#: Keys are attended to in multiples of this many positions.
-KEY_BLOCK = 64
+from slime.rollout.engines.embedded.kv_cache import BLOCK, KVCache
 
 
 @dataclass(frozen=True)
@@ -36,102 +36,147 @@ class Span:
 
 
 class DecodeAttention:
-    """One query per row; row i is slot i and sees ``lengths[i]`` keys.
+    """One query per row; row i is slot i.
+
+    A block of the cache is read for rows 0 … the last one that reaches it. What a row sees beyond its own length weighs
+    exactly 0 and adds exactly 0, so neighbours change nothing but, perhaps, the shape of the softmax;
+    ``fixed_shapes`` (deterministic mode) takes it over rows of equally many blocks.
 
     Args:
         lengths: keys of each row, the new token's included.
-        fixed_shapes: deterministic mode: rows are taken together only when their own lengths round to the same
-            number of key blocks, so a row's shapes never depend on its neighbours.
     """
 
-    def __init__(self, cache: KVCache, lengths: list[int], group: int, fixed_shapes: bool) -> None:
+    def __init__(self, cache: KVCache, lengths: list[int], fixed_shapes: bool) -> None:
         self._cache = cache
-        self._runs = _runs_of_equal_length(lengths) if fixed_shapes else [(0, len(lengths), _rounded(max(lengths)))]
-        device = cache.device
-        lengths_tensor = torch.tensor(lengths, device=device)
-        self._masks = []
-        for first, last, padded in self._runs:
-            beyond = torch.arange(padded, device=device) >= lengths_tensor[first:last, None]
-            mask = torch.zeros(beyond.shape, device=device).masked_fill_(beyond, -math.inf)
-            self._masks.append(mask[:, None, None])  # [rows, 1, 1, keys]
-        self._group = group
+        as_array = np.asarray(lengths)
+        self._plan = cache.plan_write(np.arange(len(lengths)), as_array - 1)
+        self._reads = [
+            (block, int(np.flatnonzero(as_array > block.start)[-1]) + 1)
+            for block in cache.blocks
+            if block.start < max(lengths)
+        ]
+        last = self._reads[-1][0]
+        num_keys = last.start + last.size
+        hidden = torch.from_numpy(np.arange(num_keys) >= as_array[:, None])
+        self._mask = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None].to(cache.device)
+        ends = [block.start + block.size for block, _ in self._reads]
+        self._runs = _runs(np.searchsorted(ends, as_array), ends) if fixed_shapes else [(0, len(lengths), num_keys)]
+        self._scores: torch.Tensor | None = None
 
-    def __call__(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """queries [rows, heads, head_dim] → [rows, heads * head_dim]."""
+    def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim] → [rows, heads * head_dim]."""
+        self._plan.write(layer, keys, values)
         rows, heads, head_dim = queries.shape
-        kv_heads = heads // self._group
-        grouped = queries.view(rows, kv_heads, self._group, head_dim)
-        outputs = []
-        for (first, last, padded), mask in zip(self._runs, self._masks):
-            keys = self._cache.keys[layer, first:last, :, :padded]
-            values = self._cache.values[layer, first:last, :, :padded]
-            outputs.append(_attend(grouped[first:last], keys, values, mask))
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return output.reshape(rows, heads * head_dim)
+        kv_heads = keys.shape[1]
+        grouped = queries.reshape(rows * kv_heads, heads // kv_heads, head_dim)
+        weights = self._softmax(self._masked_scores(layer, grouped, kv_heads))
+        output: torch.Tensor | None = None
+        for block, reach in self._reads:
+            # contiguous by the cast: torch would copy a slice before it multiplies, and the cast is needed anyway
+            part = weights[: reach * kv_heads, :, block.start : block.start + block.size].to(queries.dtype)
+            product = torch.bmm(part, block.values[layer, :reach].flatten(0, 1))
+            if output is None:
+                output = product if len(self._reads) == 1 else product.float()
+            else:
+                output[: reach * kv_heads].add_(product)
+        assert output is not None
+        return output.to(queries.dtype).view(rows, heads * head_dim)
+
+    def _masked_scores(self, layer: int, grouped: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """float32 [rows * kv_heads, group, keys]; minus infinity where a row sees nothing."""
+        batch, group, head_dim = grouped.shape
+        rows, num_keys = batch // kv_heads, self._mask.shape[-1]
+        if self._scores is None:  # what no block writes to stays hidden in all layers
+            self._scores = torch.full((rows, kv_heads, group, num_keys), -math.inf, device=grouped.device)
+        for block, reach in self._reads:
+            part = slice(block.start, block.start + block.size)
+            scores = exact_scores(grouped[: reach * kv_heads], block.keys[layer, :reach].flatten(0, 1))
+            scores = scores.view(reach, kv_heads, group, block.size)
+            torch.add(self._mask[:reach, ..., part], scores, alpha=head_dim**-0.5, out=self._scores[:reach, ..., part])
+        return self._scores.view(batch, group, num_keys)
+
+    def _softmax(self, scores: torch.Tensor) -> torch.Tensor:
+        if len(self._runs) == 1 and self._runs[0][2] == scores.shape[-1]:
+            return torch.softmax(scores, dim=-1)
+        kv_heads = scores.shape[0] // self._mask.shape[0]
+        weights = torch.zeros_like(scores)
+        for first, last, num_keys in self._runs:
+            part = slice(first * kv_heads, last * kv_heads)
+            weights[part, :, :num_keys] = torch.softmax(scores[part, :, :num_keys], dim=-1)
+        return weights
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """q [rows, kv_heads, group, d], k and v [rows, kv_heads, keys, d] (strided), mask float32 [rows, 1, 1, keys]."""
-    if q.device.type != "cpu":
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype))
-    rows, kv_heads, group, head_dim = q.shape
-    keys = k.shape[2]
-    # flattening (rows, kv_heads) keeps the stride: torch's batched product then reads the cache in place
-    flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)
-    flat_q = (q.float() * head_dim**-0.5).view(rows * kv_heads, group, head_dim)
-    scores = torch.bmm(flat_q, flat_k.float().transpose(1, 2))
-    weights = torch.softmax(scores.view(rows, kv_heads, group, keys).add_(mask), dim=-1).to(v.dtype)
-    return torch.bmm(weights.view(rows * kv_heads, group, keys), flat_v)
+def exact_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q kᵀ in float32: q [batch, queries, d], k [batch, keys, d], both contiguous → [batch, queries, keys].
+
+    A product of bfloat16 matrices is summed in float32 and then rounded to bfloat16, which is too coarse for scores.
+    So it is computed twice: once rounded, once as the exact sum minus that rounded value, and the two are added. Still
+    faster than a product of float32 copies, which would have to be made of the whole cache.
+    """
+    keys = k.transpose(1, 2)
+    rounded = torch.bmm(q, keys)
+    if q.dtype == torch.float32:
+        return rounded
+    return rounded.float().add_(torch.baddbmm(rounded, q, keys, beta=-1))
 
 
 class PrefillAttention:
-    """Causal attention of several sequences' new tokens over their own caches."""
+    """Causal attention of several sequences' new tokens over their own caches.
 
-    def __init__(self, cache: KVCache, spans: list[Span], group: int, fixed_shapes: bool) -> None:
-        self._cache, self._spans, self._group, self._fixed_shapes = cache, spans, group, fixed_shapes
+    Args:
+        fixed_shapes: deterministic mode: queries go in blocks aligned to the sequence, so a token meets the same shapes
+            in every batch and however its prompt is cut.
+    """
+
+    def __init__(self, cache: KVCache, spans: list[Span], fixed_shapes: bool) -> None:
+        self._cache, self._spans, self._fixed_shapes = cache, spans, fixed_shapes
+        slots = np.concatenate([np.full(span.count, span.slot) for span in spans])
+        positions = np.concatenate([np.arange(span.start, span.start + span.count) for span in spans])
+        self._plan = cache.plan_write(slots, positions)
         self._masks = [None if span.start == 0 or fixed_shapes else _causal_mask(span, cache.device) for span in spans]
 
-    def __call__(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """queries [tokens, heads, head_dim] → [tokens, heads * head_dim]."""
+    def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] → [tokens, heads * head_dim]."""
+        self._plan.write(layer, keys, values)
         output = torch.empty_like(queries)
         for span, mask in zip(self._spans, self._masks):
             rows = slice(span.offset, span.offset + span.count)
             if self._fixed_shapes:
-                output[rows] = self._in_fixed_blocks(layer, span, queries[rows])
+                output[rows] = self._in_fixed_blocks(layer, span, queries[rows], keys.shape[1])
+            elif span.start == 0:
+                new_keys, new_values = keys[rows].transpose(0, 1), values[rows].transpose(0, 1)
+                output[rows] = _sdpa(queries[rows], new_keys, new_values, None)
             else:
-                output[rows] = self._whole(layer, span, mask, queries[rows])
+                output[rows] = _sdpa(queries[rows], *self._cache.read(layer, span.slot, span.start + span.count), mask)
         return output.view(queries.shape[0], -1)
 
-    def _whole(self, layer: int, span: Span, mask: torch.Tensor | None, queries: torch.Tensor) -> torch.Tensor:
-        end = span.start + span.count
-        keys = self._cache.keys[layer, span.slot, :, None, :end]  # [kv_heads, 1, end, d]
-        values = self._cache.values[layer, span.slot, :, None, :end]
-        count, heads, head_dim = queries.shape
-        grouped = queries.view(count, heads // self._group, self._group, head_dim).permute(1, 2, 0, 3)
-        expanded = (-1, self._group, -1, -1)
-        result = F.scaled_dot_product_attention(
-            grouped, keys.expand(expanded), values.expand(expanded), attn_mask=mask, is_causal=mask is None
-        )
-        return result.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
-
-    def _in_fixed_blocks(self, layer: int, span: Span, queries: torch.Tensor) -> torch.Tensor:
-        """Blocks of `KEY_BLOCK` positions, aligned to the sequence: a token meets the same shapes in every batch."""
+    def _in_fixed_blocks(self, layer: int, span: Span, queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
         heads, head_dim = queries.shape[1:]
-        kv_heads, end = heads // self._group, span.start + span.count
+        group, end = heads // kv_heads, span.start + span.count
         pieces = []
-        for block_start in range(span.start - span.start % KEY_BLOCK, end, KEY_BLOCK):
-            first, last = max(block_start, span.start), min(block_start + KEY_BLOCK, end)
-            padded = queries.new_zeros(KEY_BLOCK, heads, head_dim)
-            padded[first - block_start : last - block_start] = queries[first - span.start : last - span.start]
-            grouped = padded.view(KEY_BLOCK, kv_heads, self._group, head_dim).transpose(0, 1).contiguous()
-            num_keys = block_start + KEY_BLOCK
-            keys = self._cache.keys[layer, span.slot, :, :num_keys].unsqueeze(0)
-            values = self._cache.values[layer, span.slot, :, :num_keys].unsqueeze(0)
-            q = grouped.view(1, kv_heads, KEY_BLOCK * self._group, head_dim)
-            out = _attend(q, keys, values, _block_mask(block_start, num_keys, self._group, q.device))
-            out = out.view(kv_heads, KEY_BLOCK, self._group, head_dim).transpose(0, 1)
-            pieces.append(out[first - block_start : last - block_start].reshape(last - first, heads, head_dim))
+        for start in range(span.start - span.start % BLOCK, end, BLOCK):
+            first, last = max(start, span.start), min(start + BLOCK, end)
+            padded = queries.new_zeros(BLOCK, heads, head_dim)
+            padded[first - start : last - start] = queries[first - span.start : last - span.start]
+            q = padded.view(BLOCK, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, BLOCK * group, head_dim)
+            keys, values = self._cache.read(layer, span.slot, start + BLOCK)
+            scores = exact_scores(q, keys.contiguous()) * head_dim**-0.5
+            weights = torch.softmax(scores + _block_mask(start, group, q.device), dim=-1).to(values.dtype)
+            out = torch.bmm(weights, values.contiguous())
+            out = out.view(kv_heads, BLOCK, group, head_dim).transpose(0, 1)
+            pieces.append(out[first - start : last - start].reshape(last - first, heads, head_dim))
         return torch.cat(pieces)
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """q [count, heads, d], k and v [kv_heads, keys, d]; causal without a mask → [count, heads, d]."""
+    count, heads, head_dim = q.shape
+    kv_heads = k.shape[0]
+    group = heads // kv_heads
+    grouped = q.view(count, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    keys, values = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    result = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=mask is None)
+    return result.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
 
 
 def _causal_mask(span: Span, device: torch.device) -> torch.Tensor:
@@ -140,29 +185,19 @@ def _causal_mask(span: Span, device: torch.device) -> torch.Tensor:
     return torch.arange(span.start + span.count, device=device) <= positions[:, None]
 
 
-def _block_mask(block_start: int, num_keys: int, group: int, device: torch.device) -> torch.Tensor:
-    """float32 [1, 1, KEY_BLOCK * group, num_keys] for queries ordered by position, then group."""
-    positions = torch.arange(block_start, block_start + KEY_BLOCK, device=device).repeat_interleave(group)
-    hidden = torch.arange(num_keys, device=device) > positions[:, None]
-    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)[None, None]
+def _block_mask(start: int, group: int, device: torch.device) -> torch.Tensor:
+    """float32 [BLOCK * group, start + BLOCK] for queries ordered by position, then group."""
+    positions = torch.arange(start, start + BLOCK, device=device).repeat_interleave(group)
+    hidden = torch.arange(start + BLOCK, device=device) > positions[:, None]
+    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
 
 
-def _rounded(length: int) -> int:
-    return -(-length // KEY_BLOCK) * KEY_BLOCK
-
-
-def _runs_of_equal_length(lengths: list[int]) -> list[tuple[int, int, int]]:
-    """(first row, last row + 1, padded keys) of maximal runs of neighbouring rows with one padded length.
+def _runs(owners: np.ndarray, ends: list[int]) -> list[tuple[int, int, int]]:
+    """(first row, last row + 1, keys) of maximal runs of neighbouring rows that end in the same block.
 
     Example:
-        >>> _runs_of_equal_length([3, 60, 65, 2])
+        >>> _runs(np.array([0, 0, 1, 0]), [64, 128])
         [(0, 2, 64), (2, 3, 128), (3, 4, 64)]
     """
-    runs: list[tuple[int, int, int]] = []
-    for row, length in enumerate(lengths):
-        padded = _rounded(length)
-        if runs and runs[-1][2] == padded:
-            runs[-1] = (runs[-1][0], row + 1, padded)
-        else:
-            runs.append((row, row + 1, padded))
-    return runs
+    borders = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
+    return [(first, last, ends[int(owners[first])]) for first, last in zip(borders, borders[1:])]

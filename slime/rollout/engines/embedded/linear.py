@@ -37,24 +37,32 @@ class Linear:
     def packed_nbytes(self) -> int:
         return 0 if self._packed is None else self.weight.numel() * self.weight.element_size()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """``y``, or ``residual + y``."""
         if self.fixed_rows:
-            return self._in_fixed_blocks(x)
-        return self._multiply(x)
+            return self._in_fixed_blocks(x, residual)
+        return self._multiply(x, residual)
 
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         if not self._packs:
-            return F.linear(x, self.weight, self.bias)
+            y = F.linear(x, self.weight, self.bias)
+            return y if residual is None else residual + y
         if self._packed is None:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        if residual is None:
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
 
-    def _in_fixed_blocks(self, x: torch.Tensor) -> torch.Tensor:
+    def _in_fixed_blocks(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         rows = x.shape[0]
-        missing = -rows % FIXED_ROWS
-        padded = F.pad(x, (0, 0, 0, missing)) if missing else x
-        blocks = [self._multiply(block) for block in padded.split(FIXED_ROWS)]
-        return (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[:rows]
+        blocks = [self._multiply(block, None) for block in _padded(x).split(FIXED_ROWS)]
+        y = (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[:rows]
+        return y if residual is None else residual + y
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    missing = -x.shape[0] % FIXED_ROWS
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def can_pack(weight: torch.Tensor) -> bool:

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from slime.rollout.engines.embedded.architecture import Architecture
-from slime.rollout.engines.embedded.kv_cache import KVCache
 from slime.rollout.engines.embedded.linear import Linear
 
-Attend = Callable[[int, torch.Tensor], torch.Tensor]
-"""(layer, queries [tokens, heads, head_dim]) → [tokens, heads * head_dim]."""
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]) → [tokens, heads * head_dim].
+Stores the keys and values, too."""
 
 
 @dataclass
@@ -52,49 +52,28 @@ class Decoder:
         cos, sin = arch.rope.tables(num_positions, arch.head_dim, embedding.dtype)
         self._cos, self._sin = cos.to(embedding.device), sin.to(embedding.device)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        cache: KVCache,
-        write_index: torch.Tensor,
-        attend: Attend,
-    ) -> torch.Tensor:
-        """Hidden states [tokens, hidden] after the last norm.
-
-        Args:
-            token_ids, positions: int64 [tokens].
-            write_index: where each token's keys and values go (`KVCache.write_index`).
-            attend: reads the cache after this layer's keys and values were written.
-        """
-        eps = self.arch.rms_norm_eps
-        size = (self.arch.hidden_size,)
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Hidden states [tokens, hidden] after the last norm; token_ids and positions are int64 [tokens]."""
+        eps, size = self.arch.rms_norm_eps, (self.arch.hidden_size,)
         cos, sin = self._cos[positions], self._sin[positions]
         hidden = F.embedding(token_ids, self.embedding)
         for number, layer in enumerate(self.layers):
             normed = F.rms_norm(hidden, size, layer.input_norm, eps)
-            attended = self._attention(number, layer, normed, cos, sin, cache, write_index, attend)
-            hidden = hidden + layer.output(attended)
+            queries, keys, values = self._project(layer, normed, cos, sin)
+            hidden = layer.output(attend(number, queries, keys, values), residual=hidden)
             normed = F.rms_norm(hidden, size, layer.post_norm, eps)
             gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            hidden = hidden + layer.down(F.silu(gate).mul_(up))
+            hidden = layer.down(F.silu(gate).mul_(up), residual=hidden)
         return F.rms_norm(hidden, size, self.norm, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] in the weights' dtype."""
         return self.head(hidden)
 
-    def _attention(
-        self,
-        number: int,
-        layer: DecoderLayer,
-        normed: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        cache: KVCache,
-        write_index: torch.Tensor,
-        attend: Attend,
-    ) -> torch.Tensor:
+    def _project(
+        self, layer: DecoderLayer, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys, rotated, and values."""
         arch = self.arch
         heads, kv_heads, head_dim = arch.num_heads, arch.num_kv_heads, arch.head_dim
         projected = layer.qkv(normed).view(-1, heads + 2 * kv_heads, head_dim)
@@ -108,7 +87,4 @@ class Decoder:
                 dim=1,
             )
         rotated = torch.addcmul(rotated * cos, rotated.roll(head_dim // 2, dims=-1), sin)
-        flat_keys, flat_values = cache.flat(number)
-        flat_keys.index_copy_(0, write_index, rotated[:, heads:].reshape(-1, head_dim))
-        flat_values.index_copy_(0, write_index, values.reshape(-1, head_dim))
-        return attend(number, rotated[:, :heads].contiguous())
+        return rotated[:, :heads], rotated[:, heads:], values

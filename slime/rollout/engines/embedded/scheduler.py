@@ -139,8 +139,7 @@ class Scheduler:
         deferred: list[Sequence] = []
         while self.waiting and self.num_active + len(deferred) < self.cache.max_slots:
             sequence = self.waiting[0]
-            capacity = max(self.cache.capacity, sequence.length + 1)
-            if self.num_active and not self.cache.fits(self.num_active + 1, capacity):
+            if self.num_active and not self.cache.fits(self.num_active + 1, sequence.length + 1):
                 break
             self.waiting.popleft()
             if self._should_defer(sequence):
@@ -220,14 +219,11 @@ class Scheduler:
         return chunks
 
     def _forward_prefill(self, chunks: list[tuple[Sequence, int]], spans: list[Span]) -> torch.Tensor:
-        device, group = self.cache.device, self.store.arch.group_size
-        ids = [torch.from_numpy(s.tokens()[s.num_computed : s.num_computed + count]) for s, count in chunks]
-        positions = [torch.arange(span.start, span.start + span.count) for span in spans]
-        slots = [torch.full((span.count,), span.slot) for span in spans]
-        all_positions = torch.cat(positions).to(device)
-        index = self.cache.write_index(torch.cat(slots).to(device), all_positions)
-        attend = PrefillAttention(self.cache, spans, group, self.deterministic)
-        return self.store.model.forward(torch.cat(ids).to(device), all_positions, self.cache, index, attend)
+        device = self.cache.device
+        ids = torch.cat([torch.from_numpy(s.tokens()[s.num_computed : s.num_computed + count]) for s, count in chunks])
+        positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])
+        attend = PrefillAttention(self.cache, spans, self.deterministic)
+        return self.store.model.forward(ids.to(device), positions.to(device), attend)
 
     def _start(self, sequences: list[Sequence], hidden: torch.Tensor) -> None:
         """Sample the first token of sequences whose prefill is complete, and let them decode."""
@@ -251,9 +247,8 @@ class Scheduler:
         device = self.cache.device
         ids = torch.tensor([s.output_ids[-1] for s in running], device=device)
         positions = torch.tensor(lengths, device=device) - 1
-        index = self.cache.write_index(torch.arange(len(running), device=device), positions)
-        attend = DecodeAttention(self.cache, lengths, self.store.arch.group_size, self.deterministic)
-        hidden = self.store.model.forward(ids, positions, self.cache, index, attend)
+        attend = DecodeAttention(self.cache, lengths, self.deterministic)
+        hidden = self.store.model.forward(ids, positions, attend)
         for sequence, length in zip(running, lengths):
             sequence.num_computed = length
         self.slots.note_lengths(lengths)

@@ -161,7 +161,7 @@ class SlotTable:
                 return index
         retained = [index for index, slot in enumerate(self._slots) if slot.sequence is None and index != keep]
         count = len(self._slots)
-        for_prefixes = self.cache.nbytes < _RETAIN_BYTES // 2 and self.cache.fits(count + 1, self.cache.capacity)
+        for_prefixes = self.cache.nbytes < _RETAIN_BYTES // 2 and self.cache.fits(count + 1, 0)
         if count < self.cache.max_slots and (for_prefixes or not retained):
             self.cache.ensure_slots(count + 1)
             self._slots += [Slot() for _ in range(self.cache.num_slots - count)]
