@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -66,3 +67,35 @@ class SwiGLUActivation(torch.nn.Module):
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Nothing to checkpoint; Megatron's MLP asks each of its parts."""
         return {}
+
+
+class EmbeddingLookup(torch.autograd.Function):
+    """Rows of an embedding whose gradient goes straight into Megatron's gradient buffer.
+
+    Autograd would make a dense gradient as large as the vocabulary, nearly all zeros, and add it to the buffer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, main_grad: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.main_grad = main_grad
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        (ids,) = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.size(-1)).to(ctx.main_grad.dtype)
+        ctx.main_grad.index_add_(0, ids.reshape(-1), rows)
+        return None, None, None
+
+
+class Embedding(VocabParallelEmbedding):
+    """Megatron's vocabulary-parallel embedding, with `EmbeddingLookup` where nobody waits for the gradient's hook."""
+
+    direct_grad = False
+
+    def forward(self, input_: Tensor) -> Tensor:
+        direct = self.direct_grad and self.weight.requires_grad and torch.is_grad_enabled()
+        if not direct or self.tp_group.size() > 1 or self.reduce_scatter_embeddings or input_.device.type == "cuda":
+            return super().forward(input_)
+        return EmbeddingLookup.apply(self.weight, self.weight.main_grad, input_)

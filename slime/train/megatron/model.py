@@ -26,7 +26,7 @@ from slime.algorithms.logprobs import VocabShard, linear_log_probs
 from slime.config import Config
 from slime.errors import UserError
 from slime.train.megatron.attention import PackedAttention, PackedSelfAttention
-from slime.train.megatron.layers import RMSNorm, SwiGLUActivation
+from slime.train.megatron.layers import Embedding, RMSNorm, SwiGLUActivation
 from slime.train.megatron.packed import PackedMicroBatch
 from slime.train.megatron.rotary import RotaryAngles, inverse_frequencies
 from slime.train.records import TokenScores
@@ -50,6 +50,9 @@ class PolicyModel(GPTModel):
             **kwargs,
         )
         self.spec = spec
+        self._direct = False
+        if self.pre_process:
+            self.embedding.word_embeddings.__class__ = Embedding  # same parameters; Megatron has no slot for it
         assert config.kv_channels is not None
         rotated = int(config.kv_channels * spec.rotary_percent)
         inverse, factor = inverse_frequencies(
@@ -122,15 +125,17 @@ class PolicyModel(GPTModel):
         start = per_rank * group.rank()
         return VocabShard(start, max(0, min(per_rank, self.spec.vocab_size - start)), group)
 
+    def accumulates_into_main_grad(self, direct: bool) -> None:
+        """May the vocabulary's gradients be added to the DDP buffer right away? Not if a hook waits for them."""
+        self._direct = direct
+        if self.pre_process:
+            self.embedding.word_embeddings.direct_grad = direct
+
     def _direct_grad(self) -> Tensor | None:
-        """The DDP buffer to which the vocabulary product may add its weight gradient, if nobody waits for a hook."""
         weight = self.output_weight()
-        if not torch.is_grad_enabled() or not weight.requires_grad or not self.accumulate_into_main_grad:
+        if not self._direct or not torch.is_grad_enabled() or not weight.requires_grad:
             return None
         return weight.main_grad  # type: ignore[attr-defined]
-
-    accumulate_into_main_grad = False
-    """Set by the backend once the model is wrapped and gradients are not reduced while they are computed."""
 
 
 def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = False) -> list[PolicyModel]:

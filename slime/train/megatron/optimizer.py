@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -48,12 +49,35 @@ def freeze(chunks: Sequence[PolicyModel], config: Config) -> int:
     return frozen
 
 
-def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[DistributedDataParallel]:
+class DataParallel(DistributedDataParallel):
+    """Megatron's, without collectives where there is nobody to talk to.
+
+    A reduction over one rank copies the whole gradient buffer to itself; on a CPU that costs as much as a layer.
+    """
+
+    @property
+    def is_alone(self) -> bool:
+        return self.dp_cp_group.size() == 1 and self.expt_dp_group.size() == 1
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        if not self.is_alone:
+            super().start_grad_sync(*unused)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        if not self.is_alone:
+            super().finish_grad_sync(force_all_reduce)
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        if not self.is_alone:
+            super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
+
+
+def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[DataParallel]:
     """Gradient buffers (float32 unless told otherwise) and their reduction over the replicas."""
     megatron = config.megatron
     options = {
         "grad_reduce_in_fp32": megatron.accumulate_allreduce_grads_in_fp32,
-        "overlap_grad_reduce": megatron.overlap_grad_reduce,
+        "overlap_grad_reduce": reduces_early(config),
         "overlap_param_gather": megatron.overlap_param_gather,
         "use_distributed_optimizer": is_distributed(config),
         "check_for_nan_in_grad": False,  # `apply_gradients` looks at the norm, which shows it on every rank at once
@@ -62,21 +86,28 @@ def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[Di
     wrapped = []
     for i, chunk in enumerate(chunks):
         wrapped.append(
-            DistributedDataParallel(
+            DataParallel(
                 config=chunk.config,
                 ddp_config=DistributedDataParallelConfig(**options),
                 module=chunk,
                 disable_bucketing=i > 0,
             )
         )
-        chunk.accumulate_into_main_grad = not megatron.overlap_grad_reduce
+        chunk.accumulates_into_main_grad(not reduces_early(config))
     transformer = chunks[0].config
     transformer.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [w.no_sync for w in wrapped]
     transformer.finalize_model_grads_func = finalize_model_grads
-    if megatron.overlap_grad_reduce:
+    if reduces_early(config):
         starts = [w.start_grad_sync for w in wrapped]
         transformer.grad_sync_func = starts[0] if len(starts) == 1 else starts
     return wrapped
+
+
+def reduces_early(config: Config) -> bool:
+    """Are gradients reduced while the backward pass still runs?"""
+    return bool(
+        {"overlap_grad_reduce": config.megatron.overlap_grad_reduce, **config.megatron.ddp}["overlap_grad_reduce"]
+    )
 
 
 def is_distributed(config: Config) -> bool:
@@ -84,9 +115,7 @@ def is_distributed(config: Config) -> bool:
     return config.megatron.use_distributed_optimizer and config.megatron.optimizer_name == "adam"
 
 
-def build_optimizer(
-    chunks: list[DistributedDataParallel], config: Config
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Adam or SGD with float32 master weights, and the schedule, which counts in samples as Megatron's does."""
     megatron = config.megatron
     dtype = parameter_dtype(config)
@@ -179,16 +208,28 @@ def apply_gradients(optimizer: MegatronOptimizer, clip_grad: float) -> StepOutco
         return StepOutcome(grad_norm, applied=False)
     if clip_grad > 0 and grad_norm > clip_grad:
         for part in megatron_optimizers(optimizer):
-            parameters = part.get_parameters()
-            if parameters:
-                clip_grad_by_total_norm_fp32(
-                    parameters,
-                    max_norm=clip_grad,
-                    total_norm=grad_norm,
-                    use_decoupled_grad=part.config.use_precision_aware_optimizer,
-                )
+            _clip(part, clip_grad, grad_norm)
     optimizer.step_with_ready_grads()
+    for inner in torch_optimizers(optimizer):
+        inner.__dict__.pop("grad_scale", None)
     return StepOutcome(grad_norm, applied=True)
+
+
+def _clip(part: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
+    """Scale the gradients; fused Adam does that in its own pass when told the divisor."""
+    inner = part.optimizer
+    if isinstance(inner, torch.optim.Adam) and inner.param_groups[0].get("fused"):
+        where = next(p for group in inner.param_groups for p in group["params"]).device
+        inner.grad_scale = torch.tensor((grad_norm + 1e-6) / clip_grad, device=where)  # type: ignore[attr-defined]
+        return
+    parameters = part.get_parameters()
+    if parameters:
+        clip_grad_by_total_norm_fp32(
+            parameters,
+            max_norm=clip_grad,
+            total_norm=grad_norm,
+            use_decoupled_grad=part.config.use_precision_aware_optimizer,
+        )
 
 
 def learning_rates(optimizer: MegatronOptimizer) -> list[float]:
