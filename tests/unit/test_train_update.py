@@ -1,0 +1,377 @@
+"""The update on one rollout: which passes run, what is logged, what stops it, what hooks may do."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_train_model import trainer
+from trainer_ranks import make_batch
+
+from slime.errors import UserError
+from slime.samples.types import TrainBatch
+from slime.train.megatron.backend import MegatronBackend
+from slime.train.update import NonFiniteTraining, reuses_log_probs
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[MegatronBackend]:
+    made = trainer(**getattr(request, "param", {}))
+    yield made
+    made.close()
+
+
+def with_flags(**flags: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("backend", [flags], indirect=True, ids=["+".join(flags)])
+
+
+def weights(backend: MegatronBackend) -> list[torch.Tensor]:
+    return [p.detach().clone() for chunk in backend.model_chunks for p in chunk.parameters()]
+
+
+def hook_path(name: str) -> str:
+    return f"{__name__}.{name}"
+
+
+# -- which passes ----------------------------------------------------------------------------------------------------
+
+
+@with_flags(use_kl_loss=True, kl_loss_coef=0.1)
+def test_first_step_is_aligned_bit_for_bit(backend: MegatronBackend, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = backend.train(make_batch())
+    assert metrics["train/kl_loss"] == 0.0 and metrics["train/ppo_kl"] == 0.0
+    assert metrics["rollout/log_probs"] == metrics["rollout/ref_log_probs"]
+    assert not caplog.records
+    assert "perf/log_probs_time" not in metrics and "perf/ref_log_probs_time" in metrics
+    assert backend.train(make_batch())["train/kl_loss"] != 0.0
+
+
+@with_flags(use_kl_loss=True, kl_loss_coef=0.1)
+def test_misalignment_is_told_with_its_causes(backend: MegatronBackend, caplog: pytest.LogCaptureFixture) -> None:
+    assert backend.reference is not None
+    backend.reference.tensors[0].add_(0.01)
+    with caplog.at_level(logging.WARNING):
+        backend.train(make_batch())
+    assert "--attention-backend flash" in caplog.text and "--moe-permute-fusion" in caplog.text
+
+
+def test_reused_log_probs_are_those_of_a_pass_of_their_own(backend: MegatronBackend) -> None:
+    batch = make_batch()
+    before = backend.log_probs(batch)
+    assert before is not None and reuses_log_probs(backend.config, batch)
+    metrics = backend.train(batch)
+    executions = batch.steps[0].global_batch_size
+    expected = sum(
+        float((lp * mask).sum()) / total / executions
+        for lp, mask, total in zip(before, batch.loss_masks, batch.rollout_mask_sums)
+    )
+    assert metrics["rollout/log_probs"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_steps", "expected"),
+    [
+        ({}, 1, True),
+        ({}, 3, False),
+        ({"advantage_estimator": "gspo"}, 1, False),
+        ({"kl_coef": 0.1, "advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}, 1, False),
+        ({"use_rollout_logprobs": True}, 3, True),
+        ({"loss_type": "sft_loss"}, 3, True),
+    ],
+)
+def test_when_log_probs_are_reused(flags: dict[str, Any], num_steps: int, expected: bool) -> None:
+    from trainer_ranks import trainer_config
+
+    assert (
+        reuses_log_probs(trainer_config(hf_checkpoint="/nowhere", **flags), make_batch(num_steps=num_steps)) is expected
+    )
+
+
+@with_flags(advantage_estimator="grpo", lr=0.05)
+def test_three_steps_leave_the_policy_behind(backend: MegatronBackend) -> None:
+    """With several steps the old log-probs come from before the first, so later ratios are not 1."""
+    metrics = backend.train(make_batch(num_steps=3))
+    kls = [step["train/ppo_kl"] for step in backend.step_metrics]
+    assert len(kls) == 3 and kls[0] == 0.0 and kls[1] != 0.0 and kls[2] != 0.0
+    assert metrics["train/ppo_kl"] == pytest.approx(sum(kls) / 3)
+    assert "perf/log_probs_time" in metrics
+
+
+@with_flags(loss_type="sft_loss", lr=0.01)
+def test_sft_lowers_its_loss(backend: MegatronBackend) -> None:
+    losses = [backend.train(make_batch())["train/loss"] for _ in range(6)]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.8 * losses[0]
+
+
+@with_flags(lr=0.01)
+def test_policy_gradient_raises_what_was_rewarded(backend: MegatronBackend) -> None:
+    batch = make_batch()
+    good = [i for i, reward in enumerate(batch.rewards) if reward > 0]
+    before = backend.log_probs(batch)
+    for _ in range(4):
+        backend.train(batch)
+    after = backend.log_probs(batch)
+    assert before is not None and after is not None
+
+    def gain(samples: list[int]) -> float:
+        return sum(float(((after[i] - before[i]) * batch.loss_masks[i]).sum()) for i in samples)
+
+    assert gain(good) > 0 > gain([i for i in range(6) if i not in good])
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_loss_is_the_mean_it_claims_to_be(per_token: bool) -> None:
+    backend = trainer(loss_type="sft_loss", calculate_per_token_loss=per_token)
+    try:
+        batch = make_batch()
+        scores = backend.log_probs(batch)
+        loss = backend.train(batch)["train/loss"]
+    finally:
+        backend.close()
+    assert scores is not None
+    sums = [float((-lp * mask).sum()) for lp, mask in zip(scores, batch.loss_masks)]
+    if per_token:
+        expected = sum(sums) / batch.steps[0].num_loss_tokens
+    else:
+        expected = sum(s / total for s, total in zip(sums, batch.rollout_mask_sums)) / batch.steps[0].global_batch_size
+    # the temperature of sampling does not apply to supervised training
+    assert backend.config.rollout.rollout_temperature != 1.0
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@with_flags(use_tis=True, tis_clip=1.5)
+def test_truncated_importance_sampling_is_logged(backend: MegatronBackend) -> None:
+    metrics = backend.train(make_batch())
+    assert {"train/tis", "train/tis_clipfrac", "train/tis_abs", "train/ois"} <= metrics.keys()
+    assert metrics["train/ois"] == pytest.approx(1.0)
+
+
+# -- what stops it ---------------------------------------------------------------------------------------------------
+
+
+def poisoned(batch: TrainBatch, sample: int) -> TrainBatch:
+    rewards = list(batch.rewards)
+    rewards[sample] = float("nan")
+    bad = copy.copy(batch)
+    bad.rewards = rewards
+    return bad
+
+
+def test_nan_stops_with_the_samples_and_changes_nothing(backend: MegatronBackend) -> None:
+    before = weights(backend)
+    with pytest.raises(NonFiniteTraining) as caught:
+        backend.train(poisoned(make_batch(), sample=3))
+    assert caught.value.sample_indices == [102, 103]  # the micro-batch of sample 3
+    assert "rollout 0, step 0" in caught.value.what and "--no-check-for-nan" in caught.value.fix
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(backend)))
+    restored = pickle.loads(pickle.dumps(caught.value))  # it has to travel through Ray
+    assert str(restored) == str(caught.value) and restored.sample_indices == [102, 103]
+
+
+@with_flags(check_for_nan_in_loss_and_grad=False)
+def test_nan_is_skipped_and_counted_when_asked_to(backend: MegatronBackend) -> None:
+    before = weights(backend)
+    metrics = backend.train(poisoned(make_batch(), sample=0))
+    assert metrics["train/skipped_steps"] == 1.0
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(backend)))
+    metrics = backend.train(make_batch())  # nothing of the bad step is left behind
+    assert metrics["train/skipped_steps"] == 0.0 and metrics["train/grad_norm"] > 0
+    assert any(not torch.equal(a, b) for a, b in zip(before, weights(backend)))
+
+
+def test_overflow_in_the_backward_pass_is_told_apart(backend: MegatronBackend) -> None:
+    batch = make_batch()
+    batch.rewards = [3e38 * r for r in (1, -1, 1, -1, 1, -1)]  # finite losses, infinite gradient norm
+    with pytest.raises(NonFiniteTraining, match="losses are finite"):
+        backend.train(batch)
+
+
+@with_flags(use_rollout_logprobs=True)
+def test_missing_engine_log_probs_are_named(backend: MegatronBackend) -> None:
+    batch = make_batch()
+    batch.rollout_log_probs = None
+    with pytest.raises(UserError, match="--use-rollout-logprobs"):
+        backend.train(batch)
+
+
+# -- precision and optimizer -----------------------------------------------------------------------------------------
+
+
+@with_flags(bf16=True, lr=1e-5, weight_decay=0.0)
+def test_bfloat16_keeps_float32_master_weights(backend: MegatronBackend) -> None:
+    """Steps too small for bfloat16 add up in the master weights until the model moves."""
+    before = weights(backend)
+    assert all(p.dtype == torch.bfloat16 for p in before)
+    changed = []
+    for _ in range(12):
+        backend.train(make_batch())
+        changed.append(sum(int((a != b).sum()) for a, b in zip(before, weights(backend))))
+    masters = [p for inner in backend.optimizer.chained_optimizers for p in inner.get_parameters()]
+    assert masters and all(p.dtype == torch.float32 for p in masters)
+    assert changed[-1] > changed[0]
+
+
+@with_flags(lr=1e-3, clip_grad=1e-3, weight_decay=0.1)
+def test_clipped_adam_step_equals_the_formula(backend: MegatronBackend) -> None:
+    """The first Adam step by hand: m̂ = g, v̂ = g², so every weight moves by lr · sign-like g / (|g| + eps)."""
+    before = weights(backend)
+    metrics = backend.train(make_batch())
+    assert metrics["train/grad_norm"] > 1e-3
+    named = dict(backend.model_chunks[0].named_parameters())
+    norm = torch.stack([p.main_grad.norm() for p in named.values()]).norm()  # clipped in place or not
+    for (name, parameter), old in zip(named.items(), before, strict=True):
+        gradient = parameter.main_grad * (1e-3 / norm)
+        decay = 0.1 if old.dim() > 1 else 0.0
+        expected = old * (1 - 1e-3 * decay) - 1e-3 * gradient / (gradient.abs() + 1e-8)
+        assert torch.allclose(parameter, expected, atol=2e-6), name
+
+
+@with_flags(lr=1e-2, lr_warmup_iters=2, lr_decay_style="linear", lr_decay_iters=6, min_lr=1e-3)
+def test_schedule_warms_up_and_decays(backend: MegatronBackend) -> None:
+    # it counts samples: 12 of warm-up, 36 in all, 5 a step
+    seen = [backend.train(make_batch())["train/lr-pg_0"] for _ in range(8)]
+    assert seen[:2] == pytest.approx([1e-2 * 5 / 12, 1e-2 * 10 / 12])
+    assert seen[2:] == sorted(seen[2:], reverse=True) and seen[2] > seen[1]
+    assert seen[-1] == pytest.approx(1e-3)
+
+
+@with_flags(freeze_params_name_list=["mlp", "embedding"], lr=0.01)
+def test_frozen_parameters_stay(backend: MegatronBackend) -> None:
+    before = weights(backend)
+    backend.train(make_batch())
+    names = [name for chunk in backend.model_chunks for name, _ in chunk.named_parameters()]
+    for name, old, new in zip(names, before, weights(backend)):
+        assert torch.equal(old, new) is ("mlp" in name or "embedding" in name), name
+
+
+def test_an_expression_that_freezes_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="no_such_layer"):
+        trainer(freeze_params_name_list=["no_such_layer"])
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+calls: list[Any] = []
+
+
+def my_advantages(args: Any, rollout_data: Any) -> None:
+    rollout_data["advantages"] = [torch.full_like(mask, 2.0) for mask in rollout_data["loss_masks"]]
+    rollout_data["returns"] = rollout_data["advantages"]
+
+
+def too_short(args: Any, rollout_data: Any) -> None:
+    rollout_data["advantages"] = [torch.zeros(1) for _ in rollout_data["loss_masks"]]
+
+
+def my_loss(args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> tuple[Any, dict[str, Any]]:
+    flat = torch.cat(batch["current_log_probs"])
+    assert logits.shape[0] == flat.numel()
+    loss = -sum_of_sample_mean(flat)
+    return loss, {"my_metric": loss.detach()}
+
+
+def before_step(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any) -> None:
+    calls.append(("step", rollout_id, step_id, args.lr))
+
+
+def before_log_prob(args: Any, model: Any, store_prefix: str) -> None:
+    calls.append(("log_prob", store_prefix))
+
+
+def postprocess(args: Any, rollout_id: int, rollout_data: Any) -> None:
+    rollout_data["loss_masks"] = [torch.ones_like(mask) for mask in rollout_data["loss_masks"]]
+
+
+def half_of_it(args: Any, *, pg_loss: Any, train_log_probs: Any, loss_masks: Any, **rest: Any) -> tuple[Any, Any, Any]:
+    assert len(train_log_probs) == len(loss_masks) == len(rest["response_lengths"])
+    return pg_loss * 0.5, loss_masks, {"mis_half": torch.full_like(pg_loss, 0.5)}
+
+
+def constant_divisor(total: Any, responses: Any, masks: Any, per_token: bool) -> Any:
+    return lambda values: values.sum() / 100.0
+
+
+@with_flags(custom_advantage_function_path=hook_path("my_advantages"))
+def test_custom_advantages(backend: MegatronBackend) -> None:
+    assert backend.train(make_batch())["rollout/advantages"] == pytest.approx(2.0)
+
+
+@with_flags(custom_advantage_function_path=hook_path("too_short"))
+def test_custom_advantages_of_the_wrong_length_are_refused(backend: MegatronBackend) -> None:
+    with pytest.raises(UserError, match="too_short"):
+        backend.train(make_batch())
+
+
+@with_flags(loss_type="custom_loss", custom_loss_function_path=hook_path("my_loss"), rollout_temperature=1.0)
+def test_custom_loss_gets_logits_and_the_reducer(backend: MegatronBackend) -> None:
+    metrics = backend.train(make_batch())
+    assert metrics["train/my_metric"] == pytest.approx(metrics["train/loss"])
+    # per sample, not per execution: the sum over 6 samples divided by 5 executions
+    assert metrics["train/loss"] > 0
+
+
+@with_flags(
+    use_kl_loss=True,
+    custom_megatron_before_train_step_hook_path=hook_path("before_step"),
+    custom_megatron_before_log_prob_hook_path=hook_path("before_log_prob"),
+)
+def test_hooks_around_passes_and_steps(backend: MegatronBackend) -> None:
+    calls.clear()
+    backend.train(make_batch(num_steps=3))
+    assert calls == [("log_prob", "ref_"), ("log_prob", ""), *(("step", 0, i, 1e-2) for i in range(3))]
+
+
+@with_flags(rollout_data_postprocess_path=hook_path("postprocess"))
+def test_postprocess_may_change_masks(backend: MegatronBackend) -> None:
+    batch = make_batch()
+    assert any((mask == 0).any() for mask in batch.loss_masks)
+    first = backend.train(batch)["train/entropy_loss"]
+    assert first > 0
+
+
+def test_custom_correction_scales_the_loss() -> None:
+    results = []
+    for flags in ({}, {"use_tis": True, "custom_tis_function_path": hook_path("half_of_it")}):
+        backend = trainer(**flags)
+        try:
+            results.append(backend.train(make_batch()))
+        finally:
+            backend.close()
+    assert results[1]["train/pg_loss"] == pytest.approx(results[0]["train/pg_loss"] / 2, rel=1e-5)
+    assert results[1]["train/mis_half"] == pytest.approx(0.5 * trained_weight(make_batch()))
+
+
+def trained_weight(batch: TrainBatch) -> float:
+    """What the weights of all tokens add up to: 1, unless an execution trains no token."""
+    return sum(float(m.sum()) / t for m, t in zip(batch.loss_masks, batch.rollout_mask_sums)) / 5
+
+
+@with_flags(custom_pg_loss_reducer_function_path=hook_path("constant_divisor"))
+def test_custom_reducer(backend: MegatronBackend) -> None:
+    batch = make_batch()
+    metrics = backend.train(batch)
+    total = -sum(reward * r for reward, r in zip(batch.rewards, batch.response_lengths))
+    assert metrics["train/pg_loss"] == pytest.approx(total / 100 / batch.steps[0].global_batch_size, rel=1e-4)
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+@with_flags(use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1)
+def test_reference_follows_when_asked_to(backend: MegatronBackend) -> None:
+    backend.train(make_batch())
+    assert backend.reference is not None and backend.reference.equals(backend.model_chunks)
+
+
+@with_flags(use_kl_loss=True, kl_loss_coef=0.1)
+def test_reference_pass_gives_the_policy_back(backend: MegatronBackend) -> None:
+    backend.train(make_batch())
+    before = weights(backend)
+    backend.log_probs(make_batch(), reference=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(backend)))
+    assert backend.reference is not None and not backend.reference.equals(backend.model_chunks)
