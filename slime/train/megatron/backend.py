@@ -27,6 +27,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 
 from slime.train.megatron import forward, optimizer, parallel  # noqa: E402
 from slime.train.megatron.model import PolicyModel, build_model_chunks, virtual_stages  # noqa: E402
+from slime.train.megatron.offload import Offloader  # noqa: E402
 from slime.train.megatron.packed import PackedMicroBatch  # noqa: E402
 from slime.train.megatron.parallel import RankInfo  # noqa: E402
 from slime.train.megatron.reference import WeightsCopy  # noqa: E402
@@ -66,7 +67,9 @@ class MegatronBackend:
         self.reference_is_policy = False
         self.step_metrics: list[dict[str, float]] = []
         self.has_output = True
+        self.offloader: Offloader | None = None
         self.extra_state: dict[str, Any] = {}
+        self.next_rollout_id = 0
         self.optimizer: MegatronOptimizer
         self.scheduler: OptimizerParamScheduler
 
@@ -97,10 +100,10 @@ class MegatronBackend:
         if initialise:
             self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, config)
             self.reference = WeightsCopy(self.model_chunks) if self._needs_reference() else None
-        next_rollout_id = 0 if initialise else self._load()
+        self.next_rollout_id = 0 if initialise else self._load()
         if self.reference is not None:
             self.reference_is_policy = not self.any_rank(not self.reference.equals(self.model_chunks))
-        return next_rollout_id
+        return self.next_rollout_id
 
     def _read_hf_config(self) -> dict[str, Any]:
         path = self.config.checkpoint.hf_checkpoint
@@ -197,6 +200,22 @@ class MegatronBackend:
         if self.reference is not None and interval and (batch.rollout_id + 1) % interval == 0:
             self.reference.take(self.model_chunks)
         return metrics
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Give the GPU's memory to others until `wake`. Without a GPU there is none to give."""
+        if device.has_gpu():
+            freed = self._offloader().sleep(keep_weights=keep_weights)
+            logger.info("trainer asleep: %.1f GB freed", freed / 1e9)
+
+    def wake(self) -> None:
+        """Take the memory back; weights and optimizer are the same bits as before."""
+        if device.has_gpu():
+            self._offloader().wake()
+
+    def _offloader(self) -> Offloader:
+        if self.offloader is None:
+            self.offloader = Offloader(self.model_chunks, self.optimizer)
+        return self.offloader
 
     def close(self) -> None:
         """Leave the process groups."""

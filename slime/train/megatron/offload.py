@@ -1,0 +1,106 @@
+"""Giving the GPU's memory to the engines between updates, and taking it back.
+
+Works on storages, not on tensors: a storage is emptied and refilled in place, so every view of it (parameters in DDP
+buffers, shards in the optimizer) stays valid. The pinned host copies are kept: pinning costs more than copying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor, nn
+
+from slime.train.megatron import device
+from slime.train.megatron.optimizer import megatron_optimizers
+
+
+class Offloader:
+    """Moves a trainer's memory out and back.
+
+    Gradients are not copied: they are zeroed before they are used anyway.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> None:
+        self.chunks = chunks
+        self.optimizer = optimizer
+        self._copies: dict[int, Tensor] = {}
+        self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+
+    @property
+    def is_asleep(self) -> bool:
+        return bool(self._away)
+
+    @torch.no_grad()
+    def sleep(self, *, keep_weights: bool = False) -> int:
+        """Empty gradients, optimizer state and (unless kept) weights; returns the bytes freed. Idempotent."""
+        if self.is_asleep:
+            return 0
+        gradients = dict.fromkeys(s.data_ptr() for s in _storages(_gradients(self.chunks)))
+        kept = {s.data_ptr() for s in _storages(_weights(self.chunks))} if keep_weights else set()
+        everything = [*_gradients(self.chunks), *_weights(self.chunks), *_optimizer_tensors(self.optimizer)]
+        freed = 0
+        for storage in _storages(everything):
+            if storage.data_ptr() in kept:
+                continue
+            size = storage.nbytes()
+            copy = None if storage.data_ptr() in gradients else self._copy_of(storage)
+            self._away.append((storage, size, copy))
+            freed += size
+        device.synchronize()
+        for storage, _, _ in self._away:
+            storage.resize_(0)
+        if device.has_gpu():
+            torch.cuda.empty_cache()
+        return freed
+
+    @torch.no_grad()
+    def wake(self) -> None:
+        """Everything back, bit for bit; gradients are 0. Idempotent."""
+        for storage, size, copy in self._away:
+            storage.resize_(size)
+            view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            if copy is None:
+                view.zero_()
+            else:
+                view.copy_(copy, non_blocking=True)
+        self._away.clear()
+        device.synchronize()
+
+    def _copy_of(self, storage: torch.UntypedStorage) -> Tensor:
+        key = storage._cdata
+        copy = self._copies.get(key)
+        if copy is None or copy.numel() != storage.nbytes():
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.has_gpu())
+            self._copies[key] = copy
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return copy.copy_(source, non_blocking=True)
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    """Distinct non-empty storages, in order."""
+    seen: set[int] = set()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage
+
+
+def _weights(chunks: Sequence[nn.Module]) -> list[Tensor]:
+    return [parameter.data for chunk in chunks for parameter in chunk.parameters()]
+
+
+def _gradients(chunks: Sequence[nn.Module]) -> list[Tensor]:
+    return [p.main_grad for chunk in chunks for p in chunk.parameters() if p.requires_grad]  # type: ignore[attr-defined]
+
+
+def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    for part in megatron_optimizers(optimizer):
+        if part.optimizer is None:
+            continue
+        tensors += [p.data for group in part.optimizer.param_groups for p in group["params"]]
+        tensors += [v for state in part.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return [tensor for tensor in tensors if tensor.dim() > 0]  # step counts are not worth the trip
