@@ -289,6 +289,11 @@ def _algorithm(draft: Draft) -> None:
         raise UserError(
             "--only-train-params-name-list and --freeze-params-name-list exclude each other", fix="give one"
         )
+    if draft["use_checkpoint_opt_param_scheduler"] and draft["override_opt_param_scheduler"]:
+        raise UserError(
+            "--use-checkpoint-opt-param-scheduler and --override-opt-param-scheduler exclude each other",
+            fix="give the first to keep the checkpoint's settings; without either, those of the flags are taken",
+        )
     if draft["update_weight_transport"] == "disk" and draft["update_weight_disk_dir"] is None:
         raise UserError("--update-weight-transport disk needs --update-weight-disk-dir")
     if draft["min_lr"] > draft["lr"]:

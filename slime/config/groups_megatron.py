@@ -112,9 +112,9 @@ class MegatronConfig:
     accumulate_allreduce_grads_in_fp32: bool = derived("true unless fp32 is the training precision anyway")
     """Accumulate and reduce gradients in float32."""
     use_checkpoint_opt_param_scheduler: bool = flag(False)
-    """On resume, take the schedule's settings from the checkpoint."""
+    """On resume, take the settings of schedule and optimizer (learning rate, betas, …) from the checkpoint."""
     override_opt_param_scheduler: bool = flag(False)
-    """On resume, take the schedule's settings from the flags."""
+    """On resume, take the schedule's settings from the flags; they are unless the checkpoint is asked for."""
     padded_vocab_size: int | None = flag(None)
     """Vocabulary size after padding; unset: padded to a multiple for the tensor-parallel size."""
     transformer: dict[str, Any] = field(default_factory=dict)

@@ -143,7 +143,8 @@ def load(plan: LoadPlan, state: TrainerState) -> dict[str, Any]:
     for key, chunk in zip(_model_keys(state.model_chunks), unwrapped(state.model_chunks), strict=True):
         chunk.load_state_dict(loaded[key], strict=True)
     if load_optimizer:
-        with loading(state.optimizer):
+        settings_of_checkpoint = state.scheduler is not None and state.scheduler.use_checkpoint_opt_param_scheduler
+        with loading(state.optimizer, settings_of_checkpoint):
             state.optimizer.load_state_dict(loaded["optimizer"])
         if state.scheduler is not None and "opt_param_scheduler" in common:
             state.scheduler.load_state_dict(common["opt_param_scheduler"])

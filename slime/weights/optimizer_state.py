@@ -52,13 +52,23 @@ def ensure_state(optimizer: Any) -> None:
                     }
 
 
+#: Entries of torch's parameter groups that say how this process computes, never what.
+_OF_THIS_PROCESS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+#: Entries that are state.
+_STATE = frozenset({"params", "step", "lr"})
+
+
 @contextmanager
-def loading(optimizer: Any) -> Iterator[None]:
-    """Around ``optimizer.load_state_dict``: torch's step tensors survive it, one per parameter.
+def loading(optimizer: Any, settings_of_checkpoint: bool = False) -> Iterator[None]:
+    """Around ``optimizer.load_state_dict``: torch's step tensors survive it, one per parameter, and settings stay.
 
     megatron-core's loader expects every entry of the state in the checkpoint, but lays out the moments only (the step
     is kept with the parameter groups); and it hands one step tensor to all parameters, so that each would advance it
-    for all.
+    for all. torch's loader besides replaces learning rate, betas and the like by the checkpoint's, so that flags
+    changed for a resume would have no effect.
+
+    Args:
+        settings_of_checkpoint: take those settings from the checkpoint after all.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -67,6 +77,8 @@ def loading(optimizer: Any) -> Iterator[None]:
         for part in parts(optimizer)
         if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
     ]
+    inner_ones = [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
+    settings = [[dict(group) for group in inner.param_groups] for inner in inner_ones]
     for part in patched:
         part._set_main_param_and_optimizer_states = partial(_set_with_step, part)
     try:
@@ -74,8 +86,10 @@ def loading(optimizer: Any) -> Iterator[None]:
     finally:
         for part in patched:
             del part._set_main_param_and_optimizer_states
-    for part in parts(optimizer):
-        inner = part.optimizer
+    for inner, groups in zip(inner_ones, settings, strict=True):
+        for group, own in zip(inner.param_groups, groups, strict=True):
+            kept = own.keys() & _OF_THIS_PROCESS if settings_of_checkpoint else own.keys() - _STATE
+            group.update({name: own[name] for name in kept})
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             for state in inner.state.values():
                 state["step"] = state["step"].clone()

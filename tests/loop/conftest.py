@@ -119,3 +119,27 @@ GRPO = (
     *("--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 8),
     *("--num-steps-per-rollout", 1, "--custom-rm-path", "tests.loop.toy.digit_share"),
 )
+
+
+@pytest.fixture(scope="session")
+def deterministic(outputs: Path) -> Callable[[str], list[object]]:
+    """``deterministic(name)``: flags of a run whose samples can be compared with another run's, bit for bit."""
+
+    def flags(name: str) -> list[object]:
+        dumps = outputs / name / "dumps" / "{rollout_id}.pt"
+        return [*GRPO, "--deterministic-rollout", "--rollout-shuffle", "--save-debug-rollout-data", dumps]
+
+    return flags
+
+
+@pytest.fixture(scope="session")
+def resumable(outputs: Path) -> Callable[[str], list[object]]:
+    """``resumable(name)``: --load and --save with the same directory, in the run folder."""
+    return lambda name: ["--load", outputs / name / "checkpoints", "--save", outputs / name / "checkpoints"]
+
+
+@pytest.fixture(scope="session")
+def unbroken(run: Run, deterministic: Any, resumable: Any) -> RunResult:
+    """Six rollouts in one go, colocated, every second one saved: what other runs are compared with."""
+    flags = ["--colocate", "--num-rollout", 6, "--save-interval", 2]
+    return run("unbroken", *deterministic("unbroken"), *resumable("unbroken"), *flags)

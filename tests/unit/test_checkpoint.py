@@ -64,6 +64,33 @@ def everything(directory: Path, scratch: Path) -> dict[str, torch.Tensor]:
 # -- one rank ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("use_distributed_optimizer", [True, False])
+def test_settings_changed_for_a_resume_take_effect(
+    model: Path, tmp_path: Path, use_distributed_optimizer: bool
+) -> None:
+    saved_with = {
+        **{"lr": 1e-3, "min_lr": 1e-4, "adam_beta2": 0.98, "num_rollout": 4, "lr_decay_style": "linear"},
+        **{"save": str(tmp_path), "use_distributed_optimizer": use_distributed_optimizer},
+    }
+    changed = {**saved_with, "load": str(tmp_path), "lr": 2e-3, "adam_beta2": 0.9, "num_rollout": 400}
+    with single(model, **saved_with) as backend:
+        jobs.fake_step(backend, 1)
+        backend.save(1)
+        rates, moments = backend.learning_rates(), moments_of(backend)
+    with single(model, **changed) as backend:
+        assert backend.learning_rates() == pytest.approx([2e-3] * len(rates), rel=0.01)  # hardly decayed yet
+        assert {group["betas"][1] for group in backend.optimizer.param_groups} == {0.9}
+        assert all(torch.equal(a, b) for a, b in zip(moments, moments_of(backend), strict=True))
+    with single(model, **changed, use_checkpoint_opt_param_scheduler=True) as backend:
+        assert backend.learning_rates() == rates
+        assert {group["betas"][1] for group in backend.optimizer.param_groups} == {0.98}
+
+
+def moments_of(backend: Any) -> list[torch.Tensor]:
+    states = backend.optimizer.chained_optimizers[0].optimizer.state.values()
+    return [state["exp_avg"].clone() for state in states]
+
+
 @pytest.mark.parametrize(
     "flags",
     [{"bf16": True}, {}, {"use_distributed_optimizer": False}, {"bf16": True, "use_distributed_optimizer": False}],

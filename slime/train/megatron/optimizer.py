@@ -177,7 +177,8 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
         wd_incr_steps=max(total, 1),
         wd_incr_style=megatron.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=megatron.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=megatron.override_opt_param_scheduler,
+        # Megatron would refuse a resume with another --lr or a longer run unless told who wins; the flags do
+        override_opt_param_scheduler=not megatron.use_checkpoint_opt_param_scheduler,
         wsd_decay_steps=None if wsd is None else wsd * batch,
         lr_wsd_decay_style=megatron.lr_wsd_decay_style,
     )
