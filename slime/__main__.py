@@ -15,9 +15,6 @@ from dataclasses import dataclass
 
 from slime.errors import UserError
 
-#: Exit status of a mistake that the user can mend.
-USER_ERROR = 2
-
 
 @dataclass(frozen=True)
 class Command:
@@ -55,7 +52,7 @@ def run(name: str) -> None:
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("--help", "-h", "help"):
         print(_usage())
-        return 0 if words else USER_ERROR
+        return 0 if words else UserError.exit_status
     if words[0] == "--version":
         from slime import __version__
 
@@ -89,8 +86,9 @@ def _usage() -> str:
 def guarded(action: Callable[[], int]) -> int:
     """Run ``action()`` and turn its end into an exit status: the one place where errors become text.
 
-    A `UserError` is printed in its few lines, with a traceback only when SLIME_DEBUG=1; Ctrl-C gives 130; a closed
-    pipe (``slime flags | head``) ends quietly. Everything else is a defect and keeps its traceback.
+    A `UserError` is printed in its few lines, with a traceback only when SLIME_DEBUG=1, and gives 2 (1 for a
+    `RunFailed`); Ctrl-C gives 130; a closed pipe (``slime flags | head``) ends quietly. Everything else is a defect,
+    keeps its traceback and gives 1.
     """
     try:
         return action()
@@ -98,8 +96,9 @@ def guarded(action: Callable[[], int]) -> int:
         if os.environ.get("SLIME_DEBUG") == "1":
             raise
         # a UserError of a Ray actor arrives as a subclass whose str() is the remote traceback
-        print(f"error: {UserError.__str__(error)}", file=sys.stderr)
-        return USER_ERROR
+        lines = [UserError.__str__(error), *(f"  {note}" for note in getattr(error, "__notes__", ()))]
+        print("error: " + "\n".join(lines), file=sys.stderr)
+        return error.exit_status
     except KeyboardInterrupt:
         if os.environ.get("SLIME_DEBUG") == "1":
             raise

@@ -1,10 +1,12 @@
-"""The one error type that is meant for users: what happened, why, and what to do about it."""
+"""The error types that are meant for users: what happened, why, and what to do about it."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
     """A mistake or condition the user can mend. Shown in a few lines without a traceback; exit status 2.
+
+    Notes (``error.add_note``) are shown below, e.g. where the crash folder is.
 
     Args:
         what: the fact, with the user's own values in it ("no column 'question' in train.jsonl").
@@ -17,6 +19,8 @@ class UserError(Exception):
         --load points to an empty directory
           fix: pass --hf-checkpoint
     """
+
+    exit_status = 2
 
     def __init__(self, what: str, why: str = "", fix: str = "", check_id: str | None = None) -> None:
         super().__init__(what, why, fix, check_id)  # all of them, so that pickling (Ray) restores each
@@ -32,3 +36,12 @@ class UserError(Exception):
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
+
+
+class RunFailed(UserError):
+    """A run that cannot go on although nobody asked for anything wrong: a process of it died or does not answer.
+
+    Shown like any `UserError`, but the exit status is 1: the same command may succeed when it is tried again.
+    """
+
+    exit_status = 1

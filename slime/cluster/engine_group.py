@@ -11,13 +11,14 @@ from typing import Any
 
 import ray
 
-from slime.cluster.placement import PlacementPlan, Slots
+from slime.cluster.placement import Slots
+from slime.cluster.plan import PlacementPlan
 from slime.cluster.ports import PortReservation, node_ip, reserve_port
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.waiting import wait_for
 from slime.config import Config
-from slime.errors import UserError
-from slime.observe.log import configure_logging, get_logger
+from slime.errors import RunFailed, UserError
+from slime.observe.log import get_logger, log_to_file_only
 
 logger = get_logger(__name__)
 
@@ -33,7 +34,7 @@ class EngineActor:
         self.log_path = run_path / "logs" / f"{name}.log"
         self._process: ServerProcess | None = None
         self._port: PortReservation | None = None
-        configure_logging(config, role=name, log_dir=run_path / "logs")
+        log_to_file_only(config, name, run_path / "logs")
 
     def start(self, model_path: str) -> str:
         """Start the engine server; returns its base URL once it answers.
@@ -81,11 +82,12 @@ class EngineActor:
                 ) from died
         raise AssertionError("unreachable")
 
-    def status(self) -> tuple[bool, str]:
-        """(alive, last log lines)."""
-        if self._process is None:
-            return False, "(not started)"
-        return self._process.is_alive(), self._process.log_tail()
+    def obituary(self) -> tuple[str, str] | None:
+        """How the server process ended and its last log lines; None while it lives."""
+        assert self._process is not None, "start comes first"
+        if self._process.is_alive():
+            return None
+        return self._process.how_it_ended(), self._process.log_tail(6)
 
     def stop(self) -> None:
         if self._process is not None:
@@ -94,6 +96,17 @@ class EngineActor:
         if self._port is not None:
             self._port.release()
             self._port = None
+
+
+def _engine_died(name: str, how: str, log_tail: str) -> RunFailed:
+    """The four remedies are the seeds'."""
+    return RunFailed(
+        f"{name} {how}",
+        why=f"last lines of its log:\n{_indent(log_tail)}",
+        fix="1. --use-fault-tolerance  2. a higher --sglang-mem-fraction-static  3. a smaller --rollout-batch-size"
+        "  4. --sglang-disable-cuda-graph, to find the cause",
+        check_id="engine-died",
+    )
 
 
 def _indent(text: str) -> str:
@@ -116,26 +129,49 @@ class EngineGroup:
         self._router = actor.options(num_cpus=0, max_restarts=0).remote(config, "router", run_path, 1)
         self.urls: list[str] = []
         self.router_url = ""
+        self._asked: dict[ray.ObjectRef, str] = {}
 
     def begin_start(self, model_path: str) -> list[ray.ObjectRef]:
         return [engine.start.remote(model_path) for engine in self.engines]
 
     def finish_start(self, refs: list[ray.ObjectRef], timeout: float, should_stop: Callable[[], bool]) -> None:
         """Wait for the engines, then put the router in front of them."""
-        self.urls = wait_for(refs, "engines starting", timeout, should_stop)
-        [self.router_url] = wait_for(
-            [self._router.start_router.remote(self.urls)], "router starting", timeout=120, should_stop=should_stop
-        )
+        names = list(self._servers())
+        self.urls = wait_for(refs, "engines starting", timeout, should_stop, names=names)
+        ref = self._router.start_router.remote(self.urls)
+        [self.router_url] = wait_for([ref], "router starting", 120, should_stop, names=names[-1:])
         logger.info("%d engine(s) behind %s", len(self.urls), self.router_url)
 
-    def dead(self) -> list[tuple[str, str]]:
-        """(name, last log lines) of every server process that ended."""
-        statuses = wait_for([e.status.remote() for e in [*self.engines, self._router]], "engine status", timeout=30)
-        names = [*(f"engine-{i}" for i in range(len(self.engines))), "router"]
-        return [(name, tail) for name, (alive, tail) in zip(names, statuses) if not alive]
+    def watch(self) -> None:
+        """Look at the answers to the last round of questions, ask again; call it while anything is waited for.
 
-    def close(self, timeout: float = 15.0) -> None:
-        actors = [*self.engines, self._router]
+        Raises:
+            RunFailed: a server process has ended.
+        """
+        if self._asked:
+            done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+            if len(done) < len(self._asked):
+                return
+        asked, self._asked = self._asked, {}
+        for ref, name in asked.items():
+            [obituary] = wait_for([ref], f"watching {name}", timeout=10, names=[name])
+            if obituary is not None:
+                raise _engine_died(name, *obituary)
+        self._asked = {actor.obituary.remote(): name for name, actor in self._servers().items()}
+
+    def raise_if_dead(self) -> None:
+        """Raise a `RunFailed` when a server process has ended; answers now, for errors that this would explain."""
+        servers = self._servers()
+        refs = [actor.obituary.remote() for actor in servers.values()]
+        for name, obituary in zip(servers, wait_for(refs, "asking the engines", timeout=10, names=list(servers))):
+            if obituary is not None:
+                raise _engine_died(name, *obituary)
+
+    def _servers(self) -> dict[str, Any]:
+        return {f"engine-{i}": engine for i, engine in enumerate(self.engines)} | {"router": self._router}
+
+    def close(self, timeout: float = 6.0) -> None:
+        actors = list(self._servers().values())
         refs = [actor.stop.remote() for actor in actors]
         ray.wait(refs, num_returns=len(refs), timeout=timeout)
         for actor in actors:

@@ -1,15 +1,9 @@
-"""Which process runs where: the seeds' GPU formulas, one Ray placement group, and a deadline on getting it.
-
-Where there is no GPU, a "GPU" of the placement flags is one CPU process slot.
-
-    decoupled   [ trainer 0 … A-1 | engines A … A+R-1 ]        needs A + R
-    colocated   [ trainer 0 … A-1 ]                            needs max(A, R)
-                [ engines 0 … R-1 ]
-"""
+"""Getting the slots of a `PlacementPlan`: one Ray placement group, and a deadline on having it."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,73 +11,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.config import Config
+from slime.cluster.plan import PlacementPlan
+from slime.cluster.waiting import DeadlinePassed, wait_for
 from slime.errors import UserError
 from slime.observe.log import get_logger
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class PlacementPlan:
-    """How many slots a run needs, and which belong to whom.
-
-    Attributes:
-        num_train: trainer ranks (one slot each).
-        num_rollout: slots of all engines together.
-        slots_per_engine: slots of one engine (its tensor x pipeline parallel size).
-        rollout_offset: first slot of the engines.
-        total: slots of the placement group.
-        formula: how ``total`` came about, for messages.
-    """
-
-    num_train: int
-    num_rollout: int
-    slots_per_engine: int
-    rollout_offset: int
-    total: int
-    formula: str
-
-    @property
-    def num_engines(self) -> int:
-        return self.num_rollout // self.slots_per_engine if self.slots_per_engine else 0
-
-    @staticmethod
-    def of(config: Config) -> PlacementPlan:
-        """The plan for a resolved configuration.
-
-        Example: 4 trainer GPUs and 4 engine GPUs need 8 when decoupled, 4 with --colocate.
-        """
-        cluster = config.cluster
-        train = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
-        rollout = cluster.rollout_num_gpus or 0
-        per_engine = cluster.rollout_num_gpus_per_engine
-        trainer_text = (
-            f"actor_num_nodes {cluster.actor_num_nodes} x actor_num_gpus_per_node {cluster.actor_num_gpus_per_node}"
-        )
-        if not needs_engines(config):
-            return PlacementPlan(train, 0, per_engine, 0, train, trainer_text)
-        if config.debug.debug_rollout_only:
-            return PlacementPlan(0, rollout, per_engine, 0, rollout, f"rollout_num_gpus {rollout}")
-        if cluster.colocate:
-            total, offset = max(train, rollout), 0
-            formula = f"max({trainer_text}, rollout_num_gpus {rollout})"
-        else:
-            total, offset = train + rollout, train
-            formula = f"{trainer_text} + rollout_num_gpus {rollout}"
-        return PlacementPlan(train, rollout, per_engine, offset, total, f"{formula} = {total}")
-
-
-def needs_engines(config: Config) -> bool:
-    """False for SFT, for --debug-train-only and when rollouts are loaded from dumps."""
-    debug = config.debug
-    if debug.debug_train_only or debug.load_debug_rollout_data:
-        return False
-    return config.algorithm.loss_type != "sft_loss" or has_evaluation(config)
-
-
-def has_evaluation(config: Config) -> bool:
-    return bool(config.eval.eval_prompt_data or config.eval.eval_config)
 
 
 def node_has_gpus() -> bool:
@@ -91,20 +24,29 @@ def node_has_gpus() -> bool:
     return ray.cluster_resources().get("GPU", 0) > 0
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where one slot is: its bundle in the placement group, node address and id, and GPU."""
+
+    bundle: int
+    ip: str
+    node: str
+    gpu: str
+
+
 @dataclass
 class Slots:
-    """A reserved placement group whose bundles are ordered by node."""
+    """A reserved placement group; ``places[slot]``, ordered by node and GPU."""
 
     group: PlacementGroup
-    order: list[int]
-    node_ips: list[str]
+    places: list[Place]
     on_gpu: bool
 
     def options(self, slot: int, share: float) -> dict[str, Any]:
         """Ray actor options that put a process on slot ``slot``, taking ``share`` of it (colocated processes share)."""
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self.group,
-            placement_group_bundle_index=self.order[slot],
+            placement_group_bundle_index=self.places[slot].bundle,
             placement_group_capture_child_tasks=True,
         )
         resources = {"num_cpus": share, "num_gpus": share} if self.on_gpu else {"num_cpus": share}
@@ -115,15 +57,16 @@ class Slots:
 
 
 @ray.remote(num_cpus=0.01)
-def _where_am_i() -> tuple[str, list[str]]:
-    return ray.util.get_node_ip_address(), [str(gpu) for gpu in ray.get_gpu_ids()]
+def _where_am_i(bundle: int) -> Place:
+    gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+    return Place(bundle, ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), ",".join(gpus))
 
 
-def reserve(plan: PlacementPlan, timeout: float) -> Slots:
+def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool] = lambda: False) -> Slots:
     """Reserve the plan's slots, waiting at most ``timeout`` seconds.
 
     Raises:
-        UserError: the cluster does not have that many, or they did not become free in time.
+        UserError: the cluster does not have that many, or they did not become free in time. StopRequested.
     """
     on_gpu = node_has_gpus()
     kind = "GPU" if on_gpu else "CPU"
@@ -138,8 +81,11 @@ def reserve(plan: PlacementPlan, timeout: float) -> Slots:
     bundle = {"GPU": 1, "CPU": 1} if on_gpu else {"CPU": 1}
     group = placement_group([dict(bundle) for _ in range(plan.total)], strategy="PACK")
     started = time.monotonic()
-    ready, _ = ray.wait([group.ready()], timeout=timeout)
-    if not ready:
+    try:
+        wait_for([group.ready()], "placement", timeout, should_stop)
+        places = [_where_am_i.options(**_on_bundle(group, i, on_gpu)).remote(i) for i in range(plan.total)]
+        found = wait_for(places, "asking where the slots are", timeout, should_stop)
+    except DeadlinePassed as error:
         free = ray.available_resources().get(kind, 0)
         remove_placement_group(group)
         raise UserError(
@@ -147,16 +93,18 @@ def reserve(plan: PlacementPlan, timeout: float) -> Slots:
             why=f"{plan.formula}; the cluster has {there:g}, of which {free:g} are free: another job holds the rest",
             fix="end the other job, wait, or raise --placement-timeout",
             check_id="placement",
-        )
-    places = []
-    for index in range(plan.total):
-        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-        gpus = {"num_gpus": 0.01} if on_gpu else {}
-        places.append(_where_am_i.options(scheduling_strategy=strategy, **gpus).remote())
-    found = ray.get(places, timeout=timeout)
-    order = sorted(range(plan.total), key=lambda i: (_ip_key(found[i][0]), found[i][1]))
+        ) from error
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    ordered = sorted(found, key=lambda place: (_ip_key(place.ip), place.node, place.gpu))
     logger.info("placement: %s, ready after %.1f s", plan.formula, time.monotonic() - started)
-    return Slots(group, order, [found[i][0] for i in order], on_gpu)
+    return Slots(group, ordered, on_gpu)
+
+
+def _on_bundle(group: PlacementGroup, index: int, on_gpu: bool) -> dict[str, Any]:
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+    return {"scheduling_strategy": strategy, **({"num_gpus": 0.01} if on_gpu else {})}
 
 
 def _slots(on_gpu: bool) -> str:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -25,14 +29,18 @@ _FORWARDED = (
     "NCCL_",
     "GLOO_",
     "TORCH",
+    "PYTORCH_",
     "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NVTE_",
+    "SGLANG_",
     "SLIME_",
     "HF_",
     "OMP_",
     "TOKENIZERS_",
-    "WANDB_",
-    "TENSORBOARD_",
 )
+#: Ray shows environments in its dashboard and logs, and only the driver needs to log in anywhere.
+_SECRET = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 
 
 def start_ray(config: Config, num_local_slots: int) -> bool:
@@ -51,14 +59,7 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
     environment = {"env_vars": _environment(joined=bool(address))}
     if address:
-        try:
-            ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
-        except ConnectionError as error:
-            raise UserError(
-                f"no Ray cluster answers at {address}",
-                why=str(error).splitlines()[0],
-                fix="start one with 'ray start --head', or unset --ray-address and RAY_ADDRESS to run here",
-            ) from error
+        _join(address, environment)
         return False
     # Ray's own metrics and usage reporting cost processes and start-up time, and report to the outside.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -66,14 +67,39 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     global _reaper
     if _reaper is None or _reaper.poll() is not None:
         _reaper = start_reaper()
-    ray.init(
-        num_cpus=max(num_local_slots, os.cpu_count() or 1),
-        include_dashboard=False,
-        runtime_env=environment,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
+    with _own_signal_handlers():
+        ray.init(
+            num_cpus=max(num_local_slots, os.cpu_count() or 1),
+            include_dashboard=False,
+            runtime_env=environment,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
     return True
+
+
+def _join(address: str, environment: dict[str, Any]) -> None:
+    # Under `ray job submit` the job has an environment too, PYTHONPATH often in it; ours holds that already.
+    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+    try:
+        with _own_signal_handlers():
+            ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"no Ray cluster answers at {address}",
+            why=str(error).strip().splitlines()[0],
+            fix="start one with 'ray start --head', or unset --ray-address and RAY_ADDRESS to run here",
+        ) from error
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """`ray.init` takes SIGTERM for itself and would end the program; here it means: save, then leave."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _environment(joined: bool) -> dict[str, str]:
@@ -85,5 +111,9 @@ def _environment(joined: bool) -> dict[str, str]:
     known = os.environ.get("PYTHONPATH", "")
     variables = {"PYTHONPATH": ":".join([*here, *([known] if known else [])])}
     if joined:
-        variables |= {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+        variables |= {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_FORWARDED) and not name.endswith(_SECRET)
+        }
     return variables

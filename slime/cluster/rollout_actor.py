@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from slime.config import Config
-from slime.observe.log import configure_logging, get_logger
+from slime.observe.log import get_logger, log_to_file_only
 from slime.samples.types import Group, TrainLayout
 
 logger = get_logger(__name__)
@@ -41,7 +41,7 @@ class RolloutActor:
         self.config, self.run_path = config, run_path
         self._groups_of: dict[int, list[int]] = {}
         self._loop_state: Any = None
-        configure_logging(config, role="rollout", log_dir=run_path / "logs")
+        log_to_file_only(config, "rollout", run_path / "logs")
 
     async def setup(self) -> int:
         """Open the data and load the tokenizer; returns the number of prompts per epoch (0: unknown, streaming).

@@ -9,8 +9,10 @@ with Cluster(config, run_path, should_stop) as cluster:
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,14 @@ from typing import Any
 import ray
 
 from slime.cluster.engine_group import EngineGroup, cores_here
-from slime.cluster.placement import PlacementPlan, Slots, has_evaluation, needs_engines, reserve
+from slime.cluster.placement import Slots, reserve
+from slime.cluster.plan import PlacementPlan, has_evaluation, needs_engines
 from slime.cluster.ray_session import start_ray
 from slime.cluster.rollout_actor import RolloutActor, RolloutResult
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
-from slime.cluster.waiting import ActorDied, wait_for
+from slime.cluster.waiting import ActorDied, DeadlinePassed, StopRequested, wait_for
 from slime.config import Config
-from slime.errors import UserError
+from slime.errors import RunFailed
 from slime.observe.log import get_logger
 from slime.samples.types import TrainLayout
 
@@ -100,7 +103,7 @@ class Cluster:
         config, clock = self.config, _Clock()
         self._started_ray = start_ray(config, num_local_slots=self.plan.total)
         clock.lap("ray")
-        self._slots = reserve(self.plan, config.cluster.placement_timeout)
+        self._slots = reserve(self.plan, config.cluster.placement_timeout, self._should_stop)
         clock.lap("placement")
         self._rollout = ray.remote(RolloutActor).options(num_cpus=0, max_concurrency=16).remote(config, self.run_path)
         data_ref = self._rollout.setup.remote()
@@ -108,12 +111,12 @@ class Cluster:
         if self.plan.num_train:
             threads = threads_per_process(self._trainers_per_node(), self._take_turns)
             self._trainers = TrainerGroup(config, self.plan, self._slots, self.run_path, threads)
-            trainer_refs = self._trainers.start_setup()
+            trainer_refs = self._trainers.start_setup(self._should_stop)
         if self.plan.num_engines:
             threads = threads_per_process(self.plan.num_engines, self._take_turns)
             self._engines = EngineGroup(config, self.plan, self._slots, self.run_path, threads)
             engine_refs = self._engines.begin_start(str(config.checkpoint.hf_checkpoint))
-        [num_prompts] = wait_for([data_ref], "reading the data", self._seconds_limit, self._should_stop)
+        [num_prompts] = wait_for([data_ref], "reading the data", self._seconds_limit, self._should_stop, names=_ROLLOUT)
         clock.lap("data")
         start = self._finish_trainers(trainer_refs)
         clock.lap("trainer")
@@ -143,17 +146,23 @@ class Cluster:
                 timeout=self._seconds_limit,
             )
 
-    def close(self) -> None:
-        """Stop engines and router, end actors, give the slots back, stop a Ray that was started here."""
+    def close(self, *, politely: bool = True) -> None:
+        """Stop engines and router, end actors, give the slots back, stop a Ray that was started here.
+
+        Args:
+            politely: let the processes finish what they do at their end; false after a failure, when some of them
+                may hang, waiting for others that are gone.
+        """
         if not ray.is_initialized():
             return
+        patience = 10.0 if politely else 1.0
         if self._rollout is not None:
-            ray.wait([self._rollout.close.remote()], timeout=5)
+            ray.wait([self._rollout.close.remote()], timeout=patience)
             ray.kill(self._rollout, no_restart=True)
         if self._trainers is not None:
-            self._trainers.close()
+            self._trainers.close(patience)
         if self._engines is not None:
-            self._engines.close()
+            self._engines.close(patience)
         if self._slots is not None:
             self._slots.release()
         self._rollout = self._trainers = self._engines = self._slots = None
@@ -178,10 +187,7 @@ class Cluster:
     def collect(self, pending: Pending) -> RolloutResult:
         # the rollout loop has its own watchdog, which knows more than this outer deadline
         limit = self.config.rollout.rollout_timeout
-        [result] = self._guarded(
-            lambda: wait_for([pending.ref], "generating", limit, self._should_stop, self._poll_progress)
-        )
-        return result
+        return self._wait_rollout(pending.ref, "generating", limit)
 
     def generate(self, rollout_id: int) -> RolloutResult:
         return self.collect(self.start_generating(rollout_id))
@@ -195,7 +201,7 @@ class Cluster:
     def update_weights(self) -> dict[str, float]:
         if self._engines is None or self._trainers is None:
             return {}
-        return self._guarded(lambda: self._call_trainers("update_weights", what="pushing weights"))[0]
+        return self._call_trainers("update_weights", what="pushing weights")[0]
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Metrics ``eval/…``; {} when there is nothing to evaluate."""
@@ -203,7 +209,7 @@ class Cluster:
             return {}
         ref = self._rollout.evaluate.remote(rollout_id)
         limit = self.config.rollout.rollout_timeout
-        return self._guarded(lambda: wait_for([ref], "evaluating", limit, self._should_stop, self._poll_progress))[0]
+        return self._wait_rollout(ref, "evaluating", limit)
 
     def save(self, rollout_id: int, weight_version: int) -> None:
         """Checkpoint after training ``rollout_id``, with the data position that training has reached."""
@@ -229,12 +235,23 @@ class Cluster:
 
     def _call_rollout(self, method: str, *args: Any, what: str) -> Any:
         ref = getattr(self._rollout, method).remote(*args)
-        return wait_for([ref], what, self._seconds_limit)[0]
+        return wait_for([ref], what, self._seconds_limit, names=_ROLLOUT)[0]
+
+    def _wait_rollout(self, ref: ray.ObjectRef, what: str, limit: float) -> Any:
+        def poll() -> None:
+            self._watch_engines()
+            self._poll_progress()
+
+        with self._blaming_engines():
+            return wait_for([ref], what, limit, self._should_stop, poll, names=_ROLLOUT)[0]
 
     def _call_trainers(self, method: str, *args: Any, what: str) -> list[Any]:
         if self._trainers is None:
             return [{}]
-        return self._trainers.call(method, *args, what=what, timeout=self._train_limit())
+        with self._blaming_engines():
+            return self._trainers.call(
+                method, *args, what=what, timeout=self._train_limit(), on_poll=self._watch_engines
+            )
 
     def _train_limit(self) -> float:
         # collectives inside have the process group's time-out; this outer one only catches what that cannot see
@@ -251,24 +268,25 @@ class Cluster:
             self._on_progress(ray.get(self._progress_ref))
         self._progress_ref = self._rollout.progress.remote()
 
-    def _guarded(self, action: Callable[[], Any]) -> Any:
-        """Run ``action``; when it fails because an engine died, say which one and why."""
+    def _watch_engines(self) -> None:
+        if self._engines is not None:
+            self._engines.watch()
+
+    @contextmanager
+    def _blaming_engines(self) -> Iterator[None]:
+        """When the block fails and an engine or the router is dead, that is the reason."""
         try:
-            return action()
-        except (ActorDied, UserError):
+            yield
+        except (ActorDied, StopRequested):
             raise
         except Exception as error:
-            dead = self._engines.dead() if self._engines is not None else []
-            if not dead:
-                raise
-            name, tail = dead[0]
-            raise UserError(
-                f"{name} died",
-                why=f"last lines of its log:\n{tail}",
-                fix="pass --use-fault-tolerance; raise --sglang-mem-fraction-static; lower --rollout-batch-size; "
-                "to find the cause, --sglang-disable-cuda-graph",
-                check_id="engine-died",
-            ) from error
+            if self._engines is not None and not isinstance(error, RunFailed):
+                with contextlib.suppress(ActorDied, DeadlinePassed):  # the error at hand says more
+                    self._engines.raise_if_dead()
+            raise
+
+
+_ROLLOUT = ("the rollout actor",)
 
 
 class _Clock:

@@ -82,6 +82,12 @@ class ServerProcess:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    def how_it_ended(self) -> str:
+        """ "was killed (SIGKILL)", "ended with exit status 1"; for messages."""
+        assert self._process is not None and self._process.returncode is not None
+        code = self._process.returncode
+        return f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit status {code}"
+
     def log_tail(self, num_lines: int = 20) -> str:
         if not self.log_path.exists():
             return "(no log)"
@@ -100,8 +106,7 @@ class ServerProcess:
         delay = 0.02
         while time.monotonic() < end:
             if not self.is_alive():
-                code = self._process.returncode if self._process else None
-                raise ServerDied(self.name, f"ended with exit status {code} before it was ready", self.log_tail())
+                raise ServerDied(self.name, f"{self.how_it_ended()} before it was ready", self.log_tail())
             try:
                 with urllib.request.urlopen(self.url + self.spec.health_path, timeout=5) as answer:
                     if answer.status == 200:

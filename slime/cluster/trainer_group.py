@@ -11,11 +11,12 @@ from typing import Any
 
 import ray
 
-from slime.cluster.placement import PlacementPlan, Slots
+from slime.cluster.placement import Slots
+from slime.cluster.plan import PlacementPlan
 from slime.cluster.ports import node_ip, reserve_port
 from slime.cluster.waiting import wait_for
 from slime.config import Config
-from slime.observe.log import configure_logging, get_logger
+from slime.observe.log import get_logger, log_to_file_only
 
 logger = get_logger(__name__)
 
@@ -41,7 +42,7 @@ class TrainerActor:
     def __init__(self, config: Config, rank: int, world_size: int, run_path: Path, num_threads: int) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
         self.run_path, self.num_threads = run_path, num_threads
-        configure_logging(config, role=f"trainer-{rank}", log_dir=run_path / "logs")
+        log_to_file_only(config, f"trainer-{rank}", run_path / "logs")
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 listens for the process group's rendezvous."""
@@ -110,8 +111,8 @@ class TrainerGroup:
         actor: Any = ray.remote(TrainerActor)  # Ray makes the methods remote; its types do not say so
         self.config = config
         self.world_size = plan.num_train
-        self.node_ips = slots.node_ips[: plan.num_train]
-        self._slots = slots
+        self.names = [f"trainer-{rank}" for rank in range(plan.num_train)]
+        self._nodes = [place.node for place in slots.places[: plan.num_train]]
         self.actors = [
             actor.options(
                 name=None, max_restarts=0, runtime_env={"env_vars": environment}, **slots.options(rank, share)
@@ -119,15 +120,15 @@ class TrainerGroup:
             for rank in range(plan.num_train)
         ]
 
-    def start_setup(self) -> list[ray.ObjectRef]:
+    def start_setup(self, should_stop: Callable[[], bool]) -> list[ray.ObjectRef]:
         """Begin setting up all ranks; wait with `finish_setup`."""
-        [(address, port)] = wait_for([self.actors[0].address.remote()], "trainer rank 0 starting", timeout=180)
-        places = [self._slots.node_ips[self._slots.order[rank]] for rank in range(self.world_size)]
-        local_ranks = [places[:rank].count(ip) for rank, ip in enumerate(places)]
+        ref = self.actors[0].address.remote()
+        [(address, port)] = wait_for([ref], "trainer starting", 180, should_stop, names=self.names)
+        local_ranks = [self._nodes[:rank].count(node) for rank, node in enumerate(self._nodes)]
         return [actor.setup.remote(address, port, local) for actor, local in zip(self.actors, local_ranks)]
 
     def finish_setup(self, refs: list[ray.ObjectRef], timeout: float, should_stop: Callable[[], bool]) -> TrainerStart:
-        starts = wait_for(refs, "trainer ranks setting up", timeout, should_stop)
+        starts = wait_for(refs, "trainer setting up", timeout, should_stop, names=self.names)
         ids = {start.start_rollout_id for start in starts}
         assert len(ids) == 1, f"ranks disagree about where to start: {sorted(ids)}"
         return starts[0]
@@ -143,9 +144,9 @@ class TrainerGroup:
     ) -> list[Any]:
         """Call ``method`` on every rank and wait for all."""
         refs = [getattr(actor, method).remote(*args) for actor in self.actors]
-        return wait_for(refs, what, timeout, should_stop, on_poll)
+        return wait_for(refs, what, timeout, should_stop, on_poll, self.names)
 
-    def close(self, timeout: float = 10.0) -> None:
+    def close(self, timeout: float) -> None:
         """Ask the ranks to end their process groups, then kill what is left."""
         refs = [actor.shutdown.remote() for actor in self.actors]
         ray.wait(refs, num_returns=len(refs), timeout=timeout)

@@ -9,20 +9,24 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from slime.errors import UserError
+from slime.errors import RunFailed, UserError
+from slime.observe.log import get_logger
+
+logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.5
+_CAUSE_SECONDS = 3.0
 
 
 class StopRequested(Exception):
     """The run was asked to stop (SIGTERM) while it waited; what was under way is abandoned."""
 
 
-class DeadlinePassed(Exception):
+class DeadlinePassed(RunFailed):
     """An actor did not answer in time."""
 
 
-class ActorDied(Exception):
+class ActorDied(RunFailed):
     """An actor's process ended."""
 
 
@@ -32,44 +36,71 @@ def wait_for(
     timeout: float,
     should_stop: Callable[[], bool] = lambda: False,
     on_poll: Callable[[], None] | None = None,
+    names: Sequence[str] = (),
 ) -> list[Any]:
     """Results of ``refs`` in order. The first failure of any of them is raised at once, the others are not waited for.
 
     Args:
-        what: "rank {} training" style text; names the wait in errors.
+        what: "training", "pushing weights"; names the wait in errors.
         timeout: seconds for all of them together.
         should_stop: polled about twice a second; when true, `StopRequested` is raised.
-        on_poll: called as often, e.g. to refresh a progress display.
+        on_poll: called as often, e.g. to refresh a progress display; what it raises ends the wait.
+        names: of the actors behind ``refs``, for errors; they are numbered when there are none.
     Raises:
         UserError: an actor raised one. DeadlinePassed, ActorDied, StopRequested; others as the actor raised them.
     """
     end = time.monotonic() + timeout
     pending = list(refs)
+    name_of = dict(zip(refs, names or [f"actor {i}" for i in range(len(refs))]))
     while pending:
         if should_stop():
             raise StopRequested(what)
         left = end - time.monotonic()
         if left <= 0:
-            waiting = [list(refs).index(ref) for ref in pending]
+            silent = ", ".join(name_of[ref] for ref in pending)
             raise DeadlinePassed(
-                f"{what}: no answer within {timeout:.0f} s from {len(waiting)} of {len(refs)} (numbers {waiting})"
+                f"{what}: no answer within {timeout:.0f} s from {silent}",
+                fix="look into its log; py-spy dump --pid <its pid> shows where it hangs",
             )
         done, pending = ray.wait(pending, num_returns=1, timeout=min(_POLL_SECONDS, left))
-        if done:
-            fetch(done, what)  # raises for a failed one
+        for ref in done:
+            try:
+                _fetch(ref, what, name_of[ref])
+            except UserError:
+                raise
+            except Exception as error:
+                _raise_cause(error, pending, what, name_of)
         if on_poll is not None:
             on_poll()
-    return fetch(list(refs), what)
+    return [_fetch(ref, what, name_of[ref]) for ref in refs]
 
 
-def fetch(refs: list[ray.ObjectRef], what: str) -> list[Any]:
-    """`ray.get` of finished refs, with the actor's own exception instead of Ray's wrapper."""
+def _raise_cause(error: Exception, pending: list[ray.ObjectRef], what: str, name_of: dict[ray.ObjectRef, str]) -> None:
+    """Raise the `UserError` of another actor, should there be one, else ``error``.
+
+    When one rank is killed or refuses, the others see a broken connection, often first.
+    """
+    late, _ = ray.wait(pending, num_returns=len(pending), timeout=_CAUSE_SECONDS) if pending else ([], [])
+    for ref in late:
+        try:
+            _fetch(ref, what, name_of[ref])
+        except UserError as cause:
+            raise cause from error
+        except Exception as other:
+            logger.debug("%s failed too: %s", name_of[ref], other)
+    raise error
+
+
+def _fetch(ref: ray.ObjectRef, what: str, name: str) -> Any:
+    """`ray.get` of a finished ref, with the actor's own exception instead of Ray's wrapper."""
     try:
-        return ray.get(refs)
+        return ray.get(ref)
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
-        if isinstance(cause, UserError):
-            raise cause from None
-        raise cause from error
+        raise cause from error  # the remote traceback stays visible to those who ask for it
     except RayActorError as error:
-        raise ActorDied(f"{what}: {error}") from error
+        raise ActorDied(
+            f"{name} died ({what})",
+            why="its process ended without a word: killed, perhaps by the kernel for lack of memory (see dmesg)",
+            fix="look into its log; when memory ran out, lower --max-tokens-per-gpu or --micro-batch-size",
+        ) from error

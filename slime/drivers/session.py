@@ -7,12 +7,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
-from slime.cluster.placement import PlacementPlan
+from slime.cluster.plan import PlacementPlan
 from slime.cluster.run_cluster import Cluster, Launch
 from slime.cluster.waiting import StopRequested
 from slime.config import Config
+from slime.drivers.preflight import preflight
 from slime.errors import UserError
 from slime.observe.log import configure_logging, get_logger
 from slime.observe.run_folder import RunFolder
@@ -57,6 +59,7 @@ class Session:
         """Bring everything up and push the trainer's weights once, so that a broken push shows before any rollout."""
         with self.sinks.phase("launch"):
             launch = self.cluster.launch()
+        self.run.set_state("launched")
         self.start_rollout_id = launch.start_rollout_id
         self.num_prompts = launch.num_prompts
         self.num_rollout = self._count_rollouts(launch)
@@ -84,7 +87,9 @@ class Session:
         return per_epoch * self.config.data.num_epoch
 
     def close(self) -> None:
-        self.cluster.close()
+        """Leave nothing running. A second Ctrl-C meanwhile ends the driver at once; what it owns goes with it."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.cluster.close(politely=self._state == "finished")
         self.sinks.close(self._state)
 
     # -- steps -----------------------------------------------------------------------------------------
@@ -182,6 +187,11 @@ class Session:
         self.save(self._last_trained)
         logger.info("saved rollout %d before leaving", self._last_trained)
 
+    def failed(self, error: BaseException) -> None:
+        """Keep what explains the failure, and say in the error where it is."""
+        folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
+        error.add_note(f"details: {folder or 'not written, see above'}; every process's log: {self.run.logs}")
+
     # -- signals ---------------------------------------------------------------------------------------
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
@@ -202,11 +212,11 @@ def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
     SIGTERM ends the loop: the step under way is abandoned (generation) or finished (training), the last completed
     one saved, and the process exits with status 0. Any other failure leaves a ``crash/`` folder and propagates.
     """
-    from slime.weights.load_plan import resolve_load
-
-    plan = resolve_load(config)  # before anything starts: a bad --load is refused at once
-    session = Session(config, take_turns=take_turns, resuming=plan.is_resume)
-    previous = signal.signal(signal.SIGTERM, session.on_sigterm)
+    configure_logging(config, role="driver")
+    plan = preflight(config)  # before anything starts: most mistakes are refused here, and leave nothing behind
+    session = Session(config, take_turns=take_turns, resuming=plan.is_resume or _saves_where_it_loads(config))
+    on_sigterm = signal.signal(signal.SIGTERM, session.on_sigterm)
+    on_sigint = signal.getsignal(signal.SIGINT)
     try:
         session.launch()
         yield session
@@ -217,16 +227,27 @@ def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
         session.ended("stopped")
         raise
     except BaseException as error:
-        session.run.write_crash(error, note=f"phase: {session.sinks.open_phase}")
+        session.failed(error)
         raise
     finally:
-        signal.signal(signal.SIGTERM, previous)
         session.close()
         session.run.write_report()
+        signal.signal(signal.SIGTERM, on_sigterm)
+        signal.signal(signal.SIGINT, on_sigint)
+
+
+def _saves_where_it_loads(config: Config) -> bool:
+    """--load is --save: the same command is repeated until the run is done, also when nothing was saved yet."""
+    flags = config.checkpoint
+    return (
+        flags.load is not None and flags.save is not None and Path(flags.load).resolve() == Path(flags.save).resolve()
+    )
 
 
 def dry_run(config: Config) -> None:
-    """Print what would run, start nothing."""
-    plan = PlacementPlan.of(config)
+    """Check everything that can be checked beforehand, print what would run, start nothing."""
+    plan = preflight(config)
+    placement = PlacementPlan.of(config)
     print(config.describe(), file=sys.stdout)
-    print(f"placement: {plan.formula}; {plan.num_engines} engine(s) of {plan.slots_per_engine}")
+    print(f"weights: {plan.note}")
+    print(f"placement: {placement.formula}; {placement.num_engines} engine(s) of {placement.slots_per_engine}")

@@ -6,13 +6,19 @@ prompts ─► generate ─► train ─► save ─► update_weights ─► ev
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from slime.config import Config, parse_args
-from slime.drivers.session import Session, dry_run, open_session
+
+if TYPE_CHECKING:
+    from slime.drivers.session import Session
 
 
 def main(argv: list[str]) -> None:
     """`slime train`, `python train.py`."""
     config = parse_args(argv)
+    from slime.drivers.session import dry_run, open_session  # not before the flags are right: it imports Ray
+
     if config.debug.dry_run:
         dry_run(config)
         return

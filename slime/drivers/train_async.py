@@ -8,15 +8,20 @@ push               ▲   ▲   ▲          between two generations, every --upd
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
-from slime.cluster.run_cluster import Pending
 from slime.config import Config, parse_args
-from slime.drivers.session import Session, dry_run, open_session
+
+if TYPE_CHECKING:
+    from slime.cluster.run_cluster import Pending
+    from slime.drivers.session import Session
 
 
 def main(argv: list[str]) -> None:
     """`slime train-async`, `python train_async.py`."""
     config = parse_args(argv, entry="train_async")
+    from slime.drivers.session import dry_run, open_session  # not before the flags are right: it imports Ray
+
     if config.debug.dry_run:
         dry_run(config)
         return

@@ -7,6 +7,7 @@ Modules take ``logger = get_logger(__name__)`` at import; each process calls `co
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
@@ -73,7 +74,25 @@ def configure_logging(config: Config, role: str, log_dir: str | Path | None = No
     setup_logging(role, config.observe.log_level, log_dir)
 
 
-def setup_logging(role: str, level: str | None = None, log_dir: str | Path | None = None) -> None:
+def log_to_file_only(config: Config, role: str, log_dir: Path) -> None:
+    """`configure_logging` for processes without a terminal: what they and the libraries and user code in them print
+    goes to ``<log_dir>/<role>.log`` too, a fatal signal's traceback included."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with open(log_dir / f"{role.replace(' ', '-')}.log", "ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    # what a killed process printed must not be lost in a buffer: write line by line
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    faulthandler.enable()
+    setup_logging(role, config.observe.log_level, with_date=True)
+
+
+def setup_logging(
+    role: str, level: str | None = None, log_dir: str | Path | None = None, *, with_date: bool = False
+) -> None:
     """Send this process's slime logs to stderr and, when `log_dir` is given, to ``<log_dir>/<role>.log``.
 
     Calling it again replaces what an earlier call set up. Only the ``slime`` loggers are touched: the root logger
@@ -83,6 +102,7 @@ def setup_logging(role: str, level: str | None = None, log_dir: str | Path | Non
         role: what this process is: "driver", "rollout", "trainer 0", "engine 1". Shown in each line.
         level: name of the level, see `log_level`.
         log_dir: the run folder's ``logs/``; created if missing.
+        with_date: lines on stderr begin with the date; those in files always do.
     """
     logger = logging.getLogger(_ROOT)
     for handler in list(logger.handlers):
@@ -91,7 +111,7 @@ def setup_logging(role: str, level: str | None = None, log_dir: str | Path | Non
     logger.setLevel(log_level(level))
     logger.propagate = False
     console = _CurrentStderrHandler()
-    console.setFormatter(_ProcessFormatter(role, with_date=False))
+    console.setFormatter(_ProcessFormatter(role, with_date))
     logger.addHandler(console)
     if log_dir is not None:
         directory = Path(log_dir)

@@ -129,6 +129,8 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         if resuming:
             return
+        if self._was_never_launched():
+            return
         if existed and self.stage is None:
             raise UserError(
                 f"the run folder {self.path} exists already",
@@ -147,6 +149,17 @@ class RunFolder:
                 f"the run folder {self.path} already has {name}",
                 fix="pass another --stage or --run-name, or set --load to its checkpoint directory to continue it",
             ) from error
+
+    def _was_never_launched(self) -> bool:
+        """An earlier try under this name ended before anything ran, for want of data, GPUs, a model that loads: the
+        corrected one takes its place."""
+        entry = self.read_summary()["stages"].get(self.stage or "")
+        if entry is None or entry.get("launched") is not None:
+            return False
+        if entry.get("state") != "running":
+            return True
+        here = entry.get("host") == platform.node()
+        return here and not Path(f"/proc/{entry.get('pid')}").exists()  # killed while it came up
 
     def _keep_old_config(self) -> None:
         """A resumed run may have other settings; those of the earlier part stay readable."""
@@ -182,13 +195,18 @@ class RunFolder:
     # -- state ---------------------------------------------------------------------------------------
 
     def set_state(self, state: str) -> None:
-        """Note in ``run.json`` how this stage stands: "running", "finished", "stopped" (can resume) or "failed"."""
+        """Note in ``run.json`` how this stage stands: "running", "finished", "stopped" (can resume) or "failed".
+
+        "launched" notes that everything is up; from then on the folder belongs to this run.
+        """
         summary = self.read_summary()
         entry = summary["stages"].setdefault(self.stage or "", {})
         if state == "running":
             entry.update(
                 started=time.time(), ended=None, pid=os.getpid(), host=platform.node(), argv=command_line(sys.argv)
             )
+        elif state == "launched":
+            entry["launched"], state = time.time(), "running"
         else:
             entry["ended"] = time.time()
         entry["state"] = state

@@ -133,11 +133,7 @@ def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np
     if total.problems.found:
         raise total.problems.error(path, len(rows))
     if not total.kept:
-        raise UserError(
-            f"every prompt of {path} is longer than {checker.max_tokens} tokens",
-            why=f"{len(rows)} prompts, the shortest has {total.shortest} tokens",
-            fix="raise --rollout-max-prompt-len or --rollout-max-context-len, or take other data",
-        )
+        raise _all_too_long(path, total, len(rows), checker)
     if total.too_long:
         logger.warning(
             "%s: %d of %d prompts are longer than %d tokens and left out",
@@ -146,6 +142,28 @@ def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np
     if total.templated:
         logger.warning("%s", templated_warning(path, total.templated, total.first_templated, checker.markers))
     return np.asarray(total.kept, dtype=np.int64)
+
+
+def probe(rows: Rows, path: str, checker: Checker, max_rows: int) -> None:
+    """What `prepare` would refuse, as far as the first ``max_rows`` rows show it; for the check before a launch.
+
+    Raises:
+        UserError: as `prepare`.
+    """
+    count = min(len(rows), max_rows)
+    found = checker.scan(rows, 0, count)
+    if found.problems.found:
+        raise found.problems.error(path, count, has_more=count < len(rows))
+    if not found.kept and count == len(rows):
+        raise _all_too_long(path, found, count, checker)
+
+
+def _all_too_long(path: str, found: Scan, num_rows: int, checker: Checker) -> UserError:
+    return UserError(
+        f"every prompt of {path} is longer than {checker.max_tokens} tokens",
+        why=f"{num_rows} prompts, the shortest has {found.shortest} tokens",
+        fix="raise --rollout-max-prompt-len or --rollout-max-context-len, or take other data",
+    )
 
 
 def templated_warning(path: str, count: int, where: str, markers: list[str]) -> str:

@@ -57,9 +57,14 @@ class Problems:
         for count, where, problem in other.found.values():
             self.add(where, problem, count)
 
-    def error(self, path: str, num_rows: int) -> UserError:
-        """One error for all kinds, the most frequent first."""
+    def error(self, path: str, num_rows: int, *, has_more: bool = False) -> UserError:
+        """One error for all kinds, the most frequent first.
+
+        Args:
+            num_rows: how many were looked at; ``has_more``: and there are others.
+        """
         ranked = sorted(self.found.values(), key=lambda entry: -entry[0])
-        said = "; ".join(f"{count} of {num_rows} rows {p.kind} (first: {where})" for count, where, p in ranked)
+        rows = f"the first {num_rows} rows" if has_more else f"{num_rows} rows"
+        said = "; ".join(f"{count} of {rows} {p.kind} (first: {where})" for count, where, p in ranked)
         first = ranked[0][2]
         return UserError(f"{path}: {said}", why=first.detail, fix=first.fix)

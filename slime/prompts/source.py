@@ -11,6 +11,7 @@ run stopped are drawn again, with the same indices and in the same order.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,8 +20,8 @@ from slime.errors import UserError
 from slime.hooks import DataSource, check_data_source, load_function
 from slime.observe.log import get_logger
 from slime.prompts.order import MappedOrder, Order, StreamedOrder
-from slime.prompts.prepare import Checker, prepare
-from slime.prompts.readers import open_rows
+from slime.prompts.prepare import Checker, prepare, probe
+from slime.prompts.readers import iter_rows, open_rows
 from slime.prompts.row_format import Prompt, RowFormat
 from slime.prompts.tokenizer import generation_config_of, stop_token_report
 from slime.samples.buffer import SampleBuffer, pop_first
@@ -193,13 +194,32 @@ def _open_order(config: Config, tokenizer: Any) -> Order | None:
             "there is no prompt data",
             fix="pass --prompt-data, or --disable-rollout-global-dataset when the rollout function brings its own",
         )
-    checker = Checker(RowFormat.of(config), tokenizer, max_prompt_tokens(config))
+    checker = _checker(config, tokenizer)
     options: dict[str, Any] = {"shuffle": data.rollout_shuffle, "seed": config.rollout.rollout_seed}
     if data.streaming_data:
         return StreamedOrder(data.prompt_data, checker, **options)
     rows = open_rows(data.prompt_data)
     kept = prepare(rows, data.prompt_data, checker, data.num_data_workers)
     return MappedOrder(rows, kept, checker, **options)
+
+
+def _checker(config: Config, tokenizer: Any) -> Checker:
+    return Checker(RowFormat.of(config), tokenizer, max_prompt_tokens(config))
+
+
+def probe_prompts(config: Config, tokenizer: Any, max_rows: int) -> None:
+    """The check before a launch: can the first ``max_rows`` rows of --prompt-data be used?
+
+    Raises:
+        UserError: as `PromptSource`, which looks at all of them.
+    """
+    path, checker = config.data.prompt_data, _checker(config, tokenizer)
+    assert path is not None
+    if config.data.streaming_data:
+        for _ in checker.stream(itertools.islice(iter_rows(path), max_rows)):
+            pass
+    else:
+        probe(open_rows(path), path, checker, max_rows)
 
 
 def max_prompt_tokens(config: Config) -> int | None:

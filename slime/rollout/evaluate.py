@@ -13,7 +13,7 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.hooks import RolloutFnEvalOutput
 from slime.observe.log import get_logger
-from slime.prompts.prepare import Checker, prepare
+from slime.prompts.prepare import Checker, prepare, probe
 from slime.prompts.readers import open_rows
 from slime.prompts.row_format import RowFormat, read_prompt
 from slime.rollout.eval_datasets import EvalDataset
@@ -58,6 +58,22 @@ def read_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any) -> l
     Raises:
         UserError: rows that cannot be used, or none left.
     """
+    rows, checker = open_rows(dataset.path), _checker(dataset, config, tokenizer)
+    kept = prepare(rows, dataset.path, checker)
+    prompts = [read_prompt(rows[int(position)], checker.form, tokenizer) for position in kept]
+    return [Sample(prompt=p.text, tokens=p.tokens, label=p.label, metadata=p.metadata) for p in prompts]
+
+
+def probe_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any, max_rows: int) -> None:
+    """The check before a launch: can the first ``max_rows`` rows of one set be used?
+
+    Raises:
+        UserError: as `read_eval_prompts`.
+    """
+    probe(open_rows(dataset.path), dataset.path, _checker(dataset, config, tokenizer), max_rows)
+
+
+def _checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
     form = RowFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
@@ -69,10 +85,7 @@ def read_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any) -> l
         label_flag="--eval-label-key",
     )
     longest = context_limit(config.eval.eval_max_prompt_len, _less_one(config.eval.eval_max_context_len))
-    rows = open_rows(dataset.path)
-    kept = prepare(rows, dataset.path, Checker(form, tokenizer, longest))
-    prompts = [read_prompt(rows[int(position)], form, tokenizer) for position in kept]
-    return [Sample(prompt=p.text, tokens=p.tokens, label=p.label, metadata=p.metadata) for p in prompts]
+    return Checker(form, tokenizer, longest)
 
 
 def _less_one(context: int | None) -> int | None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.cluster.placement import PlacementPlan
+from slime.cluster.plan import PlacementPlan
 from slime.cluster.ports import reserve_port
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.trainer_group import threads_per_process

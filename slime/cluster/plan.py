@@ -1,0 +1,76 @@
+"""Which process runs where: the seeds' GPU formulas. Imports no Ray.
+
+Where there is no GPU, a "GPU" of the placement flags is one CPU process slot.
+
+    decoupled   [ trainer 0 … A-1 | engines A … A+R-1 ]        needs A + R
+    colocated   [ trainer 0 … A-1 ]                            needs max(A, R)
+                [ engines 0 … R-1 ]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.config import Config
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """How many slots a run needs, and which belong to whom.
+
+    Attributes:
+        num_train: trainer ranks (one slot each).
+        num_rollout: slots of all engines together.
+        slots_per_engine: slots of one engine (its tensor x pipeline parallel size).
+        rollout_offset: first slot of the engines.
+        total: slots of the placement group.
+        formula: how ``total`` came about, for messages.
+    """
+
+    num_train: int
+    num_rollout: int
+    slots_per_engine: int
+    rollout_offset: int
+    total: int
+    formula: str
+
+    @property
+    def num_engines(self) -> int:
+        return self.num_rollout // self.slots_per_engine if self.slots_per_engine else 0
+
+    @staticmethod
+    def of(config: Config) -> PlacementPlan:
+        """The plan for a resolved configuration.
+
+        Example: 4 trainer GPUs and 4 engine GPUs need 8 when decoupled, 4 with --colocate.
+        """
+        cluster = config.cluster
+        train = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+        rollout = cluster.rollout_num_gpus or 0
+        per_engine = cluster.rollout_num_gpus_per_engine
+        trainer_text = (
+            f"actor_num_nodes {cluster.actor_num_nodes} x actor_num_gpus_per_node {cluster.actor_num_gpus_per_node}"
+        )
+        if not needs_engines(config):
+            return PlacementPlan(train, 0, per_engine, 0, train, trainer_text)
+        if config.debug.debug_rollout_only:
+            return PlacementPlan(0, rollout, per_engine, 0, rollout, f"rollout_num_gpus {rollout}")
+        if cluster.colocate:
+            total, offset = max(train, rollout), 0
+            formula = f"max({trainer_text}, rollout_num_gpus {rollout})"
+        else:
+            total, offset = train + rollout, train
+            formula = f"{trainer_text} + rollout_num_gpus {rollout}"
+        return PlacementPlan(train, rollout, per_engine, offset, total, f"{formula} = {total}")
+
+
+def needs_engines(config: Config) -> bool:
+    """False for SFT, for --debug-train-only and when rollouts are loaded from dumps."""
+    debug = config.debug
+    if debug.debug_train_only or debug.load_debug_rollout_data:
+        return False
+    return config.algorithm.loss_type != "sft_loss" or has_evaluation(config)
+
+
+def has_evaluation(config: Config) -> bool:
+    return bool(config.eval.eval_prompt_data or config.eval.eval_config)

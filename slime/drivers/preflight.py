@@ -1,0 +1,158 @@
+"""What a launch would trip over, found before Ray, trainer or engines are started, and before a run folder is made.
+
+Takes a second or two, most of it the import of the tokenizer; imports no torch and no Ray. What is checked here is
+checked again where it is used: this is only the first look, and of the data only the first rows.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from slime.cluster.plan import PlacementPlan, needs_engines
+from slime.config import Config
+from slime.config.host import num_cpus, num_gpus
+from slime.errors import UserError
+from slime.hooks import check_hooks, check_signature, load_function
+from slime.weights.load_plan import LoadPlan, resolve_load, resolve_reference
+
+#: Rows of each data file that are looked at; the rollout actor looks at all of them.
+ROWS = 2000
+
+#: Process slots that a host without GPUs offers at least, and per core: trainer and engines take turns.
+_MIN_SLOTS, _SLOTS_PER_CORE = 8, 4
+
+
+def preflight(config: Config) -> LoadPlan:
+    """Check models, hooks, rewards, data, output directories and the size of the run; returns what will be loaded.
+
+    Raises:
+        UserError: the first thing that cannot work.
+    """
+    plan = resolve_load(config)
+    _check_models(config, plan)
+    check_hooks(config.flat())
+    _check_rewards(config)
+    _check_data(config)
+    _check_outputs(config)
+    _check_slots(config)
+    return plan
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+
+def _check_models(config: Config, plan: LoadPlan) -> None:
+    """Every Hugging Face directory that will be read holds a known model, whole."""
+    from slime.weights.convert import family_of
+    from slime.weights.hf_files import HfReader
+
+    flags, algorithm = config.checkpoint, config.algorithm
+    assert flags.hf_checkpoint is not None
+    family = family_of(flags.hf_checkpoint, flags.model_name)
+    folders = {Path(flags.hf_checkpoint)} if needs_engines(config) else set()
+    if plan.kind == "hf":
+        folders.add(plan.path)
+    if algorithm.loss_type != "sft_loss" and (algorithm.use_kl_loss or algorithm.kl_coef != 0):
+        reference = resolve_reference(config)
+        if reference.kind == "hf":
+            folders.add(reference.path)
+    for folder in sorted(folders):
+        HfReader(folder, names_only=True).verify(family, family.model_spec(folder))
+    if config.engine.rollout_engine == "sglang" and needs_engines(config):
+        from slime.rollout.engines.launch import sglang_command
+
+        sglang_command(config, flags.hf_checkpoint, platform.node(), 0)
+
+
+# -- rewards -----------------------------------------------------------------------------------------------
+
+
+def _check_rewards(config: Config) -> None:
+    from slime.hooks import RewardFunction
+    from slime.rollout.eval_datasets import eval_datasets
+    from slime.rollout.rewards.pool import check_rm_type
+
+    reward, datasets = config.reward, eval_datasets(config)
+    for rm_type in (reward.rm_type, *(dataset.rm_type for dataset in datasets)):
+        if rm_type:
+            check_rm_type(rm_type)
+    for dataset in datasets:
+        if dataset.custom_rm_path:
+            check_signature(load_function(dataset.custom_rm_path), RewardFunction, dataset.custom_rm_path)
+    if reward.rm_type == "remote_rm" and not reward.rm_url:
+        raise UserError("--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
+
+
+# -- data --------------------------------------------------------------------------------------------------
+
+
+def _check_data(config: Config) -> None:
+    from slime.prompts.source import probe_prompts
+    from slime.prompts.tokenizer import load_tokenizer
+    from slime.rollout.eval_datasets import eval_datasets
+
+    assert config.checkpoint.hf_checkpoint is not None
+    tokenizer: Any = load_tokenizer(config.checkpoint.hf_checkpoint, without_torch=True)
+    data = config.data
+    if data.rollout_global_dataset and data.prompt_data and not data.data_source_path:
+        probe_prompts(config, tokenizer, ROWS)
+    if config.eval.eval_function_path:
+        return
+    for dataset in eval_datasets(config):
+        from slime.rollout.evaluate import probe_eval_prompts
+
+        probe_eval_prompts(dataset, config, tokenizer, ROWS)
+
+
+# -- outputs -----------------------------------------------------------------------------------------------
+
+
+def _check_outputs(config: Config) -> None:
+    """A checkpoint that cannot be written is better known now than in an hour."""
+    flags = {
+        "--output-dir": config.observe.output_dir,
+        "--save": config.checkpoint.save,
+        "--save-hf": config.checkpoint.save_hf,
+        "--update-weight-disk-dir": config.sync.update_weight_disk_dir,
+        "--save-debug-rollout-data": config.debug.save_debug_rollout_data,
+    }
+    for flag, value in flags.items():
+        if value:
+            _check_writable(flag, Path(value.partition("{")[0] or "."))
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    nearest = path.absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        why = f"{nearest} is a file"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        why = f"{nearest} cannot be written by this user"
+    else:
+        return
+    raise UserError(f"{flag} {path} cannot be made", why=why, fix=f"pass {flag} with a directory you can write to")
+
+
+# -- size --------------------------------------------------------------------------------------------------
+
+
+def _check_slots(config: Config) -> None:
+    """A local Ray has this host's GPUs; without any, process slots, but not more than it can carry."""
+    if config.cluster.ray_address or os.environ.get("RAY_ADDRESS"):
+        return  # the cluster will say
+    plan, gpus, cores = PlacementPlan.of(config), num_gpus(), num_cpus()
+    limit = gpus or max(_MIN_SLOTS, _SLOTS_PER_CORE * cores)
+    if plan.total <= limit:
+        return
+    here = f"this host has {gpus} GPUs" if gpus else f"this host has no GPU, and its {cores} cores carry {limit}"
+    raise UserError(
+        f"this run needs {plan.total} {'GPUs' if gpus else 'process slots (CPUs)'}, {here}",
+        why=plan.formula,
+        fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share them, or join a Ray "
+        "cluster with --ray-address",
+        check_id="placement",
+    )
