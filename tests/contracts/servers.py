@@ -1,0 +1,106 @@
+"""Starting a server process for the contract tests, and the requests they send."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_START_DEADLINE = 120.0
+_CALL_DEADLINE = 60.0
+
+
+@dataclass
+class Answer:
+    status: int
+    raw: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.raw)
+
+
+@dataclass
+class Server:
+    """A running engine (or router) and plain HTTP calls to it."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def call(self, method: str, path: str, body: Any = None, raw: bytes | None = None) -> Answer:
+        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_CALL_DEADLINE) as answer:
+                return Answer(answer.status, answer.read())
+        except urllib.error.HTTPError as error:
+            return Answer(error.code, error.read())
+
+    def get(self, path: str) -> Answer:
+        return self.call("GET", path)
+
+    def post(self, path: str, body: Any = None) -> Answer:
+        return self.call("POST", path, {} if body is None else body)
+
+    def ok(self, path: str, body: Any = None) -> Any:
+        """POST that must succeed; returns the decoded answer (None where it has no body)."""
+        answer = self.post(path, body)
+        assert answer.status == 200, f"{path}: {answer.status} {answer.raw[:500]!r}"
+        return answer.json if answer.raw.startswith((b"{", b"[")) else None
+
+    def generate(self, input_ids: list[int], **params: Any) -> Any:
+        body = {"input_ids": input_ids, "sampling_params": {"max_new_tokens": 8, "ignore_eos": True, **params}}
+        return self.ok("/generate", body | {"return_logprob": True})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(argv: list[str], port: int, log: Path, health: str = "/health") -> Iterator[Server]:
+    """Start, wait until the health path answers 200, stop at the end.
+
+    Raises:
+        AssertionError: it ended, or did not come up in time; carries its log.
+    """
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(log, "wb") as output:
+        process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env=env)
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    end = time.monotonic() + _START_DEADLINE
+    try:
+        while True:
+            assert process.poll() is None, f"ended with {process.returncode}:\n{log.read_text()}"
+            assert time.monotonic() < end, f"not up in {_START_DEADLINE} s:\n{log.read_text()}"
+            with contextlib.suppress(OSError):
+                if server.get(health).status == 200:
+                    break
+            time.sleep(0.05)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+
+
+def embedded_argv(model: Path, port: int, *flags: str) -> list[str]:
+    argv = [sys.executable, "-m", "slime.rollout.engines.embedded", "--model-path", str(model), "--port", str(port)]
+    return [*argv, "--parent-pid", str(os.getpid()), *flags]

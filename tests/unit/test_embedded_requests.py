@@ -1,0 +1,135 @@
+"""What ``/generate`` accepts and refuses, and how text grows token by token."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from embedded_models import EOS, VOCAB, byte_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.rollout.engines.embedded.generate_request import Limits, parse_generate
+from slime.rollout.engines.embedded.sampling_params import BadRequest, parse_params
+from slime.rollout.engines.embedded.text import TextStream, find_stop, trim_stop
+
+TOKENIZER = byte_tokenizer()
+
+
+def limits(context: int = 64, **changes: Any) -> Limits:
+    fields = {
+        "vocab_size": VOCAB,
+        "context_length": context,
+        "eos_token_ids": frozenset({EOS}),
+        "tokenizer": TOKENIZER,
+        "noise": random.Random(0),
+    }
+    return Limits(**(fields | changes))
+
+
+def test_one_prompt_is_one_answer_and_several_are_a_list() -> None:
+    single = parse_generate({"input_ids": [1, 2]}, limits())
+    assert single.is_single and len(single.jobs) == 1
+    assert not parse_generate({"input_ids": [[1, 2]]}, limits()).is_single
+    assert not parse_generate({"text": "hi", "sampling_params": {"n": 3}}, limits()).is_single
+    batch = parse_generate(
+        {
+            "text": ["ab", "c"],
+            "sampling_params": [{"n": 2, "max_new_tokens": 5}, {"n": 2, "max_new_tokens": 6}],
+            "return_logprob": [True, False],
+            "rid": ["x", "y"],
+        },
+        limits(),
+    )
+    assert [job.sequence.rid for job in batch.jobs] == ["x_0", "x_1", "y_0", "y_1"]
+    assert [job.sequence.max_new_tokens for job in batch.jobs] == [5, 5, 6, 6]
+    assert [job.return_logprob for job in batch.jobs] == [True, True, False, False]
+    assert batch.jobs[0].sequence.prompt.tolist() == TOKENIZER.encode("ab")
+
+
+def test_samples_of_one_seeded_request_differ_in_their_seed() -> None:
+    jobs = parse_generate({"input_ids": [1], "sampling_params": {"n": 3, "sampling_seed": 5}}, limits()).jobs
+    assert [job.sequence.seed for job in jobs] == [5, 6, 7]
+    free = parse_generate({"input_ids": [1], "sampling_params": {"n": 3}}, limits()).jobs
+    assert len({job.sequence.seed for job in free}) == 3
+
+
+def test_new_tokens_are_capped_by_the_context() -> None:
+    for wanted, expected in ((1000, 54), (54, 54), (7, 7), (None, 54)):
+        body = {"input_ids": [1] * 10, "sampling_params": {"max_new_tokens": wanted}}
+        assert parse_generate(body, limits()).jobs[0].sequence.max_new_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ([], "must be a JSON object"),
+        ({}, "either text or input_ids"),
+        ({"text": "a", "input_ids": [1]}, "either text or input_ids"),
+        ({"input_ids": []}, "not empty"),
+        ({"input_ids": [[1], []]}, "a prompt is empty"),
+        ({"input_ids": [1, "2"]}, "'2'"),
+        ({"input_ids": [1, VOCAB]}, f"0 to {VOCAB - 1}, got {VOCAB}"),
+        ({"input_ids": [True]}, "got True"),
+        ({"input_ids": [1] * 64}, "the prompt has 64 tokens, the context holds 64"),
+        ({"text": 5}, "string"),
+        ({"input_ids": [1], "sampling_param": {}}, "nearest: 'sampling_params'"),
+        ({"input_ids": [1], "image_data": ["x"]}, "does not support the field 'image_data'"),
+        ({"input_ids": [1], "sampling_params": []}, "0 entries for 1 prompt"),
+        ({"input_ids": [1], "sampling_params": 3}, "must be an object"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "1 entries for 2 prompts"),
+        ({"input_ids": [1], "sampling_params": {"temprature": 1}}, "nearest: 'temperature'"),
+        ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature must be 0"),
+        ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "finite number"),
+        ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be above 0"),
+        ({"input_ids": [1], "sampling_params": {"top_k": 0}}, "top_k must be -1"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1.5}}, "integer"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}}, "at most max_new_tokens"),
+        ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "stop"),
+        ({"input_ids": [1], "sampling_params": {"stop_token_ids": 7}}, "must be a list"),
+        ({"input_ids": [1], "sampling_params": {"regex": "a+"}}, "regex is not supported"),
+        ({"input_ids": [1], "sampling_params": {"n": 0}}, "n must be at least 1"),
+        ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "twice"),
+        ({"input_ids": [1, 2], "return_logprob": True, "logprob_start_len": 3}, "the prompt has 2 tokens"),
+    ],
+)
+def test_bad_requests_say_what_is_wrong(body: Any, said: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        parse_generate(body, limits())
+    assert said in str(refused.value)
+
+
+def test_text_needs_a_tokenizer() -> None:
+    with pytest.raises(BadRequest, match="no tokenizer"):
+        parse_generate({"text": "a"}, limits(tokenizer=None))
+    with pytest.raises(BadRequest, match="tokenizer"):
+        parse_generate({"input_ids": [1], "sampling_params": {"stop": "x"}}, limits(tokenizer=None))
+
+
+def test_null_means_the_default() -> None:
+    raw = {"temperature": None, "top_p": None, "stop": None, "regex": None, "custom_params": None}
+    assert parse_params(raw, VOCAB) == parse_params(None, VOCAB)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=30), st.lists(st.integers(1, 5), max_size=40), st.lists(st.integers(0, 257), max_size=10))
+def test_text_grows_to_the_whole(text: str, cuts: list[int], noise: list[int]) -> None:
+    tokens = TOKENIZER.encode(text) + noise
+    stream = TextStream(TOKENIZER, skip_special_tokens=True, spaces_between_special_tokens=True)
+    shown = ""
+    position = 0
+    for cut in [*cuts, len(tokens)]:
+        shown += stream.extend(tokens[position : position + cut])
+        position += cut
+        assert stream.text == shown
+    shown += stream.finish()
+    assert shown == stream.text == TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+
+def test_stop_strings() -> None:
+    assert find_stop("a</answer>b", ("</answer>", "b"), 0) == (1, "</answer>")
+    assert find_stop("abc", ("x",), 0) is None and find_stop("aba", ("a",), 1) == (2, "a")
+    assert trim_stop("yes\nno", "\n", keep=False) == "yes"
+    assert trim_stop("yes\nno", "\n", keep=True) == "yes\n"
+    assert trim_stop("yes", 17, keep=False) == "yes"
