@@ -15,7 +15,7 @@ from slime.cluster.placement import Slots
 from slime.cluster.plan import PlacementPlan
 from slime.cluster.ports import PortReservation, node_ip, reserve_port
 from slime.cluster.server_process import ServerDied, ServerProcess
-from slime.cluster.waiting import wait_for
+from slime.cluster.waiting import Watch, wait_for
 from slime.config import Config
 from slime.errors import RunFailed, UserError
 from slime.observe.log import get_logger, log_to_file_only
@@ -98,9 +98,11 @@ class EngineActor:
             self._port = None
 
 
-def _engine_died(name: str, how: str, log_tail: str) -> RunFailed:
-    """The four remedies are the seeds'."""
-    return RunFailed(
+def _raise_obituary(name: str, obituary: tuple[str, str] | None) -> None:
+    if obituary is None:
+        return
+    how, log_tail = obituary
+    raise RunFailed(
         f"{name} {how}",
         why=f"last lines of its log:\n{_indent(log_tail)}",
         fix="1. --use-fault-tolerance  2. a higher --sglang-mem-fraction-static  3. a smaller --rollout-batch-size"
@@ -129,49 +131,32 @@ class EngineGroup:
         self._router = actor.options(num_cpus=0, max_restarts=0).remote(config, "router", run_path, 1)
         self.urls: list[str] = []
         self.router_url = ""
-        self._asked: dict[ray.ObjectRef, str] = {}
+        self.servers = {f"engine-{i}": engine for i, engine in enumerate(self.engines)} | {"router": self._router}
 
     def begin_start(self, model_path: str) -> list[ray.ObjectRef]:
         return [engine.start.remote(model_path) for engine in self.engines]
 
     def finish_start(self, refs: list[ray.ObjectRef], timeout: float, should_stop: Callable[[], bool]) -> None:
         """Wait for the engines, then put the router in front of them."""
-        names = list(self._servers())
+        names = list(self.servers)
         self.urls = wait_for(refs, "engines starting", timeout, should_stop, names=names)
         ref = self._router.start_router.remote(self.urls)
         [self.router_url] = wait_for([ref], "router starting", 120, should_stop, names=names[-1:])
         logger.info("%d engine(s) behind %s", len(self.urls), self.router_url)
 
-    def watch(self) -> None:
-        """Look at the answers to the last round of questions, ask again; call it while anything is waited for.
-
-        Raises:
-            RunFailed: a server process has ended.
-        """
-        if self._asked:
-            done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
-            if len(done) < len(self._asked):
-                return
-        asked, self._asked = self._asked, {}
-        for ref, name in asked.items():
-            [obituary] = wait_for([ref], f"watching {name}", timeout=10, names=[name])
-            if obituary is not None:
-                raise _engine_died(name, *obituary)
-        self._asked = {actor.obituary.remote(): name for name, actor in self._servers().items()}
-
     def raise_if_dead(self) -> None:
         """Raise a `RunFailed` when a server process has ended; answers now, for errors that this would explain."""
-        servers = self._servers()
-        refs = [actor.obituary.remote() for actor in servers.values()]
-        for name, obituary in zip(servers, wait_for(refs, "asking the engines", timeout=10, names=list(servers))):
-            if obituary is not None:
-                raise _engine_died(name, *obituary)
+        refs = [actor.obituary.remote() for actor in self.servers.values()]
+        names = list(self.servers)
+        for name, obituary in zip(names, wait_for(refs, "asking the engines", timeout=10, names=names)):
+            _raise_obituary(name, obituary)
 
-    def _servers(self) -> dict[str, Any]:
-        return {f"engine-{i}": engine for i, engine in enumerate(self.engines)} | {"router": self._router}
+    def watch(self) -> Watch:
+        """Raises a `RunFailed` soon after a server process has ended."""
+        return Watch(self.servers, "obituary", _raise_obituary)
 
-    def close(self, timeout: float = 6.0) -> None:
-        actors = list(self._servers().values())
+    def close(self, timeout: float) -> None:
+        actors = list(self.servers.values())
         refs = [actor.stop.remote() for actor in actors]
         ray.wait(refs, num_returns=len(refs), timeout=timeout)
         for actor in actors:

@@ -5,6 +5,8 @@ whatever they hold with them. So the driver starts this small process beside its
 descendants and, when the driver is gone, ends those that are not. Standard library only; reads /proc.
 
     driver ──pipe──► reaper            the pipe's end of file is the driver's death, however it came
+
+Killed trainers leave their blocks of shared memory, which go last.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 _SCAN_SECONDS = 1.0
 _GRACE_SECONDS = 3.0  # Ray's own clean-up gets this long
@@ -82,6 +85,10 @@ def main() -> None:
         end = time.monotonic() + 1.0
         while time.monotonic() < end and _alive(known):
             time.sleep(0.05)
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # -S and -E leave nothing but the standard library
+    from slime.weights.shared_memory import remove_stale
+
+    remove_stale()
 
 
 def _alive(known: dict[int, str]) -> list[int]:

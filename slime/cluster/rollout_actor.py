@@ -58,7 +58,7 @@ class RolloutActor:
         assert self.config.checkpoint.hf_checkpoint is not None
         self.tokenizer = load_tokenizer(self.config.checkpoint.hf_checkpoint)
         self.source = make_source(self.config, self.tokenizer)
-        self.recorder = Recorder(self.run_path, self.config, decode=self.tokenizer.decode)
+        self.recorder = Recorder(self.run_path, self.config, decode=lambda tokens: str(self.tokenizer.decode(tokens)))
         return 0 if self.config.data.streaming_data else len(self.source)
 
     async def connect(self, router_url: str) -> None:

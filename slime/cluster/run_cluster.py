@@ -25,11 +25,12 @@ from slime.cluster.plan import PlacementPlan, has_evaluation, needs_engines
 from slime.cluster.ray_session import start_ray
 from slime.cluster.rollout_actor import RolloutActor, RolloutResult
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
-from slime.cluster.waiting import ActorDied, DeadlinePassed, StopRequested, wait_for
+from slime.cluster.waiting import ActorDied, DeadlinePassed, StopRequested, Watch, wait_for
 from slime.config import Config
 from slime.errors import RunFailed
 from slime.observe.log import get_logger
 from slime.samples.types import TrainLayout
+from slime.weights.shared_memory import remove_stale
 
 logger = get_logger(__name__)
 
@@ -83,7 +84,8 @@ class Cluster:
         self._rollout: Any = None
         self._trainers: TrainerGroup | None = None
         self._engines: EngineGroup | None = None
-        self._progress_ref: ray.ObjectRef | None = None
+        self._watches: list[Watch] = []
+        self._progress: Watch | None = None
         self._seconds_limit = config.cluster.distributed_timeout_minutes * 60.0
 
     # -- life ------------------------------------------------------------------------------------------
@@ -116,7 +118,9 @@ class Cluster:
             threads = threads_per_process(self.plan.num_engines, self._take_turns)
             self._engines = EngineGroup(config, self.plan, self._slots, self.run_path, threads)
             engine_refs = self._engines.begin_start(str(config.checkpoint.hf_checkpoint))
-        [num_prompts] = wait_for([data_ref], "reading the data", self._seconds_limit, self._should_stop, names=_ROLLOUT)
+        [num_prompts] = wait_for(
+            [data_ref], "reading the data", self._seconds_limit, self._should_stop, names=[_ROLLOUT]
+        )
         clock.lap("data")
         start = self._finish_trainers(trainer_refs)
         clock.lap("trainer")
@@ -125,6 +129,7 @@ class Cluster:
             clock.lap("engines")
             self._call_rollout("connect", self._engines.router_url, what="connecting to the router")
         self._restore(start)
+        self._begin_watching()
         clock.lap("connect")
         return Launch(start.start_rollout_id, num_prompts, clock.seconds)
 
@@ -168,6 +173,7 @@ class Cluster:
         self._rollout = self._trainers = self._engines = self._slots = None
         if self._started_ray:
             ray.shutdown()
+        remove_stale()  # of trainers that were killed
 
     # -- the verbs of the loop -----------------------------------------------------------------------------
 
@@ -235,42 +241,40 @@ class Cluster:
 
     def _call_rollout(self, method: str, *args: Any, what: str) -> Any:
         ref = getattr(self._rollout, method).remote(*args)
-        return wait_for([ref], what, self._seconds_limit, names=_ROLLOUT)[0]
+        return wait_for([ref], what, self._seconds_limit, names=[_ROLLOUT])[0]
 
     def _wait_rollout(self, ref: ray.ObjectRef, what: str, limit: float) -> Any:
         def poll() -> None:
-            self._watch_engines()
-            self._poll_progress()
+            self._look()
+            if self._progress is not None:
+                self._progress.look()
 
         with self._blaming_engines():
-            return wait_for([ref], what, limit, self._should_stop, poll, names=_ROLLOUT)[0]
+            return wait_for([ref], what, limit, self._should_stop, poll, names=[_ROLLOUT])[0]
 
     def _call_trainers(self, method: str, *args: Any, what: str) -> list[Any]:
         if self._trainers is None:
             return [{}]
         with self._blaming_engines():
-            return self._trainers.call(
-                method, *args, what=what, timeout=self._train_limit(), on_poll=self._watch_engines
-            )
+            return self._trainers.call(method, *args, what=what, timeout=self._train_limit(), on_poll=self._look)
 
     def _train_limit(self) -> float:
         # collectives inside have the process group's time-out; this outer one only catches what that cannot see
         return max(3600.0, 4 * self._seconds_limit)
 
-    def _poll_progress(self) -> None:
-        """Ask the rollout actor for its counters without waiting: the answer is shown at the next poll."""
-        if self._on_progress is None or self._rollout is None:
-            return
-        if self._progress_ref is not None:
-            done, _ = ray.wait([self._progress_ref], timeout=0)
-            if not done:
-                return
-            self._on_progress(ray.get(self._progress_ref))
-        self._progress_ref = self._rollout.progress.remote()
+    def _begin_watching(self) -> None:
+        """From now on whoever dies ends the wait for the others."""
+        if self._trainers is not None:
+            self._watches.append(self._trainers.watch())
+        if self._engines is not None and not self.config.fault_tolerance.use_fault_tolerance:
+            self._watches.append(self._engines.watch())
+        show = self._on_progress
+        if show is not None:
+            self._progress = Watch({_ROLLOUT: self._rollout}, "progress", lambda name, counters: show(counters))
 
-    def _watch_engines(self) -> None:
-        if self._engines is not None:
-            self._engines.watch()
+    def _look(self) -> None:
+        for watch in self._watches:
+            watch.look()
 
     @contextmanager
     def _blaming_engines(self) -> Iterator[None]:
@@ -286,7 +290,7 @@ class Cluster:
             raise
 
 
-_ROLLOUT = ("the rollout actor",)
+_ROLLOUT = "rollout"
 
 
 class _Clock:

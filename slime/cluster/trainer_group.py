@@ -14,7 +14,7 @@ import ray
 from slime.cluster.placement import Slots
 from slime.cluster.plan import PlacementPlan
 from slime.cluster.ports import node_ip, reserve_port
-from slime.cluster.waiting import wait_for
+from slime.cluster.waiting import Watch, wait_for
 from slime.config import Config
 from slime.observe.log import get_logger, log_to_file_only
 
@@ -93,6 +93,9 @@ class TrainerActor:
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
         self.backend.save(rollout_id, extra_state)
 
+    def is_alive(self) -> bool:
+        return True
+
     def shutdown(self) -> None:
         if getattr(self, "sync", None) is not None:
             self.sync.close()
@@ -145,6 +148,10 @@ class TrainerGroup:
         """Call ``method`` on every rank and wait for all."""
         refs = [getattr(actor, method).remote(*args) for actor in self.actors]
         return wait_for(refs, what, timeout, should_stop, on_poll, self.names)
+
+    def watch(self) -> Watch:
+        """Raises an `ActorDied` soon after a rank is gone, also while the trainer is not needed."""
+        return Watch(dict(zip(self.names, self.actors)), "is_alive")
 
     def close(self, timeout: float) -> None:
         """Ask the ranks to end their process groups, then kill what is left."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -73,6 +73,37 @@ def wait_for(
         if on_poll is not None:
             on_poll()
     return [_fetch(ref, what, name_of[ref]) for ref in refs]
+
+
+class Watch:
+    """Keeps one question open with each of several actors, and so notices soon when one of them is gone.
+
+    Args:
+        actors: by the name that errors give them.
+        question: a method of theirs without arguments that answers quickly when it gets its turn.
+        judge: called with name and answer; may raise.
+    """
+
+    def __init__(
+        self, actors: Mapping[str, Any], question: str, judge: Callable[[str, Any], None] = lambda name, answer: None
+    ) -> None:
+        self._actors, self._question, self._judge = actors, question, judge
+        self._asked: dict[str, ray.ObjectRef] = {}
+
+    def look(self) -> None:
+        """Deal with the answers that have come, ask those actors again; never waits.
+
+        Raises:
+            ActorDied: one of them is gone. What ``judge`` raises.
+        """
+        for name, actor in self._actors.items():
+            ref = self._asked.get(name)
+            if ref is not None:
+                done, _ = ray.wait([ref], timeout=0)
+                if not done:
+                    continue
+                self._judge(name, _fetch(ref, "while it was needed", name))
+            self._asked[name] = getattr(actor, self._question).remote()
 
 
 def _raise_cause(error: Exception, pending: list[ray.ObjectRef], what: str, name_of: dict[ray.ObjectRef, str]) -> None:

@@ -5,6 +5,7 @@
 A segment is a file that its owner keeps locked (``flock``) as long as it lives. Its memory is reused from push to
 push, removed on `close` and at exit, and, should the owner be killed, by the next trainer that starts: a segment whose
 lock can be had belongs to no one. (A lock, not a pid in the name: containers may share /dev/shm and not their pids.)
+The end of a run removes those too; so torch is imported only where there are tensors.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import mmap
 import os
 import secrets
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from slime.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 SHM_DIR = Path("/dev/shm")
 _PREFIX = "slime-weights-"
@@ -33,6 +36,8 @@ class Segment:
     """
 
     def __init__(self, nbytes: int, directory: Path = SHM_DIR) -> None:
+        import torch
+
         self.name = f"{_PREFIX}{secrets.token_hex(8)}"
         self.path, self.nbytes = directory / self.name, nbytes
         unlocked = directory / f".{self.name}"  # no name that `remove_stale` looks at before the lock is held
@@ -111,6 +116,8 @@ def attach(name: str, nbytes: int, directory: Path = SHM_DIR) -> torch.Tensor:
         ValueError: a name that leaves the directory, or a segment that is shorter than ``nbytes``.
         FileNotFoundError: no such segment (its owner is gone, or on another host).
     """
+    import torch
+
     path = (directory / name).resolve()
     if path.parent != directory.resolve():
         raise ValueError(f"{name!r} is not a name below {directory}")
