@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import random
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from slime.errors import UserError
 from slime.observe.log import get_logger
@@ -73,6 +75,7 @@ async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int
         app.add_routes(module.routes)
     loading = loop.create_task(_load(options, loop, stopping))
     app[STATE] = loading
+    logging.getLogger("aiohttp.server").addFilter(_is_no_http2_preface)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     await web.SockSite(runner, listener).start()
@@ -134,6 +137,8 @@ async def _shut_down(state: ServerState) -> int:
         await asyncio.sleep(0.02)
     state.engine.stop()
     state.updates.shutdown(wait=False, cancel_futures=True)
+    counters = state.engine.scheduler.counters
+    logger.info("stopping, %d tokens decoded and %d prefilled", counters.decoded_tokens, counters.prefilled_tokens)
     return 1 if died else 0
 
 
@@ -155,6 +160,12 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         return _refusal(f"{type(error).__name__}: {error}", 500, "internal_error")
+
+
+def _is_no_http2_preface(record: logging.LogRecord) -> bool:
+    """The router asks every new worker whether it speaks gRPC: no reason for two tracebacks in the log of each run."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, BadHttpMessage) and "PRI/Upgrade" in str(error))
 
 
 def _refusal(message: str, status: int, kind: str) -> web.Response:
