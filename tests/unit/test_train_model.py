@@ -16,7 +16,8 @@ from trainer_ranks import VOCAB, free_port, make_batch, shard, tiny_spec, traine
 
 from slime.samples.types import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.packed import pack, padded_layout
+from slime.train.megatron.packed import PackingOptions, pack
+from slime.train.megatron.padded import padded_layout
 from slime.train.megatron.parallel import RankInfo
 from slime.train.megatron.rotary import Rotate
 
@@ -141,29 +142,44 @@ def test_same_inputs_same_bits(random_trainer: MegatronBackend) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12))
+@given(branches=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=1, max_size=10))
 @settings(deadline=None, max_examples=60)
-def test_padded_layout_is_a_bijection(lengths: list[int]) -> None:
-    layout = padded_layout(lengths)
-    total = sum(lengths)
+def test_padded_layout_is_a_bijection(branches: list[list[int]]) -> None:
+    layout = padded_layout(branches)
+    total = sum(map(sum, branches))
     assert torch.equal(layout.gather[layout.cells], torch.arange(total))
     assert int((~layout.padding).sum()) == total
-    assert sum(b * length for b, length in layout.shapes) == layout.gather.numel() <= 1.25 * total + 40
+    assert sum(block.batch * block.length for block in layout.blocks) == layout.gather.numel() <= 1.25 * total + 80
+    for block in layout.blocks:  # no query sees the future, every query sees itself
+        assert not block.allowed.triu(1).any() and block.allowed.diagonal(dim1=-2, dim2=-1).all()
+
+
+CPU = torch.device("cpu")
 
 
 def test_pack_marks_the_rows_that_predict_responses() -> None:
     tokens = [torch.arange(10, 15), torch.arange(20, 23)]
-    packed = pack([1, 0], tokens, [2, 1], device=torch.device("cpu"), multiple=4)
-    assert packed.tokens.tolist() == [[20, 21, 22, 10, 11, 12, 13, 14]]
-    assert packed.rows.tolist() == [1, 5, 6] and packed.targets.tolist() == [22, 13, 14]
+    packed = pack([1, 0], tokens, [2, 1], PackingOptions(CPU, multiple=4))
+    assert packed.tokens.tolist() == [[20, 21, 10, 11, 12, 13, 0, 0]]
+    assert packed.rows.tolist() == [1, 4, 5] and packed.targets.tolist() == [22, 13, 14]
     assert packed.sequences.positions is not None
-    assert packed.sequences.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert packed.sequences.positions.tolist() == [0, 1, 0, 1, 2, 3, 0, 1]
     with pytest.raises(ValueError, match="sample 1"):
-        pack([1], tokens, [2, 3], device=torch.device("cpu"))
+        pack([1], tokens, [2, 3], PackingOptions(CPU))
+
+
+def test_pack_lays_siblings_behind_their_prompt() -> None:
+    tokens = [torch.tensor([1, 2, 3, 4]), torch.tensor([7, 8]), torch.tensor([1, 2, 5, 6, 9])]
+    packed = pack([0, 1, 2], tokens, [2, 1, 3], PackingOptions(CPU, pair_cost=0.0))
+    assert packed.tokens.tolist() == [[1, 2, 3, 5, 6, 7]]
+    assert packed.rows.tolist() == [1, 2, 5, 1, 3, 4]
+    assert packed.targets.tolist() == [3, 4, 8, 5, 6, 9]
+    assert packed.sequences.positions is not None
+    assert packed.sequences.positions.tolist() == [0, 1, 2, 2, 3, 0]
 
 
 def test_empty_micro_batch_still_has_something_to_compute() -> None:
-    packed = pack([], [], [], device=torch.device("cpu"), multiple=4)
+    packed = pack([], [], [], PackingOptions(CPU, multiple=4))
     assert packed.tokens.shape == (1, 4) and packed.rows.numel() == 0
 
 

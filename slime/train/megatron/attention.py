@@ -17,7 +17,8 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.train.megatron.packed import PackedSequences, PaddedLayout
+from slime.train.megatron.packed import PackedSequences
+from slime.train.megatron.padded import Block, PaddedLayout
 from slime.train.megatron.rotary import Rotate
 
 # below this length a bfloat16 CPU is faster with explicit products than with torch's blocked kernel (2.4x to 6x on
@@ -43,13 +44,13 @@ class PackedAttention(torch.nn.Module):
         layout = sequences.padded
         assert layout is not None
         padded = [_Pad.apply(x, layout) if not layout.identity else x for x in (query, key, value)]
-        blocks, start = [], 0
-        for batch, length in layout.shapes:
-            cells = slice(start, start + batch * length)
-            q, k, v = (x[cells].view(batch, length, *x.shape[1:]) for x in padded)
-            blocks.append(_dense(q, k, v, self.scale).reshape(batch * length, *q.shape[2:]))
-            start += batch * length
-        out = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        outputs, start = [], 0
+        for block in layout.blocks:
+            cells = slice(start, start + block.batch * block.length)
+            q, k, v = (x[cells].view(block.batch, block.length, *x.shape[1:]) for x in padded)
+            outputs.append(_dense(q, k, v, block, self.scale).reshape(-1, *q.shape[2:]))
+            start = cells.stop
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out if layout.identity else _Unpad.apply(out, layout)
 
 
@@ -105,24 +106,21 @@ def _flash_packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSe
     return out
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[B, L, heads, dim] and [B, L, groups, dim] → [B, L, heads, dim], causal."""
+def _dense(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> Tensor:
+    """[B, L, heads, dim] and [B, L, groups, dim] → [B, L, heads, dim]; each query sees what the block allows."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    length = q.size(2)
-    if q.dtype == torch.bfloat16 and length < _EXPLICIT_BELOW:
-        out = _explicit(q, k, v, scale)
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.size(1) != q.size(1))
+    if q.dtype == torch.bfloat16 and block.length < _EXPLICIT_BELOW:
+        return _explicit(q, k, v, block.bias, scale).transpose(1, 2)
+    mask: dict[str, Any] = {"attn_mask": block.allowed} if block.branched else {"is_causal": True}
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=k.size(1) != q.size(1), **mask)
     return out.transpose(1, 2)
 
 
-def _explicit(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _explicit(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
     """Softmax in float32 between two batched products; the queries of a group share theirs."""
     batch, heads, length, dim = q.shape
     groups = k.size(1)
     grouped = q.reshape(batch, groups, heads // groups * length, dim)
-    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
-    bias = torch.zeros(length, length, device=q.device).masked_fill_(future, float("-inf"))
     scores = torch.matmul(grouped, k.transpose(-1, -2)).view(batch, heads, length, length).float()
     weights = torch.softmax(scores.mul_(scale).add_(bias), dim=-1).to(q.dtype)
     return torch.matmul(weights.view(batch, groups, -1, length), v).view(batch, heads, length, dim)

@@ -28,7 +28,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 from slime.train.megatron import forward, optimizer, parallel  # noqa: E402
 from slime.train.megatron.model import PolicyModel, build_model_chunks, virtual_stages  # noqa: E402
 from slime.train.megatron.offload import Offloader  # noqa: E402
-from slime.train.megatron.packed import PackedMicroBatch  # noqa: E402
+from slime.train.megatron.packed import PackedMicroBatch, PackingOptions  # noqa: E402
 from slime.train.megatron.parallel import RankInfo  # noqa: E402
 from slime.train.megatron.reference import WeightsCopy  # noqa: E402
 from slime.train.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores  # noqa: E402
@@ -136,8 +136,7 @@ class MegatronBackend:
 
     def _load_weights(self, plan: LoadPlan) -> None:
         if plan.kind == "hf":
-            report = load_hf(self.model_chunks, plan.path, model_name=self.config.checkpoint.model_name)
-            logger.info("%s", report)
+            load_hf(self.model_chunks, plan.path, model_name=self.config.checkpoint.model_name)
         else:
             load_checkpoint(plan, TrainerState(self.model_chunks))
 
@@ -300,13 +299,19 @@ class MegatronBackend:
         return list(self.model_chunks)
 
     def _pack(self, batch: TrainBatch, micro_batches: list[list[int]]) -> list[PackedMicroBatch]:
-        multiple = self.config.megatron.tensor_model_parallel_size if self.config.megatron.sequence_parallel else 1
+        megatron = self.config.megatron
+        multiple = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
         if device.has_gpu():
-            multiple = self.config.megatron.tensor_model_parallel_size * self.config.train.data_pad_size_multiplier
+            multiple = megatron.tensor_model_parallel_size * self.config.train.data_pad_size_multiplier
+        options = PackingOptions(self.device, multiple, pair_cost=self._pair_cost())
         same_length = virtual_stages(self.spec, self.config) is not None
-        return forward.packed_micro_batches(
-            batch, micro_batches, self.device, multiple=multiple, same_length=same_length
-        )
+        return forward.packed_micro_batches(batch, micro_batches, options, same_length=same_length)
+
+    def _pair_cost(self) -> float | None:
+        """Dense attention per pair against matrix products per token, as measured on a CPU with AVX512."""
+        if device.has_gpu():  # its packed attention kernel knows no branches
+            return None
+        return 0.65 / self.spec.transformer["hidden_size"]
 
     def _score_options(self, training: bool) -> dict[str, Any]:
         flags = self.config.algorithm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -11,38 +12,25 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from slime.samples.types import TrainBatch
-from slime.train.megatron.packed import PackedMicroBatch, pack
+from slime.train.megatron.packed import PackedMicroBatch, PackingOptions, pack
 from slime.train.records import MicroBatchResult, TokenScores
 
 LossFunction = Callable[[TokenScores, PackedMicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 def packed_micro_batches(
-    batch: TrainBatch,
-    micro_batches: Sequence[Sequence[int]],
-    device: torch.device,
-    *,
-    multiple: int = 1,
-    same_length: bool = False,
+    batch: TrainBatch, micro_batches: Sequence[Sequence[int]], options: PackingOptions, *, same_length: bool = False
 ) -> list[PackedMicroBatch]:
     """Pack each list of sample indices; an empty list becomes a sequence of padding.
 
     Args:
-        multiple: of every micro-batch's length.
         same_length: pad all to the longest one.
     """
-    totals = [sum(int(batch.tokens[i].numel()) for i in samples) for samples in micro_batches]
-    return [
-        pack(
-            samples,
-            batch.tokens,
-            batch.response_lengths,
-            device=device,
-            multiple=multiple,
-            at_least=max(totals) if same_length else 0,
-        )
-        for samples in micro_batches
-    ]
+    packed = [pack(samples, batch.tokens, batch.response_lengths, options) for samples in micro_batches]
+    longest = max(micro_batch.num_tokens for micro_batch in packed)
+    if same_length and any(micro_batch.num_tokens < longest for micro_batch in packed):
+        return packed_micro_batches(batch, micro_batches, dataclasses.replace(options, at_least=longest))
+    return packed
 
 
 @torch.no_grad()

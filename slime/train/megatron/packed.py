@@ -1,11 +1,17 @@
 """A micro-batch as the model sees it: sequences one after the other, no padding between them.
 
-    sequences      [p p p r r] [p p r r r]
-    tokens  [1, T]  p p p r r   p p r r r  (+ one sequence of padding where the layout wants a multiple)
-    rows    [N]         2 3       6 7 8      the positions whose hidden state predicts a response token
-    targets [N]         r r       r r r
+    samples          p p p r r r     q q r r
+    tokens   [1, T]  p p p r r       q q r        a sample's last token predicts nothing and is left out
+    rows     [N]         2 3 4         6 7        the positions whose hidden state predicts a response token
+    targets  [N]         r r r         r r
 
 Only ``rows`` go through the vocabulary product: with long prompts that saves most of it.
+
+Samples of one prompt may share it: the prompt is computed once and each response is a branch behind it, which attends
+to the prompt and to itself. The numbers are those of separate sequences (the gradients of the branches add up in the
+prompt), for a fraction of the tokens when prompts are long and responses short:
+
+    p p p r r r , p p p s s   ─►   p p p r r s        positions 0 1 2 3 4 3
 """
 
 from __future__ import annotations
@@ -17,30 +23,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-# sequences of one attention call are padded to the longest of them; more waste than this starts another call
-_MAX_PADDED_RATIO = 1.25
-
-
-@dataclass
-class PaddedLayout:
-    """Packed tokens as dense blocks, for devices without a packed attention kernel.
-
-    Sequences of similar length share a block of shape [batch, length]; its cells past the end of a sequence repeat the
-    sequence's last token, which no real query sees under the causal mask.
-
-    Attributes:
-        shapes: (batch, length) of each block.
-        gather: int64 [cells], packed position of each cell, block after block.
-        cells: int64 [T], the cell of each packed position.
-        padding: bool [cells, 1, 1].
-        identity: one block without padding: packed and padded order are the same.
-    """
-
-    shapes: list[tuple[int, int]]
-    gather: Tensor
-    cells: Tensor
-    padding: Tensor
-    identity: bool
+from slime.train.megatron.padded import PaddedLayout, padded_layout
 
 
 @dataclass
@@ -49,7 +32,7 @@ class PackedSequences(PackedSeqParams):
 
     Attributes:
         lengths: tokens of each sequence, padding sequence included.
-        positions: int64 [T], 0-based within each sequence.
+        positions: int64 [T], 0-based within each sample.
         padded: the same tokens as dense blocks (CPU only).
         rotary: (cos, sin) of every position, filled by the model on first use.
     """
@@ -65,7 +48,7 @@ class PackedMicroBatch:
     """See the module's drawing. N = sum of ``response_lengths``; all tensors on the trainer's device.
 
     Attributes:
-        samples: indices into the `TrainBatch` of this rank, in packed order.
+        samples: indices into the `TrainBatch` of this rank; rows and targets are in their order.
         response_lengths: int64 [samples].
     """
 
@@ -85,14 +68,27 @@ class PackedMicroBatch:
         return list(torch.split(values, self.response_lengths.tolist()))
 
 
+@dataclass(frozen=True)
+class PackingOptions:
+    """How to lay samples out.
+
+    Attributes:
+        device: where the tensors go.
+        multiple: the total length is padded to a multiple of it (sequence parallelism, kernels).
+        at_least: and to this length or more (a pipeline that wants all micro-batches alike).
+        pair_cost: what a pair of query and key costs in attention, as a fraction of what a token costs everywhere
+            else. Samples share a prompt where that is cheaper by this measure. None: never share (kernels without
+            branches).
+    """
+
+    device: torch.device
+    multiple: int = 1
+    at_least: int = 0
+    pair_cost: float | None = None
+
+
 def pack(
-    samples: Sequence[int],
-    tokens: Sequence[Tensor],
-    response_lengths: Sequence[int],
-    *,
-    device: torch.device,
-    multiple: int = 1,
-    at_least: int = 0,
+    samples: Sequence[int], tokens: Sequence[Tensor], response_lengths: Sequence[int], options: PackingOptions
 ) -> PackedMicroBatch:
     """Pack the given samples of a rank into one micro-batch.
 
@@ -100,91 +96,103 @@ def pack(
         samples: indices into ``tokens`` and ``response_lengths``; empty for a rank that has nothing left to train,
             which then computes on a sequence of padding to take part in every collective.
         tokens: int64 [L_i], prompt and response.
-        multiple: pad the total length to a multiple of it (tensor-parallel ranks with sequence parallelism, kernels).
-        at_least: pad to this length or more (a pipeline that wants all micro-batches alike).
     Raises:
         ValueError: a sample whose response leaves no prompt token to predict its first token from.
 
     Example:
-        >>> mb = pack([0], [torch.tensor([7, 8, 9])], [2], device=torch.device("cpu"))
+        >>> mb = pack([0], [torch.tensor([7, 8, 9])], [2], PackingOptions(torch.device("cpu")))
         >>> mb.tokens.tolist(), mb.rows.tolist(), mb.targets.tolist()
-        ([[7, 8, 9]], [0, 1], [8, 9])
+        ([[7, 8]], [0, 1], [8, 9])
     """
-    chosen = [tokens[i] for i in samples]
     responses = [response_lengths[i] for i in samples]
-    lengths = [int(t.numel()) for t in chosen]
-    rows: list[Tensor] = []
+    for i, response in zip(samples, responses):
+        if response >= tokens[i].numel():
+            raise ValueError(f"sample {i} of the batch has {response} response tokens but {tokens[i].numel()} in all")
+    prompts = [tokens[i][: tokens[i].numel() - response] for i, response in zip(samples, responses)]
+    families = _families(prompts, responses, options.pair_cost)
+
+    pieces: list[Tensor] = []
+    positions: list[Tensor] = []
+    rows: list[Tensor] = [torch.zeros(0, dtype=torch.long)] * len(responses)
+    branches: list[list[int]] = []
     start = 0
-    for index, length, response in zip(samples, lengths, responses):
-        if response >= length:
-            raise ValueError(f"sample {index} of the batch has {response} response tokens but {length} tokens in all")
-        rows.append(torch.arange(start + length - response - 1, start + length - 1))
-        start += length
-    targets = [t[t.numel() - response :] for t, response in zip(chosen, responses)]
-    padding = -(-max(start, at_least, 1) // multiple) * multiple - start
+    for members in families:
+        prompt = prompts[members[0]]
+        length = prompt.numel()
+        pieces.append(prompt)
+        positions.append(torch.arange(length))
+        branch_lengths = [length]
+        end = start + length
+        for member in members:
+            own = max(responses[member] - 1, 0)
+            pieces.append(tokens[samples[member]][length : length + own])
+            positions.append(torch.arange(length, length + own))
+            if responses[member]:
+                rows[member] = torch.cat([torch.tensor([start + length - 1]), torch.arange(end, end + own)])
+            branch_lengths.append(own)
+            end += own
+        branches.append(branch_lengths)
+        start = end
+    padding = -(-max(start, options.at_least, 1) // options.multiple) * options.multiple - start
     if padding:
-        chosen.append(torch.zeros(padding, dtype=torch.long))
-        lengths.append(padding)
+        pieces.append(torch.zeros(padding, dtype=torch.long))
+        positions.append(torch.arange(padding))
+        branches.append([padding])
+    targets = [tokens[i][tokens[i].numel() - response :] for i, response in zip(samples, responses)]
     empty = torch.zeros(0, dtype=torch.long)
     return PackedMicroBatch(
         samples=list(samples),
-        tokens=torch.cat(chosen)[None].to(device),
-        sequences=_describe(lengths, device),
-        rows=torch.cat([empty, *rows]).to(device),
-        targets=torch.cat([empty, *targets]).to(device),
-        response_lengths=torch.tensor(responses, dtype=torch.long, device=device),
+        tokens=torch.cat(pieces)[None].to(options.device),
+        sequences=_describe(branches, torch.cat(positions), options.device),
+        rows=torch.cat([empty, *rows]).to(options.device),
+        targets=torch.cat([empty, *targets]).to(options.device),
+        response_lengths=torch.tensor(responses, dtype=torch.long, device=options.device),
     )
 
 
-def _describe(lengths: list[int], device: torch.device) -> PackedSequences:
+def _families(prompts: list[Tensor], responses: list[int], pair_cost: float | None) -> list[list[int]]:
+    """Which samples are computed together behind one prompt; every sample alone when ``pair_cost`` is None."""
+    if pair_cost is None:
+        return [[i] for i in range(len(prompts))]
+    by_prompt: dict[bytes, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        by_prompt.setdefault(prompt.numpy().tobytes(), []).append(i)
+    families: list[list[int]] = []
+    for members in by_prompt.values():
+        mean_response = sum(responses[i] for i in members) / len(members)
+        size = branches_per_prompt(prompts[members[0]].numel(), mean_response, len(members), pair_cost)
+        families += [members[k : k + size] for k in range(0, len(members), size)]
+    return families
+
+
+def branches_per_prompt(prompt: int, response: float, siblings: int, pair_cost: float) -> int:
+    """How many of ``siblings`` should share one computation of their prompt.
+
+    A family of m costs ``prompt + m · response`` tokens and that squared pairs in a dense attention block.
+
+    Example (a long prompt is shared by all; long responses are better off alone):
+        >>> branches_per_prompt(45, 12, 8, pair_cost=1 / 900), branches_per_prompt(45, 500, 8, pair_cost=1 / 900)
+        (8, 1)
+    """
+
+    def cost(m: int) -> float:
+        families = -(-siblings // m)
+        tokens = prompt + m * response
+        return families * (tokens + pair_cost * tokens * tokens)
+
+    return min(range(1, siblings + 1), key=cost)
+
+
+def _describe(branches: list[list[int]], positions: Tensor, device: torch.device) -> PackedSequences:
+    lengths = [sum(family) for family in branches]
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    sequences = PackedSequences(
+    return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=ends.to(device),
         cu_seqlens_kv=ends.to(device),
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         lengths=lengths,
-        positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        positions=positions.to(device),
+        padded=padded_layout(branches) if device.type == "cpu" else None,
     )
-    if device.type == "cpu":
-        sequences.padded = padded_layout(lengths)
-    return sequences
-
-
-def padded_layout(lengths: list[int]) -> PaddedLayout:
-    """Group sequences by length so that little is padded.
-
-    Example:
-        >>> layout = padded_layout([3, 2])
-        >>> layout.shapes, layout.gather.tolist(), layout.cells.tolist()
-        ([(2, 3)], [0, 1, 2, 3, 4, 4], [0, 1, 2, 3, 4])
-    """
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    blocks: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if blocks:
-            longest = lengths[blocks[-1][0]]
-            tokens = sum(lengths[j] for j in blocks[-1]) + lengths[i]
-            if longest * (len(blocks[-1]) + 1) <= tokens * _MAX_PADDED_RATIO:
-                blocks[-1].append(i)
-                continue
-        blocks.append([i])
-    shapes, gather, padding = [], [], []
-    for members in blocks:
-        longest = lengths[members[0]]
-        members.sort()
-        sizes = torch.tensor([lengths[i] for i in members])[:, None]
-        begins = torch.tensor([starts[i] for i in members])[:, None]
-        offsets = torch.arange(longest)[None, :]
-        shapes.append((len(members), longest))
-        gather.append((begins + torch.minimum(offsets, sizes - 1)).reshape(-1))
-        padding.append((offsets >= sizes).reshape(-1))
-    all_cells, is_padding = torch.cat(gather), torch.cat(padding)
-    real = torch.nonzero(~is_padding)[:, 0]
-    cells = torch.empty(starts[-1], dtype=torch.long)
-    cells[all_cells[real]] = real
-    identity = len(blocks) == 1 and not bool(is_padding.any())
-    return PaddedLayout(shapes, all_cells, cells, is_padding[:, None, None], identity)
