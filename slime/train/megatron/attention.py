@@ -1,7 +1,8 @@
 """Causal attention over packed sequences, without Transformer Engine.
 
-GPU: torch's variable-length flash attention. CPU: sequences of similar length share one dense call; the causal mask
-keeps real queries away from the padding behind them, so that only the padding's own (discarded) rows see it.
+GPU: torch's variable-length flash attention. CPU, and float32, which flash attention has not: sequences of similar
+length share one dense call; the mask keeps real queries away from the padding behind them, so that only the padding's
+own (discarded) rows see it.
 """
 
 from __future__ import annotations
@@ -39,10 +40,9 @@ class PackedAttention(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         """query [T, heads, dim], key and value [T, groups, dim] → [T, heads, dim]."""
-        if query.device.type == "cuda":
-            return _flash_packed(query, key, value, sequences, self.scale)
         layout = sequences.padded
-        assert layout is not None
+        if layout is None:
+            return _flash_packed(query, key, value, sequences, self.scale)
         padded = [_Pad.apply(x, layout) if not layout.identity else x for x in (query, key, value)]
         outputs, start = [], 0
         for block in layout.blocks:

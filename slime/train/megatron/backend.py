@@ -303,7 +303,8 @@ class MegatronBackend:
         multiple = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
         if device.has_gpu():
             multiple = megatron.tensor_model_parallel_size * self.config.train.data_pad_size_multiplier
-        options = PackingOptions(self.device, multiple, pair_cost=self._pair_cost())
+        dense = self.device.type == "cpu" or megatron.fp32  # flash attention knows no float32
+        options = PackingOptions(self.device, multiple, dense=dense, pair_cost=self._pair_cost())
         same_length = virtual_stages(self.spec, self.config) is not None
         return forward.packed_micro_batches(batch, micro_batches, options, same_length=same_length)
 

@@ -33,7 +33,7 @@ class PackedSequences(PackedSeqParams):
     Attributes:
         lengths: tokens of each sequence, padding sequence included.
         positions: int64 [T], 0-based within each sample.
-        padded: the same tokens as dense blocks (CPU only).
+        padded: the same tokens as dense blocks; None for the packed kernel.
         rotary: (cos, sin) of every position, filled by the model on first use.
     """
 
@@ -76,6 +76,7 @@ class PackingOptions:
         device: where the tensors go.
         multiple: the total length is padded to a multiple of it (sequence parallelism, kernels).
         at_least: and to this length or more (a pipeline that wants all micro-batches alike).
+        dense: attention runs on dense blocks (CPU; float32) instead of a kernel for packed sequences.
         pair_cost: what a pair of query and key costs in attention, as a fraction of what a token costs everywhere
             else. Samples share a prompt where that is cheaper by this measure. None: never share (kernels without
             branches).
@@ -84,6 +85,7 @@ class PackingOptions:
     device: torch.device
     multiple: int = 1
     at_least: int = 0
+    dense: bool = True
     pair_cost: float | None = None
 
 
@@ -143,7 +145,7 @@ def pack(
     return PackedMicroBatch(
         samples=list(samples),
         tokens=torch.cat(pieces)[None].to(options.device),
-        sequences=_describe(branches, torch.cat(positions), options.device),
+        sequences=_describe(branches, torch.cat(positions), options),
         rows=torch.cat([empty, *rows]).to(options.device),
         targets=torch.cat([empty, *targets]).to(options.device),
         response_lengths=torch.tensor(responses, dtype=torch.long, device=options.device),
@@ -183,16 +185,16 @@ def branches_per_prompt(prompt: int, response: float, siblings: int, pair_cost: 
     return min(range(1, siblings + 1), key=cost)
 
 
-def _describe(branches: list[list[int]], positions: Tensor, device: torch.device) -> PackedSequences:
+def _describe(branches: list[list[int]], positions: Tensor, options: PackingOptions) -> PackedSequences:
     lengths = [sum(family) for family in branches]
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return PackedSequences(
         qkv_format="thd",
-        cu_seqlens_q=ends.to(device),
-        cu_seqlens_kv=ends.to(device),
+        cu_seqlens_q=ends.to(options.device),
+        cu_seqlens_kv=ends.to(options.device),
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         lengths=lengths,
-        positions=positions.to(device),
-        padded=padded_layout(branches) if device.type == "cpu" else None,
+        positions=positions.to(options.device),
+        padded=padded_layout(branches).to(options.device) if options.dense else None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class PaddedLayout:
     cells: Tensor
     padding: Tensor
     identity: bool
+
+    def to(self, device: torch.device) -> PaddedLayout:
+        blocks = [replace(b, allowed=b.allowed.to(device), bias=b.bias.to(device)) for b in self.blocks]
+        gather, cells, padding = (x.to(device) for x in (self.gather, self.cells, self.padding))
+        return PaddedLayout(blocks, gather, cells, padding, self.identity)
 
 
 def padded_layout(branches: Sequence[Sequence[int]]) -> PaddedLayout:
