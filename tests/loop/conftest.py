@@ -14,7 +14,7 @@ from tests.loop import toy
 
 #: Numbers that say how samples were served, not what they are: they follow the clock, like ``perf/``.
 _SERVING = ("rollout/engine_load", "rollout/prefix_cache", "rollout/avg_cached", "rollout/requests", "rollout/retries")
-_BY_THE_CLOCK = ("perf/", "time", *_SERVING)
+_BY_THE_CLOCK = ("perf/", "time", "stage", *_SERVING)
 
 
 @dataclass(frozen=True)
