@@ -42,7 +42,7 @@ def load_function(path: str) -> Any:
         if found is _MISSING and inspect.ismodule(target):
             found = getattr(target, part, _MISSING)  # a lazy attribute (module __getattr__)
         if found is _MISSING:
-            names = [n for n in dir(target) if not n.startswith("_") and callable(getattr(target, n))]
+            names = _own_functions(target)
             near = difflib.get_close_matches(part, names, n=1)
             raise UserError(
                 f"'{path}' cannot be found: {module_path} has no '{part}'",
@@ -54,6 +54,13 @@ def load_function(path: str) -> Any:
 
 
 _MISSING = object()
+
+
+def _own_functions(target: Any) -> list[str]:
+    """Names of what can be called in a module or class and is not imported there."""
+    home = target.__name__ if inspect.ismodule(target) else target.__module__
+    public = [name for name in dir(target) if not name.startswith("_") and callable(getattr(target, name))]
+    return [name for name in public if getattr(getattr(target, name), "__module__", home) == home]
 
 
 def _module_of_file(file: str) -> ModuleType:
@@ -73,12 +80,14 @@ def _import_error(path: str, module_path: str, error: BaseException) -> UserErro
             why=f"searched the working directory {os.getcwd()} and Python's path",
             fix="check the spelling, install the package, or set PYTHONPATH",
         )
-    own = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    where = f" ({own[-1].filename}:{own[-1].lineno})" if own[1:] else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    command = f"python {module_path}" if module_path.endswith(".py") else f'python -c "import {module_path}"'
     return UserError(
         f"'{path}' cannot be loaded: importing {module_path} failed",
         why=f"{type(error).__name__}: {error}{where}",
-        fix=f'mend the module; python -c "import {module_path}" shows the same error',
+        fix=f"mend the module; {command} shows the same error",
     )
 
 

@@ -6,6 +6,7 @@ checked again where it is used: this is only the first look, and of the data onl
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 from pathlib import Path
@@ -82,8 +83,29 @@ def _check_rewards(config: Config) -> None:
     for dataset in datasets:
         if dataset.custom_rm_path:
             check_signature(load_function(dataset.custom_rm_path), RewardFunction, dataset.custom_rm_path)
+    if not _has_rewards(config):
+        raise UserError(
+            "there is no reward function",
+            why="neither --rm-type nor --custom-rm-path is set, and the first rows name no rm_type in their metadata",
+            fix="pass one of them; --rm-type math compares with the label",
+        )
     if reward.rm_type == "remote_rm" and not reward.rm_url:
         raise UserError("--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
+
+
+def _has_rewards(config: Config) -> bool:
+    """Something gives samples a reward, or may do so: functions of the user's own are given the benefit of doubt."""
+    from slime.prompts.readers import iter_rows
+
+    rollout, data = config.rollout, config.data
+    if config.reward.rm_type or config.reward.custom_rm_path or config.algorithm.loss_type == "sft_loss":
+        return True
+    if rollout.custom_generate_function_path or rollout.rollout_function_path or data.data_source_path:
+        return True
+    if rollout.num_rollout == 0 or config.debug.debug_train_only or not data.prompt_data:
+        return True
+    first = (row.get(data.metadata_key) for _, row in itertools.islice(iter_rows(data.prompt_data), 10))
+    return any("rm_type" in (metadata or ()) for metadata in first)
 
 
 # -- data --------------------------------------------------------------------------------------------------

@@ -205,6 +205,12 @@ def _nothing_there(root: Path, flag: str) -> UserError:
         listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         what = f"{flag} {root} holds no checkpoint"
         why = f"no latest_checkpointed_iteration.txt and no Hugging Face config.json; it holds: {listed or 'nothing'}"
+    if flag == "--hf-checkpoint":
+        fix = (
+            "pass a Hugging Face model directory (config.json, *.safetensors, tokenizer); models are read from the"
+            " local file system only, nothing is downloaded"
+        )
+        return UserError(what, why=why, fix=fix)
     return UserError(
         what,
         why=why,

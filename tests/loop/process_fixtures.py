@@ -1,0 +1,231 @@
+"""Drivers as processes of their own: started, hit with signals, and counted afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+
+#: Longest wait for anything; a machine may be busy with other work.
+PATIENCE = 180.0
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
+    """The first true value of ``condition()``; fails with ``what`` when the time is over."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds:.0f} s: {what}")
+
+
+@dataclass
+class World:
+    """Model and data of the demo, and the flags of a run on them: two steps of a second, once it is up."""
+
+    inputs: Path
+    outputs: Path
+
+    @staticmethod
+    def create(folder: Path) -> World:
+        from recipes import arithmetic
+
+        world = World(folder / "inputs", folder / "outputs")
+        (world.inputs / "model").mkdir(parents=True)
+        arithmetic.write_data(world.inputs, seed=0, num_demonstrations=64)
+        arithmetic.write_model(world.inputs / "model", seed=0)
+        return world
+
+    def flags(self, name: str, *more: object, without: str = "") -> list[str]:
+        """The flags, with those in ``more`` on top, and ``without`` one."""
+        given = {
+            "--output-dir": self.outputs,
+            "--run-name": name,
+            "--hf-checkpoint": self.inputs / "model",
+            "--prompt-data": self.inputs / "train.jsonl",
+            "--input-key": "prompt",
+            "--label-key": "label",
+            "--rollout-max-context-len": 64,
+            "--rollout-max-response-len": 4,
+            "--rollout-batch-size": 4,
+            "--n-samples-per-prompt": 2,
+            "--num-rollout": 2,
+            "--max-tokens-per-gpu": 4096,
+            "--custom-rm-path": "recipes.arithmetic.reward",
+        }
+        words = ["--colocate", "--fp32", "--use-dynamic-batch-size"]
+        for flag, value in given.items():
+            words += [] if flag in (*more, without) else [flag, str(value)]
+        return words + [str(word) for word in more]
+
+    def resumable(self, name: str, *more: object) -> list[str]:
+        folder = self.outputs / name / "checkpoints"
+        return self.flags(name, "--load", folder, "--save", folder, *more)
+
+
+@dataclass
+class Driver:
+    """A driver process that leads its own group, and everything it ever started.
+
+    Attributes:
+        path: its run folder.
+    """
+
+    process: subprocess.Popen[str]
+    path: Path
+    _output: Path
+    _family: set[psutil.Process] = field(default_factory=set)
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.2):
+            self._take_note()
+
+    def _take_note(self) -> None:
+        for process in [*self._family, psutil.Process(self.process.pid)] if self.process.poll() is None else []:
+            try:
+                self._family.update(process.children(recursive=True))
+            except psutil.NoSuchProcess:
+                continue
+
+    # -- while it runs ---------------------------------------------------------------------------------
+
+    def signal(self, number: signal.Signals, *, group: bool = False) -> None:
+        self._take_note()
+        if group:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+
+    def kill(self, what: str) -> None:
+        """SIGKILL to the process of its family whose title or command line contains ``what``."""
+        self._take_note()
+        found = []
+        for process in self._family:
+            try:
+                if what in " ".join(process.cmdline()):
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        assert len(found) == 1, f"{len(found)} processes have {what!r} in their command line"
+        found[0].kill()
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def steps(self) -> list[int]:
+        return [row["step"] for row in self.rows() if "rollout/raw_reward" in row]
+
+    # -- its end ---------------------------------------------------------------------------------------
+
+    def end(self, seconds: float = PATIENCE) -> int:
+        """Wait for its end; returns the exit status."""
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self._ended.set()
+            self._watcher.join()
+
+    @property
+    def stderr(self) -> str:
+        return self._output.read_text()
+
+    def error(self) -> list[str]:
+        """The lines from "error:" on."""
+        lines = self.stderr.splitlines()
+        first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)
+        assert first is not None, self.stderr
+        return lines[first:]
+
+    def living(self) -> list[str]:
+        """Command lines of what it started and is still there."""
+        alive = []
+        for process in self._family:
+            try:
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(" ".join(process.cmdline())[:200])
+            except psutil.NoSuchProcess:
+                continue
+        return alive
+
+    def ports(self) -> set[int]:
+        """Ports that its family listens on."""
+        ports = set()
+        for process in self._family:
+            try:
+                listening = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+            except psutil.NoSuchProcess:
+                continue
+            ports |= {connection.laddr.port for connection in listening}
+        return ports
+
+    def leaves_nothing(self, seconds: float = 10.0) -> None:
+        """No process of its family, and so no port, and nothing in /dev/shm, within ``seconds`` of its end."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and (self.living() or shared_memory()):
+            time.sleep(0.1)
+        assert self.living() == [] and shared_memory() == set()
+
+    def clean_up(self) -> None:
+        """Whatever the test did not end."""
+        self._ended.set()
+        for process in [psutil.Process(self.process.pid)] if self.process.poll() is None else []:
+            self._family.update(process.children(recursive=True))
+            process.kill()
+        for process in self._family:
+            if process.is_running():
+                process.kill()
+        self.process.wait(PATIENCE)
+
+
+def shared_memory() -> set[str]:
+    """Blocks of weights in /dev/shm whose owner is gone (others' runs may be under way)."""
+    import fcntl
+
+    stale = set()
+    for path in Path("/dev/shm").glob("slime-weights-*"):
+        try:
+            with open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stale.add(path.name)
+        except OSError:  # its owner lives, or it went while we looked
+            continue
+    return stale
+
+
+def start(flags: list[str], path: Path, script: str = "train.py", **env: str) -> Driver:
+    """``python train.py <flags>`` in a process group of its own; stderr goes to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    output = path.parent / f"{path.name}.stderr"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SLIME_DEBUG": "0", "TOKENIZERS_PARALLELISM": "false", **env}
+    environment = {name: value for name, value in environment.items() if name != "RAY_ADDRESS" or name in env}
+    with open(output, "w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / script), *flags],
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+        )
+    return Driver(process, path, output)

@@ -1,0 +1,151 @@
+"""However a run ends, its exit status tells how, its folder tells why, and no process, port or shared memory is left."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.loop.process_fixtures import Driver, World, start, wait_until
+
+pytestmark = pytest.mark.slow
+
+Start = Callable[..., Driver]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World.create(tmp_path_factory.mktemp("ends"))
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    """Folder that `tests.loop.hold` looks at."""
+    return tmp_path
+
+
+@pytest.fixture
+def begin(world: World, hold: Path) -> Iterator[Start]:
+    """``begin(name, *flags)``: a driver whose rewards obey ``hold``, killed at the end if need be."""
+    drivers: list[Driver] = []
+
+    def start_driver(name: str, *flags: object, **env: str) -> Driver:
+        words = world.resumable(name, "--custom-rm-path", "tests.loop.hold.reward", *flags)
+        drivers.append(start(words, world.outputs / name, SLIME_TEST_HOLD=str(hold), **env))
+        return drivers[-1]
+
+    yield start_driver
+    for driver in drivers:
+        driver.clean_up()
+
+
+def wait_held(driver: Driver, hold: Path, rollout_id: int) -> None:
+    """Until the rewards of rollout ``rollout_id`` are waiting."""
+    wait_until(
+        lambda: (hold / f"held-{rollout_id}").exists() or driver.process.poll() is not None, f"rollout {rollout_id}"
+    )
+    assert driver.process.poll() is None, driver.stderr
+
+
+def crash_of(driver: Driver) -> dict[str, str]:
+    [folder] = (driver.path / "crash").iterdir()
+    assert (folder / "traceback.txt").read_text()
+    return json.loads((folder / "crash.json").read_text())
+
+
+def state_of(driver: Driver) -> str:
+    return json.loads((driver.path / "run.json").read_text())["stages"][""]["state"]
+
+
+def check_closed(ports: set[int]) -> None:
+    reserved = {port for port in ports if port < 32000}  # of engine and router; others' may take those above meanwhile
+    assert len(reserved) >= 2, "there were ports while it ran"
+    for port in reserved:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))  # raises when somebody still listens
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(begin: Start, hold: Path) -> None:
+    (hold / "hold-1").touch()
+    driver = begin("sigterm")
+    wait_held(driver, hold, 1)
+    ports = driver.ports()
+    driver.signal(signal.SIGTERM)
+    assert driver.end() == 0, driver.stderr
+    driver.leaves_nothing()
+    check_closed(ports)
+    assert driver.steps() == [1] and state_of(driver) == "stopped"
+    assert (driver.path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "0"
+    assert (driver.path / "report.html").exists() and not (driver.path / "crash").exists()
+
+    (hold / "hold-1").unlink()
+    driver = begin("sigterm")
+    assert driver.end() == 0, driver.stderr
+    driver.leaves_nothing()
+    assert driver.steps() == [1, 2] and state_of(driver) == "finished"
+    assert "Traceback" not in driver.stderr
+
+
+def test_a_mistake_in_user_code_keeps_what_was_saved(begin: Start, hold: Path) -> None:
+    (hold / "raise-1").touch()
+    driver = begin("raises", "--save-interval", 1)
+    assert driver.end() == 2, driver.stderr
+    error = driver.error()
+    assert len(error) <= 8 and "Traceback" not in driver.stderr
+    assert "tests.loop.hold.reward" in error[0] and "a mistake in the reward function" in "".join(error)
+    assert str(driver.path / "crash") in error[-1]
+    driver.leaves_nothing()
+    assert "rollout" in crash_of(driver)["note"] and state_of(driver) == "failed"
+    assert (driver.path / "report.html").exists() and driver.steps() == [1]
+    assert (driver.path / "checkpoints" / "iter_0000000").is_dir()
+
+
+@pytest.mark.parametrize("group", [True, False], ids=["terminal", "driver alone"])
+def test_ctrl_c(begin: Start, hold: Path, group: bool) -> None:
+    (hold / "hold-0").touch()
+    driver = begin(f"ctrl-c-{group}")
+    wait_held(driver, hold, 0)
+    driver.signal(signal.SIGINT, group=group)
+    assert driver.end() == 130, driver.stderr
+    assert driver.stderr.splitlines()[-1] == "interrupted" and "Traceback" not in driver.stderr
+    driver.leaves_nothing()
+    assert state_of(driver) == "stopped" and (driver.path / "report.html").exists()
+
+
+def test_kill_9_of_the_driver(begin: Start, hold: Path) -> None:
+    (hold / "hold-0").touch()
+    driver = begin("killed")
+    wait_held(driver, hold, 0)
+    ports = driver.ports()
+    driver.signal(signal.SIGKILL)
+    assert driver.end() == -signal.SIGKILL
+    driver.leaves_nothing()
+    check_closed(ports)
+
+
+@pytest.mark.parametrize(
+    ("victim", "name", "told"),
+    [
+        ("ray::TrainerActor", "trainer-0", "its process ended without a word"),
+        ("slime.rollout.engines.embedded", "engine-0", "--use-fault-tolerance"),
+        ("sglang::router", "router", "last lines of its log"),
+    ],
+    ids=["trainer", "engine", "router"],
+)
+def test_a_killed_process_ends_the_run_at_once(begin: Start, hold: Path, victim: str, name: str, told: str) -> None:
+    (hold / "hold-0").touch()
+    driver = begin(f"without-{name}")
+    wait_held(driver, hold, 0)
+    driver.kill(victim)
+    assert driver.end(30) == 1, driver.stderr
+    error = driver.error()
+    assert name in error[0] and told in "".join(error) and "Traceback" not in driver.stderr
+    assert len(error) <= 12
+    driver.leaves_nothing()
+    assert name in crash_of(driver)["message"] and state_of(driver) == "failed"
+    assert (driver.path / "report.html").exists()
