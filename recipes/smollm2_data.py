@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from slime.samples.types import Sample
 
 
 def write(folder: Path, seed: int = 0) -> None:
-    """ "What is i + j? Answer with just the number." for 1 ≤ i, j < 30: 741 for training, 100 held out."""
-    pairs = [(i, j) for i in range(1, 30) for j in range(1, 30)]
+    """ "What is i + j? Answer with just the number." for 1 ≤ i, j < 20: 261 for training, 100 held out."""
+    pairs = [(i, j) for i in range(1, 20) for j in range(1, 20)]
     random.Random(seed).shuffle(pairs)
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("test", pairs[:100]), ("train", pairs[100:])):
@@ -24,8 +25,11 @@ def write(folder: Path, seed: int = 0) -> None:
 
 
 def reward(args: Any, sample: Sample, **_: Any) -> float:
-    """1 when the response is the number and nothing else."""
-    return float(sample.response.strip() == sample.label)
+    """1 for the number and nothing else, 0.5 when the right number is the last of a longer answer, else 0."""
+    if sample.response.strip() == sample.label:
+        return 1.0
+    numbers = re.findall(r"\d+", sample.response)
+    return 0.5 if numbers and numbers[-1] == sample.label else 0.0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
 
@@ -86,9 +86,7 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
         if mark in config.__dict__:
             delattr(config, mark)
     config.dtype = dtype
-    for special in ("bos_token_id", "eos_token_id", "pad_token_id"):  # the header's ids may be missing or wrong
-        if getattr(tokenizer, special) is not None:
-            setattr(config, special, getattr(tokenizer, special))
+    _set_special_tokens(tokenizer, config, _header_token_ids(source))
     model = _empty_model(config)
     loaded = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model, torch_dtype=dtype)["tensors"]
     loaded = {key: value.to(dtype) for key, value in loaded.items()}
@@ -102,6 +100,27 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
     model.tie_weights()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+
+
+def _header_token_ids(source: Path) -> dict[str, int]:
+    """{"bos": 1, "eos": 2, …}: the special tokens that the file's header names."""
+    from gguf import GGUFReader
+
+    names = {"bos": "bos", "eos": "eos", "padding": "pad"}
+    fields = GGUFReader(source).fields
+    found = {ours: fields.get(f"tokenizer.ggml.{theirs}_token_id") for theirs, ours in names.items()}
+    return {name: int(field.parts[field.data[0]][0]) for name, field in found.items() if field is not None}
+
+
+def _set_special_tokens(tokenizer: Any, config: PretrainedConfig, header: dict[str, int]) -> None:
+    """One truth for tokenizer, config and generation config. The header wins: what transformers makes of a GGUF
+    tokenizer differs between its versions, and a wrong end-of-turn token means responses that never end."""
+    for name in ("bos", "eos", "pad"):
+        if name in header:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(header[name]))
+        token_id = getattr(tokenizer, f"{name}_token_id")
+        if token_id is not None:
+            setattr(config, f"{name}_token_id", token_id)
 
 
 def _empty_model(config: PretrainedConfig) -> PreTrainedModel:
