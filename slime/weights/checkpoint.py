@@ -211,7 +211,7 @@ def _state_dict(state: TrainerState, iteration: int | str, save_optimizer: bool,
 
 def _complete(partial: Path, extra_state: dict[str, Any]) -> int:
     """Add the run's state and the manifest; each rank fingerprints its share of the files. Returns all bytes."""
-    with agreed(f"writing {partial}"):
+    with agreed(f"writing {partial}", on_disk=partial):
         if dist.get_rank() == 0:
             torch.save(extra_state, partial / EXTRA_STATE)
     records: list[FileRecord] = []
@@ -223,7 +223,7 @@ def _complete(partial: Path, extra_state: dict[str, Any]) -> int:
     gathered: list[list[FileRecord]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, records)
     everything = sorted((record for part in gathered for record in part), key=lambda record: record.path)
-    with agreed(f"writing {partial}"):
+    with agreed(f"writing {partial}", on_disk=partial):
         if dist.get_rank() == 0:
             write_manifest(partial, everything)
     return sum(record.nbytes for record in everything)

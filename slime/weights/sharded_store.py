@@ -7,6 +7,7 @@ this process. What is written is the same layout; megatron-core's reader reads i
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,11 +38,11 @@ def write(state: StateDict, directory: Path) -> None:
     )
 
     sharded, common = save_preprocess(dict(state))
-    with agreed(f"writing {directory}"):
+    with agreed(f"writing {directory}", on_disk=directory):
         if dist.get_rank() == 0:
             torch.save(common, directory / "common.pt")
             save_config(CheckpointingConfig("torch_dist", 1), str(directory))
-    with agreed(f"writing {directory}"):
+    with agreed(f"writing {directory}", on_disk=directory):
         keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
@@ -88,10 +89,13 @@ def read_common(directory: Path) -> StateDict:
 
 
 @contextmanager
-def agreed(what: str) -> Iterator[None]:
+def agreed(what: str, on_disk: Path | None = None) -> Iterator[None]:
     """Every rank leaves the block in the same way: when one failed to write, all raise its error.
 
     A full disk is met by one rank first; without this the others would wait for it in the next collective.
+
+    Args:
+        on_disk: where it is written; torch's zip writer says "unexpected pos" for a full disk, so we say what is free.
     """
     failure: BaseException | None = None
     try:
@@ -99,7 +103,7 @@ def agreed(what: str) -> Iterator[None]:
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:  # torch raises RuntimeError for a full disk
         failure = error
     said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if failure is None else _first_lines(failure))
+    dist.all_gather_object(said, None if failure is None else _first_lines(failure) + _room(on_disk))
     first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
     if first is not None:
         raise UserError(
@@ -108,6 +112,12 @@ def agreed(what: str) -> Iterator[None]:
             fix="free space (--save-retain N keeps only the last N checkpoints), or pass another --save; the previous"
             " checkpoint is untouched",
         ) from failure
+
+
+def _room(directory: Path | None) -> str:
+    if directory is None or not directory.is_dir():
+        return ""
+    return f" ({shutil.disk_usage(directory).free / 1e6:,.1f} MB are free on this disk)"
 
 
 def _first_lines(error: BaseException, limit: int = 400) -> str:

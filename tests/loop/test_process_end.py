@@ -1,4 +1,4 @@
-"""However a run ends, its exit status tells how, its folder tells why, and no process, port or shared memory is left."""
+"""However a run ends: its exit status and folder tell how, and no process, port or shared memory is left."""
 
 from __future__ import annotations
 
