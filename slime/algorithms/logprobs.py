@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _ROWS_PER_BLOCK = 8192
-_BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+_BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 _MIN_COLUMNS = 512
 _LOWEST = -1e30  # instead of -inf, so that 0 · (max - max) stays 0
 
