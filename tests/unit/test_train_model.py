@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,3 +190,9 @@ def test_rotation_is_differentiated_right(interleaved: bool) -> None:
     x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
     angles = torch.randn(3, 1, 3, dtype=torch.float64)  # 6 of 8 dimensions are rotated
     assert torch.autograd.gradcheck(lambda x: Rotate.apply(x, angles.cos(), angles.sin(), interleaved), x)
+
+
+@pytest.mark.parametrize("name", ["packed", "padded", "rotary"])
+def test_worked_examples_of_the_docstrings(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"slime.train.megatron.{name}"))
+    assert result.attempted >= 2 and result.failed == 0
