@@ -188,7 +188,8 @@ class Cluster:
     def start_generating(self, rollout_id: int) -> Pending:
         """Begin a rollout; collect it with `collect`."""
         method = "load_dump" if self.config.debug.load_debug_rollout_data else "generate"
-        return Pending(rollout_id, getattr(self._rollout, method).remote(rollout_id, self._layout()))
+        layout = self._trainers.layout if self._trainers is not None else TrainLayout()
+        return Pending(rollout_id, getattr(self._rollout, method).remote(rollout_id, layout))
 
     def collect(self, pending: Pending) -> RolloutResult:
         # the rollout loop has its own watchdog, which knows more than this outer deadline
@@ -202,7 +203,7 @@ class Cluster:
         """Train on a rollout; afterwards its prompts count as consumed."""
         metrics = self._call_trainers("train", batch.shards, what="training")
         self._call_rollout("mark_consumed", batch.rollout_id, what="noting consumed prompts")
-        return metrics[0]
+        return metrics[self._trainers.reporting_rank] if self._trainers is not None else {}
 
     def update_weights(self) -> dict[str, float]:
         if self._engines is None or self._trainers is None:
@@ -224,17 +225,6 @@ class Cluster:
         self._call_trainers("save", rollout_id, state, what="saving a checkpoint")
 
     # -- helpers -------------------------------------------------------------------------------------------
-
-    def _layout(self) -> TrainLayout:
-        megatron = self.config.megatron
-        model_parallel = (
-            megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
-        )
-        ranks = max(self.plan.num_train, model_parallel)
-        return TrainLayout(
-            data_parallel_size=ranks // model_parallel,
-            context_parallel_size=megatron.context_parallel_size,
-        )
 
     def _trainers_per_node(self) -> int:
         return min(self.plan.num_train, self.config.cluster.actor_num_gpus_per_node)

@@ -17,6 +17,7 @@ from slime.cluster.ports import node_ip, reserve_port
 from slime.cluster.waiting import Watch, wait_for
 from slime.config import Config
 from slime.observe.log import get_logger, log_to_file_only
+from slime.samples.types import TrainLayout
 
 logger = get_logger(__name__)
 
@@ -30,10 +31,14 @@ class TrainerStart:
     Attributes:
         start_rollout_id: the next rollout to train.
         extra_state: what was saved beside the weights (data position, weight version, …), {} on a fresh start.
+        layout: what packing must know.
+        reports: this rank's metrics are those to log.
     """
 
     start_rollout_id: int
     extra_state: dict[str, Any] = field(default_factory=dict)
+    layout: TrainLayout = field(default_factory=TrainLayout)
+    reports: bool = True
 
 
 class TrainerActor:
@@ -60,7 +65,9 @@ class TrainerActor:
         self.backend = MegatronBackend(self.config, info)
         start = self.backend.setup()
         self.sync: Any = None
-        return TrainerStart(start, dict(self.backend.extra_state))
+        return TrainerStart(
+            start, dict(self.backend.extra_state), self.backend.layout, reports=self.backend.is_reporting_rank
+        )
 
     def connect_engines(self, urls: list[str], version: int) -> None:
         from slime.weights.sync import WeightSync
@@ -104,7 +111,12 @@ class TrainerActor:
 
 
 class TrainerGroup:
-    """All trainer ranks, driven together. Results are the reporting rank's (rank 0 of the last pipeline stage)."""
+    """All trainer ranks, driven together.
+
+    Attributes:
+        layout: of the ranks, known once they are set up.
+        reporting_rank: whose metrics are logged: the first of the last pipeline stage, which sees the loss.
+    """
 
     def __init__(self, config: Config, plan: PlacementPlan, slots: Slots, run_path: Path, num_threads: int) -> None:
         share = _COLOCATED_SHARE if config.cluster.colocate else 1.0
@@ -113,6 +125,7 @@ class TrainerGroup:
         environment["OMP_NUM_THREADS"] = str(num_threads)
         actor: Any = ray.remote(TrainerActor)  # Ray makes the methods remote; its types do not say so
         self.config = config
+        self.layout, self.reporting_rank = TrainLayout(), 0
         self.world_size = plan.num_train
         self.names = [f"trainer-{rank}" for rank in range(plan.num_train)]
         self._nodes = [place.node for place in slots.places[: plan.num_train]]
@@ -134,6 +147,8 @@ class TrainerGroup:
         starts = wait_for(refs, "trainer setting up", timeout, should_stop, names=self.names)
         ids = {start.start_rollout_id for start in starts}
         assert len(ids) == 1, f"ranks disagree about where to start: {sorted(ids)}"
+        self.layout = starts[0].layout
+        self.reporting_rank = [start.reports for start in starts].index(True)
         return starts[0]
 
     def call(
