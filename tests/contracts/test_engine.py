@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from slime.weights.process_group import ExternalGroup
 from slime.weights.shared_memory import Segment
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from embedded_models import EOS, byte_tokenizer, save_tiny_model  # noqa: E402
-from servers import Server, embedded_argv, free_port, running  # noqa: E402
+from embedded_models import EOS, byte_tokenizer, save_tiny_model
+from servers import Server, embedded_argv, free_port, running
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
 CONTEXT = 256
@@ -168,7 +169,9 @@ def test_batches_text_and_n(engine: Server) -> None:
     params = {"max_new_tokens": 3, "temperature": 0}
     both = engine.ok("/generate", {"text": ["Hello wo", "Other"], "sampling_params": params})
     assert isinstance(both, list) and len(both) == 2
-    assert both[0]["output_ids"] == engine.ok("/generate", {"text": "Hello wo", "sampling_params": params})["output_ids"]
+    assert (
+        both[0]["output_ids"] == engine.ok("/generate", {"text": "Hello wo", "sampling_params": params})["output_ids"]
+    )
     samples = engine.ok("/generate", {"text": "Hello wo", "sampling_params": {"n": 3, "max_new_tokens": 8}})
     assert len(samples) == 3 and len({tuple(sample["output_ids"]) for sample in samples}) == 3
     assert sum(sample["meta_info"]["cached_tokens"] for sample in samples) >= 2 * (len(PROMPT) - 1)
@@ -212,7 +215,7 @@ def test_streaming_is_cumulative(engine: Server) -> None:
     assert events[-1] == "[DONE]"
     chunks = [json.loads(event) for event in events[:-1]]
     assert len(chunks) > 3
-    for before, after in zip(chunks, chunks[1:]):
+    for before, after in pairwise(chunks):
         assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
         assert after["text"].startswith(before["text"])
         assert len(after["meta_info"]["output_token_logprobs"]) == len(after["output_ids"])
@@ -293,7 +296,12 @@ def test_pause_and_continue_change_no_token(engine: Server, mode: str) -> None:
 
 
 def greedy_logprobs(engine: Server) -> list[float]:
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
     return [entry[0] for entry in engine.ok("/generate", body)["meta_info"]["input_token_logprobs"][1:]]
 
 

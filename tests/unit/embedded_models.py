@@ -44,7 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Token i is byte i (as byte-level BPE spells it); 256 begins and 257 ends a turn."""
+    """One token per byte, without merges; 256 begins and 257 ends a turn."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: index for index, symbol in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -100,9 +100,10 @@ def make_scheduler(
     kv_bytes: int = 1 << 30,
     deterministic: bool = False,
     dtype: str = "float32",
+    device: str = "cpu",
 ) -> Scheduler:
     arch = Architecture.from_dir(directory)
-    store = make_store(directory, arch, dtype, torch.device("cpu"), max_length, deterministic)
+    store = make_store(directory, arch, dtype, torch.device(device), max_length, deterministic)
     cache = KVCache(arch, store.dtype, store.device, max_slots, kv_bytes)
     return Scheduler(store, cache, prefill_tokens, deterministic)
 

@@ -35,9 +35,7 @@ def reference_logprobs(directory: Path, tokens: list[int], temperature: float = 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_log_probs_equal_those_of_transformers(
-    directories: dict[str, Path], shape: str, deterministic: bool
-) -> None:
+def test_log_probs_equal_those_of_transformers(directories: dict[str, Path], shape: str, deterministic: bool) -> None:
     directory = directories[shape]
     scheduler = make_scheduler(directory, deterministic=deterministic)
     sequence = make_sequence(PROMPT, max_new_tokens=70, temperature=0.7, logprob_start=0)

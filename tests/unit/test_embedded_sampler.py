@@ -63,9 +63,7 @@ def test_filters_keep_what_they_should(
 
 def test_filters_look_beyond_their_first_candidates() -> None:
     logits = torch.zeros(1, VOCAB)  # flat: top_p 0.9 keeps 346 of 384 tokens
-    drawn = {
-        sample(logits, [make_sequence([0], sampling_seed=seed, top_p=0.9)]).tokens[0] for seed in range(600)
-    }
+    drawn = {sample(logits, [make_sequence([0], sampling_seed=seed, top_p=0.9)]).tokens[0] for seed in range(600)}
     assert 256 < len(drawn) <= 347
 
 

@@ -286,7 +286,9 @@ def test_any_order_of_events_gives_the_tokens_of_each_alone(
     submitted: list[Sequence] = []
     for kind, number, length in events:
         if kind == "submit":
-            sequence = make_sequence(PROMPTS[number], rid=str(len(submitted)), max_new_tokens=length, sampling_seed=number)
+            sequence = make_sequence(
+                PROMPTS[number], rid=str(len(submitted)), max_new_tokens=length, sampling_seed=number
+            )
             submitted.append(sequence)
             scheduler.submit([sequence])
         elif kind == "step":

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from slime.rollout.engines.embedded.kv_cache import BLOCK, KVCache
+from slime.rollout.engines.embedded.kv_cache import BLOCK, Block, KVCache
+
+#: Part of a block is read in multiples of this many positions, so that there are few different shapes.
+_READ_STEP = 16
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,23 @@ class Span:
     offset: int
 
 
+@dataclass(frozen=True)
+class Read:
+    """The part of a cache block that a decode step reads: ``count`` positions of slots 0 … ``rows - 1``."""
+
+    block: Block
+    rows: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.block.start + self.count
+
+    def of(self, storage: torch.Tensor) -> torch.Tensor:
+        """storage [slots, kv_heads, size, head_dim] → contiguous [rows * kv_heads, count, head_dim]."""
+        return storage[: self.rows, :, : self.count].flatten(0, 1).contiguous()
+
+
 class DecodeAttention:
     """One query per row; row i is slot i.
 
@@ -49,17 +70,21 @@ class DecodeAttention:
     def __init__(self, cache: KVCache, lengths: list[int], fixed_shapes: bool) -> None:
         self._cache = cache
         as_array = np.asarray(lengths)
+        longest = max(lengths)
         self._plan = cache.plan_write(np.arange(len(lengths)), as_array - 1)
         self._reads = [
-            (block, int(np.flatnonzero(as_array > block.start)[-1]) + 1)
+            Read(
+                block,
+                rows=int(np.flatnonzero(as_array > block.start)[-1]) + 1,
+                count=block.size if fixed_shapes else _worth_reading(block, longest),
+            )
             for block in cache.blocks
-            if block.start < max(lengths)
+            if block.start < longest
         ]
-        last = self._reads[-1][0]
-        num_keys = last.start + last.size
+        num_keys = self._reads[-1].end
         hidden = torch.from_numpy(np.arange(num_keys) >= as_array[:, None])
         self._mask = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None].to(cache.device)
-        ends = [block.start + block.size for block, _ in self._reads]
+        ends = [read.end for read in self._reads]
         self._runs = _runs(np.searchsorted(ends, as_array), ends) if fixed_shapes else [(0, len(lengths), num_keys)]
         self._scores: torch.Tensor | None = None
 
@@ -71,14 +96,15 @@ class DecodeAttention:
         grouped = queries.reshape(rows * kv_heads, heads // kv_heads, head_dim)
         weights = self._softmax(self._masked_scores(layer, grouped, kv_heads))
         output: torch.Tensor | None = None
-        for block, reach in self._reads:
+        for read in self._reads:
+            batch = read.rows * kv_heads
             # contiguous by the cast: torch would copy a slice before it multiplies, and the cast is needed anyway
-            part = weights[: reach * kv_heads, :, block.start : block.start + block.size].to(queries.dtype)
-            product = torch.bmm(part, block.values[layer, :reach].flatten(0, 1))
+            part = weights[:batch, :, read.block.start : read.end].to(queries.dtype)
+            product = torch.bmm(part, read.of(read.block.values[layer]))
             if output is None:
                 output = product if len(self._reads) == 1 else product.float()
             else:
-                output[: reach * kv_heads].add_(product)
+                output[:batch].add_(product)
         assert output is not None
         return output.to(queries.dtype).view(rows, heads * head_dim)
 
@@ -88,11 +114,11 @@ class DecodeAttention:
         rows, num_keys = batch // kv_heads, self._mask.shape[-1]
         if self._scores is None:  # what no block writes to stays hidden in all layers
             self._scores = torch.full((rows, kv_heads, group, num_keys), -math.inf, device=grouped.device)
-        for block, reach in self._reads:
-            part = slice(block.start, block.start + block.size)
-            scores = exact_scores(grouped[: reach * kv_heads], block.keys[layer, :reach].flatten(0, 1))
-            scores = scores.view(reach, kv_heads, group, block.size)
-            torch.add(self._mask[:reach, ..., part], scores, alpha=head_dim**-0.5, out=self._scores[:reach, ..., part])
+        for read in self._reads:
+            reach, part = slice(0, read.rows), slice(read.block.start, read.end)
+            scores = exact_scores(grouped[: read.rows * kv_heads], read.of(read.block.keys[layer]))
+            scores = scores.view(read.rows, kv_heads, group, read.count)
+            torch.add(self._mask[reach, ..., part], scores, alpha=head_dim**-0.5, out=self._scores[reach, ..., part])
         return self._scores.view(batch, group, num_keys)
 
     def _softmax(self, scores: torch.Tensor) -> torch.Tensor:
@@ -136,7 +162,7 @@ class PrefillAttention:
         self._masks = [None if span.start == 0 or fixed_shapes else _causal_mask(span, cache.device) for span in spans]
 
     def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] → [tokens, heads * head_dim]."""
+        """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; like queries, flat."""
         self._plan.write(layer, keys, values)
         output = torch.empty_like(queries)
         for span, mask in zip(self._spans, self._masks):
@@ -192,6 +218,12 @@ def _block_mask(start: int, group: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
 
 
+def _worth_reading(block: Block, longest: int) -> int:
+    """Positions to read of a block: all, unless so few are used that copying those out first is the smaller work."""
+    used = -(-block.used(longest) // _READ_STEP) * _READ_STEP
+    return used if 2 * used <= block.size else block.size
+
+
 def _runs(owners: np.ndarray, ends: list[int]) -> list[tuple[int, int, int]]:
     """(first row, last row + 1, keys) of maximal runs of neighbouring rows that end in the same block.
 
@@ -200,4 +232,4 @@ def _runs(owners: np.ndarray, ends: list[int]) -> list[tuple[int, int, int]]:
         [(0, 2, 64), (2, 3, 128), (3, 4, 64)]
     """
     borders = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
-    return [(first, last, ends[int(owners[first])]) for first, last in zip(borders, borders[1:])]
+    return [(first, last, ends[int(owners[first])]) for first, last in pairwise(borders)]

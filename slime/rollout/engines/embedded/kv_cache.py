@@ -1,13 +1,14 @@
 """Keys and values of all sequences: a row ("slot") per sequence, in blocks of positions that are added as needed.
 
-    position:   0        64       128      192      256 …
-    block:      [slots,  │[slots, │[slots,  │[slots, │      each: keys and values [layers, slots, kv_heads, size, head_dim]
-                 …, 64]  │ …, 64]│ …, 64]  │ …, 64]│      sizes grow with the position, so that their number stays small
+    position:   0       64      128      192      256      320 …
+    block:      │  64   │   64   │   64   │   64   │   64   │ …      sizes grow later, so that their number stays small
+                each: keys and values [layers, slots, kv_heads, size, head_dim]
 
-Decoding reads slots 0 … n-1 of a block as one contiguous [n * kv_heads, size, head_dim]: in place, which torch's batched
-products only do with contiguous operands; and a block is read only for the sequences that reach it. So the scheduler
-keeps running sequences in the first slots and moves one when a hole appears. Growing longer adds a block and copies
-nothing. Storage begins at zero: masked positions are multiplied by a weight of 0, which only finite numbers survive.
+Decoding reads slots 0 … n-1 of a block as one contiguous [n * kv_heads, size, head_dim]: in place, which torch's
+batched products only do with contiguous operands; and a block is read only for the sequences that reach it. So the
+scheduler keeps running sequences in the first slots and moves one when a hole appears. Growing longer adds a block and
+copies nothing. Storage begins at zero: masked positions are multiplied by a weight of 0, which only finite numbers
+survive.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _FIRST_SLOTS = 8
 
 @dataclass
 class Block:
-    """Positions ``start`` … ``start + size - 1`` of all slots; keys and values [layers, slots, kv_heads, size, head_dim]."""
+    """Positions ``start`` … ``start + size - 1`` of all slots.
+
+    keys and values are [layers, slots, kv_heads, size, head_dim].
+    """
 
     start: int
     size: int

@@ -12,8 +12,8 @@ from slime.rollout.engines.embedded.architecture import Architecture
 from slime.rollout.engines.embedded.linear import Linear
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]) → [tokens, heads * head_dim].
-Stores the keys and values, too."""
+"""(layer, queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]), which it stores, too
+→ [tokens, heads * head_dim]."""
 
 
 @dataclass
