@@ -69,6 +69,7 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
         _reaper = start_reaper()
     with _own_signal_handlers():
         ray.init(
+            address="local",  # without it Ray joins whatever cluster was started on this host last
             num_cpus=max(num_local_slots, os.cpu_count() or 1),
             include_dashboard=False,
             runtime_env=environment,
