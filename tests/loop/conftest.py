@@ -94,9 +94,10 @@ def run(ray_here: None, models: dict[str, Path], data: Path, tmp_path_factory: p
     def run_driver(name: str, *flags: object, driver: str = "train", model: str = "qwen3") -> RunResult:
         from slime.drivers import train, train_async
 
+        precision = [] if "--bf16" in flags else ["--fp32"]
         path = outputs / name
         base = ["--hf-checkpoint", models[model], "--prompt-data", data, "--input-key", "prompt"]
-        base += ["--label-key", "label", "--fp32", "--seed", 1, "--rollout-seed", 1, "--lr", "1e-2"]
+        base += ["--label-key", "label", *precision, "--seed", 1, "--rollout-seed", 1, "--lr", "1e-2"]
         base += ["--lr-decay-style", "constant", "--weight-decay", 0, "--rollout-max-context-len", 32]
         base += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 1024, "--output-dir", outputs, "--run-name", name]
         main = {"train": train.main, "train_async": train_async.main}[driver]

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +133,31 @@ def test_generation_alone(generated: RunResult) -> None:
         assert len({s.group_index for s in group}) == 1
 
 
-def test_training_alone(run: Run, generated: RunResult) -> None:
-    """Trains on the dump of the run above; the dump's log-probs are of the same weights."""
+@pytest.fixture(scope="module")
+def train_on(run: Run, generated: RunResult) -> Callable[..., RunResult]:
+    """``train_on(name, *flags)``: trains on the dumps of the run above, without engines."""
     flags = ["--load-debug-rollout-data", generated.path / "dumps" / "{rollout_id}.pt", "--num-rollout", 2]
-    result = run("trained", *GRPO, *flags)
-    assert [row["step"] for row in result.rows] == [1, 2]
-    assert result.series("rollout/raw_reward") == generated.series("rollout/reward/mean")
-    assert result.series("train/train_rollout_logprob_abs_diff_max")[0] < 1e-4
-    assert all(norm > 0 for norm in result.series("train/grad_norm"))
+    return lambda name, *more: run(name, *GRPO, *flags, *more)
+
+
+@pytest.fixture(scope="module")
+def trained(train_on: Callable[..., RunResult]) -> RunResult:
+    return train_on("trained")
+
+
+def test_training_alone(trained: RunResult, generated: RunResult) -> None:
+    assert [row["step"] for row in trained.rows] == [1, 2]
+    assert trained.series("rollout/raw_reward") == generated.series("rollout/reward/mean")
+    assert trained.series("train/train_rollout_logprob_abs_diff_max")[0] < 1e-4, "the weights that generated it"
+    assert all(norm > 0 for norm in trained.series("train/grad_norm"))
+
+
+def test_a_dump_trains_alike_at_another_layout(train_on: Callable[..., RunResult], trained: RunResult) -> None:
+    """Two pipeline stages: also the logged metrics are those of the stage that computes the loss."""
+    staged = train_on("staged", "--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2)
+    assert staged.steps().keys() == trained.steps().keys() == {1, 2}
+    for step, row in trained.steps().items():
+        assert staged.steps()[step] == pytest.approx(row, rel=1e-5, abs=1e-5)
 
 
 # -- functions of users ------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ response: a policy learns it from random weights within a dozen steps, because o
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,8 @@ def write_model(folder: Path, family: str, seed: int = 0) -> Path:
     config = getattr(transformers, f"{name}Config")(**shape)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
+    # transformers makes the embedding of the padding token 0, where the gradient of a normalisation is a thousandfold
+    model.get_input_embeddings().weight.data[VOCABULARY[PAD]].normal_(0, 0.02)
     model.generation_config.eos_token_id = VOCABULARY[EOS]
     model.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
@@ -80,10 +81,10 @@ def digit_share(args: Any, sample: Sample, **_: Any) -> float:
     return sum(token == VOCABULARY[DIGIT] for token in response) / max(1, len(response))
 
 
-async def digit_share_later(args: Any, sample: Sample, **_: Any) -> float:
-    """The same as an async function."""
-    await asyncio.sleep(0)
-    return digit_share(args, sample)
+def distinct_share(args: Any, sample: Sample, **_: Any) -> float:
+    """Share of distinct tokens: differs between responses under any policy, so that there is always a gradient."""
+    response = sample.tokens[-sample.response_length :]
+    return len(set(response)) / max(1, len(response))
 
 
 def group_rank(args: Any, samples: list[Sample], **_: Any) -> list[float]:

@@ -253,14 +253,24 @@ def parameter_dtype(config: Config) -> torch.dtype:
 
 
 def virtual_stages(spec: ModelSpec, config: Config) -> int | None:
-    """Model chunks per pipeline rank, None without interleaving."""
+    """Model chunks per pipeline rank, None without interleaving (one chunk is none to Megatron, too).
+
+    Raises:
+        UserError: ``--num-layers-per-virtual-pipeline-stage`` does not divide a rank's layers.
+    """
     megatron = config.megatron
-    if megatron.num_virtual_stages_per_pipeline_rank is not None:
-        return megatron.num_virtual_stages_per_pipeline_rank
-    per_stage = megatron.num_layers_per_virtual_pipeline_stage
-    if per_stage is None:
-        return None
-    return spec.num_layers // megatron.pipeline_model_parallel_size // per_stage
+    count, per_stage = megatron.num_virtual_stages_per_pipeline_rank, megatron.num_layers_per_virtual_pipeline_stage
+    if count is None and per_stage is not None:
+        ranks = megatron.pipeline_model_parallel_size
+        layers = spec.num_layers // ranks
+        if layers % per_stage:
+            raise UserError(
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} does not fit this model",
+                why=f"a pipeline rank has {spec.num_layers} / {ranks} = {layers} layers",
+                fix=f"use a divisor of {layers}",
+            )
+        count = layers // per_stage
+    return count if count is not None and count > 1 else None
 
 
 def check_layout(spec: ModelSpec, config: Config) -> None:
