@@ -69,6 +69,7 @@ def _run(args: argparse.Namespace) -> int:
         kv_cache_gb=args.kv_cache_gb,
         deterministic=args.deterministic,
         random_seed=args.random_seed,
+        num_threads=args.num_threads,
     )
     return asyncio.run(serve(listener, options, args.parent_pid))
 

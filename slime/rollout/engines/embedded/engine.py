@@ -44,6 +44,7 @@ class EngineOptions:
     kv_cache_gb: float | None = None
     deterministic: bool = False
     random_seed: int = 42
+    num_threads: int | None = None
 
 
 class EngineDead(Exception):
@@ -160,6 +161,8 @@ class Engine:
         self._wake.set()
 
     def _run(self) -> None:
+        if self.options.num_threads:
+            torch.set_num_threads(self.options.num_threads)  # OpenMP keeps this per thread: here is where it counts
         try:
             while not self._stopping:
                 self._wake.clear()
