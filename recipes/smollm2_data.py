@@ -25,11 +25,9 @@ def write(folder: Path, seed: int = 0) -> None:
 
 
 def reward(args: Any, sample: Sample, **_: Any) -> float:
-    """1 for the number and nothing else, 0.5 when the right number is the last of a longer answer, else 0."""
-    if sample.response.strip() == sample.label:
-        return 1.0
+    """1 when the last number of the response is the sum, else 0."""
     numbers = re.findall(r"\d+", sample.response)
-    return 0.5 if numbers and numbers[-1] == sample.label else 0.0
+    return float(bool(numbers) and numbers[-1] == sample.label)
 
 
 if __name__ == "__main__":
