@@ -57,8 +57,9 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     if ray.is_initialized():
         return False  # a test or notebook that brought its own cluster
     address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
-    environment = {"env_vars": _environment(joined=bool(address))}
-    if address:
+    joins = address not in (None, "", "local")
+    environment = {"env_vars": _environment(joins)}
+    if address and joins:
         _join(address, environment)
         return False
     # Ray's own metrics and usage reporting cost processes and start-up time, and report to the outside.

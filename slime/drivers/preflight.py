@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import platform
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ ROWS = 2000
 
 #: Process slots that a host without GPUs offers at least, and per core: trainer and engines take turns.
 _MIN_SLOTS, _SLOTS_PER_CORE = 8, 4
+_CONNECT_SECONDS = 10.0
 
 
 def preflight(config: Config) -> LoadPlan:
@@ -164,8 +166,10 @@ def _check_writable(flag: str, path: Path) -> None:
 
 def _check_slots(config: Config) -> None:
     """A local Ray has this host's GPUs; without any, process slots, but not more than it can carry."""
-    if config.cluster.ray_address or os.environ.get("RAY_ADDRESS"):
-        return  # the cluster will say
+    address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
+    if address:
+        _check_answers(address)
+        return  # the cluster will say how many it has
     plan, gpus, cores = PlacementPlan.of(config), num_gpus(), num_cpus()
     limit = gpus or max(_MIN_SLOTS, _SLOTS_PER_CORE * cores)
     if plan.total <= limit:
@@ -178,3 +182,21 @@ def _check_slots(config: Config) -> None:
         "cluster with --ray-address",
         check_id="placement",
     )
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself tries for more than three minutes before it gives up."""
+    fix = "start one with 'ray start --head', or unset --ray-address and RAY_ADDRESS to run here"
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        raise UserError(
+            f"'{address}' is no address of a Ray cluster",
+            why="the driver joins the cluster itself: host and port of its GCS, 6379 by default",
+            fix="pass --ray-address host:port or auto",
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UserError(f"no Ray cluster answers at {address}", why=str(error), fix=fix) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -193,6 +194,14 @@ def test_more_gpus_than_there_are(refuse: Callable[..., str], monkeypatch: pytes
     monkeypatch.setenv("SLIME_NUM_GPUS", "2")
     error = refuse("--actor-num-gpus-per-node", 4)
     assert "needs 4 GPUs" in error and "has 2 GPUs" in error
+
+
+def test_no_cluster_at_the_address(refuse: Callable[..., str]) -> None:
+    with socket.socket() as silent:  # bound and not listening: refuses connections
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert f"no Ray cluster answers at {address}" in refuse("--ray-address", address)
+    assert "host:port" in refuse("--ray-address", "ray://127.0.0.1:10001")
 
 
 def test_flags_that_contradict_each_other(refuse: Callable[..., str]) -> None:
