@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,3 +145,12 @@ def unbroken(run: Run, deterministic: Any, resumable: Any) -> RunResult:
     """Six rollouts in one go, colocated, every second one saved: what other runs are compared with."""
     flags = ["--colocate", "--num-rollout", 6, "--save-interval", 2]
     return run("unbroken", *deterministic("unbroken"), *resumable("unbroken"), *flags)
+
+
+@pytest.fixture(scope="session")
+def first_half(run: Run, deterministic: Any, resumable: Any) -> RunResult:
+    """The same with three rollouts, in another folder; only the newest checkpoint is kept, and copied aside."""
+    flags = ["--colocate", "--num-rollout", 3, "--save-interval", 1, "--save-retain", 1]
+    result = run("resumed", *deterministic("resumed"), *resumable("resumed"), *flags)
+    shutil.copytree(result.path / "checkpoints", result.path.parent / "checkpoints-of-first-half")
+    return result

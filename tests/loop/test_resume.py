@@ -12,15 +12,6 @@ from tests.loop.conftest import Run, RunResult
 
 
 @pytest.fixture(scope="module")
-def first_half(run: Run, deterministic: Any, resumable: Any) -> RunResult:
-    """The first launch of a run: nothing to load yet; three rollouts."""
-    flags = ["--colocate", "--num-rollout", 3, "--save-interval", 1, "--save-retain", 1]
-    result = run("resumed", *deterministic("resumed"), *resumable("resumed"), *flags)
-    shutil.copytree(result.path / "checkpoints", result.path.parent / "checkpoints-of-first-half")
-    return result
-
-
-@pytest.fixture(scope="module")
 def resumed(run: Run, first_half: RunResult, deterministic: Any, resumable: Any, outputs: Path) -> RunResult:
     """The second launch, with the same flags but for the goal; also exports every rollout's weights."""
     flags = ["--colocate", "--num-rollout", 6, "--save-interval", 1, "--save-retain", 1]

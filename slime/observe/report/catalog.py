@@ -60,6 +60,12 @@ POLICY = (
         ("train/train_rollout_logprob_abs_diff",),
         "mean |log-prob of trainer − engine|; should stay small and flat",
     ),
+    ChartSpec(
+        "Worst token of the difference",
+        ("train/train_rollout_logprob_abs_diff_max",),
+        "largest |log-prob of trainer − engine|; the mean hides a few bad tokens",
+    ),
+    ChartSpec("Staleness", ("rollout/staleness/max",), "rollouts trained on since the oldest sample's weights"),
     ChartSpec("Clipped tokens", ("train/pg_clipfrac",), "share of tokens outside the trust region"),
     ChartSpec("Gradient norm", ("train/grad_norm",), "before clipping"),
     ChartSpec(
