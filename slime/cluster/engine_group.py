@@ -128,6 +128,8 @@ class EngineGroup:
             ).remote(config, f"engine-{i}", run_path, num_threads)
             for i in range(plan.num_engines)
         ]
+        first_slots = range(plan.rollout_offset, plan.rollout_offset + plan.num_rollout, plan.slots_per_engine)
+        self.nodes = {slots.places[slot].node for slot in first_slots}
         self._router = actor.options(num_cpus=0, max_restarts=0).remote(config, "router", run_path, 1)
         self.urls: list[str] = []
         self.router_url = ""

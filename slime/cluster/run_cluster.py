@@ -146,6 +146,7 @@ class Cluster:
             self._trainers.call(
                 "connect_engines",
                 self._engines.urls,
+                self._engines.nodes == {self._trainers.nodes[0]},
                 version,
                 what="connecting trainer and engines",
                 timeout=self._seconds_limit,

@@ -69,7 +69,7 @@ class TrainerActor:
             start, dict(self.backend.extra_state), self.backend.layout, reports=self.backend.is_reporting_rank
         )
 
-    def connect_engines(self, urls: list[str], version: int) -> None:
+    def connect_engines(self, urls: list[str], on_this_node: bool, version: int) -> None:
         from slime.weights.sync import WeightSync
 
         assert self.backend.hf_config is not None
@@ -81,7 +81,7 @@ class TrainerActor:
             world_size=self.world_size,
             start_version=version,
         )
-        self.sync.connect(urls)
+        self.sync.connect(urls, on_this_node=on_this_node)
 
     def update_weights(self) -> dict[str, float]:
         """Push the current weights to every engine. Collective."""
@@ -128,7 +128,7 @@ class TrainerGroup:
         self.layout, self.reporting_rank = TrainLayout(), 0
         self.world_size = plan.num_train
         self.names = [f"trainer-{rank}" for rank in range(plan.num_train)]
-        self._nodes = [place.node for place in slots.places[: plan.num_train]]
+        self.nodes = [place.node for place in slots.places[: plan.num_train]]
         self.actors = [
             actor.options(
                 name=None, max_restarts=0, runtime_env={"env_vars": environment}, **slots.options(rank, share)
@@ -140,7 +140,7 @@ class TrainerGroup:
         """Begin setting up all ranks; wait with `finish_setup`."""
         ref = self.actors[0].address.remote()
         [(address, port)] = wait_for([ref], "trainer starting", 180, should_stop, names=self.names)
-        local_ranks = [self._nodes[:rank].count(node) for rank, node in enumerate(self._nodes)]
+        local_ranks = [self.nodes[:rank].count(node) for rank, node in enumerate(self.nodes)]
         return [actor.setup.remote(address, port, local) for actor, local in zip(self.actors, local_ranks)]
 
     def finish_setup(self, refs: list[ray.ObjectRef], timeout: float, should_stop: Callable[[], bool]) -> TrainerStart:

@@ -67,16 +67,19 @@ class WeightSync:
         self._num_pushes = 0
         self._last_seconds = 0.0
 
-    def connect(self, engine_urls: Sequence[str]) -> None:
+    def connect(self, engine_urls: Sequence[str], *, on_this_node: bool = True) -> None:
         """Reach the engines and set the way of transfer up. Collective; call again when the engines change.
 
+        Args:
+            on_this_node: the engines may be on the cluster node of rank 0; false when it is known that they are not,
+                though their addresses look like it (containers on one host's network, rehearsals of a cluster).
         Raises:
             UserError: an engine cannot be reached, or the wanted transport is not possible.
         """
         self.close()
         with self._shared_outcome("connecting trainer and engines"):
             if self.rank == 0:
-                self._connect(engine_urls)
+                self._connect(engine_urls, on_this_node)
 
     def push(self) -> Receipt:
         """Bring the current weights to every engine as version ``self.version + 1``. Collective.
@@ -114,13 +117,14 @@ class WeightSync:
 
     # -- rank 0 --------------------------------------------------------------------------------------------
 
-    def _connect(self, engine_urls: Sequence[str]) -> None:
+    def _connect(self, engine_urls: Sequence[str], on_this_node: bool) -> None:
         self._fleet = EngineFleet(engine_urls)
         try:
             infos = dict(zip(self._fleet.urls, self._fleet.get("/server_info", 30), strict=True))
             embedded = all(str(info.get("version")).startswith("slime-embedded") for info in infos.values())
             dtype = _engine_dtype(infos, self._hf_config)
-            self._transport = choose_transport(self.config, self._fleet, dtype, embedded)
+            shares = embedded and on_this_node and all(is_local(url) for url in self._fleet.urls)
+            self._transport = choose_transport(self.config, self._fleet, dtype, shares)
         except EngineError as error:
             raise UserError(
                 f"engine {error.url} cannot be reached for weight updates", str(error), _REMEDIES
@@ -220,7 +224,7 @@ _REMEDIES = (
 )
 
 
-def choose_transport(config: Config, fleet: EngineFleet, dtype: torch.dtype, embedded: bool) -> Transport:
+def choose_transport(config: Config, fleet: EngineFleet, dtype: torch.dtype, shares: bool) -> Transport:
     """Which way the weights go.
 
     =========================================  =====================================================================
@@ -231,7 +235,7 @@ def choose_transport(config: Config, fleet: EngineFleet, dtype: torch.dtype, emb
     =========================================  =====================================================================
 
     Args:
-        embedded: all engines are ours, which read shared memory; SGLang does not.
+        shares: all engines are embedded ones on this host, which read shared memory; SGLang does not.
     Raises:
         UserError: the disk transport has no directory; SGLang shares the trainer's GPUs.
         EngineError: an engine did not join the broadcast group.
@@ -245,7 +249,7 @@ def choose_transport(config: Config, fleet: EngineFleet, dtype: torch.dtype, emb
             )
         keep, assets = flags.update_weight_disk_keep_files, config.checkpoint.hf_checkpoint
         return DiskTransport(fleet, flags.update_weight_disk_dir, dtype, assets, keep)
-    if embedded and (not on_gpu or config.cluster.colocate) and all(is_local(url) for url in fleet.urls):
+    if shares and (not on_gpu or config.cluster.colocate):
         return SharedMemoryTransport(fleet, flags.update_weight_buffer_size, dtype)
     if on_gpu and config.cluster.colocate:
         raise UserError(

@@ -6,6 +6,7 @@ SLIME_TEST_HOLD=<folder>: rollout k waits (at most a minute) while <folder>/hold
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -25,3 +26,24 @@ def reward(args: Any, sample: Sample, **_: Any) -> float:
     if (folder / f"raise-{rollout_id}").exists():
         raise ZeroDivisionError("a mistake in the reward function")
     return float(len(sample.response))
+
+
+# -- what reaches which process ----------------------------------------------------------------------------
+
+
+def reward_and_note(args: Any, sample: Sample, **_: Any) -> float:
+    """`reward` in the rollout actor, which also writes its environment down."""
+    _note_environment("rollout")
+    return reward(args, sample)
+
+
+def trainer_init(args: Any) -> None:
+    """--custom-megatron-init-path: the trainer writes its environment down."""
+    _note_environment("trainer")
+
+
+def _note_environment(who: str) -> None:
+    import ray
+
+    file = Path(os.environ["SLIME_TEST_HOLD"]) / f"{who}-{os.getpid()}.json"
+    file.write_text(json.dumps({**os.environ, "node": ray.get_runtime_context().get_node_id()}))

@@ -1,0 +1,149 @@
+"""A cluster of three nodes on this host: ranks and engines spread over it, other jobs on it, jobs submitted to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.loop.process_fixtures import ROOT, World, start, wait_until
+
+pytestmark = pytest.mark.slow
+
+#: Of one slot each: two trainer ranks and an engine must then go over all of them.
+NODES = 3
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World.create(tmp_path_factory.mktemp("cluster"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """`ray.cluster_utils.Cluster` with a dashboard (job submission is part of it); nobody here connects to it."""
+    from ray.cluster_utils import Cluster
+
+    options = {
+        "include_dashboard": True,
+        "dashboard_host": "127.0.0.1",
+        "dashboard_port": 0,
+        "dashboard_agent_listen_port": 0,
+    }
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "gcs_server_port": 0, **options})
+    try:
+        for _ in range(NODES - 1):
+            cluster.add_node(num_cpus=1)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def noted(hold: Path, who: str) -> list[dict[str, str]]:
+    return [json.loads(file.read_text()) for file in hold.glob(f"{who}-*.json")]
+
+
+def servers() -> list[psutil.Process]:
+    """Engines and routers that this test's nodes run."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            words = " ".join(process.cmdline())
+        except psutil.NoSuchProcess:
+            continue
+        if "slime.rollout.engines.embedded" in words or "sglang::router" in words:
+            found.append(process)
+    return found
+
+
+SPIES = (
+    *("--custom-rm-path", "tests.loop.hold.reward_and_note"),
+    *("--custom-megatron-init-path", "tests.loop.hold.trainer_init"),
+)
+
+
+def test_two_ranks_and_an_engine_on_three_nodes(cluster: Any, world: World, hold: Path) -> None:
+    """Data parallel of 2 across the nodes, weights by gloo; a second job finds no room; nothing stays behind."""
+    flags = world.flags("spread", *SPIES, "--ray-address", cluster.address, "--actor-num-gpus-per-node", 2)
+    flags = [*flags, "--no-colocate"]
+    env = {"SLIME_TEST_HOLD": str(hold), "NCCL_DEBUG": "WARN", "HF_TOKEN": "secret", "UNRELATED": "1"}
+    (hold / "hold-0").touch()
+    driver = start(flags, world.outputs / "spread", **env)
+    try:
+        wait_until(lambda: (hold / "held-0").exists() or driver.process.poll() is not None, "the first rollout")
+        assert driver.process.poll() is None, driver.stderr
+
+        for who, count in (("rollout", 1), ("trainer", 2)):
+            assert len(noted(hold, who)) == count
+            for seen in noted(hold, who):
+                assert seen["NCCL_DEBUG"] == "WARN" and "HF_TOKEN" not in seen and "UNRELATED" not in seen
+        nodes = {seen["node"] for seen in noted(hold, "trainer")}
+        assert len(nodes) == 2
+        [engine] = [process for process in servers() if "embedded" in " ".join(process.cmdline())]
+        assert engine.environ()["NCCL_DEBUG"] == "WARN"
+
+        waits = start(
+            world.flags("waits", "--ray-address", cluster.address, "--placement-timeout", 2), world.outputs / "waits"
+        )
+        big = start(
+            world.flags("big", "--ray-address", cluster.address, "--actor-num-gpus-per-node", 4), world.outputs / "big"
+        )
+        assert (waits.end(), big.end()) == (2, 2), waits.stderr + big.stderr
+        assert "did not become free within 2 s" in waits.error()[0]
+        assert "another job holds the rest" in "".join(waits.error())
+        assert "needs 4 process slots (CPUs), the Ray cluster has 3" in big.error()[0]
+
+        (hold / "hold-0").unlink()
+        assert driver.end() == 0, driver.stderr
+    finally:
+        driver.clean_up()
+    assert driver.steps() == [1, 2]
+    log = (driver.path / "logs" / "trainer-0.log").read_text()
+    assert "weights go to 1 engine(s) by gloo" in log
+    wait_until(lambda: not servers(), "engine and router end with the run", 10)
+
+
+def test_a_submitted_job(cluster: Any, world: World, hold: Path) -> None:
+    """``ray job submit``: the variables of its runtime environment reach every process, the engine's too."""
+    submitted = {
+        "env_vars": {
+            "SLIME_TEST_HOLD": str(hold),
+            "TEST_MARK": "everywhere",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
+    }
+    (hold / "hold-1").touch()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
+    command += ["--address", f"http://{cluster.webui_url}", "--runtime-env-json", json.dumps(submitted), "--"]
+    command += [sys.executable, str(ROOT / "train.py"), *world.flags("submitted", *SPIES)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "PYTHONPATH")}
+    with open(hold / "submit.log", "w") as log:
+        job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    try:
+        wait_until(lambda: (hold / "held-1").exists() or job.poll() is not None, "the second rollout")
+        assert job.poll() is None, (hold / "submit.log").read_text()
+        for who in ("rollout", "trainer"):
+            assert [seen["TEST_MARK"] for seen in noted(hold, who)] == ["everywhere"]
+        assert {process.environ().get("TEST_MARK") for process in servers() if "embedded" in process.cmdline()[2]} == {
+            "everywhere"
+        }
+        (hold / "hold-1").unlink()
+        assert job.wait(120) == 0, (hold / "submit.log").read_text()
+    finally:
+        job.kill()
+    rows = [json.loads(line) for line in (world.outputs / "submitted" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "rollout/raw_reward" in row] == [1, 2]
+    wait_until(lambda: not servers(), "engine and router end with the job", 10)
