@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,25 @@ def test_layouts_that_do_not_fit_are_refused_by_number(
     with pytest.raises(UserError, match="3") as caught:
         check_layout(spec, config)
     assert "attention heads" in caught.value.why and "4" in caught.value.why
+
+
+@pytest.mark.parametrize(("per_stage", "expected"), [(1, 2), (2, None)])
+def test_virtual_stages_by_layers(checkpoint: tuple[Path, Any], per_stage: int, expected: int | None) -> None:
+    from slime.errors import UserError
+    from slime.train.megatron.model import virtual_stages
+    from slime.weights.convert import family_of
+
+    def stages(num_layers: int) -> int | None:
+        spec = dataclasses.replace(family_of(checkpoint[0]).model_spec(checkpoint[0]), num_layers=num_layers)
+        return virtual_stages(spec, config)
+
+    layout = {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2, "rollout_batch_size": 6}
+    config = trainer_config(**layout, num_layers_per_virtual_pipeline_stage=per_stage)
+    assert stages(4) == expected, "one chunk per rank is no interleaving"
+    if per_stage == 2:
+        with pytest.raises(UserError, match="2 does not fit") as caught:
+            stages(6)
+        assert "6 / 2 = 3 layers" in caught.value.why
 
 
 def test_every_gradient_tensor_of_data_parallelism(
