@@ -1,0 +1,157 @@
+"""An installed wheel does what a checkout does; `make` installs once; what is imported is required."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.loop.process_fixtures import ROOT, World
+
+# -- the wheel ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that nothing is written into the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(ROOT / "slime", source / "slime", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``bin/`` of a new environment with the wheel; a .pth file lends it this environment's other packages."""
+    folder = tmp_path_factory.mktemp("env")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
+    python = folder / "bin" / "python"
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
+    subprocess.run(command, check=True, timeout=300)
+    return folder / "bin"
+
+
+def in_folder(folder: Path, *words: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run a command in ``folder``, with nothing of this checkout on the path."""
+    hidden = ("PYTHONPATH", "RAY_ADDRESS", "SLIME_DEBUG")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    return subprocess.run(
+        [str(word) for word in words], capture_output=True, text=True, timeout=timeout, cwd=folder, env=env
+    )
+
+
+def test_the_wheel_carries_its_data_files(wheel: Path) -> None:
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    data = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "slime").rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert data and data <= inside
+    assert any(name.endswith(".json") for name in data) and any(name.endswith(".css") for name in data)
+    assert not [name for name in inside if name.startswith(("tests/", "recipes/", "benchmarks/"))]
+    assert any(name.endswith("LICENSE") for name in inside)
+
+
+def test_commands_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    slime = installed / "slime"
+    where = in_folder(tmp_path, installed / "python", "-c", "import slime; print(slime.__file__)")
+    assert where.stdout.startswith(str(installed.parent))
+    assert "train-async" in in_folder(tmp_path, slime, "--help").stdout
+    assert "--rollout-batch-size" in in_folder(tmp_path, slime, "train", "--help").stdout
+    assert "learning rate" in in_folder(tmp_path, slime, "flags", "lr").stdout.lower()
+    done = in_folder(tmp_path, slime, "train", "--rolout-batch-size", 4)
+    assert done.returncode == 2 and "did you mean --rollout-batch-size?" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_training_with_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """Every process finds the package, and the user's functions in the folder where the command was given."""
+    world = World.create(tmp_path / "world")
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "mine.py").write_text("def reward(args, sample, **kwargs):\n    return float(len(sample.response))\n")
+    flags = world.flags("wheel", "--custom-rm-path", "mine.reward", "--num-rollout", 1, "--output-dir", "outputs")
+    done = in_folder(here, installed / "slime", "train", *flags, timeout=300)
+    assert done.returncode == 0, done.stderr
+    [row] = [json.loads(line) for line in (here / "outputs" / "wheel" / "metrics.jsonl").read_text().splitlines()]
+    assert row["rollout/raw_reward"] > 0
+
+
+# -- requirements ------------------------------------------------------------------------------------------
+
+
+def required() -> set[str]:
+    """Distributions in pyproject.toml, extras included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    return {re.split(r"[\[<>=~! ;]", line)[0].lower().replace("_", "-") for lines in lists for line in lines}
+
+
+def imported() -> set[str]:
+    """Top-level modules that `slime` imports, wherever in a file."""
+    names = set()
+    for path in (ROOT / "slime").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                names.add(node.module.partition(".")[0])
+    return names - set(sys.stdlib_module_names) - {"slime"}
+
+
+def test_what_is_imported_is_required() -> None:
+    distributions = importlib.metadata.packages_distributions()
+    missing = {
+        module
+        for module in imported()
+        if not {name.lower().replace("_", "-") for name in distributions.get(module, [module])} & required()
+    }
+    assert missing == set()
+
+
+# -- make --------------------------------------------------------------------------------------------------
+
+
+def test_make_installs_once(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def commands(target: str) -> str:
+        done = in_folder(tmp_path, "make", "--dry-run", target)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    for target, does in (("demo", "recipes.demo"), ("test", "pytest")):
+        assert "-m venv" in commands(target) and "pip install" in commands(target) and does in commands(target)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".installed").touch()
+    for target in ("demo", "test", "lint", "types", "docs-check"):
+        assert "pip" not in commands(target) and "venv .venv" not in commands(target)
+
+
+def test_ci_runs_everything() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    called = re.findall(r"^make ([\w-]+)$", script.read_text(), flags=re.MULTILINE)
+    assert set(called) == {"lint", "types", "docs-check", "test"}
