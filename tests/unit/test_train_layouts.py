@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +149,9 @@ def test_virtual_stages_by_layers(checkpoint: tuple[Path, Any], per_stage: int, 
     from slime.weights.convert import family_of
 
     def stages(num_layers: int) -> int | None:
-        spec = dataclasses.replace(family_of(checkpoint[0]).model_spec(checkpoint[0]), num_layers=num_layers)
-        return virtual_stages(spec, config)
+        spec = family_of(checkpoint[0]).model_spec(checkpoint[0])
+        facts = {**spec.transformer, "num_layers": num_layers}
+        return virtual_stages(dataclasses.replace(spec, transformer=facts), config)
 
     layout = {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2, "rollout_batch_size": 6}
     config = trainer_config(**layout, num_layers_per_virtual_pipeline_stage=per_stage)
