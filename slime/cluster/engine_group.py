@@ -133,18 +133,18 @@ class EngineGroup:
         self._router = actor.options(num_cpus=0, max_restarts=0).remote(config, "router", run_path, 1)
         self.urls: list[str] = []
         self.router_url = ""
-        self.servers = {f"engine-{i}": engine for i, engine in enumerate(self.engines)} | {"router": self._router}
+        self.names = [f"engine-{i}" for i in range(plan.num_engines)]
+        self.servers = dict(zip(self.names, self.engines)) | {"router": self._router}
 
-    def begin_start(self, model_path: str) -> list[ray.ObjectRef]:
-        return [engine.start.remote(model_path) for engine in self.engines]
+    def begin_start(self, model_path: str) -> dict[str, ray.ObjectRef]:
+        """Start all engines at once; a reference by name for each, whose values go to `put_router_in_front`."""
+        return {name: engine.start.remote(model_path) for name, engine in zip(self.names, self.engines)}
 
-    def finish_start(self, refs: list[ray.ObjectRef], timeout: float, should_stop: Callable[[], bool]) -> None:
-        """Wait for the engines, then put the router in front of them."""
-        names = list(self.servers)
-        self.urls = wait_for(refs, "engines starting", timeout, should_stop, names=names)
-        ref = self._router.start_router.remote(self.urls)
-        [self.router_url] = wait_for([ref], "router starting", 120, should_stop, names=names[-1:])
-        logger.info("%d engine(s) behind %s", len(self.urls), self.router_url)
+    def put_router_in_front(self, urls: list[str], should_stop: Callable[[], bool]) -> None:
+        self.urls = urls
+        ref = self._router.start_router.remote(urls)
+        [self.router_url] = wait_for([ref], "starting", 120, should_stop, names=["router"])
+        logger.info("%d engine(s) behind %s", len(urls), self.router_url)
 
     def raise_if_dead(self) -> None:
         """Raise a `RunFailed` when a server process has ended; answers now, for errors that this would explain."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from slime.cluster.plan import PlacementPlan, has_evaluation, needs_engines
 from slime.cluster.ray_session import start_ray
 from slime.cluster.rollout_actor import RolloutActor, RolloutResult
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
-from slime.cluster.waiting import ActorDied, DeadlinePassed, StopRequested, Watch, wait_for
+from slime.cluster.waiting import ActorDied, DeadlinePassed, StopRequested, Watch, raise_failed, wait_for
 from slime.config import Config
 from slime.errors import RunFailed
 from slime.observe.log import get_logger
@@ -108,35 +109,36 @@ class Cluster:
         self._slots = reserve(self.plan, config.cluster.placement_timeout, self._should_stop)
         clock.lap("placement")
         self._rollout = ray.remote(RolloutActor).options(num_cpus=0, max_concurrency=16).remote(config, self.run_path)
-        data_ref = self._rollout.setup.remote()
-        trainer_refs, engine_refs = [], []
-        if self.plan.num_train:
-            threads = threads_per_process(self._trainers_per_node(), self._take_turns)
-            self._trainers = TrainerGroup(config, self.plan, self._slots, self.run_path, threads)
-            trainer_refs = self._trainers.start_setup(self._should_stop)
+        coming_up = {_ROLLOUT: self._rollout.setup.remote()}
         if self.plan.num_engines:
             threads = threads_per_process(self.plan.num_engines, self._take_turns)
             self._engines = EngineGroup(config, self.plan, self._slots, self.run_path, threads)
-            engine_refs = self._engines.begin_start(str(config.checkpoint.hf_checkpoint))
-        [num_prompts] = wait_for(
-            [data_ref], "reading the data", self._seconds_limit, self._should_stop, names=[_ROLLOUT]
-        )
+            coming_up |= self._engines.begin_start(str(config.checkpoint.hf_checkpoint))
+        if self.plan.num_train:
+            threads = threads_per_process(self._trainers_per_node(), self._take_turns)
+            self._trainers = TrainerGroup(config, self.plan, self._slots, self.run_path, threads)
+            coming_up |= self._trainers.start_setup(self._should_stop)
+
+        def wait(names: Sequence[str], what: str) -> list[Any]:
+            """For these; but whoever fails first ends it."""
+            refs = [coming_up[name] for name in names]
+            look = partial(raise_failed, coming_up, "while the run came up")
+            return wait_for(refs, what, self._seconds_limit, self._should_stop, look, names)
+
+        [num_prompts] = wait([_ROLLOUT], "reading the data")
         clock.lap("data")
-        start = self._finish_trainers(trainer_refs)
+        start = TrainerStart(config.rollout.start_rollout_id or 0)
+        if self._trainers is not None:
+            start = self._trainers.agreed_start(wait(self._trainers.names, "setting up"))
         clock.lap("trainer")
         if self._engines is not None:
-            self._engines.finish_start(engine_refs, self._seconds_limit, self._should_stop)
+            self._engines.put_router_in_front(wait(self._engines.names, "starting"), self._should_stop)
             clock.lap("engines")
             self._call_rollout("connect", self._engines.router_url, what="connecting to the router")
         self._restore(start)
         self._begin_watching()
         clock.lap("connect")
         return Launch(start.start_rollout_id, num_prompts, clock.seconds)
-
-    def _finish_trainers(self, refs: list[ray.ObjectRef]) -> TrainerStart:
-        if self._trainers is None:
-            return TrainerStart(self.config.rollout.start_rollout_id or 0)
-        return self._trainers.finish_setup(refs, self._seconds_limit, self._should_stop)
 
     def _restore(self, start: TrainerStart) -> None:
         if "source" in start.extra_state:

@@ -136,19 +136,18 @@ class TrainerGroup:
             for rank in range(plan.num_train)
         ]
 
-    def start_setup(self, should_stop: Callable[[], bool]) -> list[ray.ObjectRef]:
-        """Begin setting up all ranks; wait with `finish_setup`."""
+    def start_setup(self, should_stop: Callable[[], bool]) -> dict[str, ray.ObjectRef]:
+        """Begin setting up all ranks; a reference by name for each, whose values go to `agreed_start`."""
         ref = self.actors[0].address.remote()
-        [(address, port)] = wait_for([ref], "trainer starting", 180, should_stop, names=self.names)
+        [(address, port)] = wait_for([ref], "starting", 180, should_stop, names=self.names)
         local_ranks = [self.nodes[:rank].count(node) for rank, node in enumerate(self.nodes)]
-        return [actor.setup.remote(address, port, local) for actor, local in zip(self.actors, local_ranks)]
+        refs = [actor.setup.remote(address, port, local) for actor, local in zip(self.actors, local_ranks)]
+        return dict(zip(self.names, refs))
 
-    def finish_setup(self, refs: list[ray.ObjectRef], timeout: float, should_stop: Callable[[], bool]) -> TrainerStart:
-        starts = wait_for(refs, "trainer setting up", timeout, should_stop, names=self.names)
+    @staticmethod
+    def agreed_start(starts: list[TrainerStart]) -> TrainerStart:
         ids = {start.start_rollout_id for start in starts}
         assert len(ids) == 1, f"ranks disagree about where to start: {sorted(ids)}"
-        self.layout = starts[0].layout
-        self.reporting_rank = [start.reports for start in starts].index(True)
         return starts[0]
 
     def call(

@@ -75,6 +75,14 @@ def wait_for(
     return [_fetch(ref, what, name_of[ref]) for ref in refs]
 
 
+def raise_failed(refs: Mapping[str, ray.ObjectRef], what: str) -> None:
+    """Raise the error of the first of ``refs`` (by actor name) that has failed by now; never waits."""
+    done = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)[0]) if refs else set()
+    for name, ref in refs.items():
+        if ref in done:
+            _fetch(ref, what, name)
+
+
 class Watch:
     """Keeps one question open with each of several actors, and so notices soon when one of them is gone.
 

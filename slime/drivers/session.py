@@ -218,11 +218,12 @@ def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
     on_sigterm = signal.signal(signal.SIGTERM, session.on_sigterm)
     on_sigint = signal.getsignal(signal.SIGINT)
     try:
-        session.launch()
-        yield session
-        session.ended("finished")
-    except StopRequested:
-        session.leave()
+        try:
+            session.launch()
+            yield session
+            session.ended("finished")
+        except StopRequested:
+            session.leave()
     except KeyboardInterrupt:
         session.ended("stopped")
         raise
