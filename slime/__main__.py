@@ -6,6 +6,7 @@ Each subcommand is imported only when it is called, so that `--help` takes a mom
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import signal
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slime.errors import UserError
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -96,17 +99,27 @@ def guarded(action: Callable[[], int]) -> int:
         if os.environ.get("SLIME_DEBUG") == "1":
             raise
         # a UserError of a Ray actor arrives as a subclass whose str() is the remote traceback
-        lines = [UserError.__str__(error), *(f"  {note}" for note in getattr(error, "__notes__", ()))]
-        print("error: " + "\n".join(lines), file=sys.stderr)
+        print("error: " + "\n".join([UserError.__str__(error), *_notes(error)]), file=sys.stderr)
         return error.exit_status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet too
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in _DISK_FULL or os.environ.get("SLIME_DEBUG") == "1":
+            raise
+        lines = [f"the disk is full: {OSError.__str__(error)}", "  fix: free disk space, or write somewhere else"]
+        print("error: " + "\n".join([*lines, *_notes(error)]), file=sys.stderr)
+        return UserError.exit_status
     except KeyboardInterrupt:
         if os.environ.get("SLIME_DEBUG") == "1":
             raise
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet too
-        return 128 + signal.SIGPIPE
+
+
+def _notes(error: BaseException) -> list[str]:
+    """What `add_note` added, e.g. where the crash folder is."""
+    return [f"  {note}" for note in getattr(error, "__notes__", ())]
 
 
 if __name__ == "__main__":

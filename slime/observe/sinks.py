@@ -18,7 +18,7 @@ Example (what a driver does):
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -28,11 +28,14 @@ from rich.console import Console
 from slime.observe.chrome_trace import add_phases
 from slime.observe.console import ConsoleSink
 from slime.observe.jsonl_sink import JsonlSink
+from slime.observe.log import get_logger
 from slime.observe.phases import PhaseTimer, now
 from slime.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from slime.config import Config
+
+logger = get_logger(__name__)
 
 
 class Sink(Protocol):
@@ -140,10 +143,14 @@ class Sinks:
         if not self._sinks:
             return
         sinks, self._sinks = self._sinks, []
-        for sink in sinks:
-            sink.close()
+        ends: list[Callable[[], None]] = [sink.close for sink in sinks]
         if self._run.state() != "failed":  # `RunFolder.write_crash` has said so already
-            self._run.set_state(state)
+            ends.append(lambda: self._run.set_state(state))
+        for end in ends:
+            try:
+                end()
+            except OSError as problem:  # a full disk, of which the run may be dying: that error must come through
+                logger.error("could not finish the run folder: %s", problem)
         os.close(self._lock)
 
     def __enter__(self) -> Sinks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.__main__ import COMMANDS, guarded, main
-from slime.errors import UserError
+from slime.errors import RunFailed, UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +87,26 @@ def test_error_of_a_remote_process_shows_its_own_lines(capsys: pytest.CaptureFix
 
     assert guarded(fail) == 2
     assert capsys.readouterr().err == "error: no such file\n  fix: check it\n"
+
+
+def test_notes_are_shown_and_failures_of_the_run_give_1(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        error = RunFailed("engine-0 was killed")
+        error.add_note("details: outputs/run/crash/1")
+        raise error
+
+    assert guarded(fail) == 1
+    assert capsys.readouterr().err == "error: engine-0 was killed\n  details: outputs/run/crash/1\n"
+
+
+def test_a_full_disk_is_no_defect(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(number: int) -> int:
+        raise OSError(number, os.strerror(number), "outputs/run/config.json")
+
+    assert guarded(lambda: fail(errno.ENOSPC)) == 2
+    assert "the disk is full" in capsys.readouterr().err
+    with pytest.raises(PermissionError):
+        guarded(lambda: fail(errno.EACCES))
 
 
 def test_interrupt_and_closed_pipe(capsys: pytest.CaptureFixture[str]) -> None:

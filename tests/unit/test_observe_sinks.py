@@ -139,6 +139,18 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
     sink.close()
 
 
+def test_a_full_disk_at_the_end_does_not_hide_why_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder.create(config_for(tmp_path))
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunFolder, "set_state", full)
+    with pytest.raises(KeyError, match="the reason"), Sinks(config_for(tmp_path), run, quiet()):
+        raise KeyError("the reason")
+    os.close(run.lock())  # it was given back
+
+
 def test_tensorboard_reads_every_scalar_without_torch(tmp_path: Path) -> None:
     config = config_for(tmp_path)
     run = RunFolder.create(config)

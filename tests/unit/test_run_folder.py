@@ -50,6 +50,17 @@ def test_an_existing_run_is_refused_unless_resumed(tmp_path: Path) -> None:
     assert list((resumed.path / "history").glob("config.*.json")), "the settings of the first part are kept"
 
 
+def test_what_never_came_up_makes_room_for_the_corrected_try(tmp_path: Path) -> None:
+    first = RunFolder.create(config_for(tmp_path))
+    first.write_crash(UserError("no key 'question'"))
+    second = RunFolder.create(config_for(tmp_path))
+    assert second.state() == "running"
+    second.set_state("launched")
+    second.set_state("failed")
+    with pytest.raises(UserError, match="exists already"):
+        RunFolder.create(config_for(tmp_path))
+
+
 def test_resuming_a_run_whose_folder_is_gone_makes_a_new_one(tmp_path: Path) -> None:
     assert RunFolder.create(config_for(tmp_path), resuming=True).config_path.exists()
 
