@@ -1,4 +1,4 @@
-"""Generate, train, save, push weights, evaluate, in lock step: `python train.py --help`. The loop: slime/drivers/train.py."""
+"""Generate, train, save, push weights, evaluate, in lock step. The loop itself: slime/drivers/train.py."""
 
 from slime.__main__ import run
 

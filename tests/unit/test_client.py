@@ -128,7 +128,7 @@ def test_abort_ends_the_wait_between_tries() -> None:
 def test_an_engine_that_does_not_stop_is_named() -> None:
     async def test(engine: FakeEngine, client: RolloutClient) -> None:
         engine.in_flight = 3  # claims load for ever
-        with client.abort_scope(), pytest.raises(EngineError, match="abort is not finished.*has 3 requests"):
+        with client.abort_scope(), pytest.raises(EngineError, match=r"abort is not finished.*has 3 requests"):
             await client.abort_all(timeout=0.05)
 
     run(test)
