@@ -144,10 +144,12 @@ class TrainerGroup:
         refs = [actor.setup.remote(address, port, local) for actor, local in zip(self.actors, local_ranks)]
         return dict(zip(self.names, refs))
 
-    @staticmethod
-    def agreed_start(starts: list[TrainerStart]) -> TrainerStart:
+    def agreed_start(self, starts: list[TrainerStart]) -> TrainerStart:
+        """Take note of the layout and of who reports, from all ranks' answers to `start_setup`."""
         ids = {start.start_rollout_id for start in starts}
         assert len(ids) == 1, f"ranks disagree about where to start: {sorted(ids)}"
+        self.layout = starts[0].layout
+        self.reporting_rank = [start.reports for start in starts].index(True)
         return starts[0]
 
     def call(
