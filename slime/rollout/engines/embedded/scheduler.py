@@ -122,7 +122,8 @@ class Scheduler:
             self._prefill()
         if deferred:  # their common prefix is in the cache now
             self._admit()
-            self._prefill()
+            if self.prefilling:  # memory may have run out meanwhile: then they wait
+                self._prefill()
         if self.slots.num_running:
             self._decode()
         done = self.take_finished()
