@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from slime.__main__ import main
+from slime.weights.checkpoint_dir import check_contents
 from tests.loop.process_fixtures import ROOT, Driver, World, start
 
 LONGEST_ERROR = 8
@@ -291,7 +292,8 @@ def begin(world: World) -> Iterator[Callable[..., Driver]]:
 
 
 @pytest.mark.slow
-def test_a_bad_row_far_down_does_not_block_the_name(begin: Callable[..., Driver], world: World, tmp_path: Path) -> None:
+def test_a_bad_row_far_down(begin: Callable[..., Driver], world: World, tmp_path: Path) -> None:
+    """The rollout actor looks at every row: what it finds reaches the user like any other bad input."""
     data = write(tmp_path / "data.jsonl", *[GOOD] * 3000, {"prompt": "1+2="})
     driver = begin("far", world.flags("far", "--prompt-data", data))
     assert driver.end() == 2, driver.stderr
@@ -300,21 +302,16 @@ def test_a_bad_row_far_down_does_not_block_the_name(begin: Callable[..., Driver]
     assert len(error) <= LONGEST_ERROR and "Traceback" not in driver.stderr
     driver.leaves_nothing()
 
-    driver = begin("far", world.flags("far"))
-    assert driver.end() == 0, driver.stderr
-    driver.leaves_nothing()
-    assert driver.steps() == [1, 2]
-
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """``small_disk(megabytes)``: an empty file system of that size; called again it grows."""
+    """``small_disk(megabytes)``: an empty file system of that size."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
     def mount(megabytes: int) -> Path:
-        options = f"size={megabytes}m" + (",remount" if folder.is_mount() else "")
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, timeout=60)
         if done.returncode:
             pytest.skip("this user may not mount a file system")
         return folder
@@ -325,27 +322,19 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 @pytest.mark.slow
-def test_full_disk_while_saving_keeps_the_last_checkpoint(world: World, small_disk: Callable[[int], Path]) -> None:
+def test_full_disk_while_saving_keeps_the_last_checkpoint(
+    begin: Callable[..., Driver], world: World, small_disk: Callable[[int], Path]
+) -> None:
     """A checkpoint of this model has 6 MB: the first one fits, the second does not."""
-    world = World(world.inputs, small_disk(10))
-    flags = world.resumable("full", "--save-interval", 1)
-    driver = start(flags, world.outputs / "full")
-    try:
-        assert driver.end() == 2, driver.stderr
-        error = driver.error()
-        assert "iter_0000001" in error[0] and "MB are free on this disk" in "".join(error)
-        assert len(error) <= LONGEST_ERROR
-        assert "Traceback" not in driver.stderr
-        driver.leaves_nothing()
-        checkpoints = driver.path / "checkpoints"
-        assert {path.name for path in checkpoints.iterdir()} == {"iter_0000000", "latest_checkpointed_iteration.txt"}
-    finally:
-        driver.clean_up()
+    checkpoints = small_disk(10)
+    flags = world.flags("full", "--save-interval", 1, "--load", checkpoints, "--save", checkpoints)
+    driver = begin("full", flags)
+    assert driver.end() == 2, driver.stderr
+    error = driver.error()
+    assert "iter_0000001" in error[0] and "MB are free on this disk" in "".join(error)
+    assert len(error) <= LONGEST_ERROR and "Traceback" not in driver.stderr
+    driver.leaves_nothing()
 
-    small_disk(100)
-    driver = start(flags, world.outputs / "full")
-    try:
-        assert driver.end() == 0, driver.stderr
-        assert driver.steps() == [1, 2] and (checkpoints / "iter_0000001").is_dir()
-    finally:
-        driver.clean_up()
+    assert {path.name for path in checkpoints.iterdir()} == {"iter_0000000", "latest_checkpointed_iteration.txt"}
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text().strip() == "0"
+    check_contents(checkpoints / "iter_0000000", 0, 1)  # every byte is as it was written

@@ -116,7 +116,8 @@ def test_two_ranks_and_an_engine_on_three_nodes(cluster: Any, world: World, hold
 
 
 def test_a_submitted_job(cluster: Any, world: World, hold: Path) -> None:
-    """``ray job submit``: the variables of its runtime environment reach every process, the engine's too."""
+    """``ray job submit``: the variables of its runtime environment reach every process, the engine's too. Its name is
+    that of the job that found no room, which never came up."""
     submitted = {
         "env_vars": {
             "SLIME_TEST_HOLD": str(hold),
@@ -128,7 +129,7 @@ def test_a_submitted_job(cluster: Any, world: World, hold: Path) -> None:
     (hold / "hold-1").touch()
     command = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
     command += ["--address", f"http://{cluster.webui_url}", "--runtime-env-json", json.dumps(submitted), "--"]
-    command += [sys.executable, str(ROOT / "train.py"), *world.flags("submitted", *SPIES)]
+    command += [sys.executable, str(ROOT / "train.py"), *world.flags("waits", *SPIES)]
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "PYTHONPATH")}
     with open(hold / "submit.log", "w") as log:
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -144,6 +145,6 @@ def test_a_submitted_job(cluster: Any, world: World, hold: Path) -> None:
         assert job.wait(120) == 0, (hold / "submit.log").read_text()
     finally:
         job.kill()
-    rows = [json.loads(line) for line in (world.outputs / "submitted" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (world.outputs / "waits" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "rollout/raw_reward" in row] == [1, 2]
     wait_until(lambda: not servers(), "engine and router end with the job", 10)

@@ -33,9 +33,9 @@ def begin(world: World, hold: Path) -> Iterator[Start]:
     """``begin(name, *flags)``: a driver whose rewards obey ``hold``, killed at the end if need be."""
     drivers: list[Driver] = []
 
-    def start_driver(name: str, *flags: object, **env: str) -> Driver:
+    def start_driver(name: str, *flags: object, script: str = "train.py") -> Driver:
         words = world.resumable(name, "--custom-rm-path", "tests.loop.hold.reward", *flags)
-        drivers.append(start(words, world.outputs / name, SLIME_TEST_HOLD=str(hold), **env))
+        drivers.append(start(words, world.outputs / name, script, SLIME_TEST_HOLD=str(hold)))
         return drivers[-1]
 
     yield start_driver
@@ -105,12 +105,23 @@ def test_a_mistake_in_user_code_keeps_what_was_saved(begin: Start, hold: Path) -
     assert (driver.path / "checkpoints" / "iter_0000000").is_dir()
 
 
-@pytest.mark.parametrize("group", [True, False], ids=["terminal", "driver alone"])
-def test_ctrl_c(begin: Start, hold: Path, group: bool) -> None:
+def test_ctrl_c_in_the_terminal(begin: Start, hold: Path) -> None:
     (hold / "hold-0").touch()
-    driver = begin(f"ctrl-c-{group}")
+    driver = begin("ctrl-c")
     wait_held(driver, hold, 0)
-    driver.signal(signal.SIGINT, group=group)
+    driver.signal(signal.SIGINT, group=True)
+    check_interrupted(driver)
+
+
+def test_ctrl_c_for_the_driver_alone_while_it_comes_up(begin: Start) -> None:
+    driver = begin("early")
+    log = driver.path / "logs" / "engine-0.log"
+    wait_until(lambda: log.exists() or driver.process.poll() is not None, "the engine starts")
+    driver.signal(signal.SIGINT)
+    check_interrupted(driver)
+
+
+def check_interrupted(driver: Driver) -> None:
     assert driver.end() == 130, driver.stderr
     assert driver.stderr.splitlines()[-1] == "interrupted" and "Traceback" not in driver.stderr
     driver.leaves_nothing()
@@ -129,17 +140,19 @@ def test_kill_9_of_the_driver(begin: Start, hold: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "name", "told"),
+    ("script", "victim", "name", "told"),
     [
-        ("ray::TrainerActor", "trainer-0", "its process ended without a word"),
-        ("slime.rollout.engines.embedded", "engine-0", "--use-fault-tolerance"),
-        ("sglang::router", "router", "last lines of its log"),
+        ("train.py", "ray::TrainerActor", "trainer-0", "its process ended without a word"),
+        ("train.py", "slime.rollout.engines.embedded", "engine-0", "--use-fault-tolerance"),
+        ("train_async.py", "sglang::router", "router", "last lines of its log"),
     ],
     ids=["trainer", "engine", "router"],
 )
-def test_a_killed_process_ends_the_run_at_once(begin: Start, hold: Path, victim: str, name: str, told: str) -> None:
+def test_a_killed_process_ends_the_run_at_once(
+    begin: Start, hold: Path, script: str, victim: str, name: str, told: str
+) -> None:
     (hold / "hold-0").touch()
-    driver = begin(f"without-{name}")
+    driver = begin(f"without-{name}", *(["--no-colocate"] if "async" in script else []), script=script)
     wait_held(driver, hold, 0)
     driver.kill(victim)
     assert driver.end(30) == 1, driver.stderr
