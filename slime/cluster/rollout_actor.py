@@ -44,7 +44,8 @@ class RolloutActor:
         log_to_file_only(config, "rollout", run_path / "logs")
 
     async def setup(self) -> int:
-        """Open the data and load the tokenizer; returns the number of prompts per epoch (0: unknown, streaming).
+        """Open the data and load the tokenizer; returns the number of prompts per epoch (0: unknown, or not
+        needed, because --num-rollout says how long the run is).
 
         Bad data is refused here, before any engine or trainer is needed.
         """
@@ -59,7 +60,9 @@ class RolloutActor:
         self.tokenizer = load_tokenizer(self.config.checkpoint.hf_checkpoint)
         self.source = make_source(self.config, self.tokenizer)
         self.recorder = Recorder(self.run_path, self.config, decode=lambda tokens: str(self.tokenizer.decode(tokens)))
-        return 0 if self.config.data.streaming_data else len(self.source)
+        data = self.config.data
+        # a source of the user's own need not know its length, nor has every run a data set
+        return len(self.source) if data.num_epoch is not None and not data.streaming_data else 0
 
     async def connect(self, router_url: str) -> None:
         """Build the rollout loop on the engines behind ``router_url``; checks hooks and evaluation data."""

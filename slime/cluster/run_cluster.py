@@ -42,7 +42,7 @@ class Launch:
 
     Attributes:
         start_rollout_id: the first rollout of this launch.
-        num_prompts: prompts per epoch, 0 when unknown (streaming).
+        num_prompts: prompts per epoch, for --num-epoch; 0 when unknown (streaming) or not needed.
         seconds: time by part of the launch.
     """
 

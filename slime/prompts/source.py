@@ -187,7 +187,8 @@ class PromptSource(DataSource):
 
 def _open_order(config: Config, tokenizer: Any) -> Order | None:
     data = config.data
-    if not data.rollout_global_dataset:
+    nothing_is_drawn = config.rollout.num_rollout == 0 or config.debug.load_debug_rollout_data is not None
+    if not data.rollout_global_dataset or (nothing_is_drawn and not data.prompt_data):
         return None
     if not data.prompt_data:
         raise UserError(
