@@ -167,7 +167,7 @@ class Scheduler:
         self._ensure_length(sequence.length + 1)
         tokens, epoch = sequence.tokens(), self.store.epoch
         leader = self._leader_of_prompt.get(tokens.tobytes())
-        if leader is not None and sequence.logprob_start is None:
+        if leader is not None and sequence.logprob_start is None and self.slots.epoch_of(leader) == epoch:
             self._followers.setdefault(leader, []).append(sequence)
             source = length = 0
         else:

@@ -76,6 +76,10 @@ class SlotTable:
     def slot_of(self, sequence: Sequence) -> int:
         return next(index for index, slot in enumerate(self._slots) if slot.sequence is sequence)
 
+    def epoch_of(self, sequence: Sequence) -> int:
+        """Epoch of the weights that its keys and values began with."""
+        return self._slots[self.slot_of(sequence)].epoch
+
     def find_prefix(self, tokens: np.ndarray, limit: int, epoch: int) -> tuple[int, int]:
         """(slot, length) of the longest usable prefix of ``tokens`` up to ``limit``; length 0 when there is none."""
         best, best_length = -1, 0
