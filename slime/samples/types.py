@@ -277,7 +277,7 @@ class Sample:
         """Back to the prompt alone, e.g. to generate again from scratch."""
         self.tokens = self.tokens[: self.prompt_length]
         self.response, self.response_length = "", 0
-        self.loss_mask = self.rollout_log_probs = None
+        self.loss_mask = self.rollout_log_probs = self.teacher_log_probs = self.rollout_routed_experts = None
         self.weight_versions, self.token_spans = [], []
         self.spec_info, self.prefix_cache_info = SpecInfo(), PrefixCacheInfo()
         self.reward, self.status = None, SampleStatus.PENDING
