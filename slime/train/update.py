@@ -353,11 +353,13 @@ def _sum_metrics(trainer: Trainer, results: Sequence[MicroBatchResult]) -> dict[
 
 
 def _rollout_metrics(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> dict[str, float]:
-    """Token means of the rollout's tensors, each execution counting alike."""
+    """Token means of the rollout's tensors, weighted as in the loss."""
     if not trainer.has_output:
         return {}
     executions = sum(step.global_batch_size for step in batch.steps)
-    weights = token_weights(data.loss_masks, batch.rollout_mask_sums, max(executions, 1)).to(trainer.device)
+    per_token = trainer.config.algorithm.calculate_per_token_loss
+    tokens = sum(step.num_loss_tokens for step in batch.steps) if per_token else None
+    weights = token_weights(data.loss_masks, batch.rollout_mask_sums, max(executions, 1), tokens).to(trainer.device)
     columns = {
         "log_probs": data.log_probs,
         "ref_log_probs": data.ref_log_probs,
