@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,10 +174,6 @@ class TrainerGroup:
         ray.wait(refs, num_returns=len(refs), timeout=timeout)
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
-
-
-def host_name() -> str:
-    return socket.gethostname()
 
 
 def threads_per_process(num_processes_on_node: int, take_turns: bool) -> int:
