@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -46,4 +47,7 @@ def _note_environment(who: str) -> None:
     import ray
 
     file = Path(os.environ["SLIME_TEST_HOLD"]) / f"{who}-{os.getpid()}.json"
-    file.write_text(json.dumps({**os.environ, "node": ray.get_runtime_context().get_node_id()}))
+    text = json.dumps({**os.environ, "node": ray.get_runtime_context().get_node_id()})
+    partial = file.with_suffix(f".{threading.get_ident()}")
+    partial.write_text(text)
+    partial.rename(file)  # whole or not at all
