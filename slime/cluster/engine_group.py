@@ -87,7 +87,7 @@ class EngineActor:
         assert self._process is not None, "start comes first"
         if self._process.is_alive():
             return None
-        return self._process.how_it_ended(), self._process.log_tail(6)
+        return self._process.how_it_ended(), self._process.log_tail()
 
     def stop(self) -> None:
         if self._process is not None:

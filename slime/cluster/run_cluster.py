@@ -208,6 +208,10 @@ class Cluster:
         self._call_rollout("mark_consumed", batch.rollout_id, what="noting consumed prompts")
         return metrics[self._trainers.reporting_rank] if self._trainers is not None else {}
 
+    def set_run_length(self, num_rollout: int) -> None:
+        """Tell the trainers how many rollouts there will be, once that is known."""
+        self._call_trainers("set_run_length", num_rollout, what="setting the length of the run")
+
     def update_weights(self) -> dict[str, float]:
         if self._engines is None or self._trainers is None:
             return {}

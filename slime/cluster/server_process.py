@@ -88,7 +88,7 @@ class ServerProcess:
         code = self._process.returncode
         return f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit status {code}"
 
-    def log_tail(self, num_lines: int = 20) -> str:
+    def log_tail(self, num_lines: int = 6) -> str:
         if not self.log_path.exists():
             return "(no log)"
         with open(self.log_path, "rb") as log:

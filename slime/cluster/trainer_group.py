@@ -68,6 +68,9 @@ class TrainerActor:
             start, dict(self.backend.extra_state), self.backend.layout, reports=self.backend.is_reporting_rank
         )
 
+    def set_run_length(self, num_rollout: int) -> None:
+        self.backend.set_run_length(num_rollout)
+
     def connect_engines(self, urls: list[str], on_this_node: bool, version: int) -> None:
         from slime.weights.sync import WeightSync
 
