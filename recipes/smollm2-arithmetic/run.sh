@@ -3,6 +3,7 @@
 #   recipes/smollm2-arithmetic/run.sh [any flag of slime train]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+[ -n "${PYTHON:-}" ] || make --quiet install
 python=${PYTHON:-.venv/bin/python}
 $python -m recipes.smollm2 models/smollm2
 $python -m recipes.smollm2_data data/sums

@@ -3,8 +3,9 @@
 #   GSM8K=path/to/gsm8k recipes/smollm2-gsm8k/run.sh [any flag of slime train]
 set -euo pipefail
 here=$(pwd)
-data=$(cd "${GSM8K:-data/gsm8k}" && pwd)
+data=$(realpath -m "${GSM8K:-data/gsm8k}")
 cd "$(dirname "$0")/../.."
+[ -n "${PYTHON:-}" ] || make --quiet install
 python=${PYTHON:-.venv/bin/python}
 $python -m recipes.smollm2 models/smollm2
 exec $python train.py --config recipes/smollm2-gsm8k/config.yaml --prompt-data "$data/train.jsonl" \

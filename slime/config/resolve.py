@@ -145,12 +145,6 @@ def _precision_and_memory(draft: Draft) -> None:
 def _schedule(draft: Draft) -> None:
     draft.copy("start_weight_decay", "weight_decay")
     draft.copy("end_weight_decay", "weight_decay")
-    decays = draft["lr_decay_style"] != "constant" or draft["lr_warmup_fraction"] is not None
-    if draft["num_epoch"] is not None and decays and not (draft["lr_decay_iters"] or draft["lr_decay_samples"]):
-        draft.warnings.append(
-            "--num-epoch without --lr-decay-iters: the learning rate decays within the first rollout, because the "
-            "trainer is built before the prompts are counted; pass --lr-decay-iters, or --num-rollout"
-        )
 
 
 def _lengths(draft: Draft) -> None:

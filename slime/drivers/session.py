@@ -63,6 +63,8 @@ class Session:
         self.start_rollout_id = launch.start_rollout_id
         self.num_prompts = launch.num_prompts
         self.num_rollout = self._count_rollouts(launch)
+        if self.config.rollout.num_rollout is None:
+            self.cluster.set_run_length(self.num_rollout)
         self.sinks.begin(self.start_rollout_id, self.num_rollout, sum(launch.seconds.values()))
         logger.info("launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in launch.seconds.items()))
         self.update_weights()

@@ -240,6 +240,15 @@ def test_schedule_warms_up_and_decays(backend: MegatronBackend) -> None:
     assert seen[-1] == pytest.approx(1e-3)
 
 
+@with_flags(num_epoch=2, lr=1e-2, lr_decay_style="linear", min_lr=0.0)
+def test_schedule_waits_for_the_length_of_the_run(backend: MegatronBackend) -> None:
+    """With --num-epoch the trainer is built before the prompts are counted; the rate must not decay meanwhile."""
+    assert backend.learning_rates() == pytest.approx([1e-2] * len(backend.learning_rates()))
+    backend.set_run_length(4)
+    seen = [backend.train(make_batch())["train/lr-pg_0"] for _ in range(4)]
+    assert seen == pytest.approx([1e-2 * (1 - 5 * k / 24) for k in range(1, 5)])  # 24 samples in all, 5 a step
+
+
 @with_flags(freeze_params_name_list=["mlp", "embedding"], lr=0.01)
 def test_frozen_parameters_stay(backend: MegatronBackend) -> None:
     before = weights(backend)

@@ -216,6 +216,10 @@ class MegatronBackend:
             self.offloader = Offloader(self.model_chunks, self.optimizer)
         return self.offloader
 
+    def set_run_length(self, num_rollout: int) -> None:
+        """Tell the learning-rate schedule how long the run is, where only counting the prompts could tell."""
+        optimizer.set_run_length(self.scheduler, self.config, num_rollout)
+
     def close(self) -> None:
         """Leave the process groups."""
         parallel.shut_down()

@@ -149,10 +149,53 @@ def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[Megatro
     return optimizer, build_schedule(optimizer, config)
 
 
+_ENDLESS = 1 << 40  # rollouts of a run whose length is not known yet
+
+
 def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
-    """Warm-up, then decay of the learning rate; one step advances it by the global batch size."""
+    """Warm-up, then decay of the learning rate; one step advances it by the global batch size.
+
+    With ``--num-epoch`` the length of the run is known only once the prompts are counted: see `set_run_length`.
+    """
     megatron, batch = config.megatron, config.train.global_batch_size
-    total = (config.rollout.num_rollout or 1) * config.train.num_steps_per_rollout * batch
+    warmup, decay, total = _schedule_lengths(config, config.rollout.num_rollout)
+    wsd = megatron.lr_wsd_decay_iters
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=megatron.lr_warmup_init,
+        max_lr=megatron.lr,
+        min_lr=megatron.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=megatron.lr_decay_style,
+        start_wd=megatron.start_weight_decay,
+        end_wd=megatron.end_weight_decay,
+        wd_incr_steps=total,
+        wd_incr_style=megatron.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=megatron.use_checkpoint_opt_param_scheduler,
+        # Megatron would refuse a resume with another --lr or a longer run unless told who wins; the flags do
+        override_opt_param_scheduler=not megatron.use_checkpoint_opt_param_scheduler,
+        wsd_decay_steps=None if wsd is None else wsd * batch,
+        lr_wsd_decay_style=megatron.lr_wsd_decay_style,
+    )
+
+
+def set_run_length(scheduler: OptimizerParamScheduler, config: Config, num_rollout: int) -> None:
+    """Stretch the schedule to a run of ``num_rollout`` rollouts."""
+    warmup, decay, total = _schedule_lengths(config, num_rollout)
+    scheduler.lr_warmup_steps, scheduler.lr_decay_steps, scheduler.wd_incr_steps = warmup, decay, total
+    scheduler.step(0)  # the rates of the present step, by the new lengths
+
+
+def _schedule_lengths(config: Config, num_rollout: int | None) -> tuple[int, int, int]:
+    """(warm-up, decay, whole run), in samples; a run of unknown length counts as endless.
+
+    Raises:
+        UserError: the warm-up is longer than the decay.
+    """
+    megatron, batch = config.megatron, config.train.global_batch_size
+    rollouts = _ENDLESS if num_rollout is None else max(num_rollout, 1)
+    total = rollouts * config.train.num_steps_per_rollout * batch
     decay = megatron.lr_decay_samples or (megatron.lr_decay_iters or 0) * batch or total
     warmup = megatron.lr_warmup_samples or megatron.lr_warmup_iters * batch
     if megatron.lr_warmup_fraction is not None:
@@ -163,25 +206,7 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
             why="the decay counts from the start of the run, warm-up included",
             fix="lower --lr-warmup-iters, or raise --lr-decay-iters",
         )
-    wsd = megatron.lr_wsd_decay_iters
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=megatron.lr_warmup_init,
-        max_lr=megatron.lr,
-        min_lr=megatron.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=max(decay, warmup + 1),
-        lr_decay_style=megatron.lr_decay_style,
-        start_wd=megatron.start_weight_decay,
-        end_wd=megatron.end_weight_decay,
-        wd_incr_steps=max(total, 1),
-        wd_incr_style=megatron.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=megatron.use_checkpoint_opt_param_scheduler,
-        # Megatron would refuse a resume with another --lr or a longer run unless told who wins; the flags do
-        override_opt_param_scheduler=not megatron.use_checkpoint_opt_param_scheduler,
-        wsd_decay_steps=None if wsd is None else wsd * batch,
-        lr_wsd_decay_style=megatron.lr_wsd_decay_style,
-    )
+    return warmup, max(decay, warmup + 1), total
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
