@@ -10,16 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
 from recipes import arithmetic
+from slime.__main__ import guarded
 
 SFT_ROLLOUTS, SFT_STEPS, SFT_BATCH = 20, 20, 256
 GRPO_ROLLOUTS = 40
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__, allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", default="outputs")
@@ -71,6 +73,7 @@ def main() -> None:
         + ["--n-samples-per-eval-prompt", "4"]
     )
     _say_what_happened(run)
+    return 0
 
 
 def _say_what_happened(run: Path) -> None:
@@ -82,4 +85,4 @@ def _say_what_happened(run: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))
