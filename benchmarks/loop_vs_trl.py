@@ -108,7 +108,7 @@ def run_slime(model: str, dtype: str, steps: int, out: str, extra: list[str]) ->
     )
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps_done = [row for row in rows if "perf/step_time" in row]
-    phases = ("rollout_time", "log_probs_time", "actor_train_time", "update_weights_time")
+    phases = ("rollout_time", "log_probs_time", "actor_train_time")
     Path(out).write_text(
         json.dumps(
             {
@@ -179,7 +179,7 @@ def main() -> None:
             inside = [sum(values[i] for values in data["phases"].values()) for i in range(len(data["seconds"]))]  # type: ignore[attr-defined,arg-type]
             share = [1 - a / b for a, b in zip(inside, data["seconds"])][WARM_UP_STEPS:]  # type: ignore[call-overload]
             print(
-                f"{key}: outside generation, log-probs, training, push: median {statistics.median(share):.1%} of a step"
+                f"{key}: outside generation, log-probs and training: median {statistics.median(share):.1%} of a step"
             )
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
