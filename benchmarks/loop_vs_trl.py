@@ -178,9 +178,7 @@ def main() -> None:
         if "phases" in data:
             inside = [sum(values[i] for values in data["phases"].values()) for i in range(len(data["seconds"]))]  # type: ignore[attr-defined,arg-type]
             share = [1 - a / b for a, b in zip(inside, data["seconds"])][WARM_UP_STEPS:]  # type: ignore[call-overload]
-            print(
-                f"{key}: outside generation, log-probs and training: median {statistics.median(share):.1%} of a step"
-            )
+            print(f"{key}: outside generation, log-probs and training: median {statistics.median(share):.1%} of a step")
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
 
