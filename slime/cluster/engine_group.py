@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,7 +162,3 @@ class EngineGroup:
         ray.wait(refs, num_returns=len(refs), timeout=timeout)
         for actor in actors:
             ray.kill(actor, no_restart=True)
-
-
-def cores_here() -> int:
-    return len(os.sched_getaffinity(0))

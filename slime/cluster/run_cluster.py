@@ -20,9 +20,9 @@ from typing import Any
 
 import ray
 
-from slime.cluster.engine_group import EngineGroup, cores_here
+from slime.cluster.engine_group import EngineGroup
 from slime.cluster.placement import Slots, reserve
-from slime.cluster.plan import PlacementPlan, has_evaluation, needs_engines
+from slime.cluster.plan import PlacementPlan, has_evaluation
 from slime.cluster.ray_session import start_ray
 from slime.cluster.rollout_actor import RolloutActor, RolloutResult
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
@@ -231,7 +231,7 @@ class Cluster:
         state = {"source": source, "weight_version": weight_version}
         self._call_trainers("save", rollout_id, state, what="saving a checkpoint")
 
-    # -- helpers -------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------
 
     def _trainers_per_node(self) -> int:
         return min(self.plan.num_train, self.config.cluster.actor_num_gpus_per_node)
@@ -301,6 +301,3 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[name] = now - self._last
         self._last = now
-
-
-__all__ = ["Cluster", "Launch", "Pending", "cores_here", "needs_engines"]

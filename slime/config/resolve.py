@@ -186,6 +186,10 @@ def _algorithm(draft: Draft) -> None:
         "rewards_normalization", not draft["disable_rewards_normalization"], "not disable_rewards_normalization"
     )
     draft.copy("balance_data", "balance_by_flops")
+    if draft["use_fault_tolerance"]:
+        draft.warnings.append(
+            "--use-fault-tolerance retries requests for longer; this version does not restart an engine that died"
+        )
     if draft["advantage_estimator"] == "cispo" and draft["eps_clip"] < 1:
         draft.warnings.append(
             f"--advantage-estimator cispo with --eps-clip {draft['eps_clip']:g}: CISPO clips the importance weight "
