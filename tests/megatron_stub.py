@@ -74,10 +74,28 @@ def megatron_names(family: ModelFamily, spec: ModelSpec) -> list[str]:
 
 
 def random_hf(family: ModelFamily, spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict:
-    """Random Hugging Face tensors of the right shapes for a dense decoder."""
-    hidden, heads, groups, size = spec.transformer["hidden_size"], spec.num_heads, spec.num_query_groups, spec.head_dim
-    inner = spec.transformer["ffn_hidden_size"]
-    shapes = {
+    """Random Hugging Face tensors of the right shapes for a decoder."""
+    shapes = hf_shapes(spec)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name in family.expected_hf_names(spec):
+        shape = next((shape for ending, shape in shapes.items() if name.endswith(ending)), (spec.hidden_size,))
+        if ".experts." in name:
+            inner = spec.transformer["moe_ffn_hidden_size"]
+            shape = (spec.hidden_size, inner) if "down_proj" in name else (inner, spec.hidden_size)
+        elif ".shared_experts." in name:
+            inner = spec.transformer["moe_shared_expert_intermediate_size"]
+            shape = (spec.hidden_size, inner) if "down_proj" in name else (inner, spec.hidden_size)
+        tensors[name] = torch.randn(shape, generator=generator).to(dtype)
+    return tensors
+
+
+def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes by the end of the name; what is not here is a norm over the hidden size."""
+    facts = spec.transformer
+    hidden, heads, groups, size = spec.hidden_size, spec.num_heads, spec.num_query_groups, spec.head_dim
+    inner, experts = facts["ffn_hidden_size"], spec.num_experts
+    shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (spec.vocab_size, hidden),
         "lm_head.weight": (spec.vocab_size, hidden),
         "q_proj.weight": (heads * size, hidden),
@@ -86,16 +104,25 @@ def random_hf(family: ModelFamily, spec: ModelSpec, seed: int = 0, dtype: torch.
         "q_proj.bias": (heads * size,),
         "k_proj.bias": (groups * size,),
         "v_proj.bias": (groups * size,),
-        "o_proj.weight": (hidden, heads * size),
+        "o_proj.weight": (hidden, heads * facts.get("v_head_dim", size)),
         "q_norm.weight": (size,),
         "k_norm.weight": (size,),
         "gate_proj.weight": (inner, hidden),
+        "gate_up_proj.weight": (2 * inner, hidden),
         "up_proj.weight": (inner, hidden),
         "down_proj.weight": (hidden, inner),
+        "mlp.gate.weight": (experts, hidden),
+        "gate.e_score_correction_bias": (experts,),
     }
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name in family.expected_hf_names(spec):
-        shape = next((shape for ending, shape in shapes.items() if name.endswith(ending)), (hidden,))
-        tensors[name] = torch.randn(shape, generator=generator).to(dtype)
-    return tensors
+    if facts.get("multi_latent_attention"):
+        nope, rope, value = facts["qk_head_dim"], facts["qk_pos_emb_head_dim"], facts["v_head_dim"]
+        query_rank, key_rank = facts["q_lora_rank"] or 0, facts["kv_lora_rank"]
+        shapes |= {
+            "q_a_proj.weight": (query_rank, hidden),
+            "q_a_layernorm.weight": (query_rank,),
+            "q_b_proj.weight": (heads * (nope + rope), query_rank),
+            "kv_a_proj_with_mqa.weight": (key_rank + rope, hidden),
+            "kv_a_layernorm.weight": (key_rank,),
+            "kv_b_proj.weight": (heads * (nope + value), key_rank),
+        }
+    return shapes

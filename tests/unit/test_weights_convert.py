@@ -15,7 +15,9 @@ from slime.weights.convert.layouts import COLUMN, GATE_UP, QKV, REPLICATED, ROW,
 from slime.weights.convert.spec import ModelSpec, read_hf_config, rotary_settings
 from tests.megatron_stub import megatron_names, random_hf
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {family.name: family.architectures[0] for family in FAMILIES}
+EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+EXTRA = {"qwen3_moe": {**EXPERTS, "num_experts": 4}}
 
 
 def config_of(family: str, **changes: object) -> dict:
@@ -31,6 +33,7 @@ def config_of(family: str, **changes: object) -> dict:
         "head_dim": 4,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
+        **EXTRA.get(family, {}),
     }
     return config | changes
 

@@ -11,9 +11,10 @@ from slime.weights.convert.family import Match, ModelFamily, Rule
 from slime.weights.convert.llama import LLAMA
 from slime.weights.convert.qwen2 import QWEN2
 from slime.weights.convert.qwen3 import QWEN3
+from slime.weights.convert.qwen3_moe import QWEN3_MOE
 from slime.weights.convert.spec import HfConfig, ModelSpec, read_hf_config
 
-FAMILIES: tuple[ModelFamily, ...] = (LLAMA, QWEN2, QWEN3)
+FAMILIES: tuple[ModelFamily, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE)
 
 __all__ = ["FAMILIES", "Match", "ModelFamily", "ModelSpec", "Rule", "family_of", "read_hf_config"]
 

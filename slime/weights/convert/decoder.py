@@ -1,6 +1,7 @@
-"""What the dense decoder families share: the common part of the table and of the config.
+"""What the decoder families share: the common part of the table and of the config.
 
-Llama, Qwen2 and Qwen3 differ in biases and in norms on queries and keys; everything else is here once.
+Llama, Qwen2 and Qwen3 differ in biases and in norms on queries and keys; everything else is here once. What layers of
+experts add is in `experts.py`.
 """
 
 from __future__ import annotations
@@ -50,18 +51,28 @@ QK_NORM_RULES = tuple(
     for x in "qk"
 )
 
-MLP_RULES = (
+MLP_NORM_RULES = (
     Rule(
         (MEGATRON_LAYER + "pre_mlp_layernorm.weight", MEGATRON_LAYER + "mlp.linear_fc1.layer_norm_weight"),
         HF_LAYER + "post_attention_layernorm.weight",
         REPLICATED,
     ),
+)
+
+
+def _is_dense_layer(spec: ModelSpec, layer: int) -> bool:
+    return not spec.is_moe_layer(layer)
+
+
+MLP_RULES = (
+    *MLP_NORM_RULES,
     Rule(
         MEGATRON_LAYER + "mlp.linear_fc1.weight",
         (HF_LAYER + "mlp.gate_proj.weight", HF_LAYER + "mlp.up_proj.weight"),
         GATE_UP,
+        when=_is_dense_layer,
     ),
-    Rule(MEGATRON_LAYER + "mlp.linear_fc2.weight", HF_LAYER + "mlp.down_proj.weight", ROW),
+    Rule(MEGATRON_LAYER + "mlp.linear_fc2.weight", HF_LAYER + "mlp.down_proj.weight", ROW, when=_is_dense_layer),
 )
 
 #: Buffers that old checkpoints carry although they are computed.
@@ -102,7 +113,7 @@ def decoder_spec(
     default_tie: bool = False,
     **extra: Any,
 ) -> ModelSpec:
-    """The spec of a dense decoder with RMS norms, rotary embedding and a gated MLP.
+    """The spec of a decoder with RMS norms, rotary embedding and gated MLPs.
 
     Absent fields take the defaults of transformers' config classes; ``extra`` goes into the transformer arguments.
     """

@@ -31,8 +31,8 @@ class ModelSpec:
 
     Attributes:
         family: name of the conversion table ("llama", "qwen2", "qwen3", …).
-        transformer: scalar keyword arguments of Megatron's ``TransformerConfig``. `transformer_kwargs` adds what is
-            not a scalar (the activation function).
+        transformer: keyword arguments of Megatron's ``TransformerConfig``, plain values. `transformer_kwargs` adds
+            what is an object (the activation function).
         activation: name of the MLP's activation, "silu" for all gated families.
         vocab_size: rows of the embedding in the Hugging Face checkpoint.
         padded_vocab_size: rows of the embedding in Megatron, over all tensor-parallel ranks. The surplus rows are
@@ -77,11 +77,15 @@ class ModelSpec:
         activations = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
         return {**self.transformer, "activation_func": activations[self.activation]}
 
-    # -- shortcuts for the layouts in `rules` --------------------------------------------------------------
+    # -- shortcuts -----------------------------------------------------------------------------------------
 
     @property
     def num_layers(self) -> int:
         return int(self.transformer["num_layers"])
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.transformer["hidden_size"])
 
     @property
     def num_heads(self) -> int:
@@ -98,6 +102,18 @@ class ModelSpec:
     @property
     def num_experts(self) -> int:
         return int(self.transformer.get("num_moe_experts") or 0)
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Has this layer (global number, from 0) experts? Megatron's ``moe_layer_freq``: a 0/1 per layer, or every n-th.
+
+        Example (one dense layer first, as in DeepSeek-V3-like models):
+            >>> spec.transformer["moe_layer_freq"], spec.is_moe_layer(0), spec.is_moe_layer(1)
+            ([0, 1, 1, 1], False, True)
+        """
+        if not self.num_experts:
+            return False
+        pattern = self.transformer.get("moe_layer_freq", 1)
+        return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
 
 
 def read_hf_config(source: HfConfig) -> dict[str, Any]:
