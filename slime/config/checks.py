@@ -190,12 +190,6 @@ def _parallel(draft: Draft) -> None:
             why="it splits what tensor parallelism leaves whole",
             fix="remove --sequence-parallel, or raise --tensor-model-parallel-size",
         )
-    if expert > 1 and tensor > 1 and not draft["sequence_parallel"]:
-        raise UserError(
-            "expert parallelism together with tensor parallelism needs --sequence-parallel",
-            why="Megatron's MoE layers require it",
-            fix="pass --sequence-parallel",
-        )
     _virtual_stages(draft, pipeline)
     if sum(bool(draft[name]) for name in ("bf16", "fp16", "fp32")) != 1:
         chosen = [f"--{name}" for name in ("bf16", "fp16", "fp32") if draft[name]]

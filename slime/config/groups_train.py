@@ -10,7 +10,6 @@ from slime.config.field import derived, flag
 _NO_CRITIC = "the PPO critic is not in this version"
 _NO_OPD = "on-policy distillation is not in this version"
 _NO_DELTA = "delta weight updates are not in this version; leave --update-weight-mode at full"
-_NO_REPLAY = "routing replay is not in this version"
 _NO_MTP = "training of multi-token-prediction layers is not in this version"
 _NO_DEEPGEMM = "the DeepGEMM alignment kernels are not in this version"
 _NO_TEACHER_SERVER = "the Megatron teacher server is not in this version"
@@ -157,10 +156,11 @@ class TrainConfig:
     """Function (args, model, store_prefix) run before each forward-only pass."""
     custom_megatron_before_train_step_hook_path: str | None = flag(None)
     """Function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler) run before each step."""
-    use_routing_replay: bool = flag(False, refused=_NO_REPLAY)
-    """Replay the experts of the old-policy pass in training."""
-    use_rollout_routing_replay: bool = flag(False, refused=_NO_REPLAY)
-    """Replay the experts that the engine chose."""
+    use_routing_replay: bool = derived("use_rollout_routing_replay")
+    """Experts of the old-policy pass are used again in training, their weights computed anew."""
+    use_rollout_routing_replay: bool = flag(False)
+    """Experts that the engine chose (rollout_routed_experts of the samples) are used in the old-policy pass and in
+    training; implies --use-routing-replay."""
     enable_mtp_training: bool = flag(False, refused=_NO_MTP)
     """Train the multi-token-prediction layers."""
     qwen_gdn_backend: Literal["fla", "flashqla"] = flag("fla", refused="Qwen3-Next layers are not in this version")

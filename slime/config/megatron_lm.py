@@ -48,7 +48,7 @@ REFUSED_FIELDS: dict[str, str] = {
     "mtp_num_layers": _MTP,
     "mtp_loss_scaling_factor": _MTP,
     "mtp_standalone": _MTP,
-    "moe_enable_routing_replay": "routing replay is not in this version",
+    "moe_enable_routing_replay": "use --use-routing-replay or --use-rollout-routing-replay",
     **dict.fromkeys(
         (
             "use_megatron_fsdp",

@@ -186,6 +186,7 @@ def _algorithm(draft: Draft) -> None:
         "rewards_normalization", not draft["disable_rewards_normalization"], "not disable_rewards_normalization"
     )
     draft.copy("balance_data", "balance_by_flops")
+    draft.copy("use_routing_replay", "use_rollout_routing_replay")
     if draft["use_fault_tolerance"]:
         draft.warnings.append(
             "--use-fault-tolerance retries requests for longer; this version does not restart an engine that died"

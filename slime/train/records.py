@@ -65,7 +65,12 @@ class MicroBatchResult:
 
 @dataclass
 class RolloutTensors:
-    """Per-sample tensors [R_i] of a whole rollout on one rank, filled as the update goes on; None: not (yet) known."""
+    """Per-sample tensors [R_i] of a whole rollout on one rank, filled as the update goes on; None: not (yet) known.
+
+    Attributes:
+        before_training: the samples whose ``log_probs`` are those of the policy before the rollout's first optimizer
+            step; None: all of them.
+    """
 
     log_probs: list[Tensor] | None = None
     ref_log_probs: list[Tensor] | None = None
@@ -75,6 +80,10 @@ class RolloutTensors:
     advantages: list[Tensor] | None = None
     returns: list[Tensor] | None = None
     loss_masks: list[Tensor] = field(default_factory=list)
+    before_training: list[int] | None = None
+
+    def samples_before_training(self) -> list[int]:
+        return list(range(len(self.loss_masks))) if self.before_training is None else self.before_training
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,9 @@ class StepOutcome:
     Attributes:
         grad_norm: global L2 norm before clipping; NaN or Inf when gradients are.
         applied: the weights changed; False when the step was skipped because of NaN or Inf.
+        metrics: of the trainer's own, for the whole step ("moe_max_load", …).
     """
 
     grad_norm: float
     applied: bool
+    metrics: dict[str, float] = field(default_factory=dict)

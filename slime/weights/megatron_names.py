@@ -1,7 +1,8 @@
 """Names of a rank's Megatron parameters with global layer and expert numbers.
 
 Under pipeline parallelism (virtual stages included) a chunk calls its first layer ``decoder.layers.0``; under expert
-parallelism a rank calls its first expert 0. The conversion tables speak of global numbers.
+parallelism a rank calls its first expert 0, and all its experts are one parameter. The conversion tables speak of
+global numbers, and of each expert.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias)(?=\d+$))(\d+)")
+_STACKED = re.compile(r"\.experts\.linear_fc[12]\.weight$")
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def global_parameters(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(global name, local tensor) of every parameter of this rank, and of its persistent buffers.
 
+    Stacked experts come one by one, as views: ``…mlp.experts.linear_fc1.weight{expert}``.
+
     Example (second of two pipeline stages of a four-layer model):
         >>> next(global_parameters([stage]))[0]
         'decoder.layers.2.input_layernorm.weight'
@@ -84,7 +88,17 @@ def global_parameters(
         persistent = set(chunk.state_dict(keep_vars=True))
         buffers = ((name, tensor) for name, tensor in chunk.named_buffers() if name in persistent)
         for name, tensor in [*chunk.named_parameters(), *buffers]:
-            yield _globalised(name, numbers, first_expert), tensor
+            if _STACKED.search(name):
+                for local, expert in enumerate(_unstacked(tensor)):
+                    yield _globalised(f"{name}{local}", numbers, first_expert), expert
+            else:
+                yield _globalised(name, numbers, first_expert), tensor
+
+
+def _unstacked(weights: torch.Tensor) -> Iterator[nn.Parameter]:
+    """[experts, out, in] → each expert's [out, in], on the same memory: what is copied into it is in the model."""
+    for weight in weights.detach():
+        yield nn.Parameter(weight, requires_grad=False)
 
 
 def _layer_numbers(chunk: nn.Module) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,17 +26,23 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
-from slime.train.megatron import forward, optimizer, parallel  # noqa: E402
-from slime.train.megatron.model import PolicyModel, build_model_chunks, virtual_stages  # noqa: E402
+from slime.train.dumps import Shard  # noqa: E402
+from slime.train.megatron import forward, optimizer, parallel, recompute, te_layers  # noqa: E402
+from slime.train.megatron.host_states import host_states_of  # noqa: E402
+from slime.train.megatron.model import PolicyModel, build_model_chunks, check_layout, virtual_stages  # noqa: E402
+from slime.train.megatron.moe_layer import uses_balance_losses  # noqa: E402
 from slime.train.megatron.offload import Offloader  # noqa: E402
 from slime.train.megatron.packed import PackedMicroBatch, PackingOptions  # noqa: E402
 from slime.train.megatron.parallel import RankInfo  # noqa: E402
 from slime.train.megatron.reference import WeightsCopy  # noqa: E402
+from slime.train.megatron.replay import RoutingGuide, guide_for  # noqa: E402
+from slime.train.memory import PhaseMemory  # noqa: E402
+from slime.train.non_finite import FailedStep  # noqa: E402
 from slime.train.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores  # noqa: E402
 from slime.train.update import update  # noqa: E402
-from slime.weights.checkpoint import TrainerState  # noqa: E402
+from slime.weights.checkpoint import TrainerState, saved_reference  # noqa: E402
 from slime.weights.checkpoint import load as load_checkpoint  # noqa: E402
-from slime.weights.checkpoint import save as save_checkpoint  # noqa: E402
+from slime.weights.checkpoint_writer import CheckpointWriter  # noqa: E402
 from slime.weights.convert import family_of  # noqa: E402
 from slime.weights.convert.spec import ModelSpec, read_hf_config  # noqa: E402
 from slime.weights.hf_io import load_hf, save_hf  # noqa: E402
@@ -58,6 +65,7 @@ class MegatronBackend:
         spec, hf_config: the model's architecture, and its Hugging Face config.
         step_metrics: the last rollout's metrics, one dict per optimizer step.
         extra_state: what `save` was given in the checkpoint that was loaded; {} on a fresh start.
+        failed_step: what the last step was, when it ended in `NonFiniteTraining`.
     """
 
     def __init__(self, config: Config, rank_info: RankInfo) -> None:
@@ -65,9 +73,13 @@ class MegatronBackend:
         self.rank_info = rank_info
         self.reference: WeightsCopy | None = None
         self.reference_is_policy = False
+        self.reference_iteration: int | None = None  # set once --ref-update-interval has made it the policy's
+        self.writer = CheckpointWriter(in_background=config.checkpoint.async_save)
         self.step_metrics: list[dict[str, float]] = []
+        self.failed_step: FailedStep | None = None
         self.has_output = True
         self.offloader: Offloader | None = None
+        self.routing: RoutingGuide | None = None
         self.extra_state: dict[str, Any] = {}
         self.next_rollout_id = 0
         self.optimizer: MegatronOptimizer
@@ -87,23 +99,34 @@ class MegatronBackend:
             UserError: a layout that fits neither the ranks nor the model, weights that are missing or do not fit.
         """
         config = self.config
+        te_layers.check(config)
+        if config.megatron.transformer.get("deterministic_mode"):
+            device.set_deterministic()  # before any communicator or matrix product exists
         self.hooks = LossHooks.load(config)
         self.hf_config = None if spec is not None else self._read_hf_config()
         self.spec = spec or self._padded_spec()
+        check_layout(self.spec, config)
         self.device = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
         self.has_output = parallel.is_last_stage()
         if config.train.custom_megatron_init_path:
             load_function(config.train.custom_megatron_init_path)(self.hooks.args)
+        with PhaseMemory(config, self.device).phase("setup"):
+            self._set_up_model(initialise)
+        return self.next_rollout_id
+
+    def _set_up_model(self, initialise: bool) -> None:
+        config = self.config
         chunks = self._build(initialise)
+        recompute.prepare(chunks)
         optimizer.freeze(chunks, config)
         self.model_chunks = optimizer.wrap_data_parallel(chunks, config)
+        self.routing = guide_for(chunks, self.spec, config)
         if initialise:
             self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, config)
             self.reference = WeightsCopy(self.model_chunks) if self._needs_reference() else None
         self.next_rollout_id = 0 if initialise else self._load()
         if self.reference is not None:
             self.reference_is_policy = not self.any_rank(not self.reference.equals(self.model_chunks))
-        return self.next_rollout_id
 
     def _read_hf_config(self) -> dict[str, Any]:
         path = self.config.checkpoint.hf_checkpoint
@@ -122,16 +145,22 @@ class MegatronBackend:
 
     def _load(self) -> int:
         """Weights of reference and policy, then the optimizer around the policy's, then its state if there is one."""
-        if self._needs_reference():
-            self._load_weights(resolve_reference(self.config))
-            self.reference = WeightsCopy(self.model_chunks)
         plan = resolve_load(self.config)
+        if self._needs_reference():
+            self.reference_iteration = saved_reference(plan)
+            if self.reference_iteration is None:
+                self._load_weights(resolve_reference(self.config))
+            self.reference = WeightsCopy(self.model_chunks)
         logger.info("%s", plan.note)
         if plan.kind == "hf":
             self._load_weights(plan)
         self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, self.config)
         if plan.kind == "megatron":
-            self.extra_state = load_checkpoint(plan, self._checkpoint_state())
+            self.extra_state = load_checkpoint(plan, self._checkpoint_state()).extra_state
+            for inner in optimizer.torch_optimizers(self.optimizer):
+                states = host_states_of(inner)
+                if states is not None:
+                    states.rehost()
         return plan.start_rollout_id
 
     def _load_weights(self, plan: LoadPlan) -> None:
@@ -141,7 +170,15 @@ class MegatronBackend:
             load_checkpoint(plan, TrainerState(self.model_chunks))
 
     def _checkpoint_state(self) -> TrainerState:
-        return TrainerState(self.model_chunks, self.optimizer, self.scheduler)
+        updated = self.reference is not None and self.reference_iteration is not None
+        return TrainerState(
+            self.model_chunks,
+            self.optimizer,
+            self.scheduler,
+            reference=self.reference.tensors if self.reference is not None and updated else None,
+            reference_iteration=self.reference_iteration,
+            moments_on_host=self.config.megatron.offload_optimizer_states and device.has_gpu(),
+        )
 
     def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> Path | None:
         """After training rollout ``rollout_id``: a checkpoint with ``--save``, Hugging Face form with ``--save-hf``.
@@ -151,12 +188,13 @@ class MegatronBackend:
         Args:
             extra_state: small state of the run (data position, …), found again in ``extra_state`` after `setup`.
         Returns:
-            The checkpoint's directory; None without ``--save``.
+            The checkpoint's directory; None without ``--save``. With ``--async-save`` it is complete after
+            `finish_saving`.
         """
         flags = self.config.checkpoint
         path = None
         if flags.save is not None:
-            path = save_checkpoint(
+            path = self.writer.save(
                 flags.save,
                 rollout_id,
                 self._checkpoint_state(),
@@ -169,6 +207,10 @@ class MegatronBackend:
             target = flags.save_hf.format(rollout_id=rollout_id)
             save_hf(self.model_chunks, self.hf_config, target, assets_from=flags.hf_checkpoint)
         return path
+
+    def finish_saving(self) -> None:
+        """Wait for what ``--async-save`` still writes; raises what went wrong there."""
+        self.writer.wait()
 
     def _needs_reference(self) -> bool:
         flags = self.config.algorithm
@@ -190,14 +232,18 @@ class MegatronBackend:
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """All optimizer steps of one rollout; see `slime.train.update.update`. Collective."""
+        self.writer.raise_failure()
         for chunk in self.model_chunks:
             chunk.train()
         if self.config.checkpoint.reset_optimizer_states:
             optimizer.reset_moments(self.optimizer)
         metrics, self.step_metrics = update(self, batch)
+        if self.routing is not None:
+            self.routing.forget()
         interval = self.config.checkpoint.ref_update_interval
         if self.reference is not None and interval and (batch.rollout_id + 1) % interval == 0:
             self.reference.take(self.model_chunks)
+            self.reference_iteration = batch.rollout_id
         return metrics
 
     def sleep(self, *, keep_weights: bool = False) -> None:
@@ -221,8 +267,11 @@ class MegatronBackend:
         optimizer.set_run_length(self.scheduler, self.config, num_rollout)
 
     def close(self) -> None:
-        """Leave the process groups."""
-        parallel.shut_down()
+        """Leave the process groups, once no checkpoint is being written any more."""
+        try:
+            self.writer.close()
+        finally:
+            parallel.shut_down()
 
     # -- verbs -----------------------------------------------------------------------------------------------------
 
@@ -235,6 +284,8 @@ class MegatronBackend:
         if hook:
             load_function(hook)(self.hooks.args, self.model_chunks, store_prefix)
         packed = self._pack(batch, [samples for step in batch.steps for samples in step.micro_batches])
+        if self.routing is not None:
+            self.routing.prepare(batch, packed, "reference" if reference else "score")
         weights = self.reference if reference else None
         with weights.swapped_in(self.model_chunks) if weights else nullcontext():
             scores = forward.score(self._modules(), packed, **self._score_options(False))
@@ -251,6 +302,9 @@ class MegatronBackend:
     ) -> list[MicroBatchResult]:
         """Accumulate the gradients of one optimizer step. Collective."""
         packed = self._pack(batch, step.micro_batches)
+        gradient_scale = float(len(packed) * parallel_state.get_data_parallel_world_size())
+        if self.routing is not None:
+            self.routing.prepare(batch, packed, "train", gradient_scale)
         self.optimizer.zero_grad()  # in float32 the parameters' .grad is the buffer itself, which would add to itself
 
         def loss_of(scores: TokenScores, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -260,7 +314,7 @@ class MegatronBackend:
             self._modules(),
             packed,
             loss_of,
-            gradient_scale=float(len(packed) * parallel_state.get_data_parallel_world_size()),
+            gradient_scale=gradient_scale,
             **self._score_options(True),
         )
 
@@ -269,13 +323,30 @@ class MegatronBackend:
         hook = self.config.train.custom_megatron_before_train_step_hook_path
         if hook:
             load_function(hook)(self.hooks.args, rollout_id, step_id, self.model_chunks, self.optimizer, self.scheduler)
+        balance = self.routing.step_metrics() if self.routing is not None else {}
         if skip:
-            return StepOutcome(float("nan"), applied=False)
+            return StepOutcome(float("nan"), applied=False, metrics=balance)
         outcome = optimizer.apply_gradients(self.optimizer, self.config.megatron.clip_grad)
         if outcome.applied:
             self.scheduler.step(step.global_batch_size)
             self.reference_is_policy = False
-        return outcome
+        return dataclasses.replace(outcome, metrics=balance)
+
+    @property
+    def speaks_for_shard(self) -> bool:
+        return parallel.speaks_for_shard()
+
+    def nonfinite_gradients(self) -> list[tuple[str, int, int]]:
+        return optimizer.nonfinite_gradients(self.model_chunks)
+
+    def gather_shards(self, shard: Shard | None) -> list[Shard] | None:
+        """All ranks' shards on rank 0, which writes files. Collective."""
+        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(shard, gathered, dst=0)
+        return None if gathered is None else [found for found in gathered if found is not None]
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        return parallel.max_over_ranks(values)
 
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
         return parallel.sum_over_data_parallel(values)
@@ -286,7 +357,7 @@ class MegatronBackend:
     def any_rank(self, flag: bool) -> bool:
         return parallel.any_rank(flag, self.device)
 
-    def gather(self, values: list[int]) -> list[int]:
+    def gather(self, values: list[Any]) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, values)
         return sorted({value for part in gathered for value in part})
@@ -304,17 +375,26 @@ class MegatronBackend:
 
     def _pack(self, batch: TrainBatch, micro_batches: list[list[int]]) -> list[PackedMicroBatch]:
         megatron = self.config.megatron
-        multiple = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
+        divided = megatron.sequence_parallel or self.spec.num_experts > 0
+        multiple = megatron.tensor_model_parallel_size if divided else 1
         if device.has_gpu():
             multiple = megatron.tensor_model_parallel_size * self.config.train.data_pad_size_multiplier
+        context = parallel.context_group()
+        multiple *= context.size
         dense = self.device.type == "cpu" or megatron.fp32  # flash attention knows no float32
-        options = PackingOptions(self.device, multiple, dense=dense, pair_cost=self._pair_cost())
+        options = PackingOptions(self.device, multiple, dense=dense, pair_cost=self._pair_cost(), context=context)
         same_length = virtual_stages(self.spec, self.config) is not None
+        if same_length and len(batch.steps) > 1:  # one length in all passes, also in those of one step
+            everything = [samples for step in batch.steps for samples in step.micro_batches]
+            packed = forward.packed_micro_batches(batch, everything, options)
+            options = dataclasses.replace(options, at_least=max(one.num_tokens for one in packed))
         return forward.packed_micro_batches(batch, micro_batches, options, same_length=same_length)
 
     def _pair_cost(self) -> float | None:
         """Dense attention per pair against matrix products per token, as measured on a CPU with AVX512."""
         if device.has_gpu():  # its packed attention kernel knows no branches
+            return None
+        if uses_balance_losses(self.model_chunks[0].config):  # which count a shared prompt once for each sample
             return None
         return 0.65 / self.spec.transformer["hidden_size"]
 

@@ -12,6 +12,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
+def leave_as_it_is(tensor: Tensor) -> Tensor:
+    """The initialisation of parameters that a checkpoint is loaded into."""
+    return tensor
+
+
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm that also works under sequence parallelism.
 

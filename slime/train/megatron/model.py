@@ -8,6 +8,7 @@ Parameters carry Megatron's names and sharding, so converters and checkpoints ne
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -17,17 +18,25 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from slime.algorithms.logprobs import VocabShard, linear_log_probs
 from slime.config import Config
+from slime.config.architecture import merge_transformer
 from slime.errors import UserError
+from slime.train.megatron import te_layers
 from slime.train.megatron.attention import PackedAttention, PackedSelfAttention
-from slime.train.megatron.layers import Embedding, RMSNorm, SwiGLUActivation
+from slime.train.megatron.context import check_heads
+from slime.train.megatron.layers import Embedding, RMSNorm, SwiGLUActivation, leave_as_it_is
+from slime.train.megatron.mla import LatentNorm, PackedMLASelfAttention
+from slime.train.megatron.moe_layer import connect, expert_arguments, expert_layer_spec
 from slime.train.megatron.packed import PackedMicroBatch
+from slime.train.megatron.post_norm import add_post_norms
 from slime.train.megatron.rotary import RotaryAngles, inverse_frequencies
 from slime.train.records import TokenScores
 from slime.weights.convert.spec import ModelSpec
@@ -53,10 +62,8 @@ class PolicyModel(GPTModel):
         self._direct = False
         if self.pre_process:
             self.embedding.word_embeddings.__class__ = Embedding  # same parameters; Megatron has no slot for it
-        assert config.kv_channels is not None
-        rotated = int(config.kv_channels * spec.rotary_percent)
         inverse, factor = inverse_frequencies(
-            rotated, spec.rotary_base, spec.rotary_scaling, spec.max_position_embeddings
+            spec.rotary_dim, spec.rotary_base, spec.rotary_scaling, spec.max_position_embeddings
         )
         self.angles = RotaryAngles(inverse, factor, torch.device(torch.cuda.current_device()), config.params_dtype)
 
@@ -87,6 +94,11 @@ class PolicyModel(GPTModel):
             chunk_size=chunk_size,
             grad_accumulator=self._direct_grad(),
         )
+        context = batch.sequences.context
+        if context is not None:
+            log_probs = context.whole(log_probs)
+            entropy = context.whole(entropy) if entropy is not None else None
+            logits = context.whole(logits) if logits is not None else None
         return TokenScores(log_probs, entropy, logits)
 
     def hidden_states(self, batch: PackedMicroBatch) -> Tensor:
@@ -157,19 +169,24 @@ def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = Fa
             spec,
             transformer,
             vp_stage,
-            transformer_layer_spec=block_spec(transformer, vp_stage),
+            transformer_layer_spec=block_spec(transformer, vp_stage, post_norms=spec.post_norms),
             pre_process=first,
             post_process=last,
         )
+        connect(chunk)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None, *, post_norms: bool = False
+) -> TransformerBlockSubmodules:
     """megatron-core's local layers with our norm, attention and activation in their places."""
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    plain = copy.copy(config)
+    plain.moe_grouped_gemm = False  # Megatron's spec for it needs a package; its experts are replaced anyway
+    block = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, vp_stage=vp_stage)
     block.layer_norm = RMSNorm
     done: set[int] = set()
     for layer in block.layer_specs:
@@ -185,18 +202,32 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
             for name in ("q_layernorm", "k_layernorm"):
                 if getattr(attention.submodules, name) is not IdentityOp:
                     setattr(attention.submodules, name, RMSNorm)
+        elif attention.module is MLASelfAttention:
+            attention.module = PackedMLASelfAttention
+            attention.submodules.core_attention = PackedAttention
+            attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
         if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MLP and config.use_te_activation_func:
             parts.mlp.submodules.activation_func = SwiGLUActivation
+        if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MoELayer:
+            parts.mlp = expert_layer_spec(config)
+    if post_norms:
+        add_post_norms(block)
+    if config.transformer_impl == "transformer_engine":
+        te_layers.replace_parts(block)
     return block
 
 
 def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = False) -> TransformerConfig:
-    """Megatron's view of the model: what the checkpoint says, the layout, and the native flags the user set."""
+    """Megatron's view of the model: what the checkpoint says, the layout, and the native flags the user set.
+
+    Raises:
+        UserError: a flag that says otherwise than the checkpoint, with both values.
+    """
     megatron = config.megatron
     dtype = parameter_dtype(config)
     virtual = virtual_stages(spec, config)
     arguments: dict[str, Any] = {
-        **spec.transformer_kwargs(),
+        **merge_transformer(spec.transformer_kwargs(), megatron.transformer),
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": virtual,
@@ -213,6 +244,7 @@ def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = Fa
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
         "moe_token_dispatcher_type": "alltoall",  # the other one refuses variable lengths
+        **te_layers.transformer_arguments(config),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "recompute_granularity": megatron.recompute_granularity,
@@ -224,6 +256,7 @@ def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = Fa
         # one full-size draw that every layout cuts its piece from: random weights do not depend on the layout
         "use_cpu_initialization": initialise and torch.device(torch.cuda.current_device()).type == "cpu",
         "attention_softmax_in_fp32": True,
+        "moe_router_bias_update_rate": 0.0,  # Megatron's default changes the bias although nobody asked for it
         # an overlapped send over gloo still reads the output when this would free it
         "deallocate_pipeline_outputs": megatron.pipeline_model_parallel_size > 1 and virtual is None,
     }
@@ -231,7 +264,7 @@ def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = Fa
         # "perform_initialization": False would save the same time, but then Megatron does not mark which parameters are
         # split over tensor-parallel ranks, and the gradient norm leaves half of them out
         for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
-            arguments[name] = _leave_as_it_is
+            arguments[name] = leave_as_it_is
     if megatron.expert_tensor_parallel_size is not None:
         arguments["expert_tensor_parallel_size"] = megatron.expert_tensor_parallel_size
     if megatron.recompute_modules:
@@ -239,11 +272,8 @@ def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = Fa
     arguments.update(megatron.transformer)
     if spec.activation == "silu" and arguments.get("gated_linear_unit") and not arguments.get("add_bias_linear"):
         arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
-    return TransformerConfig(**arguments)
-
-
-def _leave_as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+    arguments.update(expert_arguments(arguments))
+    return (MLATransformerConfig if spec.is_mla else TransformerConfig)(**arguments)
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
@@ -273,6 +303,39 @@ def virtual_stages(spec: ModelSpec, config: Config) -> int | None:
     return count if count is not None and count > 1 else None
 
 
+def _kv_down_rows(spec: ModelSpec) -> int:
+    """Output features of the shared down projection of multi-latent attention."""
+    return int(spec.transformer["kv_lora_rank"]) + int(spec.transformer["qk_pos_emb_head_dim"]) if spec.is_mla else 0
+
+
+def _expert_rules(spec: ModelSpec, config: Config) -> list[tuple[int, int, str, str]]:
+    """(what is divided, by what, what it is, the flags that say so).
+
+    Raises:
+        UserError: expert parallelism of a model without experts.
+    """
+    megatron = config.megatron
+    experts, shards = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    if not spec.num_experts:
+        for flag, size in (("--expert-model-parallel-size", experts), ("--expert-tensor-parallel-size", shards or 1)):
+            if size > 1:
+                raise UserError(f"{flag} {size}, but the model has no experts", fix="leave the flag out")
+        return []
+    cut = shards or megatron.tensor_model_parallel_size
+    cut_by = "--tensor-model-parallel-size" if shards is None else "--expert-tensor-parallel-size"
+    width = int(spec.transformer["moe_ffn_hidden_size"])
+    shared = int(spec.transformer.get("moe_shared_expert_intermediate_size") or 0)
+    world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    ranks = cut * experts * megatron.pipeline_model_parallel_size
+    product = "expert tensor × expert × pipeline parallel size ="
+    return [
+        (spec.num_experts, experts, "experts", "--expert-model-parallel-size"),
+        (width, cut, "intermediate features of an expert", cut_by),
+        (shared, megatron.tensor_model_parallel_size, "features of the shared experts", "--tensor-model-parallel-size"),
+        (world, ranks, "trainer ranks", product),
+    ]
+
+
 def check_layout(spec: ModelSpec, config: Config) -> None:
     """Refuse layouts that do not divide the model.
 
@@ -285,8 +348,10 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
     rules = [
         (spec.num_heads, tensor, "attention heads", "--tensor-model-parallel-size"),
         (spec.num_layers, stages, "layers", "--pipeline-model-parallel-size × virtual stages"),
+        (spec.transformer.get("q_lora_rank") or 0, tensor, "of q_lora_rank", "--tensor-model-parallel-size"),
+        (_kv_down_rows(spec), tensor, "of kv_lora_rank + qk_rope_head_dim", "--tensor-model-parallel-size"),
         (spec.padded_vocab_size, tensor, "rows of the padded vocabulary", "--tensor-model-parallel-size"),
-        (spec.num_experts, megatron.expert_model_parallel_size, "experts", "--expert-model-parallel-size"),
+        *_expert_rules(spec, config),
     ]
     for total, parts, what, flag in rules:
         if total % parts:
@@ -299,5 +364,4 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
         raise UserError(
             "--sequence-parallel needs --tensor-model-parallel-size above 1", fix="drop it, or raise the size"
         )
-    if megatron.context_parallel_size > 1:
-        raise UserError("--context-parallel-size above 1 is not supported yet", fix="use 1")
+    check_heads(spec.num_heads, tensor, megatron.context_parallel_size)

@@ -7,6 +7,9 @@
 
 Only ``rows`` go through the vocabulary product: with long prompts that saves most of it.
 
+Under context parallelism a rank keeps its stripe of ``tokens``, ``positions``, ``rows`` and ``targets``
+(`slime.train.megatron.context`); what describes whole sequences and whole samples stays whole.
+
 Samples of one prompt may share it: the prompt is computed once and each response is a branch behind it, which attends
 to the prompt and to itself. The numbers are those of separate sequences (the gradients of the branches add up in the
 prompt), for a fraction of the tokens when prompts are long and responses short:
@@ -23,6 +26,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from slime.train.megatron.context import ContextGroup, ContextSplit
+from slime.train.megatron.moe_router import Routing
 from slime.train.megatron.padded import PaddedLayout, padded_layout
 
 
@@ -35,12 +40,16 @@ class PackedSequences(PackedSeqParams):
         positions: int64 [T], 0-based within each sample.
         padded: the same tokens as dense blocks; None for the packed kernel.
         rotary: (cos, sin) of every position, filled by the model on first use.
+        context: how the tokens are divided over a context-parallel group; None where one rank has all.
+        routing: what the routers of experts are told; None for dense models.
     """
 
     lengths: list[int] = field(default_factory=list)
     positions: Tensor | None = None
     padded: PaddedLayout | None = None
     rotary: tuple[Tensor, Tensor] | None = None
+    context: ContextSplit | None = None
+    routing: Routing | None = None
 
 
 @dataclass
@@ -48,6 +57,9 @@ class PackedMicroBatch:
     """See the module's drawing. N = sum of ``response_lengths``; all tensors on the trainer's device.
 
     Attributes:
+        num_tokens: T, over all ranks of a context-parallel group.
+        origins: int64 [T], in host memory: which of the samples' tokens (one after the other, last ones included) each
+            token is, -1 for padding.
         samples: indices into the `TrainBatch` of this rank; rows and targets are in their order.
         response_lengths: int64 [samples].
     """
@@ -58,10 +70,8 @@ class PackedMicroBatch:
     rows: Tensor
     targets: Tensor
     response_lengths: Tensor
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.tokens.numel())
+    num_tokens: int
+    origins: Tensor
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Flat [N] values as one tensor per sample."""
@@ -80,6 +90,7 @@ class PackingOptions:
         pair_cost: what a pair of query and key costs in attention, as a fraction of what a token costs everywhere
             else. Samples share a prompt where that is cheaper by this measure. None: never share (kernels without
             branches).
+        context: the context-parallel group; its size divides ``multiple``.
     """
 
     device: torch.device
@@ -87,6 +98,7 @@ class PackingOptions:
     at_least: int = 0
     dense: bool = True
     pair_cost: float | None = None
+    context: ContextGroup = field(default_factory=ContextGroup)
 
 
 def pack(
@@ -115,6 +127,8 @@ def pack(
 
     pieces: list[Tensor] = []
     positions: list[Tensor] = []
+    origins: list[Tensor] = []
+    before = [sum(tokens[i].numel() for i in samples[:k]) for k in range(len(samples))]
     rows: list[Tensor] = [torch.zeros(0, dtype=torch.long)] * len(responses)
     branches: list[list[int]] = []
     start = 0
@@ -123,12 +137,14 @@ def pack(
         length = prompt.numel()
         pieces.append(prompt)
         positions.append(torch.arange(length))
+        origins.append(before[members[0]] + positions[-1])
         branch_lengths = [length]
         end = start + length
         for member in members:
             own = max(responses[member] - 1, 0)
             pieces.append(tokens[samples[member]][length : length + own])
             positions.append(torch.arange(length, length + own))
+            origins.append(before[member] + positions[-1])
             if responses[member]:
                 rows[member] = torch.cat([torch.tensor([start + length - 1]), torch.arange(end, end + own)])
             branch_lengths.append(own)
@@ -139,16 +155,45 @@ def pack(
     if padding:
         pieces.append(torch.zeros(padding, dtype=torch.long))
         positions.append(torch.arange(padding))
+        origins.append(torch.full((padding,), -1))
         branches.append([padding])
-    targets = [tokens[i][tokens[i].numel() - response :] for i, response in zip(samples, responses)]
     empty = torch.zeros(0, dtype=torch.long)
+    targets = [tokens[i][tokens[i].numel() - response :] for i, response in zip(samples, responses)]
+    stream = torch.cat(pieces)
+    return _assemble(
+        samples, stream, torch.cat(positions), torch.cat(origins), torch.cat([empty, *rows]), torch.cat([empty, *targets]), branches,
+        responses, options,
+    )  # fmt: skip
+
+
+def _assemble(
+    samples: Sequence[int],
+    stream: Tensor,
+    positions: Tensor,
+    origins: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    branches: list[list[int]],
+    responses: list[int],
+    options: PackingOptions,
+) -> PackedMicroBatch:
+    """Describe the whole stream, keep this rank's stripe of it, move everything to the device."""
+    num_tokens, place = stream.numel(), options.context
+    split = None
+    if place.size > 1:
+        split = ContextSplit.of(place, rows)
+        stream, positions, origins = place.stripe(stream), place.stripe(positions), place.stripe(origins)
+        rows, targets = split.mine(rows) // place.size, split.mine(targets)
+        split = ContextSplit(place, [order.to(options.device) for order in split.order])
     return PackedMicroBatch(
         samples=list(samples),
-        tokens=torch.cat(pieces)[None].to(options.device),
-        sequences=_describe(branches, torch.cat(positions), options),
-        rows=torch.cat([empty, *rows]).to(options.device),
-        targets=torch.cat([empty, *targets]).to(options.device),
+        tokens=stream[None].to(options.device),
+        sequences=_describe(branches, positions, split, options),
+        rows=rows.to(options.device),
+        targets=targets.to(options.device),
         response_lengths=torch.tensor(responses, dtype=torch.long, device=options.device),
+        num_tokens=num_tokens,
+        origins=origins,
     )
 
 
@@ -185,7 +230,9 @@ def branches_per_prompt(prompt: int, response: float, siblings: int, pair_cost: 
     return min(range(1, siblings + 1), key=cost)
 
 
-def _describe(branches: list[list[int]], positions: Tensor, options: PackingOptions) -> PackedSequences:
+def _describe(
+    branches: list[list[int]], positions: Tensor, context: ContextSplit | None, options: PackingOptions
+) -> PackedSequences:
     lengths = [sum(family) for family in branches]
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return PackedSequences(
@@ -197,4 +244,5 @@ def _describe(branches: list[list[int]], positions: Tensor, options: PackingOpti
         lengths=lengths,
         positions=positions.to(options.device),
         padded=padded_layout(branches).to(options.device) if options.dense else None,
+        context=context,
     )

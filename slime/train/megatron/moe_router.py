@@ -1,0 +1,235 @@
+"""The router: scores in float32, the k best experts of each token or those that are replayed, and balance losses.
+
+    hidden [n, H] ─► logits ─► scores ─► choices [n, k] ─► weights [n, k], from the current scores at the choices
+                                          ▲
+                                          └─ top-k (of groups; with the expert bias), or replayed
+
+Parameters, buffers and their names are Megatron's `TopKRouter`; what is computed with them is here, in the compact
+form [n, k] that the dispatch wants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, group_limited_topk, router_gating_linear
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+if not moe_utils.HAVE_TE:
+    # the name its gating asks for is only defined by an import that needs Transformer Engine
+    moe_utils.te_general_gemm = None
+
+#: Balance losses and the ranks over whose tokens the experts' shares are counted.
+LOAD_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+@dataclass
+class Routing:
+    """What the routers are told about a micro-batch, and what they say. t: this rank's tokens.
+
+    Attributes:
+        padding: bool [t].
+        sequence: int64 [t], number of the sample that each token belongs to; 0 for padding.
+        num_sequences: samples in the micro-batch.
+        loss_scale: what the balance losses are multiplied with: Megatron's averaging undone, divided by the tokens of
+            the step. 0: no balance losses.
+        choices: layer number (from 1) → experts [t, k] to use again, or those that were recorded.
+        record: keep the choices.
+    """
+
+    padding: Tensor
+    sequence: Tensor
+    num_sequences: int
+    loss_scale: float = 0.0
+    choices: dict[int, Tensor] = field(default_factory=dict)
+    record: bool = False
+
+
+@dataclass
+class RouterStatistics:
+    """Sums over a step's micro-batches on this rank; padding does not count.
+
+    Attributes:
+        tokens_per_expert: float32 [experts].
+        balance: part of the balance loss without its coefficient, each token with weight 1 / tokens of the step.
+        z: the same of the z-loss.
+    """
+
+    tokens_per_expert: Tensor
+    balance: Tensor
+    z: Tensor
+
+    def clear(self) -> None:
+        for tensor in (self.tokens_per_expert, self.balance, self.z):
+            tensor.zero_()
+
+
+class Router(TopKRouter):
+    """Top-k router of packed micro-batches.
+
+    Args:
+        splits_tokens: the layer gives each tensor-parallel rank its part of tokens that all of them hold.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, *, splits_tokens: bool
+    ) -> None:
+        super().__init__(config, pg_collection)
+        self.splits_tokens = splits_tokens
+        where = torch.cuda.current_device()
+        assert config.num_moe_experts is not None
+        self.statistics = RouterStatistics(
+            torch.zeros(config.num_moe_experts, device=where),
+            torch.zeros((), device=where),
+            torch.zeros((), device=where),
+        )
+        self.balance_type = str(self.routing_type) if self.get_aux_loss_coeff(str(self.routing_type)) > 0 else "none"
+
+    def forward(self, hidden: Tensor, routing: Routing | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """hidden [n, H] → (weights float32 [n, k], experts int64 [n, k]), n being this rank's tokens in the layer."""
+        self._maintain_float32_expert_bias()
+        logits = self.gating(hidden)
+        counts = self.training and torch.is_grad_enabled()  # once per micro-batch, also when it is recomputed
+        valid = self._mine(~routing.padding) if routing is not None else logits.new_ones(len(logits), dtype=torch.bool)
+        if counts and routing is not None and routing.loss_scale and self.config.moe_z_loss_coeff:
+            logits = self._with_z_loss(logits, valid, routing)
+        choices = self._choices(logits.detach(), routing)
+        weights = router_weights(logits, choices, self.config)
+        if counts and routing is not None and routing.loss_scale and self.balance_type != "none":
+            weights = self._with_balance_loss(weights, logits, valid, routing)
+        if counts:
+            self._count(choices, valid)
+        return weights, choices
+
+    def gating(self, hidden: Tensor) -> Tensor:
+        """Logits [n, experts], in ``moe_router_dtype`` (float32 unless told otherwise)."""
+        weight = self.weight
+        if self.splits_tokens:  # each rank's gradient is that of its tokens
+            weight = tensor_parallel.copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype or "", hidden.dtype)
+        return router_gating_linear(hidden, weight, self.bias, dtype)
+
+    def _mine(self, values: Tensor) -> Tensor:
+        """Of the micro-batch's tokens, those that this tensor-parallel rank routes."""
+        ranks = self.tp_group.size()
+        return values if ranks == 1 else values.chunk(ranks)[self.tp_group.rank()]
+
+    def _choices(self, logits: Tensor, routing: Routing | None) -> Tensor:
+        if routing is None or self.layer_number is None:
+            return choose_experts(logits, self.expert_bias, self.config)
+        if not routing.record and self.layer_number in routing.choices:
+            return routing.choices[self.layer_number].long()
+        choices = choose_experts(logits, self.expert_bias, self.config)
+        if routing.record:
+            routing.choices[self.layer_number] = choices.to(smallest_integer(logits.size(1)))
+        return choices
+
+    @torch.no_grad()
+    def _count(self, choices: Tensor, valid: Tensor) -> None:
+        counts = tokens_per_expert(choices, valid, self.config.num_moe_experts or 0)
+        self.statistics.tokens_per_expert += counts
+        if self.expert_bias is not None:
+            self.local_tokens_per_expert += counts  # Megatron moves the bias by them after the step
+
+    def _with_z_loss(self, logits: Tensor, valid: Tensor, routing: Routing) -> Tensor:
+        """ST-MoE (arXiv:2202.08906), equation 5: the mean over tokens of the squared log-sum-exp of the logits."""
+        loss = (torch.logsumexp(logits, dim=-1).square() * valid).sum() * routing.loss_scale
+        self.statistics.z += loss.detach()
+        return MoEAuxLossAutoScaler.apply(logits, loss * self.config.moe_z_loss_coeff)
+
+    def _with_balance_loss(self, weights: Tensor, logits: Tensor, valid: Tensor, routing: Routing) -> Tensor:
+        """Attach E · Σ_e f_e · P_e, f_e the share of expert e among the choices, P_e its mean score.
+
+        Switch Transformer (arXiv:2101.03961), equations 4 to 6. Over the tokens of the micro-batch (aux_loss), of each
+        sample (seq_aux_loss: DeepSeek-V3, arXiv:2412.19437, equations 17 to 20), or of all data-parallel ranks'
+        micro-batches (global_aux_loss, arXiv:2501.11873). A group of tokens weighs as many of the step's tokens as it
+        has, so the loss of samples does not depend on how they are packed.
+        """
+        experts, topk = logits.size(1), self.topk
+        scores = normalised_scores(logits, self.config)
+        chosen = scores.detach().topk(topk, dim=1).indices
+        if self.balance_type == "seq_aux_loss":
+            sequence, groups = self._mine(routing.sequence), max(routing.num_sequences, 1)
+            everywhere = self.tp_cp_group
+        else:
+            sequence, groups = torch.zeros(len(scores), dtype=torch.long, device=scores.device), 1
+            everywhere = self.tp_dp_cp_group if self.balance_type == "global_aux_loss" else self.tp_cp_group
+        numbers = (sequence[:, None] * experts + chosen).flatten()
+        counts = torch.zeros(groups * experts, device=scores.device)
+        counts.index_add_(0, numbers, valid.float().repeat_interleave(topk))
+        if everywhere.size() > 1:
+            dist.all_reduce(counts, group=everywhere)
+        counts = counts.view(groups, experts)
+        tokens = (counts.sum(dim=1, keepdim=True) / topk).clamp(min=1.0)
+        share = counts / (tokens * topk)
+        sums = torch.zeros(groups, experts, device=scores.device, dtype=scores.dtype)
+        sums = sums.index_add(0, sequence, scores * valid[:, None])
+        loss = (share * sums).sum() * (experts * routing.loss_scale)
+        self.statistics.balance += loss.detach()
+        return MoEAuxLossAutoScaler.apply(weights, loss * self.get_aux_loss_coeff(self.balance_type))
+
+
+def choose_experts(logits: Tensor, bias: Tensor | None, config: TransformerConfig) -> Tensor:
+    """int64 [n, k]: the best experts by score plus bias, out of the best groups where groups limit the choice.
+
+    The order of the scores is that of the logits, unless a bias or sums over groups come in between.
+    """
+    scores = torch.sigmoid(logits) if config.moe_router_score_function == "sigmoid" else logits
+    if config.moe_router_group_topk and config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax:
+        scores = logits.softmax(dim=-1)
+    if bias is not None:
+        scores = scores + bias
+    if not config.moe_router_group_topk:
+        return scores.topk(config.moe_router_topk, dim=1).indices
+    tokens, experts = scores.shape
+    groups, best = config.moe_router_num_groups, config.moe_router_group_topk
+    return group_limited_topk(scores, config.moe_router_topk, tokens, experts, groups, best)[1]
+
+
+def router_weights(logits: Tensor, choices: Tensor, config: TransformerConfig) -> Tensor:
+    """float32 [n, k]: what the chosen experts' outputs are multiplied with.
+
+    softmax: over the chosen logits, or (``moe_router_pre_softmax``) over all, not normalised again. sigmoid: the
+    chosen scores, normalised to sum 1 where there is more than one. Times ``moe_router_topk_scaling_factor``.
+    """
+    if config.moe_router_score_function == "sigmoid":
+        weights = torch.sigmoid(logits).gather(1, choices)
+        if config.moe_router_topk > 1:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    elif config.moe_router_pre_softmax:
+        weights = logits.softmax(dim=-1).gather(1, choices)
+    else:
+        weights = logits.gather(1, choices).softmax(dim=-1)
+    scale = config.moe_router_topk_scaling_factor
+    return weights.float() * scale if scale else weights.float()
+
+
+def normalised_scores(logits: Tensor, config: TransformerConfig) -> Tensor:
+    """[n, experts] with sum 1, what balance losses look at."""
+    if config.moe_router_score_function == "softmax":
+        return logits.softmax(dim=-1)
+    scores = torch.sigmoid(logits)
+    return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+
+
+def tokens_per_expert(choices: Tensor, valid: Tensor, experts: int) -> Tensor:
+    """float32 [experts], counting valid tokens only.
+
+    Example:
+        >>> tokens_per_expert(torch.tensor([[0, 2], [2, 1]]), torch.tensor([True, False]), 3).tolist()
+        [1.0, 0.0, 1.0]
+    """
+    counts = torch.zeros(experts, device=choices.device)
+    return counts.index_add_(0, choices.flatten(), valid.float().repeat_interleave(choices.size(1)))
+
+
+def smallest_integer(limit: int) -> torch.dtype:
+    """The dtype in which numbers below ``limit`` take least memory."""
+    return torch.uint8 if limit <= 1 << 8 else torch.int16 if limit <= 1 << 15 else torch.int32

@@ -1,0 +1,182 @@
+"""What the routers are told: which tokens are padding, what balance losses weigh, and which experts to use again.
+
+A policy whose experts are chosen anew in every pass is compared with itself under other experts: a token near the
+border between two experts gets another log-prob from the engine, from the old-policy pass and from training, without a
+change of weights. Replay takes the experts of one pass for the others (arXiv:2507.18071, section 5.3; arXiv:2510.11370);
+their weights still come from the current router, so that it learns.
+
+    --use-routing-replay           old-policy pass ─ records ─► training (recompute included)
+    --use-rollout-routing-replay   engine ─ TrainBatch.routed_experts ─► old-policy pass, training
+
+The reference pass routes by itself: it has a router of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.samples.types import TrainBatch
+from slime.train.megatron.moe_layer import ExpertLayer, balance_metrics, expert_layers, uses_balance_losses
+from slime.train.megatron.moe_router import Routing, smallest_integer
+from slime.train.megatron.packed import PackedMicroBatch
+from slime.weights.convert.spec import ModelSpec
+
+Pass = Literal["score", "reference", "train"]
+Source = Literal["none", "policy", "engine"]
+
+
+@dataclass
+class RoutingGuide:
+    """Tells the routers of one rank about each micro-batch. Made by `guide_for`; there is none for dense models.
+
+    Attributes:
+        source: whose experts are replayed.
+        num_layers, num_experts, topk: of the whole model.
+        recorded: choices of the old-policy pass, by the samples of the micro-batch.
+    """
+
+    layers: list[ExpertLayer]
+    source: Source
+    num_layers: int
+    num_experts: int
+    topk: int
+    recorded: dict[tuple[int, ...], dict[int, Tensor]] = field(default_factory=dict)
+    gradient_scale: float = 1.0
+
+    def prepare(
+        self, batch: TrainBatch, micro_batches: Sequence[PackedMicroBatch], which: Pass, gradient_scale: float = 0.0
+    ) -> None:
+        """Before a pass: give each micro-batch its `Routing`. Collective in training when balance losses are on.
+
+        Args:
+            gradient_scale: undoes Megatron's averaging over micro-batches and ranks (training only).
+        Raises:
+            UserError: the engine's experts are to be replayed and are missing or of the wrong shape.
+        """
+        scale = 0.0
+        if which == "train":
+            self.gradient_scale = gradient_scale
+            if self.layers and uses_balance_losses(self.layers[0].config):
+                scale = gradient_scale / self._tokens_of_step(micro_batches)
+        for micro_batch in micro_batches:
+            origins = micro_batch.origins
+            micro_batch.sequences.routing = Routing(
+                padding=(origins < 0).to(micro_batch.tokens.device),
+                sequence=self._sequence(micro_batch, batch).to(micro_batch.tokens.device),
+                num_sequences=len(micro_batch.samples),
+                loss_scale=scale,
+            )
+            if which != "reference":
+                self._set_choices(micro_batch, batch, which)
+
+    def forget(self) -> None:
+        """The rollout is trained: its recorded choices are of no more use."""
+        self.recorded.clear()
+
+    def step_metrics(self) -> dict[str, float]:
+        """Balance of the step's experts; see `balance_metrics`. Collective."""
+        return balance_metrics(self.layers, self.gradient_scale)
+
+    def _tokens_of_step(self, micro_batches: Sequence[PackedMicroBatch]) -> float:
+        """Real tokens over all data-parallel ranks (each token once: context-parallel ranks hold different ones)."""
+        mine = sum(int((micro_batch.origins >= 0).sum()) for micro_batch in micro_batches)
+        total = torch.tensor(float(mine), device=torch.cuda.current_device())
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if group.size() > 1:
+            dist.all_reduce(total, group=group)
+        return max(total.item(), 1.0)
+
+    @staticmethod
+    def _sequence(micro_batch: PackedMicroBatch, batch: TrainBatch) -> Tensor:
+        """Number of the sample within the micro-batch that each token belongs to."""
+        lengths = torch.tensor([batch.tokens[i].numel() for i in micro_batch.samples], dtype=torch.long)
+        found = torch.searchsorted(lengths.cumsum(0), micro_batch.origins.clamp(min=0), right=True)
+        return found.clamp(max=max(len(lengths) - 1, 0))
+
+    def _set_choices(self, micro_batch: PackedMicroBatch, batch: TrainBatch, which: Pass) -> None:
+        routing, key = micro_batch.sequences.routing, tuple(micro_batch.samples)
+        assert routing is not None
+        if self.source == "engine":
+            routing.choices = self._from_engine(micro_batch, batch)
+        elif self.source == "policy" and which == "score":
+            routing.record = True
+            self.recorded[key] = routing.choices  # filled while the pass runs
+        elif self.source == "policy":
+            assert key in self.recorded, "routing is replayed in training but no pass recorded it"
+            routing.choices = self.recorded[key]
+
+    def _from_engine(self, micro_batch: PackedMicroBatch, batch: TrainBatch) -> dict[int, Tensor]:
+        """Layer number → [n, k] of the tokens that this rank routes."""
+        rows = micro_batch.origins
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        rows = rows.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+        # padding has no choices of its own; spread, it leaves no expert with all of it
+        number = torch.arange(rows.numel())[:, None] * self.topk + torch.arange(self.topk)
+        spread = (number % self.num_experts)[:, None].expand(-1, self.num_layers, -1)
+        if not micro_batch.samples:
+            chosen = spread
+        else:
+            last = spread.new_zeros(1, self.num_layers, self.topk) + torch.arange(self.topk)
+            parts = [part for i in micro_batch.samples for part in (self._experts_of(batch, i), last)]
+            table = torch.cat(parts).index_select(0, rows.clamp(min=0))
+            chosen = torch.where((rows < 0)[:, None, None], spread, table.long())
+        chosen = chosen.to(smallest_integer(self.num_experts)).to(micro_batch.tokens.device, non_blocking=True)
+        return {number: chosen[:, number - 1] for number in self._layer_numbers()}
+
+    def _layer_numbers(self) -> list[int]:
+        return [number for layer in self.layers if (number := layer.layer_number) is not None]
+
+    def _experts_of(self, batch: TrainBatch, sample: int) -> Tensor:
+        """[L - 1, layers, k] of one sample: the engine never sees a sample's last token."""
+        name = f"sample {batch.sample_indices[sample]}"
+        if batch.routed_experts is None:
+            raise UserError(
+                "--use-rollout-routing-replay needs the experts that the engine chose",
+                why="the samples of this rollout carry none",
+                fix="let the generate function set sample.rollout_routed_experts (the built-in one does where the "
+                "engine returns them), or use --use-routing-replay",
+            )
+        experts = batch.routed_experts[sample]
+        expected = (batch.tokens[sample].numel() - 1, self.num_layers, self.topk)
+        if tuple(experts.shape) != expected:
+            raise UserError(
+                f"the routed experts of {name} have shape {list(experts.shape)} instead of {list(expected)}",
+                why="one row per token but the last, one entry per layer (dense ones too) and chosen expert",
+                fix="correct the generate function, or the engine's version",
+            )
+        if experts.numel() and not (0 <= int(experts.min()) and int(experts.max()) < self.num_experts):
+            raise UserError(
+                f"the routed experts of {name} are numbers from {int(experts.min())} to {int(experts.max())}",
+                why=f"the model has {self.num_experts} experts per layer",
+                fix="let the engine serve the model that is trained",
+            )
+        return experts
+
+
+def guide_for(chunks: Sequence[nn.Module], spec: ModelSpec, config: Config) -> RoutingGuide | None:
+    """The guide of a model with experts, None for a dense one.
+
+    Raises:
+        UserError: routing replay for a dense model.
+    """
+    flags = config.train
+    source: Source = "none"
+    if flags.use_rollout_routing_replay:
+        source = "engine"
+    elif flags.use_routing_replay:
+        source = "policy"
+    if not spec.num_experts:
+        if source != "none":
+            raise UserError("routing replay was asked for, but the model has no experts", fix="leave the flag out")
+        return None
+    topk = int(spec.transformer["moe_router_topk"])
+    return RoutingGuide(list(expert_layers(chunks)), source, spec.num_layers, spec.num_experts, topk)
