@@ -31,6 +31,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "weights.hf_io",
         "weights.checkpoint",
         "weights.load_plan",
+        "weights.megatron_names",
     ),
     "weights": ("rollout.engines.api",),
 }

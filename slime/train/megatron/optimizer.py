@@ -2,51 +2,93 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
 
 from slime.config import Config
 from slime.errors import UserError
+from slime.observe.log import get_logger
+from slime.train.megatron import device
+from slime.train.megatron.host_states import HostStates
 from slime.train.megatron.model import PolicyModel, parameter_dtype
 from slime.train.records import StepOutcome
+from slime.weights.megatron_names import global_parameters
+
+logger = get_logger(__name__)
 
 
 def freeze(chunks: Sequence[PolicyModel], config: Config) -> int:
     """Switch off gradients by the regular expressions of the flags; returns how many parameters are frozen here.
 
+    The expressions are searched in Megatron's names with the layers' global numbers, so that they mean the same at
+    every layout. Collective, when there are expressions.
+
     Raises:
-        UserError: an expression that matches no parameter of the model would silently do nothing.
+        UserError: an expression that matches no parameter of the model would silently do nothing; nothing is left to
+            train.
     """
     only, frozen_names = config.train.only_train_params_name_list, config.train.freeze_params_name_list
-    if not only and not frozen_names:
+    patterns = [*only, *frozen_names]
+    if not patterns:
         return 0
     frozen = 0
-    unused = {*only, *frozen_names}
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            in_only = [pattern for pattern in only if re.search(pattern, name)]
-            in_frozen = [pattern for pattern in frozen_names if re.search(pattern, name)]
-            unused -= {*in_only, *in_frozen}
-            if (only and not in_only) or in_frozen:
-                parameter.requires_grad_(False)
-                frozen += 1
-    whole_model_is_here = config.megatron.pipeline_model_parallel_size == 1
-    if unused and whole_model_is_here:
+    seen: dict[str, bool] = {}  # name → is it trained
+    for name, parameter in _named_parameters(chunks):
+        found = any(re.search(pattern, name) for pattern in patterns)
+        seen[name] = found if only else not found
+        if not seen[name]:
+            parameter.requires_grad_(False)
+            frozen += 1
+    everywhere: list[Any] = [seen]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, seen)
+    trained = {name: is_trained for part in everywhere for name, is_trained in part.items()}
+    _check_expressions(patterns, trained)
+    logger.info("%d of %d parameters are frozen", len(trained) - sum(trained.values()), len(trained))
+    return frozen
+
+
+def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Global names. The output layer's copy of a tied embedding on the last pipeline stage goes by the embedding's:
+    frozen or trained, both must be the same."""
+    for name, tensor in global_parameters(chunks):
+        if isinstance(tensor, nn.Parameter):
+            is_copy = name == "output_layer.weight" and hasattr(tensor, "shared_embedding")
+            yield (_EMBEDDING if is_copy else name), tensor
+
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def _check_expressions(patterns: Sequence[str], trained: dict[str, bool]) -> None:
+    unused = [pattern for pattern in patterns if not any(re.search(pattern, name) for name in trained)]
+    if unused:
+        near = [name for pattern in unused for name in difflib.get_close_matches(pattern, trained, n=2, cutoff=0.3)]
+        near = near or sorted(trained)[:3]
         raise UserError(
-            f"no parameter matches {', '.join(sorted(unused))}",
-            why="--only-train-params-name-list and --freeze-params-name-list are searched in Megatron's names, such as "
-            "decoder.layers.0.mlp.linear_fc1.weight",
+            f"no parameter matches {', '.join(unused)}",
+            why="--only-train-params-name-list and --freeze-params-name-list are searched (re.search) in Megatron's "
+            f"names; nearest: {', '.join(dict.fromkeys(near))}",
             fix="correct the expression",
         )
-    return frozen
+    if not any(trained.values()):
+        raise UserError(
+            f"all {len(trained)} parameters are frozen",
+            why=f"by the expressions {', '.join(patterns)}",
+            fix="leave something to train",
+        )
 
 
 class DataParallel(DistributedDataParallel):
@@ -136,7 +178,8 @@ def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[Megatro
             "use_distributed_optimizer": is_distributed(config),
             "overlap_param_gather": megatron.overlap_param_gather,
             "use_precision_aware_optimizer": megatron.use_precision_aware_optimizer,
-            "optimizer_cpu_offload": megatron.optimizer_cpu_offload,
+            # without a GPU the states are in host memory and the step runs there as it is
+            "optimizer_cpu_offload": megatron.optimizer_cpu_offload and device.has_gpu(),
             **megatron.optimizer,
         }
     )
@@ -145,6 +188,8 @@ def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[Megatro
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             for group in inner.param_groups:  # one pass over parameters, gradients and moments instead of a dozen
                 group["fused"], group["foreach"] = True, False
+        if megatron.offload_optimizer_states and not optimizer_config.optimizer_cpu_offload:
+            HostStates.install(inner)
     chunks[0].module.config.grad_scale_func = optimizer.scale_loss if dtype == torch.float16 else None
     return optimizer, build_schedule(optimizer, config)
 
@@ -245,8 +290,10 @@ def _clip(part: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
     """Scale the gradients; fused Adam does that in its own pass when told the divisor."""
     inner = part.optimizer
     if isinstance(inner, torch.optim.Adam) and inner.param_groups[0].get("fused"):
-        where = next(p for group in inner.param_groups for p in group["params"]).device
-        inner.grad_scale = torch.tensor((grad_norm + 1e-6) / clip_grad, device=where)  # type: ignore[attr-defined]
+        mine = next((p for group in inner.param_groups for p in group["params"]), None)
+        if mine is not None:  # a rank's share of a small model may be empty
+            scale = torch.tensor((grad_norm + 1e-6) / clip_grad, device=mine.device)
+            inner.grad_scale = scale  # type: ignore[attr-defined]
         return
     parameters = part.get_parameters()
     if parameters:
@@ -261,3 +308,17 @@ def _clip(part: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
 def learning_rates(optimizer: MegatronOptimizer) -> list[float]:
     """Of each parameter group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+@torch.no_grad()
+def nonfinite_gradients(chunks: Sequence[nn.Module]) -> list[tuple[str, int, int]]:
+    """(global name, entries that are NaN or Inf, entries) of this rank's accumulated gradients that have any."""
+    found = []
+    for name, parameter in _named_parameters(chunks):
+        if not parameter.requires_grad:
+            continue
+        gradient = parameter.main_grad  # type: ignore[attr-defined]
+        bad = gradient.numel() - int(torch.isfinite(gradient).sum())
+        if bad:
+            found.append((name, bad, gradient.numel()))
+    return found

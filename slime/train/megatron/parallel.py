@@ -15,6 +15,7 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.samples.types import TrainLayout
 from slime.train.megatron import device
+from slime.train.megatron.context import ContextGroup
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,18 @@ def is_reporting_rank() -> bool:
     )
 
 
+def context_group() -> ContextGroup:
+    """The ranks that share a micro-batch with this one."""
+    group = parallel_state.get_context_parallel_group()
+    return ContextGroup(group.rank(), group.size(), group)
+
+
+# The ranks of a context-parallel group see the same samples and compute the same loss: sums leave them out.
+
+
 def sum_over_data_parallel(values: Tensor) -> Tensor:
     """In-place sum over the replicas of the model; every rank calls it equally often."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group = parallel_state.get_data_parallel_group()
     if dist.get_world_size(group) > 1:
         dist.all_reduce(values, group=group)
     return values
@@ -118,10 +128,27 @@ def sum_over_data_parallel(values: Tensor) -> Tensor:
 
 def max_over_data_parallel(values: Tensor) -> Tensor:
     """In-place maximum over the replicas of the model; every rank calls it equally often."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group = parallel_state.get_data_parallel_group()
     if dist.get_world_size(group) > 1:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     return values
+
+
+def max_over_ranks(values: Tensor) -> Tensor:
+    """In-place maximum over the world; collective."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
+def speaks_for_shard() -> bool:
+    """Several ranks may hold one data-parallel shard (tensor and context parallel peers, pipeline stages): this one's
+    numbers are taken where they go into a file."""
+    return (
+        is_last_stage()
+        and parallel_state.get_context_parallel_rank() == 0
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
 
 
 def any_rank(flag: bool, where: torch.device) -> bool:

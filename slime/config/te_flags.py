@@ -1,0 +1,75 @@
+"""Flags that need Transformer Engine, and what is said where it is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from slime.errors import UserError
+
+_FP8 = "low-precision matrix products are Transformer Engine's"
+_FUSED = "the fused kernel is Transformer Engine's"
+
+#: dest → why; any value but None and False needs it, or the one in `_ONLY`.
+NEEDS: dict[str, str] = {
+    "transformer_impl": "the layers are Transformer Engine's",
+    "attention_backend": "cuDNN's fused attention comes with Transformer Engine",
+    "fp8_format": _FP8,
+    "fp4_format": _FP8,
+    "fp8_param_gather": _FP8,
+    "use_precision_aware_optimizer": "optimizer states in lower precision need Transformer Engine's FusedAdam",
+    "moe_permute_fusion": _FUSED,
+    "moe_router_fusion": _FUSED,
+    "tp_comm_overlap": "overlapped tensor-parallel communication uses Transformer Engine's user buffers",
+    "delay_wgrad_compute": "its linear layers alone can delay weight gradients",
+    "symmetric_ar_type": _FUSED,
+    "fine_grained_activation_offloading": "activations are moved by Transformer Engine's hooks",
+}
+#: Flags of which one value needs it.
+_ONLY: dict[str, str] = {"transformer_impl": "transformer_engine", "attention_backend": "fused"}
+
+#: Of these, the ones that act inside Transformer Engine's layers: without them they would do nothing.
+ACTS_IN_LAYERS = ("fp8_format", "fp4_format", "fp8_param_gather", "tp_comm_overlap", "delay_wgrad_compute")
+
+INSTALL = "pip install 'transformer-engine[pytorch]' on the trainer's hosts (GPU, CUDA toolkit)"
+
+
+def is_installed() -> bool:
+    """Looks without importing it."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def missing(values: Mapping[str, Any], *, installed: bool) -> UserError | None:
+    """The error for the first flag that needs Transformer Engine or its layers and has not got them.
+
+    Args:
+        values: by dest; a dest that is not there is unset.
+
+    Example:
+        >>> print(missing({"moe_permute_fusion": True}, installed=False).what)
+        --moe-permute-fusion needs Transformer Engine
+        >>> missing({"moe_permute_fusion": True}, installed=True) is None
+        True
+    """
+    for dest, why in NEEDS.items():
+        value = values.get(dest)
+        wanted = _ONLY.get(dest)
+        if value is None or value is False or (wanted is not None and value != wanted):
+            continue
+        option = "--" + dest.replace("_", "-")
+        asked = option if value is True else f"{option} {value}"
+        if not installed:
+            return UserError(
+                f"{asked} needs Transformer Engine",
+                why=f"{why}, and it is not installed here",
+                fix=f"{INSTALL}, or leave {option} out",
+                check_id="transformer_engine",
+            )
+        if dest in ACTS_IN_LAYERS and values.get("transformer_impl") != "transformer_engine":
+            return UserError(
+                f"{asked} has no effect without --transformer-impl transformer_engine",
+                why="it acts inside Transformer Engine's layers",
+                fix="pass that too",
+            )
+    return None
