@@ -39,6 +39,11 @@ def _shared_expert_size(hf: Facts) -> Any:
     return count * hf["moe_intermediate_size"] if count else None
 
 
+def _head_size(hf: Facts) -> Any:
+    """None under multi-latent attention: there Megatron's kv_channels has no meaning."""
+    return None if hf.get("kv_lora_rank") else hf.get("head_dim")
+
+
 def _is_grouped(hf: Facts) -> Any:
     groups = hf.get("num_key_value_heads")
     return None if groups is None else groups < hf["num_attention_heads"]
@@ -60,7 +65,7 @@ _FACTS: dict[str, tuple[str, Callable[[Facts], Any]]] = {
     "ffn_hidden_size": ("intermediate_size", _key("intermediate_size")),
     "num_attention_heads": ("num_attention_heads", _key("num_attention_heads")),
     "num_query_groups": ("num_key_value_heads", _key("num_key_value_heads")),
-    "kv_channels": ("head_dim", _key("head_dim")),
+    "kv_channels": ("head_dim", _head_size),
     "norm_epsilon": ("rms_norm_eps", _key("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")),
     "vocab_size": ("vocab_size", _key("vocab_size")),
     "rotary_base": ("rope_theta", _rope("rope_theta")),
@@ -124,7 +129,14 @@ def check_model_flags(given: Mapping[str, Any], hf_config: Facts) -> None:
         )
 
 
+def _pattern(freq: Any, described: Mapping[str, Any]) -> list[int]:
+    """``moe_layer_freq`` layer by layer: an integer n means every n-th layer, from the first on."""
+    return list(freq) if not isinstance(freq, int) else [int(i % freq == 0) for i in range(described["num_layers"])]
+
+
 def _equal(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
     if isinstance(one, float) or isinstance(other, float):
         return abs(one - other) <= 1e-9 * max(abs(one), abs(other))
     return bool(one == other)
@@ -157,7 +169,7 @@ def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) ->
     """Keyword arguments of `TransformerConfig`: what the checkpoint says, and what the user set beside it.
 
     Args:
-        described: by the model's family table, from the Hugging Face config.
+        described: by the model's family table, from the Hugging Face config; None says that the model has no such thing.
         given: ``config.megatron.transformer``.
     Raises:
         UserError: the user set a field that the checkpoint says otherwise.
@@ -168,10 +180,17 @@ def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) ->
     """
     by_field = {spec.attribute: spec for spec in all_flags().values() if "transformer" in spec.sections}
     for name, value in given.items():
-        if name in described and described[name] is not None and not _equal(value, described[name]):
+        if name not in described:
+            continue
+        if name == "moe_layer_freq":
+            agrees = _pattern(value, described) == _pattern(described[name], described)
+        else:
+            agrees = _equal(value, described[name])
+        if not agrees:
+            fact = described[name]
             raise UserError(
                 f"{_spelled(by_field[name].dest, value)} contradicts the model",
-                why=f"for this checkpoint Megatron's {name} is {described[name]}",
+                why=f"for this checkpoint Megatron's {name} is {'not set' if fact is None else fact}",
                 fix="leave the flag out: the architecture is read from --hf-checkpoint",
             )
     return {**described, **given}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +21,11 @@ class TokenScores:
     log_probs: Tensor
     entropy: Tensor | None = None
     logits: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Megatron's schedule asks the output of a model with experts for it."""
+        return self.log_probs.device
 
 
 @dataclass

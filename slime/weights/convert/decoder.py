@@ -75,6 +75,9 @@ MLP_RULES = (
     Rule(MEGATRON_LAYER + "mlp.linear_fc2.weight", HF_LAYER + "mlp.down_proj.weight", ROW, when=_is_dense_layer),
 )
 
+#: Layers for multi-token prediction, numbered on from the decoder's.
+MTP_LAYERS = (r"model\.layers\.(?P<mtp_layer>\d+)\..*",)
+
 #: Buffers that old checkpoints carry although they are computed.
 COMPUTED_BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
 
@@ -104,6 +107,14 @@ def refuse(config: dict[str, Any], key: str, reason: str) -> None:
         )
 
 
+def mtp_layers(config: dict[str, Any]) -> int:
+    """How many layers for multi-token prediction follow the decoder's, under either name; transformers' default is 1."""
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if config.get(name) is not None:
+            return int(config[name])
+    return 1
+
+
 def decoder_spec(
     config: dict[str, Any],
     family: str,
@@ -111,6 +122,8 @@ def decoder_spec(
     add_qkv_bias: bool = False,
     qk_layernorm: bool = False,
     default_tie: bool = False,
+    default_rotary_percent: float = 1.0,
+    rotary_interleaved: bool = False,
     **extra: Any,
 ) -> ModelSpec:
     """The spec of a decoder with RMS norms, rotary embedding and gated MLPs.
@@ -121,7 +134,7 @@ def decoder_spec(
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "gelu", "relu"):
         raise UserError(f"activation {activation!r} of the model is not supported", fix="silu, gelu and relu are")
-    base, percent, scaling = rotary_settings(config)
+    base, percent, scaling = rotary_settings(config, default_percent=default_rotary_percent)
     transformer: dict[str, Any] = {
         "num_layers": int(require(config, "num_hidden_layers")),
         "hidden_size": hidden,
@@ -135,6 +148,9 @@ def decoder_spec(
         "add_bias_linear": False,
         "add_qkv_bias": add_qkv_bias,
         "qk_layernorm": qk_layernorm,
+        "rotary_interleaved": rotary_interleaved,
+        "num_moe_experts": None,
+        "multi_latent_attention": False,
         "hidden_dropout": 0.0,
         "attention_dropout": float(config.get("attention_dropout") or 0.0),
         **extra,

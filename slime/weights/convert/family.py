@@ -98,7 +98,8 @@ class ModelFamily:
         rules: the table.
         make_spec: plain config dict → ModelSpec; raises UserError for settings that cannot be honoured.
         ignored: regular expressions (full match) of Hugging Face tensors that this family does not use; counted,
-            not loaded.
+            not loaded. A group named ``mtp_layer`` must be the number of one of the layers for multi-token prediction
+            that follow the decoder's.
     """
 
     name: str
@@ -150,7 +151,14 @@ class ModelFamily:
         """Is this tensor known to be unused: listed in ``ignored``, or the output layer of a tied model?"""
         if spec.tie_embeddings and any(rule.tied_to and hf_name in rule.hf_names for rule in self.rules):
             return True
-        return any(re.fullmatch(pattern, hf_name) for pattern in self.ignored)
+        for pattern in self.ignored:
+            found = re.fullmatch(pattern, hf_name)
+            if found is None:
+                continue
+            layer = found.groupdict().get("mtp_layer")
+            if layer is None or 0 <= int(layer) - spec.num_layers < spec.num_mtp_layers:
+                return True
+        return False
 
 
 def _filled(rule: Rule, numbers: dict[str, int], spec: ModelSpec) -> Match:

@@ -178,6 +178,25 @@ class GateUp(Layout):
         return [_joined([half[0] for half in halves], 0), _joined([half[1] for half in halves], 0)]
 
 
+class StackedGateUp(Layout):
+    """As `GateUp`, from one Hugging Face tensor [2·I, …] that has all gate rows above all up rows (GLM-4)."""
+
+    tp_axis = 0
+
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+        (stacked,) = sources
+        half, rest = divmod(stacked.shape[0], 2)
+        if rest:
+            raise ValueError(f"gate and up stacked have {stacked.shape[0]} rows, an odd number")
+        start, end = shard.bounds(half, "intermediate features")
+        return _joined([stacked[start:end], stacked[half + start : half + end]], 0)
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+        if len(pieces) == 1:
+            return list(pieces)
+        return [_joined(GATE_UP.export(pieces, spec), 0)]
+
+
 def _joined(pieces: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
     import torch
 
@@ -185,4 +204,4 @@ def _joined(pieces: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
 
 
 REPLICATED, COLUMN, ROW = Replicated(), ColumnParallel(), RowParallel()
-VOCAB, QKV, GATE_UP = VocabParallel(), FusedQKV(), GateUp()
+VOCAB, QKV, GATE_UP, STACKED_GATE_UP = VocabParallel(), FusedQKV(), GateUp(), StackedGateUp()

@@ -38,11 +38,14 @@ class ModelSpec:
         padded_vocab_size: rows of the embedding in Megatron, over all tensor-parallel ranks. The surplus rows are
             zero and no token has their ids: the log-softmax must leave these columns out.
         rotary_base: theta of the rotary embedding.
-        rotary_percent: share of each head's dimensions that is rotated.
+        rotary_percent: share of each head's dimensions that is rotated (of multi-latent attention: of those that carry
+            the position).
         rotary_scaling: transformers' scaling dict, always with the key "rope_type" ("linear", "llama3", "yarn", …);
             None for plain rope.
         tie_embeddings: the output layer is the embedding.
         max_position_embeddings: longest sequence the model was made for.
+        post_norms: each layer normalises the outputs of its attention and of its MLP before they are added (GLM-4).
+        num_mtp_layers: layers for multi-token prediction that a checkpoint has behind the decoder's; not trained.
     """
 
     family: str
@@ -54,6 +57,8 @@ class ModelSpec:
     rotary_scaling: dict[str, Any] | None = None
     tie_embeddings: bool = False
     max_position_embeddings: int = 2048
+    post_norms: bool = False
+    num_mtp_layers: int = 0
     padded_vocab_size: int = field(default=0)
 
     def __post_init__(self) -> None:
@@ -96,8 +101,22 @@ class ModelSpec:
         return int(self.transformer["num_query_groups"])
 
     @property
+    def is_mla(self) -> bool:
+        """Multi-latent attention: queries, keys and values come from low-rank projections."""
+        return bool(self.transformer.get("multi_latent_attention"))
+
+    @property
     def head_dim(self) -> int:
+        """Of a query or key."""
+        if self.is_mla:
+            return int(self.transformer["qk_head_dim"]) + self.rotary_dim
         return int(self.transformer["kv_channels"])
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a query or key that are rotated."""
+        whole = self.transformer["qk_pos_emb_head_dim" if self.is_mla else "kv_channels"]
+        return int(whole * self.rotary_percent)
 
     @property
     def num_experts(self) -> int:
@@ -143,7 +162,9 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
     return dict(data)
 
 
-def rotary_settings(config: Mapping[str, Any], default_base: float = 10000.0) -> tuple[float, float, dict | None]:
+def rotary_settings(
+    config: Mapping[str, Any], default_base: float = 10000.0, default_percent: float = 1.0
+) -> tuple[float, float, dict | None]:
     """(base, percent, scaling) of the rotary embedding, from either spelling.
 
     transformers ≤ 4 writes ``rope_theta`` and ``rope_scaling`` (with "type" or "rope_type"), transformers 5 one
@@ -178,4 +199,4 @@ def rotary_settings(config: Mapping[str, Any], default_base: float = 10000.0) ->
         scaling.setdefault("rope_type", scaling["type"])
         del scaling["type"]
     plain = scaling.get("rope_type", "default") == "default"
-    return base, float(percent) if percent is not None else 1.0, None if plain else scaling
+    return base, float(percent) if percent is not None else default_percent, None if plain else scaling

@@ -1,0 +1,146 @@
+"""DeepSeek-V3 and R1, Moonlight (``DeepseekV3ForCausalLM``): multi-latent attention, dense layers first, then shared and
+routed experts.
+
+    hidden ─► q_a ─► norm ─► q_b ─► queries: per head [no position | position]      without q_lora_rank: one q_proj
+    hidden ─► kv_a ─► [latent | position] ; latent ─► norm ─► kv_b ─► per head [key without position | value]
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slime.errors import UserError
+from slime.weights.convert.decoder import (
+    ATTENTION,
+    ATTENTION_RULES,
+    COMPUTED_BUFFERS,
+    HF_ATTENTION,
+    MLP_RULES,
+    MTP_LAYERS,
+    OUTER_RULES,
+    decoder_spec,
+    mtp_layers,
+    refuse,
+    require,
+)
+from slime.weights.convert.experts import MOE_RULES, moe_layer_freq, sigmoid_router
+from slime.weights.convert.family import ModelFamily, Rule
+from slime.weights.convert.layouts import COLUMN, REPLICATED
+from slime.weights.convert.spec import ModelSpec, rotary_settings
+
+#: transformers' DeepseekV3Config, where config.json is silent.
+_DEFAULTS = {
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def _has_query_rank(spec: ModelSpec, layer: int) -> bool:
+    return spec.transformer["q_lora_rank"] is not None
+
+
+def _has_whole_query(spec: ModelSpec, layer: int) -> bool:
+    return spec.transformer["q_lora_rank"] is None
+
+
+#: The norm in front of the layer and the output projection are those of any attention.
+_INPUT_NORM, _QKV, _OUTPUT = ATTENTION_RULES
+
+_ATTENTION_RULES = (
+    replace(_INPUT_NORM, megatron=_INPUT_NORM.megatron_names[0]),
+    Rule(ATTENTION + "linear_q_proj.weight", HF_ATTENTION + "q_proj.weight", COLUMN, when=_has_whole_query),
+    Rule(ATTENTION + "linear_q_down_proj.weight", HF_ATTENTION + "q_a_proj.weight", COLUMN, when=_has_query_rank),
+    Rule(
+        (ATTENTION + "q_layernorm.weight", ATTENTION + "linear_q_up_proj.layer_norm_weight"),
+        HF_ATTENTION + "q_a_layernorm.weight",
+        REPLICATED,
+        when=_has_query_rank,
+    ),
+    Rule(ATTENTION + "linear_q_up_proj.weight", HF_ATTENTION + "q_b_proj.weight", COLUMN, when=_has_query_rank),
+    Rule(ATTENTION + "linear_kv_down_proj.weight", HF_ATTENTION + "kv_a_proj_with_mqa.weight", COLUMN),
+    Rule(
+        (ATTENTION + "kv_layernorm.weight", ATTENTION + "linear_kv_up_proj.layer_norm_weight"),
+        HF_ATTENTION + "kv_a_layernorm.weight",
+        REPLICATED,
+    ),
+    Rule(ATTENTION + "linear_kv_up_proj.weight", HF_ATTENTION + "kv_b_proj.weight", COLUMN),
+    _OUTPUT,
+)
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    config = {**_DEFAULTS, **config}
+    _refuse_other_models(config)
+    layers, freq = range(int(require(config, "num_hidden_layers"))), int(config.get("moe_layer_freq") or 1)
+    first = int(config["first_k_dense_replace"])
+    spec = decoder_spec(
+        {**config, "num_key_value_heads": config.get("num_attention_heads"), "head_dim": None},
+        "deepseek_v3",
+        qk_layernorm=True,
+        moe_layer_freq=moe_layer_freq([layer >= first and layer % freq == 0 for layer in layers]),
+        **sigmoid_router(config),
+        **_latent_attention(config),
+    )
+    del spec.transformer["kv_channels"]  # has no meaning here
+    return replace(spec, num_mtp_layers=mtp_layers(config))
+
+
+def _refuse_other_models(config: dict[str, Any]) -> None:
+    refuse(config, "attention_bias", "Megatron's multi-latent attention has no biases")
+    if not config.get("rope_interleave", True):
+        raise UserError(
+            "the model rotates the first against the second half of each head",
+            why="config.json sets rope_interleave to false; published models of this family pair neighbours",
+            fix="choose another model",
+        )
+    for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if config.get(key, value) != value:
+            raise UserError(
+                f"the model routes with {key} {config[key]!r}",
+                why=f"models of this family use {value!r}",
+                fix="choose another model",
+            )
+
+
+def _latent_attention(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of Megatron's ``MLATransformerConfig``."""
+    base, _, scaling = rotary_settings(config)
+    rank = config.get("q_lora_rank")
+    fields: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": int(rank) if rank is not None else None,
+        "kv_lora_rank": int(require(config, "kv_lora_rank")),
+        "qk_head_dim": int(require(config, "qk_nope_head_dim")),
+        "qk_pos_emb_head_dim": int(require(config, "qk_rope_head_dim")),
+        "v_head_dim": int(require(config, "v_head_dim")),
+        "rope_type": "rope",
+        "rotary_base": base,
+        "rotary_scaling_factor": 1.0,
+        "mscale_all_dim": 0.0,
+    }
+    if scaling is not None and scaling["rope_type"] == "yarn":
+        trained = scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings", 4096)
+        fields |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": float(scaling["factor"]),
+            "original_max_position_embeddings": int(trained),
+            "beta_fast": float(scaling.get("beta_fast") or 32),
+            "beta_slow": float(scaling.get("beta_slow") or 1),
+            "mscale": float(scaling.get("mscale") or 1.0),
+            "mscale_all_dim": float(scaling.get("mscale_all_dim") or 0.0),
+        }
+    return fields
+
+
+DEEPSEEK_V3 = ModelFamily(
+    name="deepseek_v3",
+    model_types=("deepseek_v3",),
+    architectures=("DeepseekV3ForCausalLM",),
+    rules=OUTER_RULES + _ATTENTION_RULES + MLP_RULES + MOE_RULES,
+    make_spec=_spec,
+    ignored=COMPUTED_BUFFERS + MTP_LAYERS,
+)

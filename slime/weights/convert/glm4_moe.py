@@ -1,0 +1,61 @@
+"""GLM-4.5 and 4.5-Air (``Glm4MoeForCausalLM``): dense layers first, then shared and routed experts; half of each head
+rotated, first against second half of that half; biases and norms on queries and keys in the large one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slime.weights.convert.decoder import (
+    ATTENTION_RULES,
+    COMPUTED_BUFFERS,
+    MLP_RULES,
+    MTP_LAYERS,
+    OUTER_RULES,
+    QK_NORM_RULES,
+    QKV_BIAS_RULES,
+    decoder_spec,
+    mtp_layers,
+    require,
+)
+from slime.weights.convert.experts import MOE_RULES, moe_layer_freq, sigmoid_router
+from slime.weights.convert.family import ModelFamily
+from slime.weights.convert.spec import ModelSpec
+
+#: transformers' Glm4MoeConfig, where config.json is silent.
+_DEFAULTS = {
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "rms_norm_eps": 1e-5,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+}
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    config = {**_DEFAULTS, **config}
+    layers = range(int(require(config, "num_hidden_layers")))
+    spec = decoder_spec(
+        config,
+        "glm4_moe",
+        add_qkv_bias=bool(config["attention_bias"]),
+        qk_layernorm=bool(config["use_qk_norm"]),
+        default_rotary_percent=0.5,
+        moe_layer_freq=moe_layer_freq([layer >= config["first_k_dense_replace"] for layer in layers]),
+        **sigmoid_router(config),
+    )
+    return replace(spec, num_mtp_layers=mtp_layers(config))
+
+
+GLM4_MOE = ModelFamily(
+    name="glm4_moe",
+    model_types=("glm4_moe",),
+    architectures=("Glm4MoeForCausalLM",),
+    rules=OUTER_RULES + ATTENTION_RULES + QKV_BIAS_RULES + QK_NORM_RULES + MLP_RULES + MOE_RULES,
+    make_spec=_spec,
+    ignored=COMPUTED_BUFFERS + MTP_LAYERS,
+)
