@@ -208,6 +208,13 @@ class Cluster:
         self._call_rollout("mark_consumed", batch.rollout_id, what="noting consumed prompts")
         return metrics[self._trainers.reporting_rank] if self._trainers is not None else {}
 
+    def failed_step(self) -> list[Any]:
+        """What each trainer rank kept of a step with NaN or Inf; to be asked for right after that failure."""
+        if self._trainers is None:
+            return []
+        found = self._trainers.call("failed_step", what="asking for the step that failed", timeout=_ANSWER_SECONDS)
+        return [part for part in found if part is not None]
+
     def set_run_length(self, num_rollout: int) -> None:
         """Tell the trainers how many rollouts there will be, once that is known."""
         self._call_trainers("set_run_length", num_rollout, what="setting the length of the run")
@@ -230,6 +237,10 @@ class Cluster:
         source = self._call_rollout("state_dict", what="asking for the data position")
         state = {"source": source, "weight_version": weight_version}
         self._call_trainers("save", rollout_id, state, what="saving a checkpoint")
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that --async-save may still be writing."""
+        self._call_trainers("finish_saving", what="finishing the checkpoint")
 
     # -- inside --------------------------------------------------------------------------------------------
 
@@ -288,6 +299,7 @@ class Cluster:
 
 
 _ROLLOUT = "rollout"
+_ANSWER_SECONDS = 120.0  # for what a process has at hand
 
 
 class _Clock:

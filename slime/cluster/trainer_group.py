@@ -102,6 +102,13 @@ class TrainerActor:
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
         self.backend.save(rollout_id, extra_state)
 
+    def failed_step(self) -> Any:
+        """The rank's part of the step that ended in `NonFiniteTraining` (`slime.train.non_finite.FailedStep`)."""
+        return self.backend.failed_step
+
+    def finish_saving(self) -> None:
+        self.backend.finish_saving()
+
     def is_alive(self) -> bool:
         return True
 

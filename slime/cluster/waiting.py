@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from slime.errors import RunFailed, UserError
 from slime.observe.log import get_logger
@@ -137,6 +137,14 @@ def _fetch(ref: ray.ObjectRef, what: str, name: str) -> Any:
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         raise cause from error  # the remote traceback stays visible to those who ask for it
+    except OutOfMemoryError as error:
+        raise ActorDied(
+            f"{name} was ended by Ray ({what}): the host's memory was nearly full",
+            why=str(error).strip().splitlines()[0] if str(error).strip() else "Ray's memory monitor killed the process",
+            fix="lower --max-tokens-per-gpu or --micro-batch-size, put fewer processes on a host, or raise Ray's "
+            "threshold (RAY_memory_usage_threshold)",
+            check_id="out_of_memory",
+        ) from error
     except RayActorError as error:
         raise ActorDied(
             f"{name} died ({what})",

@@ -173,6 +173,12 @@ class Session:
             self.cluster.save(rollout_id, self.weight_version)
         self._last_saved = rollout_id
 
+    def finish_saving(self) -> None:
+        """Wait for the last checkpoint, which --async-save writes behind training."""
+        if self._last_saved is not None and self.config.checkpoint.async_save:
+            with self.sinks.phase("save_model"):
+                self.cluster.finish_saving()
+
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         with self.sinks.phase("evaluate"):
             return self.cluster.evaluate(rollout_id)
@@ -184,15 +190,34 @@ class Session:
         """After SIGTERM: keep the last completed step, unless it is on disk already."""
         self._stop.clear()  # the save must be waited for
         self._state = "stopped"
-        if self._last_trained is None or self._last_saved == self._last_trained or not self._saves:
-            return
-        self.save(self._last_trained)
-        logger.info("saved rollout %d before leaving", self._last_trained)
+        if self._last_trained is not None and self._last_saved != self._last_trained and self._saves:
+            self.save(self._last_trained)
+            logger.info("saved rollout %d before leaving", self._last_trained)
+        self.finish_saving()
 
     def failed(self, error: BaseException) -> None:
         """Keep what explains the failure, and say in the error where it is."""
         folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
+        if folder is not None and "slime.train.non_finite" in sys.modules:  # imported by nothing here but such an error
+            self._keep_failed_step(error, folder)
         error.add_note(f"details: {folder or 'not written, see above'}; every process's log: {self.run.logs}")
+
+    def _keep_failed_step(self, error: BaseException, folder: Path) -> None:
+        """Write the samples and tensors of a step with NaN or Inf, and name the files in the error."""
+        from slime.drivers.failed_step import write_failed_step
+        from slime.prompts.tokenizer import load_tokenizer
+        from slime.train.non_finite import NonFiniteTraining
+
+        if not isinstance(error, NonFiniteTraining):
+            return
+        try:
+            assert self.config.checkpoint.hf_checkpoint is not None
+            tokenizer = load_tokenizer(self.config.checkpoint.hf_checkpoint)
+            files = write_failed_step(folder, self.cluster.failed_step(), tokenizer)
+        except (OSError, UserError) as problem:  # the failure itself is what must be seen
+            logger.error("could not write the failed step to %s: %s", folder, problem)
+            return
+        error.add_note(f"the step's samples: {files[0]}; losses and gradients: {files[1]}; tensors: {files[2]}")
 
     # -- signals ---------------------------------------------------------------------------------------
 
@@ -223,6 +248,7 @@ def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
         try:
             session.launch()
             yield session
+            session.finish_saving()
             session.ended("finished")
         except StopRequested:
             session.leave()

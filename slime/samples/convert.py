@@ -188,6 +188,8 @@ def _shard(
         return None if column is None else [_tensor(column[i], np.float32) for i in rows]
 
     experts = columns.routed_experts
+    for name in ("rollout_log_probs", "teacher_log_probs"):
+        _check_numbers(name, getattr(columns, name), rows, columns.sample_indices)
     return TrainBatch(
         rollout_id=rollout_id,
         tokens=[_tensor(columns.tokens[i], np.int64) for i in rows],
@@ -208,6 +210,22 @@ def _shard(
         metadata=pick(columns.metadata),
         global_stats=dict(stats),
     )
+
+
+def _check_numbers(name: str, column: list[Any] | None, rows: list[int], indices: list[int]) -> None:
+    """numpy would make NaN of a None in a list of numbers, and say nothing.
+
+    Raises:
+        UserError: names the sample and the position.
+    """
+    for i in rows if column is not None else []:
+        values = column[i]  # type: ignore[index]
+        if isinstance(values, list | tuple) and None in values:
+            raise UserError(
+                f"{name} of the sample with index {indices[i]} has no number at position {values.index(None)}",
+                why=f"{values.count(None)} of its {len(values)} entries are None",
+                fix="give every response token a number; 0.0 (with loss mask 0) for those that the model did not sample",
+            )
 
 
 def _tensor(values: Any, dtype: Any) -> torch.Tensor:
