@@ -39,7 +39,13 @@ class PackedAttention(torch.nn.Module):
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
-        """query [T, heads, dim], key and value [T, groups, dim] → [T, heads, dim]."""
+        """query [T, heads, dim], key and value [T, groups, dim] → [T, heads, dim]; of T this rank's stripe."""
+        context = sequences.context
+        if context is None:
+            return self._whole(query, key, value, sequences)
+        return context.to_tokens(self._whole(*context.to_heads(query, key, value), sequences))
+
+    def _whole(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         layout = sequences.padded
         if layout is None:
             return _flash_packed(query, key, value, sequences, self.scale)

@@ -1,0 +1,253 @@
+"""The parity table: every model family at every parallel layout gives the numbers of a single process.
+
+Compared are per-token log-probs and entropies, the loss, every gradient tensor relative to its largest entry, and the
+weights after two plain SGD steps that move them by more than one per cent. All in float32, over gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_train_model import MODELS, save_tiny
+from torch import Tensor
+from trainer_ranks import RankPool, make_batch, shard, trainer_config
+
+from slime.samples.types import TrainBatch
+
+TEMPERATURE = 0.8
+TOLERANCE = 1e-5
+LOSS: dict[str, Any] = {
+    "use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3", "entropy_coef": 0.01,
+    "optimizer": "sgd", "lr": 0.3, "clip_grad": 0.5, "rollout_temperature": TEMPERATURE,
+}  # fmt: skip
+MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]
+DATA_PARALLEL = {
+    1: [(range(6), MICRO_BATCHES)],
+    2: [([4, 0], [[0], [1], []]), ([1, 3, 5, 2], [[0, 1], [2], [3]])],  # rank 0 ends with an empty micro-batch
+    4: [([4, 0], [[0], [1]]), ([1], [[0], []]), ([3, 5], [[0, 1], []]), ([2], [[], [0]])],
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Flags, the processes they need, and the data-parallel size that comes out."""
+
+    ranks: int
+    data_parallel: int = 1
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+SP = {"sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+LAYOUTS = {
+    "TP2": Layout(2, flags=TP2),
+    "TP2+SP": Layout(2, flags=TP2 | SP),
+    "PP2": Layout(2, flags=PP2),
+    "PP2 virtual": Layout(2, flags=PP2 | {"num_virtual_stages_per_pipeline_rank": 2}),
+    "DP2": Layout(2, 2),
+    "DP2 optimizer not sharded": Layout(2, 2, {"use_distributed_optimizer": False}),
+    "CP2": Layout(2, flags=CP2),
+    "EP2": Layout(2, 2, EP2),
+    "TP2 x PP2": Layout(4, flags=TP2 | PP2),
+    "TP2 x CP2": Layout(4, flags=TP2 | CP2),
+    "TP2+SP x CP2": Layout(4, flags=TP2 | SP | CP2),
+    "PP2 virtual x CP2": Layout(4, flags=PP2 | CP2 | {"num_virtual_stages_per_pipeline_rank": 2}),
+    "DP2 x CP2": Layout(4, 2, CP2),
+    "CP4": Layout(4, flags={"context_parallel_size": 4}),
+    "DP2 x EP2": Layout(4, 4, EP2),
+    "TP2+SP x EP2": Layout(4, 2, TP2 | SP | EP2),
+}
+FAMILIES = ["llama", "qwen2", "qwen3"]
+MOE: set[str] = set()
+
+
+def _cases() -> Iterator[Any]:
+    """One family at all layouts, all families at two; the other pairs belong to ``make test-full``."""
+    for family in FAMILIES:
+        for layout in LAYOUTS:
+            if "EP2" in layout and family not in MOE:
+                continue
+            always = family == "qwen3" or layout in ("TP2+SP", "CP2") or (family == "qwen3_moe" and "EP2" in layout)
+            yield pytest.param(family, layout, marks=[] if always else [pytest.mark.full])
+
+
+def parity_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> dict[str, Any]:
+    """Everything that is compared, on one rank; tensors by their Hugging Face names."""
+    from slime.train.megatron.backend import MegatronBackend
+    from slime.weights.hf_io import iter_hf_tensors
+
+    backend = MegatronBackend(trainer_config(**LOSS, **flags, actor_num_gpus_per_node=info.world_size), info)
+    backend.setup()
+    batch = batches[backend.data_parallel_rank]
+
+    def named() -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
+
+    log_probs, entropies = _scores(backend, batch)
+    gradients = _gradients(backend, batch, named)
+    metrics = [backend.train(batch) for _ in range(2)]
+    return {
+        "samples": batch.sample_indices,
+        "log_probs": log_probs,
+        "entropies": entropies,
+        "gradients": gradients,
+        "metrics": [{k: v for k, v in m.items() if not k.startswith("perf/")} for m in metrics],
+        "weights": named(),
+        "reporting": backend.is_reporting_rank,
+    }
+
+
+def _scores(backend: Any, batch: TrainBatch) -> tuple[list[Tensor], list[Tensor]]:
+    """Per sample, as the training pass computes them; [] where there is no output layer."""
+    from slime.train.megatron import forward
+
+    packed = backend._pack(batch, batch.steps[0].micro_batches)
+    scores = forward.score(backend._modules(), packed, temperature=TEMPERATURE, with_entropy=True)
+    log_probs, entropies = {}, {}
+    for micro_batch, score in zip(packed, scores):
+        log_probs.update(zip(micro_batch.samples, micro_batch.split(score.log_probs)))
+        entropies.update(zip(micro_batch.samples, micro_batch.split(score.entropy)))
+    order = sorted(log_probs)
+    return [log_probs[i] for i in order], [entropies[i] for i in order]
+
+
+def _gradients(backend: Any, batch: TrainBatch, named: Any) -> dict[str, Tensor]:
+    """What the optimizer would get before clipping, whole: shards of the distributed optimizer are put together, and
+    the exporter turns them into Hugging Face tensors, standing in for the weights."""
+    from test_train_model import gradients
+
+    gradients(backend, batch)
+    chunks = backend.model_chunks
+    for chunk in chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            if not buffer.ddp_config.use_distributed_optimizer or group.size() == 1:
+                continue
+            for bucket in buffer.buckets:
+                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    before = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.main_grad)
+        result = named()
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
+    return result
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    started: dict[int, RankPool] = {}
+    yield started
+    for pool in started.values():
+        pool.close()
+
+
+def run(pools: dict[int, RankPool], ranks: int, *args: Any) -> list[dict[str, Any]]:
+    if ranks not in pools:
+        pools[ranks] = RankPool(ranks)
+    return pools[ranks].run(parity_job, *args)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.nn.Module]]:
+    made = {}
+    for family in FAMILIES:
+        directory = tmp_path_factory.mktemp("model")
+        made[family] = (directory, save_tiny(family, directory))
+    return made
+
+
+@pytest.fixture(scope="module")
+def singles() -> dict[str, dict[str, Any]]:
+    """Results of the single process by family, filled on demand."""
+    return {}
+
+
+def single_process(
+    family: str, singles: dict[str, Any], pools: dict[int, RankPool], checkpoints: dict[str, Any]
+) -> dict[str, Any]:
+    if family not in singles:
+        flags = {"hf_checkpoint": str(checkpoints[family][0])}
+        singles[family] = run(pools, 1, flags, [make_batch(MICRO_BATCHES)])[0]
+    result: dict[str, Any] = singles[family]
+    return result
+
+
+def worst(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference, relative to the largest entry."""
+    return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-12)).item()
+
+
+@pytest.mark.parametrize(("family", "layout"), list(_cases()))
+def test_layout_gives_the_numbers_of_one_process(
+    family: str, layout: str, pools: dict[int, RankPool], checkpoints: dict[str, Any], singles: dict[str, Any]
+) -> None:
+    single = single_process(family, singles, pools, checkpoints)
+    chosen = LAYOUTS[layout]
+    batch = make_batch(MICRO_BATCHES)
+    batches = [shard(batch, members, plan) for members, plan in DATA_PARALLEL[chosen.data_parallel]]
+    flags = {**chosen.flags, "hf_checkpoint": str(checkpoints[family][0])}
+    results = run(pools, chosen.ranks, flags, batches)
+
+    assert sum(result["reporting"] for result in results) == 1
+    by_sample = dict(zip(single["samples"], zip(single["log_probs"], single["entropies"])))
+    seen = set()
+    for result in results:
+        for kind in ("gradients", "weights"):
+            assert result[kind].keys() == single[kind].keys()
+            for name, value in single[kind].items():
+                assert worst(result[kind][name], value) <= TOLERANCE, (kind, name)
+        if not result["log_probs"]:
+            continue
+        for index, log_probs, entropies in zip(result["samples"], result["log_probs"], result["entropies"]):
+            seen.add(index)
+            assert (log_probs - by_sample[index][0]).abs().max() <= TOLERANCE
+            assert (entropies - by_sample[index][1]).abs().max() <= TOLERANCE
+        for ours, theirs in zip(result["metrics"], single["metrics"]):
+            for key in theirs:
+                assert ours[key] == pytest.approx(theirs[key], rel=2e-5, abs=2e-5), key
+    assert seen == set(batch.sample_indices)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_process_gives_the_log_probs_of_transformers(
+    family: str, pools: dict[int, RankPool], checkpoints: dict[str, Any], singles: dict[str, Any]
+) -> None:
+    single = single_process(family, singles, pools, checkpoints)
+    model, batch = checkpoints[family][1], make_batch(MICRO_BATCHES)
+    for tokens, response, log_probs in zip(batch.tokens, batch.response_lengths, single["log_probs"]):
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1].float() / TEMPERATURE
+        expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0][-response:]
+        assert (log_probs - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_weights_moved(
+    family: str, pools: dict[int, RankPool], checkpoints: dict[str, Any], singles: dict[str, Any]
+) -> None:
+    """Otherwise the table would prove little."""
+    single = single_process(family, singles, pools, checkpoints)
+    before = checkpoints[family][1].state_dict()
+    change = sum(((single["weights"][n] - before[n]).norm() ** 2) for n in single["weights"] if n in before)
+    total = sum(before[n].norm() ** 2 for n in single["weights"] if n in before)
+    assert (change / total) ** 0.5 > 0.01
+
+
+def test_the_table_holds_every_family() -> None:
+    from slime.weights.convert import FAMILIES as TABLES
+
+    assert set(FAMILIES) == {family.name for family in TABLES}
+    assert set(FAMILIES) <= set(MODELS)
