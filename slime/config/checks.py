@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from slime.config.checks_train import check_training
 from slime.config.host import num_gpus
 from slime.config.resolve import Draft
 from slime.errors import UserError
@@ -23,6 +24,7 @@ _NEEDS: dict[str, tuple[str, object]] = {
     "rm_url": ("rm_type", "remote_rm"),
     "save_interval": ("save", None),
     "save_retain": ("save", None),
+    "async_save": ("save", None),
     "ckpt_step": ("load", None),
     "ref_ckpt_step": ("ref_load", None),
     "load_debug_rollout_data_subsample": ("load_debug_rollout_data", None),
@@ -38,6 +40,7 @@ def check(draft: Draft) -> None:
     """
     for step in (
         _ranges, _needs, _entry, _host, _placement, _parallel, _batches, _lengths, _algorithm, _evaluation, _debug,
+        check_training,
     ):  # fmt: skip
         step(draft)
 
@@ -127,16 +130,20 @@ def _host(draft: Draft) -> None:
             f"--distributed-backend {draft['distributed_backend']} cannot be used {where}", fix="leave it at auto"
         )
     missing = {"fused", "unfused", "local"} if on_gpu else {"flash", "fused"}
+    if on_gpu and draft["transformer_impl"] == "transformer_engine":
+        missing = set()  # it has them all, and says itself which of them the GPU cannot run
     if draft["attention_backend"] in missing:
         raise UserError(
             f"--attention-backend {draft['attention_backend']} is not there {where}",
             why="torch's variable-length flash attention is used" if on_gpu else "torch's own attention is used",
             fix="pass auto or flash" if on_gpu else "pass auto, unfused or local",
         )
-    for dest in ("offload_optimizer_states", "offload", "offload_train", "offload_rollout"):
+    for dest in ("offload", "offload_train", "offload_rollout"):
         if on_gpu and draft.is_given(dest) and draft[dest]:
             raise UserError(
-                f"{_option(dest)} is not supported in this version", why="GPU memory is not handed over between phases"
+                f"{_option(dest)} is not supported in this version",
+                why="trainer and engines do not yet hand GPU memory to each other between phases",
+                fix="leave it out; --offload-optimizer-states keeps Adam's moments in host memory all the time",
             )
 
 
@@ -308,7 +315,7 @@ def _debug(draft: Draft) -> None:
     if draft["debug_rollout_only"] and draft["debug_train_only"]:
         why = "--load-debug-rollout-data implies --debug-train-only" if draft["load_debug_rollout_data"] else ""
         raise UserError("--debug-rollout-only and --debug-train-only exclude each other", why=why, fix="choose one")
-    for dest in ("save_debug_rollout_data", "load_debug_rollout_data"):
+    for dest in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
         if draft[dest] is not None and "{rollout_id}" not in draft[dest] and draft["num_rollout"] not in (None, 0, 1):
             raise UserError(
                 f"{_option(dest)} {draft[dest]} has no {{rollout_id}} in it",
@@ -345,6 +352,13 @@ def check_complete(draft: Draft) -> None:
         raise UserError(
             "--prompt-data is required",
             fix="pass a JSONL or Parquet file; --disable-rollout-global-dataset when the rollout function has its own",
+        )
+    has_samples = draft["load_debug_rollout_data"] is not None or draft["loss_type"] == "sft_loss"
+    if draft["debug_train_only"] and not has_samples and rollouts != 0:
+        raise UserError(
+            "--debug-train-only has nothing to train on",
+            why="no engine is started, and no samples are loaded",
+            fix="pass --load-debug-rollout-data PATTERN, written before by --save-debug-rollout-data",
         )
     generates = not draft["debug_train_only"] and draft["loss_type"] != "sft_loss" and rollouts != 0
     if generates and draft["rollout_num_gpus"] == 0:

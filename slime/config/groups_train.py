@@ -142,13 +142,11 @@ class TrainConfig:
     """Regular expressions (re.search) of the parameters to freeze."""
     keep_old_actor: bool = flag(False, refused=_NO_OLD_ACTOR)
     """Take the old policy from a lagged copy of the weights."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = flag(
-        "auto", refused_values={"transformer_engine": "Transformer Engine's layers are not in this version"}
-    )
-    """Layer implementation; auto is local in this version."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = flag("auto")
+    """Layer implementation; auto is local. transformer_engine needs it installed, and has not been run by us."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag("auto")
     """Attention kernel, with or without Transformer Engine; one that is not there is refused by name."""
-    custom_model_provider_path: str | None = flag(None, refused="model providers are not in this version")
+    custom_model_provider_path: str | None = flag(None)
     """Function (pre_process, post_process, vp_stage) -> GPTModel that builds the model."""
     custom_megatron_init_path: str | None = flag(None)
     """Function (args) run after Megatron is initialised."""
@@ -218,8 +216,8 @@ class CheckpointConfig:
     """Keep only the last N checkpoints; unset: all."""
     save_hf: str | None = flag(None)
     """Also write a Hugging Face directory with each checkpoint; formatted with rollout_id."""
-    async_save: bool = flag(False, refused="checkpoints are written before the next rollout in this version")
-    """Write checkpoints in the background."""
+    async_save: bool = flag(False)
+    """Copy a checkpoint to host memory and write it behind training."""
     no_save_optim: bool = flag(False)
     """Leave the optimizer out of checkpoints."""
     no_save_rng: bool = flag(False)

@@ -149,6 +149,11 @@ def check_contents(directory: Path, rank: int = 0, world_size: int = 1) -> None:
             )
 
 
+def file_record(path: Path) -> FileRecord:
+    """Of a file at the top of the checkpoint that was written by other means."""
+    return FileRecord(path.name, path.stat().st_size, file_fingerprint(path))
+
+
 def file_fingerprint(path: Path) -> str:
     """xxh3-128 of a file's bytes."""
     import xxhash

@@ -30,7 +30,8 @@ class LoadPlan:
     Attributes:
         kind: "megatron" (a checkpoint of this program or of Megatron-LM) or "hf" (a Hugging Face directory).
         path: the iteration's directory, or the Hugging Face directory.
-        iteration: the rollout after which the checkpoint was saved; None for weights without a past.
+        iteration: the rollout after which the checkpoint was saved; None for weights without a past, or when only the
+            weights are wanted.
         start_rollout_id: the next rollout.
         load_optimizer, load_rng: whether training goes on from the saved optimizer and random numbers.
         is_resume: the run goes on in its own --save directory.
@@ -91,8 +92,8 @@ def resolve_reference(config: Config) -> LoadPlan:
         return _weights_only("hf", root, None, f"reference model from {root}")
     if tracked is None and flags.ref_ckpt_step is None:
         raise _nothing_there(root, "--ref-load")
-    path, iteration = _pick(root, tracked, flags.ref_ckpt_step, "--ref-ckpt-step")
-    return _weights_only("megatron", path, iteration, f"reference model from {path}")
+    path, _ = _pick(root, tracked, flags.ref_ckpt_step, "--ref-ckpt-step")
+    return _weights_only("megatron", path, None, f"reference model from {path}")
 
 
 def is_hf_dir(path: Path) -> bool:
@@ -136,7 +137,7 @@ def _megatron(config: Config, root: Path, tracked: int | str | None, step: int |
     path, iteration = _pick(root, tracked, step, "--ckpt-step")
     if iteration is None or flags.finetune:
         why = "--finetune" if flags.finetune else "converted weights"
-        return _weights_only("megatron", path, iteration, f"weights from {path} ({why}): starts at rollout 0", config)
+        return _weights_only("megatron", path, None, f"weights from {path} ({why}): starts at rollout 0", config)
     start = config.rollout.start_rollout_id
     start = iteration + 1 if start is None else start
     return LoadPlan(

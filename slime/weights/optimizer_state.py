@@ -1,102 +1,410 @@
-"""Two gaps between megatron-core's optimizer checkpoints and torch's Adam, closed here.
+"""The optimizer in a checkpoint: every number at its place in the whole parameter, whatever layout trained it.
 
-megatron-core 0.16.1 was written for Transformer Engine's Adam, which keeps one step count per group and makes its
-state on demand. torch's Adam keeps a step tensor per parameter and has no state at all before its first step.
+Megatron's distributed optimizer gives each data-parallel rank a flat run of every parameter, with its master weights
+and moments. A flat run of a matrix is at most three boxes of it, and boxes are what a sharded checkpoint is made of:
+
+    parameter of shape (3, 4), this rank has [2, 9)     . . ■ ■     (0, 2) size (1, 2)
+                                                        ■ ■ ■ ■     (1, 0) size (1, 4)
+                                                        ■ . . .     (2, 0) size (1, 1)
+
+So every rank writes its own numbers where they lie and reads its own numbers where they belong: nothing is gathered,
+nothing is copied, and any other layout finds its boxes among them. The names are megatron-core's ("fully reshardable":
+``optimizer.state.exp_avg.decoder.…``), whose own writer gathers the whole optimizer on every rank's host instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from slime.errors import UserError
+StateDict = dict[str, Any]
+MASTER = "param"
+_PREFIX = "optimizer.state"
+
+
+# -- boxes -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Box:
+    """A contiguous block of a row-major tensor: first index and extent along each axis."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
+    """The flat run [start, end) of a row-major tensor as boxes, in the order of its elements; 2 n - 1 at most.
+
+    Example:
+        >>> [(box.offset, box.size) for box in boxes((3, 4), 2, 9)]
+        [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if start >= end:
+        return []
+    if len(shape) < 2:
+        return [Box((start,) * len(shape), (end - start,) * len(shape))]
+    row_size = math.prod(shape[1:])
+    found: list[Box] = []
+
+    def part_of_a_row(first: int, last: int) -> None:
+        row = first // row_size
+        inside = boxes(shape[1:], first - row * row_size, last - row * row_size)
+        found.extend(Box((row, *box.offset), (1, *box.size)) for box in inside)
+
+    if start % row_size:
+        stop = min(end, (start // row_size + 1) * row_size)
+        part_of_a_row(start, stop)
+        start = stop
+    rows = (end - start) // row_size
+    if rows > 0:
+        found.append(Box((start // row_size, *(0 for _ in shape[1:])), (rows, *shape[1:])))
+        start += rows * row_size
+    if start < end:
+        part_of_a_row(start, end)
+    return found
+
+
+# -- what a rank holds -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Held:
+    """The optimizer's numbers for one run of one parameter.
+
+    Attributes:
+        parameter: the model's.
+        start, end: the run of its elements.
+        tensors: flat, end - start elements each: ``param`` (master weights), ``exp_avg``, …
+        is_shard: other data-parallel ranks hold other runs; otherwise all hold the same.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    end: int
+    tensors: dict[str, Tensor]
+    is_shard: bool
 
 
 def parts(optimizer: Any) -> Iterator[Any]:
-    """Megatron's optimizers inside a chained one (dense and expert parameters), or the one itself."""
+    """Megatron's optimizers inside a chained one (dense and expert parameters), or the one itself; none without
+    parameters."""
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    yield from optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    yield from (part for part in chained if part.optimizer is not None)
 
 
-def ensure_state(optimizer: Any) -> None:
-    """Give Adam the state that its first step would give it, so that it can be saved, and loaded into, before that.
-
-    Raises:
-        UserError: the distributed optimizer around plain SGD, whose state megatron-core cannot lay out.
-    """
+def held_state(part: Any) -> Iterator[Held]:
+    """What this rank holds of one of `parts`. The tensors are those the optimizer computes with, not copies (but see
+    `OptimizerTensors.copies`)."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    for part in parts(optimizer):
-        inner = part.optimizer
-        if isinstance(inner, torch.optim.SGD) and isinstance(part, DistributedOptimizer):
-            raise UserError(
-                "the state of SGD under the distributed optimizer cannot be saved",
-                why="megatron-core lays out Adam's two moments only",
-                fix="pass --no-save-optim and --no-load-optim, or use Adam",
-            )
-        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            continue
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    step_device = parameter.device if group.get("fused") or group.get("capturable") else "cpu"
-                    inner.state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=step_device),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+    if isinstance(part, DistributedOptimizer):
+        for buffer in part.gbuf_ranges:
+            for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
+                for parameter, ranges in bucket["param_map"].items():
+                    run = ranges["param"]
+                    tensors = part._get_main_param_and_optimizer_states(parameter)
+                    yield Held(parameter, run.start, run.end, _flat(tensors, run.end - run.start), True)
+        return
+    model_parameter = {main: parameter for parameter, main in _masters(part)}
+    for group in part.optimizer.param_groups:
+        for main in group["params"]:
+            parameter = model_parameter.get(main, main)
+            tensors = dict(part.optimizer.state[main])
+            if parameter is not main:
+                tensors[MASTER] = main
+            yield Held(parameter, 0, main.numel(), _flat(tensors, main.numel()), False)
 
 
-#: Entries of torch's parameter groups that say how this process computes, never what.
-_OF_THIS_PROCESS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-#: Entries that are state.
-_STATE = frozenset({"params", "step", "lr"})
+def _masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """(parameter, its float32 master) of an optimizer of half-precision parameters that is not distributed."""
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        for parameters, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from zip(parameters, masters, strict=True)
 
 
-@contextmanager
-def loading(optimizer: Any, settings_of_checkpoint: bool = False) -> Iterator[None]:
-    """Around ``optimizer.load_state_dict``: torch's step tensors survive it, one per parameter, and settings stay.
+def _flat(tensors: dict[str, Any], numel: int) -> dict[str, Tensor]:
+    def belongs(name: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and name != "step" and value.numel() == numel
 
-    megatron-core's loader expects every entry of the state in the checkpoint, but lays out the moments only (the step
-    is kept with the parameter groups); and it hands one step tensor to all parameters, so that each would advance it
-    for all. torch's loader besides replaces learning rate, betas and the like by the checkpoint's, so that flags
-    changed for a resume would have no effect.
+    return {name: value.detach().view(-1) for name, value in tensors.items() if belongs(name, value)}
+
+
+def ensure_state(optimizer: Any, *, on_host: bool = False) -> None:
+    """Give the optimizer the state that its first step would give it, so that it can be saved, and loaded into,
+    before that step.
 
     Args:
-        settings_of_checkpoint: take those settings from the checkpoint after all.
+        on_host: Adam's moments live in host memory (--offload-optimizer-states): the device may have no room for them.
     """
+    for part in parts(optimizer):
+        inner = part.optimizer
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if inner.state.get(parameter):
+                    continue
+                if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+                    on_device = group.get("fused") or group.get("capturable")
+                    where = "cpu" if on_host else parameter.device
+                    inner.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
+                        "exp_avg": torch.zeros_like(parameter, device=where),
+                        "exp_avg_sq": torch.zeros_like(parameter, device=where),
+                    }
+                elif isinstance(inner, torch.optim.SGD) and group["momentum"]:
+                    inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+
+
+# -- to a checkpoint and back ------------------------------------------------------------------------------
+
+
+def sharded_optimizer_state(optimizer: Any, model_state: StateDict, *, on_host: bool = False) -> StateDict:
+    """The optimizer as part of a sharded state dict. Collective.
+
+    Args:
+        model_state: the model's sharded state dict, whose data are the parameters themselves.
+        on_host: as for `ensure_state`.
+    Returns:
+        ``param_state`` (sharded tensors over the optimizer's own memory) and what is the same on every rank: settings
+        and step counts of all parameter groups, the loss scaler.
+    """
+    ensure_state(optimizer, on_host=on_host)
+    groups: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(groups, [group for part in parts(optimizer) for group in _settings(part)])
+    union = {_identity(group): group for some in groups for group in some}
+    common: StateDict = {
+        "optimizer": {"param_groups": [union[key] for key in sorted(union, key=repr)]},
+        "param_state": optimizer_tensors(optimizer, model_state).sharded,
+        "param_state_sharding_type": "fully_reshardable",
+    }
+    scaler = _scaler(optimizer)
+    return common if scaler is None else {**common, "grad_scaler": scaler.state_dict()}
+
+
+@dataclass
+class OptimizerTensors:
+    """The optimizer's numbers on this rank, as a checkpoint sees them.
+
+    Attributes:
+        sharded: megatron-core's ShardedTensors over the optimizer's memory, box by box.
+        copies: (part, held) of optimizers that hand out copies of what they compute with.
+        without_master: set by `known_to`: the checkpoint's own weights are the master weights.
+    """
+
+    sharded: list[Any]
+    copies: list[tuple[Any, Held]]
+    without_master: bool = False
+
+    def known_to(self, contents: Any) -> list[Any]:
+        """What to read of a checkpoint, by its table of contents.
+
+        A float32 run without distributed optimizer saves no master weights, as its parameters are those; other
+        programs call those of a half-precision run ``fp32_param``.
+        """
+        wanted = []
+        for sharded in self.sharded:
+            if sharded.key.startswith(f"{_PREFIX}.{MASTER}.") and sharded.key not in contents.state_dict_metadata:
+                key = sharded.key.replace(f"{_PREFIX}.{MASTER}.", f"{_PREFIX}.fp32_{MASTER}.", 1)
+                if key not in contents.state_dict_metadata:
+                    self.without_master = True
+                    continue
+                sharded = replace(sharded, key=key)
+            wanted.append(sharded)
+        return wanted
+
+    def put_back(self) -> None:
+        """After reading into ``sharded``: give the copies back to their optimizers."""
+        for part, held in self.copies:
+            part._set_main_param_and_optimizer_states(held.parameter, held.tensors)
+
+
+def optimizer_tensors(optimizer: Any, model_state: StateDict) -> OptimizerTensors:
+    """Every box that this rank holds; see `sharded_optimizer_state` for ``model_state``."""
+    places = _places(model_state)
+    found = OptimizerTensors([], [])
+    for part in parts(optimizer):
+        for held in held_state(part):
+            for name, flat in held.tensors.items():
+                for place in places[id(held.parameter)]:
+                    found.sharded += _sharded(name, flat, held, place, _instance(part))
+            if part.config.use_precision_aware_optimizer:  # it keeps scaled or narrower numbers
+                found.copies.append((part, held))
+    return found
+
+
+def restore(optimizer: Any, saved: StateDict, settings_of_checkpoint: bool = False) -> float:
+    """The rest of the optimizer once its tensors are read: step counts, learning rates, the loss scaler.
+
+    Settings such as betas and weight decay stay those of the flags, so that flags changed for a resume take effect.
+
+    Args:
+        saved: the ``optimizer`` entry of the checkpoint's common part; megatron-core's own nesting is understood.
+        settings_of_checkpoint: take all settings from the checkpoint (--use-checkpoint-opt-param-scheduler).
+    Returns:
+        The step count.
+    """
+    groups = list(_find_groups(saved))
+    step = max((float(group["step"]) for group in groups if group.get("step") is not None), default=0.0)
+    step = max(step, float(_find(saved, "common_step") or 0.0))
+    for part in parts(optimizer):
+        inner = part.optimizer
+        for state in inner.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].fill_(step)
+        for group in inner.param_groups:
+            match = _matching(group, groups)
+            if match is None:
+                continue
+            kept = _OF_THIS_PROCESS | {"step"}
+            taken = match.keys() - kept if settings_of_checkpoint else match.keys() & {"lr"}
+            group.update({name: match[name] for name in taken})
+            if "step" in group:  # Transformer Engine's Adam counts per group
+                group["step"] = int(step)
+    scaler, scaler_state = _scaler(optimizer), _find(saved, "grad_scaler")
+    if scaler is not None and scaler_state is not None:
+        scaler.load_state_dict(scaler_state)
+    return step
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A block of a parameter that is one block of a tensor in the checkpoint."""
+
+    box: Box
+    sharded: Any
+
+
+def _places(model_state: StateDict) -> dict[int, list[_Place]]:
+    """Parameter (by id) → its blocks; gated layers keep gate and up projection apart in the checkpoint."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    places: dict[int, list[_Place]] = {}
+    for entry in nested_values(model_state):
+        if isinstance(entry, ShardedTensor):
+            pieces = [entry]
+        elif isinstance(entry, ShardedTensorFactory):
+            pieces = [piece for piece in nested_values([entry.build()]) if isinstance(piece, ShardedTensor)]
+        else:
+            continue
+        found = [_Place(_box_within(piece.data, entry.data), piece) for piece in pieces]
+        places.setdefault(id(entry.data), []).extend(found)
+    return places
+
+
+def _box_within(piece: Tensor, whole: Tensor) -> Box:
+    """Where a view lies in the tensor that it is a block of."""
+    assert piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), "a sharded copy, not a view"
+    assert piece.stride() == whole.stride(), "a transposed view"
+    distance, offset = piece.storage_offset() - whole.storage_offset(), []
+    for stride in whole.stride():
+        offset.append(distance // stride)
+        distance %= stride
+    return Box(tuple(offset), tuple(piece.shape))
+
+
+def _sharded(name: str, flat: Tensor, held: Held, place: _Place, instance: int) -> Iterator[Any]:
+    """What a held run has in one place, box by box."""
+    sharded = place.sharded
+    axes = sharded.prepend_axis_num
+    position = 0
+    for box in boxes(held.parameter.shape, held.start, held.end):
+        block = flat[position : position + math.prod(box.size)].view(box.size)
+        position += block.numel()
+        common = _overlap(box, place.box)
+        if common is None:
+            continue
+        inside = zip(common.offset, box.offset, common.size, strict=True)
+        block = block[tuple(slice(first - start, first - start + extent) for first, start, extent in inside)]
+        distance = [0] * axes + [first - start for first, start in zip(common.offset, place.box.offset, strict=True)]
+        data = block[(None,) * axes]
+        yield replace(
+            sharded,
+            key=f"{_PREFIX}.{name}.{sharded.key}",
+            data=data,
+            dtype=data.dtype,
+            local_shape=tuple(data.shape),
+            global_offset=tuple(map(sum, zip(sharded.global_offset, distance, strict=True))),
+            axis_fragmentations=None,  # boxes are no regular grid
+            prepend_axis_num=0,
+            replica_id=(*sharded.replica_id[:-1], instance) if held.is_shard else sharded.replica_id,
+        )
+
+
+def _overlap(one: Box, other: Box) -> Box | None:
+    offset = tuple(map(max, one.offset, other.offset))
+    ends = (min(a + m, b + n) for a, m, b, n in zip(one.offset, one.size, other.offset, other.size, strict=True))
+    size = tuple(end - first for end, first in zip(ends, offset, strict=True))
+    return Box(offset, size) if all(extent > 0 for extent in size) else None
+
+
+def _instance(part: Any) -> int:
+    """Which copy of a distributed optimizer this is, where several groups of replicas have one each."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    patched = [
-        part
-        for part in parts(optimizer)
-        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    return part.distributed_optimizer_instance_id if isinstance(part, DistributedOptimizer) else 0
+
+
+# -- settings ----------------------------------------------------------------------------------------------
+
+#: Entries of torch's parameter groups that say how this process computes, never what.
+_OF_THIS_PROCESS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+_IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
+
+
+def _settings(part: Any) -> list[dict[str, Any]]:
+    steps = [float(state["step"]) for state in part.optimizer.state.values() if "step" in state]
+    return [
+        {
+            **{name: value for name, value in group.items() if name not in _OF_THIS_PROCESS},
+            "step": max(steps, default=float(group.get("step") or 0.0)),
+        }
+        for group in part.optimizer.param_groups
     ]
-    inner_ones = [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
-    settings = [[dict(group) for group in inner.param_groups] for inner in inner_ones]
-    for part in patched:
-        part._set_main_param_and_optimizer_states = partial(_set_with_step, part)
-    try:
-        yield
-    finally:
-        for part in patched:
-            del part._set_main_param_and_optimizer_states
-    for inner, groups in zip(inner_ones, settings, strict=True):
-        for group, own in zip(inner.param_groups, groups, strict=True):
-            kept = own.keys() & _OF_THIS_PROCESS if settings_of_checkpoint else own.keys() - _STATE
-            group.update({name: own[name] for name in kept})
-        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            for state in inner.state.values():
-                state["step"] = state["step"].clone()
 
 
-def _set_with_step(part: Any, model_parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    group_index, group_order = part.model_param_group_index_map[model_parameter]
-    main_parameter = part.optimizer.param_groups[group_index]["params"][group_order]
-    with_step = {**tensors, "step": part.optimizer.state[main_parameter]["step"]}
-    type(part)._set_main_param_and_optimizer_states(part, model_parameter, with_step)
+def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells parameter groups apart at every layout; some writers prefix the names with ``pre_``."""
+    return tuple(group.get(name, group.get(f"pre_{name}")) for name in _IDENTITY)
+
+
+def _matching(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The saved group of the same kind: the same multipliers, and experts or not if both kinds were saved."""
+    identity = _identity(group)
+    for length in (len(identity), len(identity) - 1):
+        for candidate in saved:
+            if _identity(candidate)[:length] == identity[:length]:
+                return candidate
+    return None
+
+
+def _find_groups(saved: Any) -> Iterator[dict[str, Any]]:
+    """All parameter groups in a saved optimizer; a chained one is saved as several."""
+    if isinstance(saved, dict):
+        yield from saved.get("param_groups", ())
+        for value in saved.values():
+            yield from _find_groups(value)
+
+
+def _find(saved: Any, name: str) -> Any:
+    if not isinstance(saved, dict):
+        return None
+    if name in saved:
+        return saved[name]
+    return next((found for value in saved.values() if (found := _find(value, name)) is not None), None)
+
+
+def _scaler(optimizer: Any) -> Any:
+    """The dynamic loss scale of fp16 training; all parts share one."""
+    scalers = (vars(part).get("grad_scaler") for part in parts(optimizer))
+    return next((scaler for scaler in scalers if scaler is not None), None)

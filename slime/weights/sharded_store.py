@@ -1,5 +1,8 @@
 """Writing and reading a Megatron sharded state dict in the ``torch_dist`` layout.
 
+    ShardedWrite(state)  ─ collective: who writes what ─► .snapshot(memory) ─► .write(directory) ─► .finish(…)
+    read(state, directory)                                (optional)           own thread or not    rank 0
+
 megatron-core's own writer starts a manager process by ``spawn`` and writers by ``fork``. Both hang or crash in a
 process that has threads of its own (gloo, OpenMP, Ray), so the same files are written here by torch's writer inside
 this process. What is written is the same layout; megatron-core's reader reads it.
@@ -7,6 +10,8 @@ this process. What is written is the same layout; megatron-core's reader reads i
 
 from __future__ import annotations
 
+import io
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -17,38 +22,172 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from slime.errors import UserError
+from slime.weights.checkpoint_dir import FileRecord
+from slime.weights.host_memory import HostMemory
 
 StateDict = dict[str, Any]
 
+#: What writing can meet: the operating system's errors, and torch's RuntimeError for a full disk.
+WRITE_ERRORS = (OSError, RuntimeError, dcp.api.CheckpointException)
 
-def write(state: StateDict, directory: Path) -> None:
-    """Write a sharded state dict into an empty directory. Collective; every rank writes its own file.
 
+# -- writing -----------------------------------------------------------------------------------------------
+
+
+class ShardedWrite:
+    """One rank's share of a checkpoint. Making it is collective, everything afterwards is not.
+
+    Args:
+        state: sharded state dict.
     Raises:
-        UserError: on every rank, when any rank could not write; says which and why.
+        torch's CheckpointException: on every rank, when any rank's plan fails.
     """
-    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-    from megatron.core.dist_checkpointing.strategies.torch import (
-        MCoreSavePlanner,
-        _replace_state_dict_keys_with_sharded_keys,
-        mcore_to_pyt_state_dict,
-    )
 
-    sharded, common = save_preprocess(dict(state))
-    with agreed(f"writing {directory}", on_disk=directory):
-        if dist.get_rank() == 0:
-            torch.save(common, directory / "common.pt")
-            save_config(CheckpointingConfig("torch_dist", 1), str(directory))
-    with agreed(f"writing {directory}", on_disk=directory):
-        keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+    def __init__(self, state: StateDict) -> None:
+        from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+        from megatron.core.dist_checkpointing.strategies.torch import (
+            MCoreSavePlanner,
+            _replace_state_dict_keys_with_sharded_keys,
+            mcore_to_pyt_state_dict,
+        )
+
+        self.rank = dist.get_rank()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            dcp.save(mcore_to_pyt_state_dict(keyed, False), storage_writer=writer, planner=planner)
+            warnings.simplefilter("ignore", FutureWarning)  # megatron-core's use of torch's older names
+            sharded, common = save_preprocess(dict(state))
+            keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+            tensors = mcore_to_pyt_state_dict(keyed, False)
+        self._common = _pickled(common) if self.rank == 0 else b""
+        self._planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._metadata: Any = None
+        writer = dcp.FileSystemWriter(".")
+
+        def local_plan() -> Any:
+            self._planner.set_up_planner(tensors, None, self.rank == 0)
+            return self._planner.create_local_plan()
+
+        def global_plan(plans: list[Any]) -> list[Any]:
+            plans, self._metadata = self._planner.create_global_plan(plans)
+            return writer.prepare_global_plan(plans)
+
+        plan = _DistWrapper(None, True, 0).reduce_scatter("plan", local_plan, global_plan)
+        self._plan = self._planner.finish_plan(plan)
+
+    def snapshot(self, memory: HostMemory) -> int:
+        """Copy what this rank writes into host memory, so that training may go on; returns the bytes copied.
+
+        Objects (random states) were serialised when the write was planned.
+        """
+        items = [item for item in self._plan.items if item.type != WriteItemType.BYTE_IO]
+        copies = memory.copy([self._planner.resolve_data(item) for item in items])
+        resolved = {item.index: copy for item, copy in zip(items, copies, strict=True)}
+        for item in self._plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                resolved[item.index] = self._planner.resolve_data(item)
+        self._planner = _Resolved(resolved)
+        return sum(copy.numel() * copy.element_size() for copy in copies)
+
+    def write(self, directory: Path) -> tuple[list[Any], list[FileRecord]]:
+        """Write this rank's file and bring it to the disk.
+
+        Returns:
+            torch's write results, for `finish` on rank 0, and what was written.
+        """
+        files = _FingerprintedFiles()
+        writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+        writer.fs = files
+        results = writer.write_data(self._plan, self._planner).value()
+        self._planner = None  # lets go of the snapshot, or of the tensors
+        return results, files.records
+
+    def finish(self, directory: Path, results: list[list[Any]]) -> None:
+        """Rank 0, when all have written: the table of contents, and what is the same on every rank.
+
+        Args:
+            results: what each rank's `write` returned, in rank order.
+        """
+        from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+        dcp.FileSystemWriter(directory, sync_files=True).finish(self._metadata, results)
+        (directory / "common.pt").write_bytes(self._common)
+        save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+
+
+class _Resolved:
+    """A planner whose data are there already."""
+
+    def __init__(self, data: dict[Any, Any]) -> None:
+        self._data = data
+
+    def resolve_data(self, item: Any) -> Any:
+        return self._data[item.index]
+
+
+class _FingerprintedFiles(FileSystem):
+    """Computes size and xxh3-128 of each file while it is written, so that it need not be read again."""
+
+    def __init__(self) -> None:
+        self.records: list[FileRecord] = []
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "wb", mode
+        with FingerprintedFile(Path(path)) as stream:
+            yield stream
+        self.records.append(FileRecord(Path(path).name, stream.nbytes, stream.fingerprint))
+
+
+class FingerprintedFile:
+    """A file that is written from front to back; what torch's writer needs of one."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._digest = xxhash.xxh3_128()
+        self.nbytes = 0
+
+    def write(self, data: Any) -> int:
+        written = self._file.write(data)
+        self._digest.update(data)
+        self.nbytes += written
+        return written
+
+    @property
+    def fingerprint(self) -> str:
+        return self._digest.hexdigest()
+
+    def tell(self) -> int:
+        return self.nbytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        self._file.flush()  # asked for to bring the file to the disk, and what is buffered here is not there yet
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> FingerprintedFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _pickled(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+# -- reading -----------------------------------------------------------------------------------------------
 
 
 def read(state: StateDict, directory: Path) -> StateDict:
@@ -62,12 +201,12 @@ def read(state: StateDict, directory: Path) -> StateDict:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # megatron-core's use of torch's older names
+            warnings.simplefilter("ignore", FutureWarning)
             return dist_checkpointing.load(state, str(directory))
     except (CheckpointingException, dcp.api.CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
         raise UserError(
             f"{directory} cannot be loaded into this model",
-            why=_first_lines(error),
+            why=first_lines(error),
             fix="it must be a checkpoint of the same model; pass --load with another directory or --ckpt-step with"
             " another iteration. --no-load-optim leaves the optimizer out",
         ) from error
@@ -79,48 +218,63 @@ def read_common(directory: Path) -> StateDict:
     Raises:
         UserError: the file is damaged.
     """
+    return _unpickled(directory / "common.pt", lambda path: torch.load(path, map_location="cpu", weights_only=False))
+
+
+def read_contents(directory: Path) -> Any:
+    """torch's table of contents (``.metadata``): shape and boxes of every tensor.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    return _unpickled(directory / ".metadata", lambda path: dcp.FileSystemReader(path.parent).read_metadata())
+
+
+def _unpickled(path: Path, load: Any) -> Any:
     import pickle
 
     try:
-        return torch.load(directory / "common.pt", map_location="cpu", weights_only=False)
+        return load(path)
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         fix = "pass --ckpt-step with an earlier iteration"
-        raise UserError(f"{directory / 'common.pt'} is damaged", why=_first_lines(error), fix=fix) from error
+        raise UserError(f"{path} is damaged", why=first_lines(error), fix=fix) from error
+
+
+# -- errors ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def agreed(what: str, on_disk: Path | None = None) -> Iterator[None]:
-    """Every rank leaves the block in the same way: when one failed to write, all raise its error.
-
-    A full disk is met by one rank first; without this the others would wait for it in the next collective.
-
-    Args:
-        on_disk: where it is written; torch's zip writer says "unexpected pos" for a full disk, so we say what is free.
-    """
+def agreed(what: str) -> Iterator[None]:
+    """Every rank leaves the block in the same way: when one failed to write, all raise its error. Collective."""
     failure: BaseException | None = None
     try:
         yield
-    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:  # torch raises RuntimeError for a full disk
+    except WRITE_ERRORS as error:
         failure = error
     said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if failure is None else _first_lines(failure) + _room(on_disk))
+    dist.all_gather_object(said, None if failure is None else first_lines(failure))
     first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
     if first is not None:
-        raise UserError(
-            f"{what} failed on trainer rank {first[0]}",
-            why=first[1],
-            fix="free space (--save-retain N keeps only the last N checkpoints), or pass another --save; the previous"
-            " checkpoint is untouched",
-        ) from failure
+        raise write_error(f"{what} failed on trainer rank {first[0]}", first[1]) from failure
 
 
-def _room(directory: Path | None) -> str:
-    if directory is None or not directory.is_dir():
-        return ""
+def write_error(what: str, why: str) -> UserError:
+    return UserError(
+        what,
+        why=why,
+        fix="free space (--save-retain N keeps only the last N checkpoints), or pass another --save, on a file system"
+        " that all trainer ranks share; the previous checkpoint is untouched",
+    )
+
+
+def free_space(directory: Path) -> str:
+    """torch's zip writer says "unexpected pos" for a full disk, so we say what is free."""
+    if not directory.is_dir():
+        return f" ({directory} is not there)"
     return f" ({shutil.disk_usage(directory).free / 1e6:,.1f} MB are free on this disk)"
 
 
-def _first_lines(error: BaseException, limit: int = 400) -> str:
+def first_lines(error: BaseException, limit: int = 400) -> str:
     text = str(error).strip() or type(error).__name__
     if isinstance(error, dcp.api.CheckpointException):
         text = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())

@@ -90,6 +90,39 @@ def load_and_save(info: Any, model: Path, layout: str, source: Path, root: Path)
     return backend.next_rollout_id, backend.extra_state
 
 
+def save_behind_training(info: Any, model: Path, root: Path) -> list[int]:
+    """Save with rank 1's writer held until both ranks have trained on; what was visible then."""
+    import threading
+
+    import torch.distributed as dist
+
+    from slime.weights import sharded_store
+    from slime.weights.checkpoint_dir import saved_iterations
+
+    opened, write = threading.Event(), sharded_store.FingerprintedFile.write
+
+    def held(file: Any, data: Any) -> int:
+        assert opened.wait(30)
+        return write(file, data)
+
+    if info.rank == 1:
+        sharded_store.FingerprintedFile.write = held  # type: ignore[method-assign]
+    try:
+        backend = backend_of(info, model, save=str(root), async_save=True, **LAYOUTS["tp2"])
+        backend.save(0)
+        fake_step(backend, 1)
+        dist.barrier()  # a collective of the training groups while the writers talk over theirs
+        seen = saved_iterations(root)
+        dist.barrier()
+        opened.set()
+        backend.save(1)
+        backend.finish_saving()
+        dist.barrier()
+        return seen
+    finally:
+        sharded_store.FingerprintedFile.write = write  # type: ignore[method-assign]
+
+
 def full_disk(info: Any, model: Path, root: Path, limit: int) -> str:
     """Save with files limited to ``limit`` bytes on rank 1 alone; the error text that this rank sees."""
     import resource

@@ -222,3 +222,10 @@ def test_one_ranks_full_disk_is_every_ranks_error(pool: RankPool, model: Path, t
     said = pool.run(jobs.full_disk, model, tmp_path, 100)
     assert all("failed" in text and "rank 1" in text for text in said), said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_tracker_moves_when_every_rank_has_written(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    said = pool.run(jobs.save_behind_training, model, tmp_path)
+    assert said == [[], []], "seen while rank 1 was held back"
+    assert saved_iterations(tmp_path) == [0, 1]

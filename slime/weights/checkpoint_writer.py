@@ -1,0 +1,226 @@
+"""Saving checkpoints, in the foreground or behind training.
+
+    save()  plan ─► snapshot in host memory ─► return            next save() or wait()
+    thread            └─► write own file ─► all have ─► contents, manifest, rename, tracker
+
+Both ways write the same; --async-save adds the snapshot and the thread. The thread talks to the other ranks' threads
+over a gloo group of its own, because two threads must not use one group. The tracker moves when every rank's file is
+on the disk. What fails is raised by the next call, on the rank that noticed first.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import logging
+import shutil
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.errors import RunFailed
+from slime.weights.checkpoint import EXTRA_STATE, TrainerState, trainer_state_dict
+from slime.weights.checkpoint_dir import (
+    FileRecord,
+    file_record,
+    iteration_name,
+    partial_dir,
+    publish,
+    retain,
+    set_latest,
+    write_manifest,
+)
+from slime.weights.host_memory import HostMemory
+from slime.weights.sharded_store import (
+    WRITE_ERRORS,
+    ShardedWrite,
+    agreed,
+    first_lines,
+    free_space,
+    write_error,
+)
+
+logger = logging.getLogger(__name__)
+
+#: How long the ranks wait for the slowest one's disk.
+_DEADLINE = datetime.timedelta(hours=2)
+
+
+class CheckpointWriter:
+    """Saves one rank's part of all checkpoints of a run; all ranks call the same methods in the same order.
+
+    Args:
+        in_background: `save` returns once the state is copied to host memory.
+    """
+
+    def __init__(self, *, in_background: bool = False) -> None:
+        self.in_background = in_background
+        self._memory = HostMemory()
+        self._group: Any = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def save(
+        self,
+        root: str | Path,
+        iteration: int | str,
+        state: TrainerState,
+        *,
+        extra_state: dict[str, Any] | None = None,
+        save_optimizer: bool = True,
+        save_rng: bool = True,
+        keep: int | None = None,
+    ) -> Path:
+        """Save after training rollout ``iteration`` and make it the latest. Waits for the last save. Collective.
+
+        Args:
+            root: the --save directory.
+            iteration: rollout id; "release" for converted weights without a past.
+            extra_state: small state of the run (data position, weight version, …), given back by `load`.
+            save_optimizer: False leaves optimizer and schedule out (--no-save-optim).
+            keep: checkpoints to keep, the newest ones (--save-retain); None keeps all.
+        Returns:
+            The checkpoint's directory; in the background it is not there yet.
+        Raises:
+            UserError: on every rank, when any rank could not write; nothing visible has changed then. In the
+                background: the last save failed.
+        """
+        self.wait()
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_DEADLINE)
+        final = Path(root) / iteration_name(iteration)
+        with agreed(f"preparing {final}"):
+            if dist.get_rank() == 0:
+                partial_dir(final)
+        contents = trainer_state_dict(state, iteration, save_optimizer=save_optimizer, save_rng=save_rng)
+        job = _Job(final, iteration, ShardedWrite(contents), _pickled(extra_state or {}), keep, self._group)
+        if not self.in_background:
+            job.run()
+            return final
+        job.snapshot(self._memory)
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"save {final.name}", daemon=True)
+        self._thread.start()
+        return final
+
+    def wait(self) -> None:
+        """Until the last save is complete on all ranks.
+
+        Raises:
+            UserError: it failed.
+        """
+        if self._thread is not None:
+            self._thread.join(_DEADLINE.total_seconds() + 60)
+            if self._thread.is_alive():
+                raise RunFailed(
+                    f"the checkpoint writer ({self._thread.name}) does not come to an end",
+                    why=f"it has been writing for {_DEADLINE}",
+                    fix="look at the file system of --save; the previous checkpoint is untouched",
+                )
+            self._thread = None
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong in the background since the last call; never waits."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Wait for the last save and give the host memory back."""
+        try:
+            self.wait()
+        finally:
+            self._memory.release()
+
+    def _run(self, job: _Job) -> None:
+        try:
+            job.run()
+        except BaseException as error:  # whatever it is: `raise_failure` raises it where someone listens
+            self._failure = error
+
+
+@dataclass
+class _Job:
+    """One save of one rank, planned and ready to be written."""
+
+    final: Path
+    iteration: int | str
+    planned: ShardedWrite
+    extra_state: bytes
+    keep: int | None
+    group: Any
+
+    def __post_init__(self) -> None:
+        self.rank, self.started = dist.get_rank(), time.perf_counter()
+        self.partial = self.final.with_name(f".{self.final.name}.partial")
+
+    def snapshot(self, memory: HostMemory) -> None:
+        nbytes = self.planned.snapshot(memory)
+        seconds = time.perf_counter() - self.started
+        logger.info("copied %.2f GB for %s in %.1f s; writing it behind training", nbytes / 1e9, self.final, seconds)
+
+    def run(self) -> None:
+        """Write, and when all ranks have written, publish. Collective over ``group``.
+
+        Raises:
+            UserError: the same on every rank.
+        """
+        written: tuple[list[Any], list[FileRecord]] = ([], [])
+        failure: str | None = None
+        try:
+            written = self.planned.write(self.partial)
+        except WRITE_ERRORS as error:
+            failure = f"writing {self.partial} failed on trainer rank {self.rank}\0{self._reason(error)}"
+        verdict = self._verdict(failure, written)
+        if verdict is not None:
+            what, _, why = verdict.partition("\0")
+            raise write_error(what, why)
+
+    def _verdict(self, failure: str | None, written: tuple[list[Any], list[FileRecord]]) -> str | None:
+        """What went wrong on any rank, "what\\0why"; None when the checkpoint is published."""
+        said: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
+        verdict: list[str | None] = [None]
+        try:
+            dist.gather_object((failure, *written), said, group=self.group, dst=0)
+            if said is not None:
+                verdict[0] = next((failed for failed, _, _ in said if failed is not None), None) or self._finish(said)
+                if verdict[0] is not None:
+                    shutil.rmtree(self.partial, ignore_errors=True)
+            dist.broadcast_object_list(verdict, group=self.group, src=0)
+        except RuntimeError as error:  # a connection that breaks: the others cannot be told any more
+            return f"saving {self.final} was cut short\0another trainer rank is gone ({first_lines(error)})"
+        return verdict[0]
+
+    def _finish(self, said: list[Any]) -> str | None:
+        """Rank 0, when every rank's file is on the disk."""
+        try:
+            records = [record for _, _, files in said for record in files]
+            self.planned.finish(self.partial, [results for _, results, _ in said])
+            (self.partial / EXTRA_STATE).write_bytes(self.extra_state)
+            listed = {record.path for record in records}
+            records += [file_record(path) for path in sorted(self.partial.iterdir()) if path.name not in listed]
+            write_manifest(self.partial, sorted(records, key=lambda record: record.path))
+            publish(self.partial, self.final)
+            set_latest(self.final.parent, self.iteration)
+        except WRITE_ERRORS as error:
+            return f"publishing {self.final} failed\0{self._reason(error)}"
+        removed = retain(self.final.parent, self.keep)
+        if removed:
+            logger.info("removed checkpoints %s (--save-retain %s)", ", ".join(map(str, removed)), self.keep)
+        nbytes, seconds = sum(record.nbytes for record in records), time.perf_counter() - self.started
+        logger.info("saved %s (%.2f GB) in %.1f s", self.final, nbytes / 1e9, seconds)
+        return None
+
+    def _reason(self, error: BaseException) -> str:
+        return first_lines(error) + free_space(self.partial)
+
+
+def _pickled(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()

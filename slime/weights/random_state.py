@@ -1,0 +1,80 @@
+"""Random number generators of a trainer rank, in and out of a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def random_layout() -> dict[str, int]:
+    """What random states belong to: ranks at the same place of the same layout go on with the same numbers."""
+    from megatron.core import parallel_state as ps
+
+    experts = ps.get_expert_model_parallel_world_size()
+    return {
+        "tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": ps.get_pipeline_model_parallel_world_size(),
+        "expert_model_parallel_size": experts,
+        # data-parallel replicas share theirs, unless they hold different experts
+        "data_parallel_size": ps.get_data_parallel_world_size(with_context_parallel=True) if experts > 1 else 1,
+    }
+
+
+def sharded_random_state(state: dict[str, Any] | None) -> Any:
+    """This rank's entry of the ``rng_state`` of a sharded state dict; None to load it."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    sizes = random_layout()
+    shape = [sizes["pipeline_model_parallel_size"], sizes["tensor_model_parallel_size"]]
+    place = [ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank()]
+    replica = ps.get_data_parallel_rank(with_context_parallel=True)
+    if sizes["expert_model_parallel_size"] > 1:
+        shape, place, replica = [*shape, sizes["data_parallel_size"]], [*place, replica], 0
+    return ShardedObject("rng_state", [state], tuple(shape), tuple(place), replica_id=replica)
+
+
+def random_state() -> dict[str, Any]:
+    from megatron.core import tensor_parallel
+
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_random_state(states: list[dict[str, Any]]) -> None:
+    from megatron.core import tensor_parallel
+
+    state = states[0]
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+
+def can_go_on(saved_layout: dict[str, Any] | None) -> bool:
+    """Are random states in a checkpoint, and were they saved at this layout? At another one the run draws new numbers
+    and says so."""
+    if saved_layout is None or not saved_layout["has_rng_state"]:
+        return False
+    here = random_layout()
+    there = {name: saved_layout.get(name, 1) for name in here}
+    if here != there:
+        logger.info("random states were saved at %s and not loaded at %s", _described(there), _described(here))
+    return here == there
+
+
+def _described(sizes: dict[str, int]) -> str:
+    short = zip(("TP", "PP", "EP", "DP"), sizes.values(), strict=True)
+    return " × ".join(f"{name} {size}" for name, size in short if size > 1) or "one rank"
