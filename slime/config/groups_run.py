@@ -145,10 +145,10 @@ class DebugConfig:
     """Fraction of the loaded samples to keep."""
     load_forge_rollout_data: str | None = flag(None, refused="replaying dumps while engines live is not supported")
     """Replay dumps while the engines stay live."""
-    save_debug_train_data: str | None = flag(None, refused="dumps of training tensors are not in this version")
-    """Write the tensors of every training step to this path, formatted with rollout_id."""
+    save_debug_train_data: str | None = derived("<dump_details>/train_data/{rollout_id}.pt with --dump-details")
+    """Write every rollout's training tensors to this path, formatted with rollout_id."""
     dump_details: str | None = flag(None)
-    """Directory for the samples of all rollouts."""
+    """Directory for the samples and training tensors of all rollouts, and the tokenizer."""
     memory_snapshot_dir: str = flag(".", refused=_NO_PROFILER)
     """Directory of GPU memory snapshots."""
     memory_snapshot_num_steps: int | None = flag(None, refused=_NO_PROFILER)

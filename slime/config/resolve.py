@@ -131,6 +131,7 @@ def _debug_dumps(draft: Draft) -> None:
     if folder is not None:
         folder = folder.rstrip("/")
         draft.derive("save_debug_rollout_data", f"{folder}/rollout_data/{{rollout_id}}.pt", "dump_details")
+        draft.derive("save_debug_train_data", f"{folder}/train_data/{{rollout_id}}.pt", "dump_details")
 
 
 def _precision_and_memory(draft: Draft) -> None:
@@ -140,6 +141,9 @@ def _precision_and_memory(draft: Draft) -> None:
         draft.derive("recompute_granularity", "full", "recompute_activations: whole layers, whatever the attention")
         draft.derive("recompute_method", "uniform", "recompute_activations")
         draft.derive("recompute_num_layers", 1, "recompute_activations: layer by layer")
+    elif draft["recompute_granularity"] == "full":
+        draft.derive("recompute_method", "uniform", "recompute_granularity is full")
+        draft.derive("recompute_num_layers", 1, "recompute_granularity is full: layer by layer")
 
 
 def _schedule(draft: Draft) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from slime.cluster.plan import PlacementPlan, needs_engines
 from slime.config import Config
 from slime.config.host import num_cpus, num_gpus
+from slime.config.te_flags import is_installed, missing
 from slime.errors import UserError
 from slime.hooks import check_hooks, check_signature, load_function
 from slime.weights.load_plan import LoadPlan, resolve_load, resolve_reference
@@ -37,6 +38,7 @@ def preflight(config: Config) -> LoadPlan:
     plan = resolve_load(config)
     _check_models(config, plan)
     check_hooks(config.flat())
+    _check_transformer_engine(config)
     _check_rewards(config)
     _check_data(config)
     _check_outputs(config)
@@ -55,6 +57,7 @@ def _check_models(config: Config, plan: LoadPlan) -> None:
     flags, algorithm = config.checkpoint, config.algorithm
     assert flags.hf_checkpoint is not None
     family = family_of(flags.hf_checkpoint, flags.model_name)
+    merge_transformer(family.model_spec(flags.hf_checkpoint).transformer, config.megatron.transformer)
     folders = {Path(flags.hf_checkpoint)} if needs_engines(config) else set()
     if plan.kind == "hf":
         folders.add(plan.path)
@@ -68,6 +71,15 @@ def _check_models(config: Config, plan: LoadPlan) -> None:
         from slime.rollout.engines.launch import sglang_command
 
         sglang_command(config, flags.hf_checkpoint, platform.node(), 0)
+
+
+def _check_transformer_engine(config: Config) -> None:
+    """Where the trainer runs on this host; on a cluster each trainer rank looks for itself."""
+    if config.cluster.ray_address or os.environ.get("RAY_ADDRESS") or config.debug.debug_rollout_only:
+        return
+    error = missing(vars(config.flat()), installed=is_installed())
+    if error is not None:
+        raise error
 
 
 # -- rewards -----------------------------------------------------------------------------------------------
@@ -142,6 +154,7 @@ def _check_outputs(config: Config) -> None:
         "--save-hf": config.checkpoint.save_hf,
         "--update-weight-disk-dir": config.sync.update_weight_disk_dir,
         "--save-debug-rollout-data": config.debug.save_debug_rollout_data,
+        "--save-debug-train-data": config.debug.save_debug_train_data,
     }
     for flag, value in flags.items():
         if value:

@@ -224,7 +224,7 @@ def _check_numbers(name: str, column: list[Any] | None, rows: list[int], indices
             raise UserError(
                 f"{name} of the sample with index {indices[i]} has no number at position {values.index(None)}",
                 why=f"{values.count(None)} of its {len(values)} entries are None",
-                fix="give every response token a number; 0.0 (with loss mask 0) for those that the model did not sample",
+                fix="give every response token a number: 0.0 (and loss mask 0) where the model did not sample it",
             )
 
 

@@ -82,9 +82,19 @@ def synchronize() -> None:
 
 
 def set_deterministic() -> None:
-    """Same inputs, same bits: deterministic kernels only (the CPU's are, for a fixed number of threads)."""
+    """``--deterministic-mode``: same inputs, same bits (the CPU's kernels give them for a fixed number of threads).
+
+    An operation that has no deterministic kernel is an error, and torch's attention then takes its deterministic
+    backward pass. To be called before the first communicator and the first matrix product: NCCL and cuBLAS read their
+    variables once.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # others add up in the order of arrival
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
+    torch.use_deterministic_algorithms(True)
+    # it would find reads of garbage, for a pass over every new tensor
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
 
 
 def _quiet_megatron() -> None:
