@@ -1,0 +1,85 @@
+"""Contradictions between flags of the trainer: recompute, determinism, dumps."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+from slime.config.resolve import Draft
+from slime.errors import UserError
+
+#: What megatron-core can recompute on its own (``--recompute-modules``).
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+
+#: NCCL's algorithms that add up in the same order every time.
+_DETERMINISTIC_NCCL = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
+
+
+def check_training(draft: Draft) -> None:
+    """Refuse contradictions.
+
+    Raises:
+        UserError: the first one found.
+    """
+    _recompute(draft)
+    _deterministic(draft)
+    _dumps(draft)
+
+
+def _option(dest: str) -> str:
+    return "--" + dest.replace("_", "-")
+
+
+def _recompute(draft: Draft) -> None:
+    granularity = draft["recompute_granularity"]
+    for dest, needed in (
+        ("recompute_method", "full"),
+        ("recompute_num_layers", "full"),
+        ("recompute_modules", "selective"),
+    ):
+        if draft[dest] and granularity != needed:
+            raise UserError(
+                f"{_option(dest)} has no effect without --recompute-granularity {needed}",
+                why=f"the granularity is {granularity}" if granularity else "nothing is recomputed",
+                fix=f"pass --recompute-granularity {needed}, or leave {_option(dest)} out",
+            )
+    for name in draft["recompute_modules"]:
+        if name not in RECOMPUTE_MODULES:
+            near = difflib.get_close_matches(name, RECOMPUTE_MODULES, n=1)
+            raise UserError(
+                f"--recompute-modules {name}: there is no such module",
+                why=f"there are {', '.join(RECOMPUTE_MODULES)}",
+                fix=f"did you mean {near[0]}?" if near else "",
+            )
+    layers = draft["recompute_num_layers"]
+    if layers is not None and layers < 1:
+        raise UserError(f"--recompute-num-layers is {layers}", why="it must be at least 1")
+
+
+def _deterministic(draft: Draft) -> None:
+    """``--deterministic-mode``: what is known to add up in another order each time is refused."""
+    if not draft.values.get("deterministic_mode"):
+        return
+    algorithm = os.environ.get("NCCL_ALGO")
+    if algorithm and algorithm not in _DETERMINISTIC_NCCL:
+        raise UserError(
+            f"--deterministic-mode with NCCL_ALGO={algorithm}",
+            why=f"deterministic are {', '.join(_DETERMINISTIC_NCCL)}",
+            fix="unset NCCL_ALGO (Ring is taken then), or set it to one of these",
+        )
+    if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "1":
+        raise UserError("--deterministic-mode with NVTE_ALLOW_NONDETERMINISTIC_ALGO=1", fix="unset it, or set it to 0")
+    if draft.values.get("tp_comm_overlap"):
+        raise UserError(
+            "--deterministic-mode excludes --tp-comm-overlap", why="its user buffers are added up as they arrive"
+        )
+
+
+def _dumps(draft: Draft) -> None:
+    samples, tensors = draft["save_debug_rollout_data"], draft["save_debug_train_data"]
+    if samples is not None and samples == tensors:
+        raise UserError(
+            f"--save-debug-rollout-data and --save-debug-train-data are both {samples}",
+            why="one would write over the other",
+            fix="give them different paths",
+        )
