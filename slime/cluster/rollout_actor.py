@@ -60,6 +60,8 @@ class RolloutActor:
         self.tokenizer = load_tokenizer(self.config.checkpoint.hf_checkpoint)
         self.source = make_source(self.config, self.tokenizer)
         self.recorder = Recorder(self.run_path, self.config, decode=lambda tokens: str(self.tokenizer.decode(tokens)))
+        if self.config.debug.dump_details:  # so that the dumped tokens can be read anywhere
+            self.tokenizer.save_pretrained(Path(self.config.debug.dump_details) / "tokenizer")
         data = self.config.data
         # a source of the user's own need not know its length, nor has every run a data set
         return len(self.source) if data.num_epoch is not None and not data.streaming_data else 0
@@ -104,7 +106,9 @@ class RolloutActor:
 
         groups = load_rollout(self.config, rollout_id)
         batches = to_train_batches(groups, self.config, layout, rollout_id)
-        return RolloutResult(rollout_id, [ray.put(batch) for batch in batches], dict(batches[0].global_stats))
+        metrics = dict(batches[0].global_stats)
+        self.recorder.record_rollout(rollout_id, groups, metrics)
+        return RolloutResult(rollout_id, [ray.put(batch) for batch in batches], metrics)
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Metrics ``eval/…`` with the weights that the engines hold now."""

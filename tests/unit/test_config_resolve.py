@@ -258,7 +258,9 @@ def test_evaluation_follows_rollout() -> None:
 def test_dumps() -> None:
     config = make_config(dump_details="d/")
     assert config.debug.save_debug_rollout_data == "d/rollout_data/{rollout_id}.pt"
+    assert config.debug.save_debug_train_data == "d/train_data/{rollout_id}.pt"
     assert make_config(load_debug_rollout_data="x_{rollout_id}.pt").debug.debug_train_only
+    refused("are both x.pt", save_debug_rollout_data="x.pt", save_debug_train_data="x.pt", num_rollout=1)
     refused("has no {rollout_id} in it", save_debug_rollout_data="a.pt", num_rollout=3)
     refused("exclude each other", debug_rollout_only=True, load_debug_rollout_data="x{rollout_id}")
 
@@ -301,7 +303,10 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIME_NUM_GPUS", "1")
     assert make_config(attention_backend="flash", distributed_backend="nccl") is not None
     refused("--attention-backend unfused is not there on GPUs", attention_backend="unfused")
-    refused("--offload-optimizer-states is not supported", offload_optimizer_states=True)
+    assert make_config(offload_optimizer_states=True) is not None
+    refused("hand GPU memory to each other", offload_train=True, colocate=True)
+    engine = make_config(transformer_impl="transformer_engine", attention_backend="fused")
+    assert engine.train.attention_backend == "fused"
 
 
 # -- contradictions ----------------------------------------------------------------------------------------

@@ -239,21 +239,18 @@ def test_nothing_is_both_ours_and_native() -> None:
 _DONE_IN_CONFIG = {
     "config": "read by the parser",
     "custom_config_path": "read by the parser",
-    "dump_details": "becomes save_debug_rollout_data",
+    "dump_details": "becomes save_debug_rollout_data and save_debug_train_data",
     "offload": "becomes offload_train and offload_rollout",
     "disable_grpo_std_normalization": "becomes grpo_std_normalization",
     "disable_rewards_normalization": "becomes rewards_normalization",
     "recompute_activations": "becomes recompute_granularity and its companions",
     "num_gpus_per_node": "checked against the size of an engine",
-    "attention_backend": "one kernel per device; others are refused",
     "distributed_backend": "one backend per device; others are refused",
-    "transformer_impl": "one implementation; others are refused",
     "update_weight_mode": "one mode; others are refused",
     "train_backend": "has one value",
     "rollout_data_transport": "has one value",
     "offload_train": "refused on GPUs; without GPUs there is nothing to free",
     "offload_rollout": "refused on GPUs; without GPUs there is nothing to free",
-    "offload_optimizer_states": "refused on GPUs; without GPUs the states are in host memory",
     "use_rollout_entropy": "the entropy is always computed",
 }
 

@@ -37,6 +37,7 @@ from slime.train.megatron.mla import LatentNorm, PackedMLASelfAttention
 from slime.train.megatron.moe_layer import connect, expert_arguments, expert_layer_spec
 from slime.train.megatron.packed import PackedMicroBatch
 from slime.train.megatron.post_norm import add_post_norms
+from slime.train.megatron.provider import provided
 from slime.train.megatron.rotary import RotaryAngles, inverse_frequencies
 from slime.train.records import TokenScores
 from slime.weights.convert.spec import ModelSpec
@@ -161,18 +162,19 @@ def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = Fa
     check_layout(spec, config)
     transformer = transformer_config(spec, config, initialise=initialise)
     virtual = transformer.virtual_pipeline_model_parallel_size
+
+    def build(first: bool, last: bool, vp_stage: int | None) -> PolicyModel:
+        layers = block_spec(transformer, vp_stage, post_norms=spec.post_norms)
+        return PolicyModel(
+            spec, transformer, vp_stage, transformer_layer_spec=layers, pre_process=first, post_process=last
+        )
+
     chunks = []
     for vp_stage in range(virtual) if virtual else [None]:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        chunk = PolicyModel(
-            spec,
-            transformer,
-            vp_stage,
-            transformer_layer_spec=block_spec(transformer, vp_stage, post_norms=spec.post_norms),
-            pre_process=first,
-            post_process=last,
-        )
+        path = config.train.custom_model_provider_path
+        chunk = provided(path, build, PolicyModel, first, last, vp_stage) if path else build(first, last, vp_stage)
         connect(chunk)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
