@@ -119,10 +119,10 @@ def dispatch(choices: Tensor, place: ExpertPlace) -> Dispatch:
     if place.group is None:
         return Dispatch(slots // k, slots, _inverse(slots).view(n, k), ends)
     counts = ends.diff(prepend=ends.new_zeros(1))
-    everyones = counts.new_empty(place.group.size(), place.num_experts)
+    everyones = counts.new_empty(place.group.size() * place.num_experts)
     dist.all_gather_into_tensor(everyones, counts, group=place.group)
     first = place.num_local * place.expert_rank
-    mine = everyones[:, first : first + place.num_local]
+    mine = everyones.view(-1, place.num_experts)[:, first : first + place.num_local]
     to_rank = counts.view(place.expert_ranks, place.num_local).sum(dim=1)
     both = torch.cat([to_rank, mine.sum(dim=1)]).tolist()  # the one wait: the exchange needs its sizes on the host
     per_rank, arrived = both[: place.expert_ranks], both[place.expert_ranks :]

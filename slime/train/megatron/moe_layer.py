@@ -193,7 +193,7 @@ def uses_balance_losses(config: TransformerConfig) -> bool:
 
 @torch.no_grad()
 def balance_metrics(layers: Sequence[ExpertLayer], gradient_scale: float) -> dict[str, float]:
-    """How evenly the step's tokens went to the experts, as means over all layers; clears the counts. Collective.
+    """How evenly the step's tokens went to the experts, as means over all layers. Collective.
 
     Returns:
         ``moe_max_load``, ``moe_mean_load``: tokens of the fullest and of the average expert. With balance losses on,
@@ -209,8 +209,6 @@ def balance_metrics(layers: Sequence[ExpertLayer], gradient_scale: float) -> dic
         sums[0] = len(statistics)
         sums[1], sums[2] = tokens.amax(dim=1).sum(), tokens.mean(dim=1).sum()
         sums[3:] = losses.sum(dim=0)
-    for entry in statistics:
-        entry.clear()
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
     count, fullest, average, balance, z = sums.tolist()

@@ -161,8 +161,8 @@ def pack(
     targets = [tokens[i][tokens[i].numel() - response :] for i, response in zip(samples, responses)]
     stream = torch.cat(pieces)
     return _assemble(
-        samples, stream, torch.cat(positions), torch.cat(origins), torch.cat([empty, *rows]), torch.cat([empty, *targets]), branches,
-        responses, options,
+        samples, stream, torch.cat(positions), torch.cat(origins), torch.cat([empty, *rows]),
+        torch.cat([empty, *targets]), branches, responses, options,
     )  # fmt: skip
 
 

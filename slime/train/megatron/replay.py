@@ -2,8 +2,8 @@
 
 A policy whose experts are chosen anew in every pass is compared with itself under other experts: a token near the
 border between two experts gets another log-prob from the engine, from the old-policy pass and from training, without a
-change of weights. Replay takes the experts of one pass for the others (arXiv:2507.18071, section 5.3; arXiv:2510.11370);
-their weights still come from the current router, so that it learns.
+change of weights. Replay takes the experts of one pass for the others (arXiv:2507.18071, section 5.3, and
+arXiv:2510.11370); their weights still come from the current router, so that it learns.
 
     --use-routing-replay           old-policy pass ─ records ─► training (recompute included)
     --use-rollout-routing-replay   engine ─ TrainBatch.routed_experts ─► old-policy pass, training
@@ -65,6 +65,8 @@ class RoutingGuide:
         scale = 0.0
         if which == "train":
             self.gradient_scale = gradient_scale
+            for layer in self.layers:
+                layer.router.statistics.clear()
             if self.layers and uses_balance_losses(self.layers[0].config):
                 scale = gradient_scale / self._tokens_of_step(micro_batches)
         for micro_batch in micro_batches:
@@ -153,7 +155,7 @@ class RoutingGuide:
                 why="one row per token but the last, one entry per layer (dense ones too) and chosen expert",
                 fix="correct the generate function, or the engine's version",
             )
-        if experts.numel() and not (0 <= int(experts.min()) and int(experts.max()) < self.num_experts):
+        if experts.numel() and (int(experts.min()) < 0 or int(experts.max()) >= self.num_experts):
             raise UserError(
                 f"the routed experts of {name} are numbers from {int(experts.min())} to {int(experts.max())}",
                 why=f"the model has {self.num_experts} experts per layer",

@@ -1,0 +1,429 @@
+"""Layers of experts: products and dispatch against plain formulas, every expert layout against one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from test_parity import DATA_PARALLEL, MICRO_BATCHES, parity_job, worst
+from torch import Tensor
+from trainer_ranks import VOCAB, RankPool, make_batch, shard, trainer_config
+
+from slime.errors import UserError
+from slime.samples.types import TrainBatch
+from slime.train.megatron.backend import MegatronBackend  # noqa: F401  (prepares megatron)
+from slime.train.megatron.experts import (
+    grouped_linear,
+    grouped_product,
+    grouped_weight_gradient,
+    looped_product,
+    looped_weight_gradient,
+)
+from slime.train.megatron.model import check_layout
+from slime.train.megatron.moe_dispatch import ExpertPlace, dispatch
+from slime.train.megatron.moe_layer import expert_arguments
+from slime.train.megatron.moe_router import choose_experts, router_weights
+from slime.weights.convert import family_of
+
+EXPERTS, TOPK = 8, 2
+TOLERANCE = 1e-5
+
+
+def save_moe(directory: Path, **changes: Any) -> Path:
+    """A random Qwen3-MoE with one dense and three expert layers, whose router is not indifferent."""
+    config = transformers.Qwen3MoeConfig(
+        **{
+            "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+            "num_experts": EXPERTS, "num_experts_per_tok": TOPK, "moe_intermediate_size": 16, "norm_topk_prob": True,
+            "mlp_only_layers": [0], "pad_token_id": None, "eos_token_id": 1, "bos_token_id": None,
+            **changes,
+        }
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(20 if name.endswith("gate.weight") else 5)
+            else:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_moe(tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    started: dict[int, RankPool] = {}
+    yield started
+    for pool in started.values():
+        pool.close()
+
+
+def run(pools: dict[int, RankPool], ranks: int, job: Any, *args: Any) -> list[Any]:
+    if ranks not in pools:
+        pools[ranks] = RankPool(ranks)
+    return pools[ranks].run(job, *args)
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["experts", "moe_dispatch", "moe_router"])
+def test_examples_in_docstrings(module: str) -> None:
+    found = doctest.testmod(importlib.import_module(f"slime.train.megatron.{module}"), extraglobs={"torch": torch})
+    assert found.failed == 0
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_grouped_product_equals_the_loop(sizes: list[int], dtype: torch.dtype) -> None:
+    """The kernel that a GPU uses and the loop elsewhere, forward and both gradients; empty experts included."""
+    torch.manual_seed(sum(sizes))
+    ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+    rows, grad = torch.randn(sum(sizes), 16, dtype=dtype), torch.randn(sum(sizes), 24, dtype=dtype)
+    weight = torch.randn(len(sizes), 24, 16, dtype=dtype)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    if sum(sizes):
+        torch.testing.assert_close(grouped_product(rows, weight, ends), looped_product(rows, weight, ends), **tolerance)
+        back = weight.transpose(1, 2)
+        torch.testing.assert_close(grouped_product(grad, back, ends), looped_product(grad, back, ends), **tolerance)
+        ours = grouped_weight_gradient(grad, rows, ends)
+        torch.testing.assert_close(ours, looped_weight_gradient(grad, rows, ends), **tolerance)
+    rows.requires_grad_()
+    weight.requires_grad_()
+    grouped_linear(rows, weight, ends).backward(grad)
+    assert rows.grad is not None and weight.grad is not None and rows.grad.shape == rows.shape
+    for size, gradient in zip(sizes, weight.grad):
+        assert size > 0 or not gradient.any(), "no rows, so the gradient is exactly 0"
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 12), st.integers(1, 7), st.integers(0, 10**6))
+def test_dispatch_equals_the_dense_formula(tokens: int, experts: int, seed: int) -> None:
+    """Σ_k w_k · W_{e_k} x, with gradients, for one rank."""
+    generator = torch.Generator().manual_seed(seed)
+    topk = min(experts, 1 + seed % 3)
+    x = torch.randn(tokens, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(experts, 8, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    choices = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
+    gates = torch.rand(tokens, topk, generator=generator, dtype=torch.float64, requires_grad=True)
+    plan = dispatch(choices, ExpertPlace(experts))
+    rows, row_gates = plan.to_experts(x, gates)
+    ours = plan.to_tokens(grouped_linear(rows, weight, plan.ends) * row_gates[:, None])
+    dense = torch.einsum("nk,nkoi,ni->no", gates, weight[choices], x)
+    torch.testing.assert_close(ours, dense)
+    direction = torch.randn(tokens, 8, generator=generator, dtype=torch.float64)
+    for a, b in zip(
+        torch.autograd.grad((ours * direction).sum(), (x, weight, gates)),
+        torch.autograd.grad((dense * direction).sum(), (x, weight, gates)),
+    ):
+        torch.testing.assert_close(a, b)
+
+
+# -- router ------------------------------------------------------------------------------------------------------------
+
+
+def router_config(**fields: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=8, moe_ffn_hidden_size=8,
+        add_bias_linear=False, moe_token_dispatcher_type="alltoall", **{"moe_router_topk": 4, **fields},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5},
+        {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
+        {"moe_router_score_function": "sigmoid", "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    ],
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_router_equals_megatrons(fields: dict[str, Any], biased: bool) -> None:
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    config = router_config(**fields)
+    if biased and config.moe_router_score_function != "sigmoid":
+        biased = False
+    torch.manual_seed(0)
+    logits, bias = torch.randn(32, 8), torch.randn(8) if biased else None
+    choices = choose_experts(logits, bias, config)
+    ours = torch.zeros(32, 8).scatter(1, choices, router_weights(logits, choices, config))
+    theirs, chosen = topk_routing_with_score_function(
+        logits, 4, use_pre_softmax=config.moe_router_pre_softmax, num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk, scaling_factor=config.moe_router_topk_scaling_factor,
+        score_function=config.moe_router_score_function, expert_bias=bias,
+    )  # fmt: skip
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(ours > 0, chosen)
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+TP2, PP2, CP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
+EP2, CP2 = CP2, {"context_parallel_size": 2}
+ETP1, ETP2, SP = {"expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 2}, {"sequence_parallel": True}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+VIRTUAL = {"num_virtual_stages_per_pipeline_rank": 2}
+#: name → (ranks, data-parallel size, flags)
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "EP2 (over data-parallel ranks)": (2, 2, EP2 | ETP1),
+    "TP2, experts cut": (2, 1, TP2),
+    "TP2 x EP2, experts whole": (2, 1, TP2 | EP2 | ETP1),
+    "TP2+SP x EP2, experts whole, recomputed": (2, 1, TP2 | SP | EP2 | ETP1 | RECOMPUTE),
+    "TP2+SP, whole experts on both": (2, 1, TP2 | SP | ETP1),
+    "PP2, layers of experts recomputed": (2, 1, PP2 | SELECTIVE),
+    "CP2 x EP2": (2, 1, CP2 | EP2 | ETP1),
+}
+LONG_LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "DP2, experts cut over both": (2, 2, ETP2),
+    "TP2+SP, experts cut": (2, 1, TP2 | SP),
+    "PP2 virtual": (2, 1, PP2 | VIRTUAL),
+    "EP4": (4, 4, {"expert_model_parallel_size": 4} | ETP1),
+    "DP2 x EP2": (4, 4, EP2 | ETP1),
+    "TP2 x EP2, experts cut": (4, 2, TP2 | EP2),
+    "TP2+SP x EP2, experts cut": (4, 2, TP2 | SP | EP2),
+    "PP2 x EP2": (4, 2, PP2 | EP2 | ETP1),
+    "PP2 virtual x EP2": (4, 2, PP2 | EP2 | ETP1 | VIRTUAL | RECOMPUTE),
+    "TP2+SP x CP2, EP2": (4, 1, TP2 | SP | CP2 | EP2 | ETP1),
+}
+
+
+@pytest.fixture(scope="module")
+def single(model: Path, pools: dict[int, RankPool]) -> dict[str, Any]:
+    return run(pools, 1, parity_job, {"hf_checkpoint": str(model)}, [make_batch(MICRO_BATCHES)])[0]
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in LONG_LAYOUTS)])
+def test_layout_gives_the_numbers_of_one_process(
+    name: str, model: Path, pools: dict[int, RankPool], single: dict[str, Any]
+) -> None:
+    ranks, data_parallel, flags = (LAYOUTS | LONG_LAYOUTS)[name]
+    batch = make_batch(MICRO_BATCHES)
+    batches = [shard(batch, members, plan) for members, plan in DATA_PARALLEL[data_parallel]]
+    results = run(pools, ranks, parity_job, {"hf_checkpoint": str(model), **flags}, batches)
+    expected = dict(zip(single["samples"], single["log_probs"]))
+    for result in results:
+        for kind in ("gradients", "weights"):
+            assert result[kind].keys() == single[kind].keys()
+            for parameter, value in single[kind].items():
+                assert worst(result[kind][parameter], value) <= TOLERANCE, (kind, parameter)
+        for index, log_probs in zip(result["samples"], result["log_probs"]):
+            assert (log_probs - expected[index]).abs().max() <= TOLERANCE
+        if result["log_probs"]:
+            for ours, theirs in zip(result["metrics"], single["metrics"]):
+                assert ours == pytest.approx(theirs, rel=2e-5, abs=2e-5)
+
+
+def test_experts_moved_and_their_load_is_logged(single: dict[str, Any], model: Path) -> None:
+    before = load_file(model / "model.safetensors")
+    moved = [n for n, w in single["weights"].items() if ".experts." in n and not torch.equal(w, before[n])]
+    assert len(moved) > 3 * EXPERTS and ("gate.weight" in n for n in moved)
+    tokens = sum(len(t) - 1 for t in make_batch().tokens)
+    assert single["metrics"][0]["train/moe_mean_load"] <= tokens * TOPK / EXPERTS  # shared prompts count once
+    assert single["metrics"][0]["train/moe_max_load"] >= single["metrics"][0]["train/moe_mean_load"] > 0
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def export_job(info: Any, model: Path, flags: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
+    from slime.train.megatron.backend import MegatronBackend
+    from slime.weights.hf_io import iter_hf_tensors
+    from slime.weights.megatron_names import Placement, global_parameters
+
+    config = trainer_config(hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **flags)
+    backend = MegatronBackend(config, info)
+    backend.setup()
+    mine = [n for n, _ in global_parameters(backend.model_chunks, EXPERTS, Placement.current()) if ".experts." in n]
+    tensors = {n: t.clone() for n, t in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
+    return tensors, len(mine)
+
+
+@pytest.mark.parametrize("flags", [EP2 | ETP1, TP2 | EP2 | ETP1, TP2], ids=["EP2", "TP2 x EP2", "TP2"])
+def test_expert_parallel_export_is_the_file_bit_for_bit(
+    flags: dict[str, Any], model: Path, pools: dict[int, RankPool]
+) -> None:
+    original = load_file(model / "model.safetensors")
+    for tensors, held in run(pools, 2, export_job, model, flags):
+        assert tensors.keys() == original.keys()
+        assert all(torch.equal(tensors[name], original[name]) for name in original)
+        share = 2 if "expert_model_parallel_size" in flags else 1
+        assert held == 3 * 2 * EXPERTS // share, "each rank holds, and reads, its own experts only"
+
+
+def checkpoint_job(info: Any, model: Path, root: Path, flags: dict[str, Any], load: bool) -> dict[str, Tensor]:
+    """Load or start fresh; one step with the same gradients everywhere; save; the weights after a further one."""
+    from slime.train.megatron.backend import MegatronBackend
+    from slime.weights.hf_io import iter_hf_tensors
+
+    where = {"load": str(root)} if load else {"save": str(root)}
+    config = trainer_config(hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **where, **flags)
+    backend = MegatronBackend(config, info)
+    backend.setup()
+
+    def step(seed: int) -> None:
+        for chunk in backend.model_chunks:
+            chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                parameter.main_grad.copy_(torch.sin(parameter.detach() * 1000 + seed))
+        backend.optimizer.step()
+
+    if not load:
+        step(1)
+        backend.save(3)
+    step(2)
+    return {n: t.clone() for n, t in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
+
+
+def test_checkpoint_of_one_expert_layout_loads_at_others(
+    model: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Weights and Adam's moments: the next step is the same."""
+    adam = {"optimizer": "adam", "lr": 0.01, "clip_grad": 0.0}
+    saved_at = {"EP2": (2, EP2 | ETP1), "one": (1, {})}
+    load_at = {"EP2": [(1, {}), (2, TP2)], "one": [(2, EP2 | ETP1)]}
+    for name, (ranks, flags) in saved_at.items():
+        root = tmp_path / name
+        expected = run(pools, ranks, checkpoint_job, model, root, adam | flags, False)[0]
+        for other, other_flags in load_at[name]:
+            for tensors in run(pools, other, checkpoint_job, model, root, adam | other_flags, True):
+                for parameter, value in expected.items():
+                    assert worst(tensors[parameter], value) <= TOLERANCE, (name, other_flags, parameter)
+
+
+# -- balance losses ----------------------------------------------------------------------------------------------------
+
+BALANCE = {"moe_z_loss_coeff": 0.3, "moe_aux_loss_coeff": 0.5}
+
+
+def gradient_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> list[tuple[Any, dict[str, float]]]:
+    """Per plan: gradients of the routers before clipping, and the metrics."""
+    from test_train_model import gradients
+
+    from slime.train.megatron.backend import MegatronBackend
+
+    config = trainer_config(**flags, optimizer="sgd", actor_num_gpus_per_node=info.world_size)
+    backend = MegatronBackend(config, info)
+    backend.setup()
+    plans = [batches[backend.data_parallel_rank]] if info.world_size > 1 else batches
+    results = []
+    for batch in plans:
+        found = {n: g for n, g in gradients(backend, batch).items() if n.endswith("router.weight")}
+        results.append((found, backend.routing.step_metrics()))
+    return results
+
+
+def balanced(model: Path, kind: str, **more: Any) -> dict[str, Any]:
+    return {"hf_checkpoint": str(model), "moe_router_load_balancing_type": kind, **BALANCE, **more}
+
+
+def test_balance_losses_do_not_depend_on_packing(model: Path, pools: dict[int, RankPool]) -> None:
+    """Of samples, and the z-loss: any micro-batches. Padding (an empty micro-batch) counts nothing."""
+    plans = [[[0, 1], [2, 3], [4], [5]], [[0, 1, 2, 3, 4, 5]], [[5, 2], [], [0, 4, 3, 1]]]
+    batches = [make_batch(plan) for plan in plans]
+    (first, metrics), *others = run(pools, 1, gradient_job, balanced(model, "seq_aux_loss"), batches)[0]
+    (without, none), *_ = run(pools, 1, gradient_job, {"hf_checkpoint": str(model)}, batches[:1])[0]
+    assert "z_loss" not in none and metrics["load_balancing_loss"] > 0.99 and metrics["z_loss"] > 0
+    for found, same_metrics in others:
+        assert same_metrics == pytest.approx(metrics, rel=1e-5)
+        for name, gradient in first.items():
+            assert worst(found[name], gradient) <= TOLERANCE
+            assert worst(without[name], gradient) > 0.1, "the losses are felt"
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+def test_balance_losses_do_not_depend_on_the_layout(kind: str, model: Path, pools: dict[int, RankPool]) -> None:
+    batch = make_batch([[0, 1], [2, 3], [4], [5]])
+    flags = balanced(model, kind, use_distributed_optimizer=False)
+    expected, metrics = run(pools, 1, gradient_job, flags, [batch])[0][0]
+    halves = [shard(batch, [0, 1, 4], [[0, 1], [2]]), shard(batch, [2, 3, 5], [[0, 1], [2]])]
+    for layout, batches in ((EP2 | ETP1, halves), (TP2 | EP2 | ETP1, [batch]), (CP2, [batch])):
+        for ((found, ours),) in run(pools, 2, gradient_job, {**flags, **layout}, batches):
+            assert ours == pytest.approx(metrics, rel=1e-5)
+            for name, gradient in expected.items():
+                assert worst(found[name], gradient) <= TOLERANCE, (layout, name)
+
+
+def bias_job(info: Any, model: Path, flags: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    from slime.train.megatron.backend import MegatronBackend
+
+    config = trainer_config(hf_checkpoint=str(model), optimizer="sgd", lr=0.0, **flags)
+    backend = MegatronBackend(config, info)
+    backend.setup()
+    layer = backend.routing.layers[0]
+    before = layer.router.expert_bias.clone()
+    backend.train(make_batch())
+    return before, layer.router.expert_bias.clone()
+
+
+def test_expert_bias_moves_only_when_asked(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    from test_families import save_tiny
+
+    save_tiny("glm4_moe", tmp_path)
+    before, after = run(pools, 1, bias_job, tmp_path, {})[0]
+    assert torch.equal(before, after) and before.abs().sum() > 0
+    before, after = run(pools, 1, bias_job, tmp_path, {"moe_router_bias_update_rate": 0.25})[0]
+    assert {round(x, 4) for x in (after - before).abs().tolist()} <= {0.0, 0.25} and not torch.equal(before, after)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"moe_permute_fusion": True}, "Transformer Engine"),
+        ({"moe_expert_capacity_factor": 1.0}, "never dropped"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "seq_aux_loss"),
+        ({"moe_token_dispatcher_type": "flex"}, "all-to-all"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(setting: dict[str, Any], said: str) -> None:
+    assert expert_arguments(setting) == {}, "a dense model has nothing to refuse"
+    with pytest.raises(UserError) as caught:
+        expert_arguments({"num_moe_experts": 4, **setting})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        ({"expert_model_parallel_size": 3, "actor_num_gpus_per_node": 3}, "8 experts cannot be divided by 3"),
+        ({"expert_tensor_parallel_size": 3, "actor_num_gpus_per_node": 3}, "16 intermediate features of an expert"),
+        ({"expert_tensor_parallel_size": 2, "actor_num_gpus_per_node": 3}, "3 trainer ranks cannot be divided by 2"),
+    ],
+)
+def test_expert_layouts_that_do_not_fit_are_refused_by_number(flags: dict[str, Any], number: str, model: Path) -> None:
+    spec = family_of(model).model_spec(model)
+    with pytest.raises(UserError) as caught:
+        check_layout(spec, trainer_config(**{"expert_tensor_parallel_size": 1, **flags}))
+    assert number in caught.value.why
+
+
+def test_expert_parallelism_of_a_dense_model_is_refused(model: Path) -> None:
+    spec = family_of(model).model_spec(model)
+    facts = {key: value for key, value in spec.transformer.items() if "moe" not in key}
+    dense = dataclasses.replace(spec, transformer=facts)
+    with pytest.raises(UserError, match="no experts"):
+        check_layout(dense, trainer_config(actor_num_gpus_per_node=2, expert_model_parallel_size=2))
