@@ -75,23 +75,27 @@ def megatron_names(family: ModelFamily, spec: ModelSpec) -> list[str]:
 
 def random_hf(family: ModelFamily, spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict:
     """Random Hugging Face tensors of the right shapes for a decoder."""
-    shapes = hf_shapes(spec)
     generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name in family.expected_hf_names(spec):
-        shape = next((shape for ending, shape in shapes.items() if name.endswith(ending)), (spec.hidden_size,))
-        if ".experts." in name:
-            inner = spec.transformer["moe_ffn_hidden_size"]
-            shape = (spec.hidden_size, inner) if "down_proj" in name else (inner, spec.hidden_size)
-        elif ".shared_experts." in name:
-            inner = spec.transformer["moe_shared_expert_intermediate_size"]
-            shape = (spec.hidden_size, inner) if "down_proj" in name else (inner, spec.hidden_size)
-        tensors[name] = torch.randn(shape, generator=generator).to(dtype)
-    return tensors
+    return {
+        name: torch.randn(hf_shape(name, spec), generator=generator).to(dtype)
+        for name in family.expected_hf_names(spec)
+    }
+
+
+def hf_shape(name: str, spec: ModelSpec) -> tuple[int, ...]:
+    """Shape of a Hugging Face tensor; what is not known by its name is a norm over the hidden size."""
+    for part, width in (
+        (".experts.", "moe_ffn_hidden_size"),
+        (".shared_experts.", "moe_shared_expert_intermediate_size"),
+    ):
+        if part in name:
+            inner = spec.transformer[width]
+            return (spec.hidden_size, inner) if "down_proj" in name else (inner, spec.hidden_size)
+    return next((shape for end, shape in hf_shapes(spec).items() if name.endswith(end)), (spec.hidden_size,))
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes by the end of the name; what is not here is a norm over the hidden size."""
+    """By the end of the name, outside of experts."""
     facts = spec.transformer
     hidden, heads, groups, size = spec.hidden_size, spec.num_heads, spec.num_query_groups, spec.head_dim
     inner, experts = facts["ffn_hidden_size"], spec.num_experts

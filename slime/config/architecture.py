@@ -169,7 +169,7 @@ def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) ->
     """Keyword arguments of `TransformerConfig`: what the checkpoint says, and what the user set beside it.
 
     Args:
-        described: by the model's family table, from the Hugging Face config; None says that the model has no such thing.
+        described: by the model's family table, from the Hugging Face config; None: the model has no such thing.
         given: ``config.megatron.transformer``.
     Raises:
         UserError: the user set a field that the checkpoint says otherwise.

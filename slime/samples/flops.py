@@ -33,27 +33,49 @@ class SequenceCost:
     def from_hf_config(config: dict[str, Any]) -> SequenceCost:
         """2 FLOPs per weight and token in the layers and the output layer; causal attention: half of 4·L²·heads·dim.
 
-        Mixture-of-experts layers count the experts that a token passes (top-k and shared); MLA its low-rank factors.
+        Layers of experts count the experts that a token passes (top-k and shared) and the router; multi-latent
+        attention its low-rank factors.
         """
         config = config.get("text_config", config)
-        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+        hidden = config["hidden_size"]
         attention, head_width = _attention_weights(config)
-        moe_width = config.get("moe_intermediate_size")
-        dense_width = config.get("intermediate_size", 0)
-        num_dense = config.get("first_k_dense_replace", 0) if moe_width else layers
-        mlp = num_dense * 3 * hidden * dense_width
-        if moe_width:
+        kinds = has_experts(config)
+        sparse = sum(kinds)
+        mlp = (len(kinds) - sparse) * 3 * hidden * config.get("intermediate_size", 0)
+        if sparse:
             active = config.get("num_experts_per_tok", 1) + (config.get("n_shared_experts") or 0)
-            mlp += (layers - num_dense) * 3 * hidden * moe_width * active
+            mlp += sparse * hidden * (3 * config["moe_intermediate_size"] * active + _num_experts(config))
         output = hidden * config["vocab_size"]
         return SequenceCost(
-            linear=2.0 * (layers * attention + mlp + output),
-            quadratic=2.0 * layers * head_width,
+            linear=2.0 * (len(kinds) * attention + mlp + output),
+            quadratic=2.0 * len(kinds) * head_width,
         )
 
     @staticmethod
     def from_checkpoint(hf_checkpoint: str) -> SequenceCost:
         return SequenceCost.from_hf_config(orjson.loads((Path(hf_checkpoint) / "config.json").read_bytes()))
+
+
+def has_experts(config: dict[str, Any]) -> list[bool]:
+    """Layer by layer: is its MLP a mixture of experts? All spellings: dense layers first (``first_k_dense_replace``),
+    every n-th layer (``moe_layer_freq``, ``decoder_sparse_step``), listed dense ones (``mlp_only_layers``).
+
+    Example:
+        >>> has_experts({"num_hidden_layers": 3, "moe_intermediate_size": 8, "n_routed_experts": 4,
+        ...              "first_k_dense_replace": 1})
+        [False, True, True]
+    """
+    layers = range(config["num_hidden_layers"])
+    if not config.get("moe_intermediate_size") or not _num_experts(config):
+        return [False for _ in layers]
+    first, freq = config.get("first_k_dense_replace") or 0, config.get("moe_layer_freq") or 1
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    return [n >= first and n % freq == 0 and (n + 1) % step == 0 and n not in dense for n in layers]
+
+
+def _num_experts(config: dict[str, Any]) -> int:
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return int(next((config[name] for name in names if config.get(name)), 0))
 
 
 def _attention_weights(config: dict[str, Any]) -> tuple[int, float]:

@@ -31,6 +31,13 @@ logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+#: What quantised checkpoints have beside or instead of the weights.
+_QUANTISED = {
+    ".weight_scale_inv": "FP8",
+    ".weight_scale": "FP8 or INT8",
+    ".weight_packed": "INT4",
+    ".qweight": "INT4",
+}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
 
 
@@ -99,6 +106,14 @@ class HfReader:
         surplus = present - expected
         ignored = sorted(name for name in surplus if family.is_ignored(name, spec))
         unknown, missing = sorted(surplus - set(ignored)), sorted(expected - present)
+        quantised = next((name for name in unknown if name.endswith(tuple(_QUANTISED))), None)
+        if quantised is not None:
+            kind = next(kind for suffix, kind in _QUANTISED.items() if quantised.endswith(suffix))
+            raise UserError(
+                f"{self.directory} holds weights quantised to {kind}",
+                why=f"it has {quantised}; training needs the weights themselves",
+                fix="use a bfloat16 copy of the model (of DeepSeek-V3: its own inference/fp8_cast_bf16.py makes one)",
+            )
         if missing or unknown:
             raise UserError(
                 f"{self.directory} is not a complete {family.name} model",

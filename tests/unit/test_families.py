@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,28 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from test_train_model import gradients
 from trainer_ranks import VOCAB, free_port, make_batch, trainer_config
 
+from slime.config import make_config
+from slime.config.architecture import check_model_flags, merge_transformer
+from slime.errors import UserError
+from slime.samples.flops import SequenceCost
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.parallel import RankInfo
+from slime.train.megatron.rotary import inverse_frequencies
+from slime.weights.convert import FAMILIES, family_of
+from tests.megatron_stub import hf_shape
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "fixtures" / "model_configs.json").read_text()
+)
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
@@ -159,3 +172,146 @@ def test_log_probs_equal_transformers_and_weights_come_back(kind: str, tmp_path:
     assert back.keys() == saved.keys()
     assert all(torch.equal(back[name], saved[name]) for name in saved)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == kind.split(",")[0]
+
+
+@pytest.mark.parametrize("flags", [{"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj",)},
+                                   {"recompute_activations": True}], ids=["up projection", "layers"])  # fmt: skip
+def test_recomputation_changes_no_gradient(flags: dict[str, Any], tmp_path: Path) -> None:
+    save_tiny("deepseek_v3", tmp_path)
+    results = []
+    for options in ({}, flags):
+        backend = trainer(tmp_path, **options)
+        try:
+            results.append(gradients(backend, make_batch()))
+        finally:
+            backend.close()
+    for name, gradient in results[0].items():
+        assert torch.equal(results[1][name], gradient), name
+        assert gradient.abs().max() > 0, name
+
+
+def test_the_expert_bias_is_kept_in_checkpoints_and_moves_only_when_asked(tmp_path: Path) -> None:
+    model = save_tiny("glm4_moe", tmp_path / "hf")
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    original = model.get_buffer(name)
+    for rate, moves in ((None, False), (0.01, True)):
+        save = tmp_path / f"run {rate}"
+        backend = trainer(
+            tmp_path / "hf", save=str(save), save_hf=str(tmp_path / "back"), moe_router_bias_update_rate=rate
+        )
+        try:
+            backend.train(make_batch())
+            backend.save(0)
+        finally:
+            backend.close()
+        after = load_file(tmp_path / "back" / "model.safetensors")[name]
+        step = (after - original).abs().max().item()
+        assert step == pytest.approx(0.01 if moves else 0.0, abs=1e-7)
+        resumed = trainer(tmp_path / "hf", load=str(save), save_hf=str(tmp_path / "again"))
+        try:
+            resumed.save(1)
+        finally:
+            resumed.close()
+        assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[name], after)
+
+
+# -- published models ------------------------------------------------------------------------------------------------
+
+
+def spellings(model: str) -> list[dict[str, Any]]:
+    """config.json as published, and as transformers 5 writes it."""
+    old = PUBLISHED[model]["config"]
+    moved = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+    new = {key: value for key, value in old.items() if key not in moved}
+    return [old, {**new, "rope_parameters": PUBLISHED[model]["rope_parameters"]}]
+
+
+def rotary_module(config: dict[str, Any]) -> torch.nn.Module:
+    """transformers' own."""
+    filled = transformers.AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(filled.__class__(**{**config, "num_hidden_layers": 1}))
+    return type(model.rotary_emb)(filled)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_rotary_frequencies_of_published_models(model: str) -> None:
+    expected = rotary_module(PUBLISHED[model]["config"])
+    for config in spellings(model):
+        spec = family_of(config).model_spec(config)
+        inverse, factor = inverse_frequencies(
+            spec.rotary_dim, spec.rotary_base, spec.rotary_scaling, spec.max_position_embeddings
+        )
+        assert torch.allclose(inverse, expected.inv_freq, rtol=1e-6, atol=0)
+        assert factor == pytest.approx(expected.attention_scaling, rel=1e-6)
+
+
+def test_rotary_settings_that_go_into_the_attention() -> None:
+    """YaRN's factor on the scores of DeepSeek-V3: (0.1 · ln 40 + 1)² / √192; pairs of neighbours in GLM-4 only."""
+    from megatron.core.models.common.embeddings import _yarn_get_mscale
+
+    for model, scale in (("deepseek-ai/DeepSeek-V3", 0.13523377886), ("moonshotai/Moonlight-16B-A3B", 192**-0.5)):
+        for config in spellings(model):
+            facts = family_of(config).model_spec(config).transformer
+            size = facts["qk_head_dim"] + facts["qk_pos_emb_head_dim"]
+            mscale = _yarn_get_mscale(facts["rotary_scaling_factor"], facts["mscale_all_dim"])
+            assert mscale**2 * size**-0.5 == pytest.approx(scale, rel=1e-9)
+    for model in PUBLISHED:
+        config = PUBLISHED[model]["config"]
+        spec = family_of(config).model_spec(config)
+        assert spec.transformer["rotary_interleaved"] == (spec.family == "glm4")
+        assert spec.rotary_percent == (0.5 if "GLM" in model else 1.0)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_numbers_of_parameters_of_published_models(model: str) -> None:
+    """All of them, as the model cards say; and those that a token passes, which the costs count, too."""
+    config = PUBLISHED[model]["config"]
+    family = family_of(config)
+    spec = family.model_spec(config)
+    total = passed = 0
+    for name in family.expected_hf_names(spec):
+        shape = hf_shape(name, spec)
+        total += torch.Size(shape).numel()
+        if len(shape) == 2 and ("embed_tokens" not in name or spec.tie_embeddings):
+            chosen = spec.transformer["moe_router_topk"] / spec.num_experts if ".experts." in name else 1
+            passed += round(torch.Size(shape).numel() * chosen)
+    assert total == pytest.approx(PUBLISHED[model]["parameters"], rel=2e-3)
+    assert SequenceCost.from_hf_config(config).linear == pytest.approx(2 * passed, rel=1e-6)
+
+
+def test_every_family_has_a_published_model_and_a_tiny_one() -> None:
+    names = {family.name for family in FAMILIES}
+    assert {config["config"]["model_type"] for config in PUBLISHED.values()} == names
+    assert {kind.split(",")[0] for kind in MODELS} == names - {"llama", "qwen2", "qwen3"}
+
+
+# -- flags that describe the model -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "said"),
+    [
+        ("Qwen/Qwen3-4B", {"num_layers": 28}, "--num-layers 28 .* is 36"),
+        ("Qwen/Qwen3-4B", {"num_experts": 8}, "--num-experts 8 .* is not set"),
+        ("Qwen/Qwen3-4B", {"rotary_interleaved": True}, "--rotary-interleaved .* is False"),
+        ("zai-org/GLM-4.5-Air", {"moe_layer_freq": [1] * 46}, r"--moe-layer-freq \[1, 1, .* is \[0, 1, 1"),
+        ("zai-org/GLM-4.5-Air", {"qk_layernorm": True}, "--qk-layernorm .* is False"),
+        ("deepseek-ai/DeepSeek-V3", {"moe_router_group_topk": 2}, "--moe-router-group-topk 2 .* is 4"),
+        ("moonshotai/Moonlight-16B-A3B", {"moe_router_topk_scaling_factor": 2.5}, "2.5 .* is 2.446"),
+    ],
+)
+def test_flags_that_contradict_the_model(model: str, flags: dict[str, Any], said: str) -> None:
+    config = PUBLISHED[model]["config"]
+    described = family_of(config).model_spec(config).transformer
+    with pytest.raises(UserError) as caught:
+        merge_transformer(described, make_config(**flags).megatron.transformer)
+    assert re.search(said, str(caught.value).replace("\n", " "))
+
+
+def test_flags_that_agree_with_the_model() -> None:
+    config = PUBLISHED["Qwen/Qwen3-30B-A3B"]["config"]
+    described = family_of(config).model_spec(config).transformer
+    flags = {"moe_layer_freq": [1] * 48, "num_experts": 128, "moe_router_topk": 8, "moe_router_dtype": "fp32"}
+    assert merge_transformer(described, make_config(**flags).megatron.transformer)["num_moe_experts"] == 128
+    check_model_flags({"kv_channels": 128}, {**PUBLISHED["deepseek-ai/DeepSeek-V3"]["config"], "head_dim": 64})

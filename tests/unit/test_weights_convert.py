@@ -17,7 +17,13 @@ from tests.megatron_stub import megatron_names, random_hf
 
 ARCHITECTURES = {family.name: family.architectures[0] for family in FAMILIES}
 EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
-EXTRA = {"qwen3_moe": {**EXPERTS, "num_experts": 4}}
+DENSE_FIRST = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 0}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
+EXTRA: dict[str, dict[str, object]] = {
+    "qwen3_moe": {**EXPERTS, "num_experts": 4},
+    "glm4_moe": {**DENSE_FIRST, "attention_bias": True, "use_qk_norm": True},
+    "deepseek_v3": {**DENSE_FIRST, **LATENT, "n_group": 1, "topk_group": 1},
+}
 
 
 def config_of(family: str, **changes: object) -> dict:
@@ -149,26 +155,79 @@ def test_contradicting_rotary_bases_are_refused() -> None:
 
 
 def test_the_spec_agrees_with_transformers_defaults() -> None:
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    import transformers
 
-    for cls in (LlamaConfig, Qwen2Config, Qwen3Config):
+    required = (
+        *("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"),
+        *("num_key_value_heads", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+        *("num_experts_per_tok", "norm_topk_prob"),
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    )
+    moe = (transformers.Qwen3MoeConfig, transformers.Glm4MoeConfig, transformers.DeepseekV3Config)
+    dense = (transformers.LlamaConfig, transformers.Qwen2Config, transformers.Qwen3Config, transformers.Glm4Config)
+    assert {cls.model_type for cls in (*moe, *dense)} == {family.name for family in FAMILIES}
+    for cls in (*moe, *dense):
         full = cls().to_dict()
-        sparse_keys = ("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
-        sparse = {key: full[key] for key in (*sparse_keys, "vocab_size", "num_key_value_heads")}
+        sparse = {key: full[key] for key in required if key in full}
         from_full, from_sparse = family_of(full).model_spec(cls()), family_of(full).model_spec(sparse)
         assert from_full.transformer == from_sparse.transformer
         assert from_full.rotary_base == from_sparse.rotary_base
         assert from_full.tie_embeddings == from_sparse.tie_embeddings
+        assert from_full.rotary_percent == from_sparse.rotary_percent
+        assert from_full.num_mtp_layers == from_sparse.num_mtp_layers
 
 
 @pytest.mark.parametrize(
     ("family", "setting"),
-    [("llama", "attention_bias"), ("llama", "mlp_bias"), ("qwen2", "use_sliding_window"), ("qwen3", "attention_bias")],
+    [
+        ("llama", {"attention_bias": True}),
+        ("llama", {"mlp_bias": True}),
+        ("qwen2", {"use_sliding_window": True}),
+        ("qwen3", {"attention_bias": True}),
+        ("qwen3_moe", {"attention_bias": True}),
+        ("deepseek_v3", {"attention_bias": True}),
+        ("deepseek_v3", {"rope_interleave": False}),
+        ("deepseek_v3", {"scoring_func": "softmax"}),
+        ("deepseek_v3", {"topk_method": "greedy"}),
+        ("glm4_moe", {"norm_topk_prob": False}),
+    ],
 )
-def test_settings_that_would_be_lost_are_refused(family: str, setting: str) -> None:
-    config = config_of(family, **{setting: True})
-    with pytest.raises(UserError, match=setting):
+def test_settings_that_would_be_lost_are_refused(family: str, setting: dict[str, object]) -> None:
+    config = config_of(family, **setting)
+    with pytest.raises(UserError, match=next(iter(setting))):
         family_of(config).model_spec(config)
+
+
+def test_routing_that_megatron_does_otherwise_is_refused() -> None:
+    """A group of experts counts with its two best; Megatron takes num_experts_per_tok / topk_group of them."""
+    grouped = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    spec = family_of(config_of("deepseek_v3")).model_spec(config_of("deepseek_v3", **grouped))
+    assert spec.transformer["moe_router_num_groups"] == 2 and spec.transformer["moe_router_group_topk"] == 1
+    with pytest.raises(UserError, match="chooses groups of experts"):
+        config = config_of("deepseek_v3", **{**grouped, "num_experts_per_tok": 3})
+        family_of(config).model_spec(config)
+    with pytest.raises(UserError, match="no layer of this model has experts"):
+        config = config_of("qwen3_moe", mlp_only_layers=[0, 1])
+        family_of(config).model_spec(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "pattern"),
+    [
+        ("qwen3_moe", {}, 1),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, [0, 1, 0, 1]),
+        ("qwen3_moe", {"mlp_only_layers": [2]}, [1, 1, 0, 1]),
+        ("glm4_moe", {"first_k_dense_replace": 1}, [0, 1, 1, 1]),
+        ("deepseek_v3", {"first_k_dense_replace": 1, "moe_layer_freq": 2}, [0, 0, 1, 0]),
+    ],
+)
+def test_which_layers_have_experts(family: str, setting: dict[str, object], pattern: object) -> None:
+    from slime.samples.flops import has_experts
+
+    config = config_of(family, num_hidden_layers=4, **setting)
+    spec = family_of(config).model_spec(config)
+    assert spec.transformer["moe_layer_freq"] == pattern
+    assert [spec.is_moe_layer(layer) for layer in range(4)] == has_experts(config)
 
 
 def test_unknown_families_and_missing_fields() -> None:

@@ -46,6 +46,27 @@ def test_the_report(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in iter_hf_tensors([model], config))
 
 
+def test_layers_for_multi_token_prediction_are_counted(tmp_path: Path) -> None:
+    """One more than config.json announces is not such a layer but a checkpoint of another model."""
+    config, tensors, model = model_of("deepseek_v3", num_nextn_predict_layers=1)
+    mtp = {f"model.layers.2.{name}": torch.ones(2) for name in ("eh_proj.weight", "mlp.gate.weight", "enorm.weight")}
+    report = load_hf([model], write(tmp_path / "m", config, {**tensors, **mtp}))
+    assert set(report.ignored) == set(mtp) and "3 tensors are not used" in str(report)
+    with pytest.raises(UserError, match=r"1 tensor unknown in layers 3 of 2"):
+        load_hf([model], write(tmp_path / "m", config, {**tensors, "model.layers.3.enorm.weight": torch.ones(2)}))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("q_a_proj.weight_scale_inv", "FP8"), ("q_a_proj.qweight", "INT4"), ("o_proj.weight_packed", "I")],
+)
+def test_quantised_checkpoints_are_refused(tmp_path: Path, name: str, kind: str) -> None:
+    config, tensors, model = model_of("deepseek_v3")
+    name = f"model.layers.1.self_attn.{name}"
+    with pytest.raises(UserError, match=rf"quantised to {kind}(.|\n)*{name}"):
+        load_hf([model], write(tmp_path / "m", config, {**tensors, name: torch.ones(2, 2)}))
+
+
 def test_the_files_dtype_is_cast_to_the_models(tmp_path: Path) -> None:
     config, tensors, model = model_of("qwen3")
     half = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}

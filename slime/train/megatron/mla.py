@@ -65,9 +65,7 @@ class PackedMLASelfAttention(MLASelfAttention):
         latents = self._compressed(hidden_states)
         if self.recompute_up_proj and self.training:
             self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput()
-            query, key, value = self.qkv_up_checkpoint.checkpoint(
-                lambda *x: self._expanded(*x, sequences), *latents
-            )
+            query, key, value = self.qkv_up_checkpoint.checkpoint(lambda *x: self._expanded(*x, sequences), *latents)
         else:
             query, key, value = self._expanded(*latents, sequences)
         if self.checkpoint_core_attention and self.training:

@@ -108,7 +108,7 @@ def refuse(config: dict[str, Any], key: str, reason: str) -> None:
 
 
 def mtp_layers(config: dict[str, Any]) -> int:
-    """How many layers for multi-token prediction follow the decoder's, under either name; transformers' default is 1."""
+    """How many layers for multi-token prediction follow the decoder's, by either name; transformers' default is 1."""
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         if config.get(name) is not None:
             return int(config[name])

@@ -1,5 +1,5 @@
-"""DeepSeek-V3 and R1, Moonlight (``DeepseekV3ForCausalLM``): multi-latent attention, dense layers first, then shared and
-routed experts.
+"""DeepSeek-V3, R1 and Moonlight (``DeepseekV3ForCausalLM``): multi-latent attention, dense layers first, then layers
+of shared and routed experts.
 
     hidden ─► q_a ─► norm ─► q_b ─► queries: per head [no position | position]      without q_lora_rank: one q_proj
     hidden ─► kv_a ─► [latent | position] ; latent ─► norm ─► kv_b ─► per head [key without position | value]

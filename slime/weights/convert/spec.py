@@ -123,7 +123,7 @@ class ModelSpec:
         return int(self.transformer.get("num_moe_experts") or 0)
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Has this layer (global number, from 0) experts? Megatron's ``moe_layer_freq``: a 0/1 per layer, or every n-th.
+        """Has this layer (global, from 0) experts? Megatron's ``moe_layer_freq``: a 0/1 per layer, or every n-th.
 
         Example (one dense layer first, as in DeepSeek-V3-like models):
             >>> spec.transformer["moe_layer_freq"], spec.is_moe_layer(0), spec.is_moe_layer(1)
