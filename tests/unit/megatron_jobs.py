@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from slime.samples.types import TrainBatch
 from slime.weights.convert import family_of
 from tests.megatron_stub import random_hf
 from tests.unit.test_weights_convert import config_of
@@ -84,10 +86,47 @@ def step_and_save(info: Any, model: Path, layout: str, root: Path) -> None:
     backend.save(3, {"rank_0_said": layout})
 
 
-def load_and_save(info: Any, model: Path, layout: str, source: Path, root: Path) -> tuple[int, dict[str, Any]]:
-    backend = backend_of(info, model, load=str(source), save=str(root), **LAYOUTS[layout])
+def load_and_save(
+    info: Any, model: Path, flags: dict[str, Any], source: Path, root: Path
+) -> tuple[int, dict[str, Any]]:
+    backend = backend_of(info, model, load=str(source), save=str(root), **flags)
     backend.save(4)
     return backend.next_rollout_id, backend.extra_state
+
+
+Batches = list[list[TrainBatch]]
+"""For each data-parallel rank one batch per rollout."""
+
+
+def train_and_save(info: Any, model: Path, flags: dict[str, Any], batches: Batches, root: Path | None) -> Any:
+    """All rollouts but the last, then a checkpoint in ``root``; without ``root`` the last one, as `last_step`."""
+    backend = backend_of(info, model, **flags, **({} if root is None else {"save": str(root)}))
+    *earlier, last = batches[backend.data_parallel_rank]
+    for batch in earlier:
+        backend.train(batch)
+    if root is None:
+        return {"before": exported(backend), **_step(backend, last)}
+    backend.save(earlier[-1].rollout_id)
+    return None
+
+
+def last_step(info: Any, model: Path, flags: dict[str, Any], batches: Batches) -> dict[str, Any]:
+    """The step after what `train_and_save` saved: metrics, and the weights after it by their Hugging Face names."""
+    backend = backend_of(info, model, **flags)
+    last = batches[backend.data_parallel_rank][-1]
+    assert backend.next_rollout_id == last.rollout_id
+    return _step(backend, last)
+
+
+def _step(backend: Any, batch: TrainBatch) -> dict[str, Any]:
+    metrics = {name: value for name, value in backend.train(batch).items() if not name.startswith("perf/")}
+    return {"metrics": metrics, "weights": exported(backend), "reporting": backend.is_reporting_rank}
+
+
+def alone(info: Any, job: Any, *args: Any) -> Any:
+    """Run a job on the first rank as if it were the only one."""
+    if info.rank == 0:
+        return job(dataclasses.replace(info, world_size=1), *args)
 
 
 def save_behind_training(info: Any, model: Path, root: Path) -> list[int]:

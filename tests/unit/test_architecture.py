@@ -30,6 +30,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "weights.buckets",
         "weights.hf_io",
         "weights.checkpoint",
+        "weights.checkpoint_writer",
         "weights.load_plan",
         "weights.megatron_names",
     ),

@@ -196,8 +196,8 @@ def test_retention(model: Path, tmp_path: Path) -> None:
 # -- two ranks ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_saved_at_each_layout_and_loaded_at_each_other(pool: RankPool, model: Path, tmp_path: Path) -> None:
+@pytest.mark.full
+def test_the_layout_leaves_no_trace_in_a_checkpoint(pool: RankPool, model: Path, tmp_path: Path) -> None:
     contents = {}
     for layout in jobs.LAYOUTS:
         pool.run(jobs.step_and_save, model, layout, tmp_path / layout)
@@ -211,7 +211,8 @@ def test_saved_at_each_layout_and_loaded_at_each_other(pool: RankPool, model: Pa
     ring = [*jobs.LAYOUTS, "dp2"]
     for source, target in itertools.pairwise(ring):
         root = tmp_path / f"{source} to {target}"
-        [(next_id, extra), _] = pool.run(jobs.load_and_save, model, target, tmp_path / source, root)
+        arguments = (model, jobs.LAYOUTS[target], tmp_path / source, root)
+        [(next_id, extra), _] = pool.run(jobs.load_and_save, *arguments)
         assert next_id == 4 and extra == {"rank_0_said": source}
         again = everything(root / "iter_0000004", tmp_path)
         assert all(torch.equal(again[key], contents[source][key]) for key in reference), (source, target)

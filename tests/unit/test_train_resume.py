@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,49 @@ def test_resumed_training_gives_the_same_bits(flags: dict[str, Any], tmp_path: P
     for name, value in unbroken.items():
         if not name.startswith("perf/"):
             assert resumed[name] == value, name
+
+
+def test_the_updated_reference_survives_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Taken after rollout 1; rollout 3's KL is measured against it also when the run was stopped in between."""
+    caplog.set_level("INFO", logger="slime")
+    save_tiny("qwen3", tmp_path / "hf")
+    flags = {
+        "hf_checkpoint": str(tmp_path / "hf"),
+        "load": str(tmp_path / "run"),
+        "save": str(tmp_path / "run"),
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "ref_update_interval": 2,
+    }
+    batches = [dataclasses.replace(make_batch(seed=i), rollout_id=i) for i in range(4)]
+    first = trainer(**flags)
+    try:
+        first.train(batches[0])
+        first.save(0)
+        for batch in batches[1:3]:
+            first.train(batch)
+        first.save(2)
+        reference = [tensor.clone() for tensor in first.reference.tensors]
+        unbroken = first.train(batches[3])
+    finally:
+        first.close()
+    second = trainer(**flags)
+    try:
+        assert "reference model of rollout 1" in caplog.text
+        assert second.reference_iteration == 1 and not second.reference_is_policy
+        assert all(torch.equal(a, b) for a, b in zip(reference, second.reference.tensors))
+        resumed = second.train(batches[3])
+    finally:
+        second.close()
+    assert resumed["train/kl_loss"] == unbroken["train/kl_loss"] != 0
+    # where it was not updated yet, and where only the weights are taken, it is that of --ref-load
+    for other in ({"ckpt_step": 0}, {"finetune": True, "save": None}):
+        third = trainer(**{**flags, **other})
+        try:
+            assert third.reference_iteration is None
+            assert not all(torch.equal(a, b) for a, b in zip(reference, third.reference.tensors))
+        finally:
+            third.close()
 
 
 @pytest.mark.parametrize("keep_weights", [False, True])
