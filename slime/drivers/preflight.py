@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.cluster.plan import PlacementPlan, needs_engines
 from slime.config import Config
+from slime.config.architecture import merge_transformer
 from slime.config.host import num_cpus, num_gpus
 from slime.config.te_flags import is_installed, missing
 from slime.errors import UserError
