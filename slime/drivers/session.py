@@ -255,6 +255,8 @@ def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
     except KeyboardInterrupt:
         session.ended("stopped")
         raise
+    except SystemExit:
+        raise
     except BaseException as error:
         session.failed(error)
         raise

@@ -29,7 +29,7 @@ SAMPLING = {
 }
 
 
-@pytest.fixture(scope="module", params=SAMPLING)
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen2", marks=pytest.mark.full), "qwen3"])
 def family(request: pytest.FixtureRequest, run: Run) -> RunResult:
     """Two rollouts of each model family, with the KL to the reference in the loss."""
     flags = ["--colocate", "--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "k3", "--num-rollout", 2]

@@ -70,9 +70,11 @@ def check_closed(ports: set[int]) -> None:
             probe.bind(("", port))  # raises when somebody still listens
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(begin: Start, hold: Path) -> None:
+@pytest.mark.parametrize("script", ["train.py", pytest.param("train_async.py", marks=pytest.mark.full)])
+def test_sigterm_saves_and_the_same_command_goes_on(begin: Start, hold: Path, script: str) -> None:
     (hold / "hold-1").touch()
-    driver = begin("sigterm")
+    name, apart = f"sigterm-{script}", ["--no-colocate"] if "async" in script else []
+    driver = begin(name, *apart, script=script)
     wait_held(driver, hold, 1)
     ports = driver.ports()
     driver.signal(signal.SIGTERM)
@@ -84,7 +86,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(begin: Start, hold: Path) ->
     assert (driver.path / "report.html").exists() and not (driver.path / "crash").exists()
 
     (hold / "hold-1").unlink()
-    driver = begin("sigterm")
+    driver = begin(name, *apart, script=script)
     assert driver.end() == 0, driver.stderr
     driver.leaves_nothing()
     assert driver.steps() == [1, 2] and state_of(driver) == "finished"
@@ -113,6 +115,18 @@ def test_ctrl_c_in_the_terminal(begin: Start, hold: Path) -> None:
     check_interrupted(driver)
 
 
+@pytest.mark.full
+def test_sigterm_while_it_comes_up(begin: Start) -> None:
+    driver = begin("early-sigterm")
+    log = driver.path / "logs" / "engine-0.log"
+    wait_until(lambda: log.exists() or driver.process.poll() is not None, "the engine starts")
+    driver.signal(signal.SIGTERM)
+    assert driver.end() == 0, driver.stderr
+    driver.leaves_nothing()
+    assert state_of(driver) == "stopped" and "Traceback" not in driver.stderr
+
+
+@pytest.mark.full
 def test_ctrl_c_for_the_driver_alone_while_it_comes_up(begin: Start) -> None:
     driver = begin("early")
     log = driver.path / "logs" / "engine-0.log"
@@ -142,11 +156,12 @@ def test_kill_9_of_the_driver(begin: Start, hold: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "victim", "name", "told"),
     [
-        ("train.py", "ray::TrainerActor", "trainer-0", "its process ended without a word"),
-        ("train.py", "slime.rollout.engines.embedded", "engine-0", "--use-fault-tolerance"),
-        ("train_async.py", "sglang::router", "router", "last lines of its log"),
+        pytest.param("train.py", "ray::TrainerActor", "trainer-0", "its process ended without a word", id="trainer"),
+        pytest.param("train.py", "slime.rollout.engines.embedded", "engine-0", "--use-fault-tolerance", id="engine"),
+        pytest.param(
+            "train_async.py", "sglang::router", "router", "last lines of its log", id="router", marks=pytest.mark.full
+        ),
     ],
-    ids=["trainer", "engine", "router"],
 )
 def test_a_killed_process_ends_the_run_at_once(
     begin: Start, hold: Path, script: str, victim: str, name: str, told: str

