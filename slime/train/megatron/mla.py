@@ -65,11 +65,13 @@ class PackedMLASelfAttention(MLASelfAttention):
         latents = self._compressed(hidden_states)
         if self.recompute_up_proj and self.training:
             self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput()
-            query, key, value = self.qkv_up_checkpoint.checkpoint(lambda *x: self._expanded(*x, sequences), *latents)
+            query, key, value = self.qkv_up_checkpoint.checkpoint(
+                lambda q, kv, position: self._expanded(q, kv, position, sequences), *latents
+            )
         else:
             query, key, value = self._expanded(*latents, sequences)
         if self.checkpoint_core_attention and self.training:
-            out = tensor_parallel.checkpoint(lambda *x: self._attend(*x, sequences), False, query, key, value)
+            out = tensor_parallel.checkpoint(lambda q, k, v: self._attend(q, k, v, sequences), False, query, key, value)
         else:
             out = self._attend(query, key, value, sequences)
         out = out.reshape(out.size(0), 1, -1)

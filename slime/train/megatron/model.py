@@ -275,7 +275,11 @@ def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = Fa
     if spec.activation == "silu" and arguments.get("gated_linear_unit") and not arguments.get("add_bias_linear"):
         arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
     arguments.update(expert_arguments(arguments))
-    return (MLATransformerConfig if spec.is_mla else TransformerConfig)(**arguments)
+    if spec.is_mla:
+        # its norms see whole latents on every tensor-parallel rank; with the mark Megatron takes them for norms of each
+        # rank's own heads, and sums their gradients over the ranks
+        return MLATransformerConfig(**{**arguments, "qk_layernorm": False})
+    return TransformerConfig(**arguments)
 
 
 def parameter_dtype(config: Config) -> torch.dtype:

@@ -15,6 +15,8 @@ from slime.train.megatron.layers import RMSNorm
 
 OutputWithBias = tuple[Tensor, Tensor | None]
 AddToResidual = Callable[[OutputWithBias, Tensor, float], Tensor]
+MakeAdd = Callable[[bool, bool], AddToResidual]
+"""Megatron's "bias, dropout, add": (training, fused) → the function."""
 
 
 class PostNormTransformerLayer(TransformerLayer):
@@ -29,14 +31,14 @@ class PostNormTransformerLayer(TransformerLayer):
         eps = config.layernorm_epsilon
         self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, eps)
         self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, eps)
-        self.self_attn_bda = _normalising(self.post_self_attn_layernorm, self.self_attn_bda)
-        self.mlp_bda = _normalising(self.post_mlp_layernorm, self.mlp_bda)
+        add_attention: MakeAdd = self.self_attn_bda  # type: ignore[has-type]
+        add_mlp: MakeAdd = self.mlp_bda  # type: ignore[has-type]
+        self.self_attn_bda = _normalising(self.post_self_attn_layernorm, add_attention)
+        self.mlp_bda = _normalising(self.post_mlp_layernorm, add_mlp)
 
 
-def _normalising(
-    norm: RMSNorm, make_add: Callable[[bool, bool], AddToResidual]
-) -> Callable[[bool, bool], AddToResidual]:
-    """Megatron's "bias, dropout, add", with the norm between the bias and the rest."""
+def _normalising(norm: RMSNorm, make_add: MakeAdd) -> MakeAdd:
+    """With the norm between the bias and the rest."""
 
     def make(training: bool, fused: bool) -> AddToResidual:
         add = make_add(training, fused)
