@@ -1,0 +1,384 @@
+"""Memory: what is recomputed, what lives on the host, what a phase needs at most, and what is said when it runs out."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_train_model import gradients, trainer
+from torch import Tensor
+from trainer_ranks import RankPool, make_batch, shard, tiny_spec, trainer_config
+
+from slime.config import make_config
+from slime.errors import UserError
+from slime.samples.types import TrainBatch
+from slime.train.megatron.backend import MegatronBackend
+from slime.train.megatron.host_states import HostStates, host_states_of
+from slime.train.memory import LargestMicroBatch, OutOfMemory, PhaseMemory, is_out_of_memory, remedies
+
+LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "entropy_coef": 0.01}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "activations": {"recompute_activations": True},
+    "blocks of two layers": {"recompute_granularity": "full", "recompute_num_layers": 2},
+    "the first layer": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    "several": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "layernorm"]},
+}
+
+
+def shared_prompts(batch: TrainBatch) -> TrainBatch:
+    """The same batch with three samples behind one prompt, which packing computes once."""
+    prompt = torch.arange(2, 14)
+    for i in range(3):
+        response = batch.tokens[i][-batch.response_lengths[i] :]
+        batch.tokens[i] = torch.cat([prompt, response])
+    return batch
+
+
+def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        bool((ours[name] - theirs[name]).abs().max() <= 1e-6 * theirs[name].abs().max().clamp(min=1e-3))
+        for name in theirs
+    )
+
+
+# -- recompute -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[dict[str, Tensor], int]:
+    """Gradients without recompute, and the bytes that a forward pass keeps."""
+    backend = trainer(**LOSS)
+    try:
+        batch = shared_prompts(make_batch())
+        return gradients(backend, batch), saved_bytes(backend, batch)
+    finally:
+        backend.close()
+
+
+def saved_bytes(backend: MegatronBackend, batch: TrainBatch) -> int:
+    """What autograd keeps of one micro-batch's forward pass, parameters left out; each storage once."""
+    packed = backend._pack(batch, [[0, 1, 2, 3, 4, 5]])[0]
+    [model] = backend.model_chunks
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    model.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        scores = model(packed, temperature=1.0)
+    total = sum(kept.values())
+    scores.log_probs.sum().backward()
+    model.zero_grad_buffer()
+    return total
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_recompute_gives_the_same_gradients_and_keeps_less(name: str, plain: tuple[dict[str, Tensor], int]) -> None:
+    backend = trainer(**LOSS, **RECOMPUTE[name])
+    try:
+        batch = shared_prompts(make_batch())
+        assert len(backend._pack(batch, [[0, 1, 2]])[0].sequences.lengths) == 1, "the prompt is shared"
+        assert equal(gradients(backend, batch), plain[0])
+        share = saved_bytes(backend, batch) / plain[1]
+    finally:
+        backend.close()
+    # four layers: whole layers keep one activation each, the modules what is outside of them
+    assert share < {"activations": 0.4, "blocks of two layers": 0.4, "several": 0.8}.get(name, 0.97)
+
+
+def test_forward_passes_run_again() -> None:
+    counts = {}
+    for flags in ({}, {"recompute_activations": True}, RECOMPUTE["the first layer"]):
+        backend = trainer(**flags)
+        calls = [0]
+
+        def count(*_: Any, calls: list[int] = calls) -> None:
+            calls[0] += 1
+
+        try:
+            for layer in backend.model_chunks[0].module.decoder.layers:
+                layer.mlp.register_forward_hook(count)
+            backend.train(make_batch([[0, 1, 2, 3, 4, 5]]))
+        finally:
+            backend.close()
+        counts[str(flags)] = calls[0]
+    assert list(counts.values()) == [4, 8, 5]
+
+
+def test_layers_behind_a_frozen_embedding_are_trained_all_the_same() -> None:
+    batch = make_batch()
+    frozen = {"freeze_params_name_list": ["embedding"], "weight_decay": 0.0, "use_kl_loss": True, "lr": 0.02}
+    norms = []
+    for recompute in ({}, {"recompute_activations": True}, RECOMPUTE["mlp"]):
+        backend = trainer(**frozen, **recompute)
+        try:
+            norms.append(backend.train(batch)["train/grad_norm"])
+        finally:
+            backend.close()
+    assert norms[0] > 0 and norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-5)
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UserError, match="--recompute-num-layers 3") as caught:
+        trainer(recompute_granularity="full", recompute_num_layers=3)
+    assert "divisor of 4" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"recompute_method": "uniform"}, "no effect without --recompute-granularity full"),
+        ({"recompute_modules": ["mlp"]}, "no effect without --recompute-granularity selective"),
+        ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "--recompute-granularity full"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attention"]}, "did you mean core_attn"),
+    ],
+)
+def test_contradictory_recompute_flags(flags: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_config(**flags)
+    assert expected in str(caught.value)
+
+
+def test_full_recompute_needs_no_more_words() -> None:
+    megatron = make_config(recompute_granularity="full").megatron
+    assert (megatron.recompute_method, megatron.recompute_num_layers) == ("uniform", 1)
+
+
+# -- on several ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    ranks = RankPool(2)
+    yield ranks
+    ranks.close()
+
+
+def train_job(info: Any, flags: dict[str, Any]) -> dict[str, Any]:
+    """Metrics of two steps and this rank's weights after them."""
+    config = trainer_config(**{**LOSS, "lr": 0.02, "clip_grad": 0.5, **flags}, actor_num_gpus_per_node=info.world_size)
+    backend = MegatronBackend(config, info)
+    backend.setup(spec=tiny_spec(tie=False), initialise=True)
+    whole = make_batch([[0, 1], [2, 3], [4], [5]])
+    batch = whole
+    if backend.layout.data_parallel_size == 2:
+        mine = [[0, 1, 4], [2, 3, 5]][backend.data_parallel_rank]
+        batch = shard(whole, mine, [[0, 1], [2]])
+    metrics = [backend.train(batch) for _ in range(2)]
+    return {
+        "metrics": [{k: v for k, v in m.items() if not k.startswith("perf/")} for m in metrics],
+        "weights": {n: p.detach().clone() for c in backend.model_chunks for n, p in c.named_parameters()},
+        "on host": [host_states_of(o) is not None for p in backend.optimizer.chained_optimizers for o in [p.optimizer]],
+        "peaks": [name for name in metrics[0] if name.endswith("_peak_memory_gb")],
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "levers"),
+    [
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, RECOMPUTE["activations"]),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, RECOMPUTE["several"]),
+        ({"pipeline_model_parallel_size": 2}, RECOMPUTE["activations"]),
+        ({"pipeline_model_parallel_size": 2}, RECOMPUTE["several"]),
+        ({}, {"offload_optimizer_states": True}),
+    ],
+    ids=["tp2+sp, layers", "tp2+sp, modules", "pp2, layers", "pp2, modules", "dp2, states on the host"],
+)
+def test_levers_change_no_number(pool: RankPool, layout: dict[str, Any], levers: dict[str, Any]) -> None:
+    # Adam would make whole steps of rounding where a gradient is nearly 0; only its states are moved bit for bit
+    optimizer = "adam" if "offload_optimizer_states" in levers else "sgd"
+    before, after = (pool.run(train_job, {"optimizer": optimizer, **layout, **more}) for more in ({}, levers))
+    for plain, lever in zip(before, after):
+        assert equal(lever["weights"], plain["weights"])
+        for ours, theirs in zip(lever["metrics"], plain["metrics"]):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+        assert all(lever["on host"]) is bool(levers.get("offload_optimizer_states"))
+        assert lever["peaks"] == [
+            f"perf/{phase}_peak_memory_gb" for phase in ("ref_log_probs", "forward_backward", "optimizer")
+        ]
+
+
+# -- optimizer states on the host ------------------------------------------------------------------------------------
+
+
+class Travelling(HostStates):
+    """With copies where a GPU would have them, and a count of the bytes away from the host at a time."""
+
+    def __init__(self, inner: torch.optim.Optimizer, bucket_bytes: int) -> None:
+        super().__init__(inner, bucket_bytes)
+        self.away = self.most_away = 0
+
+    def _to_device(self, value: Tensor, where: torch.device) -> Tensor:
+        self.away += value.nbytes
+        self.most_away = max(self.most_away, self.away)
+        return value.clone()
+
+    def _to_host(self, value: Tensor, key: tuple[int, str]) -> Tensor:
+        buffer = self._buffers.setdefault(key, torch.full_like(value, float("nan")))
+        self.away = max(0, self.away - value.nbytes)
+        return buffer.copy_(value)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_states_visit_the_device_bucket_by_bucket(fused: bool) -> None:
+    def make() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(n, 8)) for n in (4, 16, 1, 7, 2, 3)]
+        groups = [{"params": parameters[:4], "weight_decay": 0.1}, {"params": parameters[4:], "lr": 0.3}]
+        return parameters, torch.optim.AdamW(groups, lr=0.1, fused=fused, foreach=False)
+
+    (ours, inner), (theirs, reference) = make(), make()
+    bucket = 2 * 4 * 8 * 8  # moments of 8 rows
+    states = Travelling(inner, bucket)
+    inner.step = states.step  # type: ignore[method-assign]
+    for k in range(4):
+        for a, b in zip(ours, theirs):
+            a.grad = torch.sin(b.detach() * 100 + k)
+            b.grad = a.grad.clone()
+        inner.step()
+        reference.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    assert [len(group["params"]) for group in inner.param_groups] == [4, 2]
+    largest = 2 * 4 * 8 * 16  # one parameter is larger than a bucket
+    assert bucket < states.most_away <= largest
+    for parameter in ours:
+        assert inner.state[parameter]["exp_avg"] is states._buffers[(id(parameter), "exp_avg")]
+
+
+def test_offloaded_states_survive_a_checkpoint(tmp_path: Any) -> None:
+    from megatron_jobs import make_model
+
+    model = make_model(tmp_path / "model")
+    flags = {"hf_checkpoint": str(model), "offload_optimizer_states": True, "lr": 0.01}
+    batch = make_batch()
+    first = trainer(**flags, save=str(tmp_path / "save"))
+    try:
+        first.train(batch)
+        first.save(0)
+        expected = first.train(batch)
+    finally:
+        first.close()
+    second = trainer(**flags, load=str(tmp_path / "save"))
+    try:
+        assert second.train(batch)["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5)
+    finally:
+        second.close()
+
+
+# -- out of memory ---------------------------------------------------------------------------------------------------
+
+GPU_WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"
+
+
+@pytest.mark.parametrize(
+    ("verb", "phase"),
+    [("log_probs", "ref_log_probs"), ("forward_backward", "forward_backward"), ("optim_step", "optimizer")],
+)
+def test_running_out_of_memory_is_explained(verb: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = trainer(**LOSS, use_dynamic_batch_size=True, max_tokens_per_gpu=8192)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError(GPU_WORDS)
+
+    monkeypatch.setattr(backend, verb, fail)
+    batch = make_batch([[0, 1], [2, 3, 4, 5]])
+    try:
+        with pytest.raises(OutOfMemory) as caught:
+            backend.train(batch)
+    finally:
+        backend.close()
+    error = caught.value
+    assert f"in {phase}" in error.what and "Tried to allocate 2.00 GiB" in error.why
+    assert f"{phase} " in error.why and "GB (here)" in error.why
+    largest = max([0, 1], [2, 3, 4, 5], key=lambda samples: sum(batch.total_lengths[i] for i in samples))
+    tokens = sum(batch.total_lengths[i] for i in largest)
+    assert f"largest micro-batch of this rank: {tokens} tokens in {len(largest)} samples" in error.why
+    assert ("--recompute-activations" in error.fix) is (phase == "forward_backward")
+    assert ("--max-tokens-per-gpu 8192 → " in error.fix) is (phase != "optimizer")
+    assert ("--offload-optimizer-states" in error.fix) is (phase == "optimizer")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)  # it travels through Ray
+
+
+def test_peaks_are_metrics_of_every_phase() -> None:
+    backend = trainer(**LOSS, advantage_estimator="gspo")
+    try:
+        metrics = backend.train(make_batch())
+    finally:
+        backend.close()
+    for phase in ("ref_log_probs", "log_probs", "forward_backward", "optimizer"):
+        assert 0.01 < metrics[f"perf/{phase}_peak_memory_gb"] < 100
+
+
+def test_a_peak_is_that_of_its_phase() -> None:
+    """Pages that were touched and given back count in the phase that touched them, not in the next one."""
+    memory = PhaseMemory(make_config(), torch.device("cpu"))
+    with memory.phase("large"):
+        block = torch.ones(100_000_000, dtype=torch.uint8)
+        del block
+    with memory.phase("small"):
+        pass
+    assert memory.peaks["large"] - memory.peaks["small"] > 80e6
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError(GPU_WORDS), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+        (ValueError("out of memory of last year"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def test_other_errors_pass_unchanged() -> None:
+    memory = PhaseMemory(make_config(), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="shapes"), memory.phase("log_probs"):
+        raise RuntimeError("shapes")
+
+
+def advice(phase: str = "forward_backward", lengths: tuple[int, ...] = (900, 600), **flags: Any) -> str:
+    largest = LargestMicroBatch(list(lengths), list(range(len(lengths))))
+    return "\n".join(remedies(make_config(**flags), phase, largest, on_gpu=True))
+
+
+def test_remedies_carry_this_runs_values() -> None:
+    dynamic = {"use_dynamic_batch_size": True, "rollout_max_response_len": 8192}
+    assert "--max-tokens-per-gpu 8192 → 6144" in advice(**dynamic, max_tokens_per_gpu=8192)
+    assert "8192 ÷ 1 = 8192" in advice(**dynamic, max_tokens_per_gpu=8192)
+    assert "--max-tokens-per-gpu 32768 → 8192" in advice(**dynamic, max_tokens_per_gpu=32768)
+    assert "--micro-batch-size 4 → 2" in advice(micro_batch_size=4, rollout_batch_size=4)
+    assert "--seq-length 4096 → 3072" in advice(seq_length=4096)
+    assert "--log-probs-chunk-size 512 → 256" in advice(log_probs_chunk_size=512)
+    assert "--global-batch-size 256 → 128" in advice(global_batch_size=256)
+    assert "--recompute-activations" not in advice(recompute_activations=True)
+    tensor = {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
+    assert "--sequence-parallel" in advice(**tensor)
+    assert "--sequence-parallel" not in advice(**tensor, sequence_parallel=True)
+
+
+def test_one_long_sample_is_told_apart() -> None:
+    flags = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 4096, "rollout_max_response_len": 16384}
+    said = advice(lengths=(12000,), **flags)
+    assert "one sample of 12000 tokens" in said and "--context-parallel-size 1 → 2" in said
+    assert "--max-tokens-per-gpu" not in said
+
+
+def test_colocated_engines_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--sglang-mem-fraction-static 0.8 → 0.6" in advice(colocate=True, sglang_mem_fraction_static=0.8)
+    assert "--sglang-mem-fraction-static" not in advice()
