@@ -19,6 +19,7 @@ from slime.config.architecture import check_model_flags, merge_transformer
 from slime.errors import UserError
 from slime.samples.flops import SequenceCost
 from slime.train.megatron.backend import MegatronBackend
+from slime.train.megatron.moe_layer import expert_layers
 from slime.train.megatron.parallel import RankInfo
 from slime.train.megatron.rotary import inverse_frequencies
 from slime.weights.convert import FAMILIES, family_of
@@ -183,6 +184,8 @@ def test_recomputation_changes_no_gradient(flags: dict[str, Any], tmp_path: Path
         backend = trainer(tmp_path, **options)
         try:
             results.append(gradients(backend, make_batch()))
+            attention = backend.model_chunks[0].get_submodule("module.decoder.layers.0.self_attention")
+            assert attention.recompute_up_proj == ("recompute_modules" in options)
         finally:
             backend.close()
     for name, gradient in results[0].items():
@@ -213,6 +216,23 @@ def test_the_expert_bias_is_kept_in_checkpoints_and_moves_only_when_asked(tmp_pa
         finally:
             resumed.close()
         assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[name], after)
+
+
+def test_the_reference_has_its_own_expert_bias(tmp_path: Path) -> None:
+    save_tiny("glm4_moe, as Air", tmp_path)
+    backend = trainer(tmp_path, use_kl_loss=True, kl_loss_coef=0.1)
+    try:
+        batch = make_batch()
+        before = backend.log_probs(batch)
+        for layer in expert_layers(backend.model_chunks):
+            assert layer.router.expert_bias is not None
+            layer.router.expert_bias.copy_(layer.router.expert_bias.flip(0) * 3)
+        policy, reference = backend.log_probs(batch), backend.log_probs(batch, reference=True)
+    finally:
+        backend.close()
+    assert before is not None and policy is not None and reference is not None
+    assert all(torch.equal(a, b) for a, b in zip(before, reference))
+    assert not all(torch.equal(a, b) for a, b in zip(before, policy))
 
 
 # -- published models ------------------------------------------------------------------------------------------------

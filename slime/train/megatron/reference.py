@@ -11,8 +11,19 @@ from torch import Tensor, nn
 from slime.train.megatron import device
 
 
+def _weights(chunks: Sequence[nn.Module]) -> list[Tensor]:
+    """Parameters, and the buffers that checkpoints hold: a router's expert bias is one."""
+    found: list[Tensor] = []
+    for chunk in chunks:
+        found += chunk.parameters()
+        for module in chunk.modules():
+            computed = module._non_persistent_buffers_set
+            found += [b for name, b in module._buffers.items() if b is not None and name not in computed]
+    return found
+
+
 class WeightsCopy:
-    """A copy of a model's parameters.
+    """A copy of a model's weights: parameters and persistent buffers.
 
     On a GPU it lies in pinned host memory. Swapping in does not move the policy's own weights: each parameter points
     elsewhere for a while, and back afterwards.
@@ -24,8 +35,8 @@ class WeightsCopy:
 
     @torch.no_grad()
     def take(self, chunks: Sequence[nn.Module]) -> None:
-        """Copy the parameters as they are now."""
-        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        """Copy the weights as they are now."""
+        parameters = _weights(chunks)
         if not self.tensors:
             pinned = device.has_gpu()
             self.tensors = [torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned) for p in parameters]
@@ -36,7 +47,7 @@ class WeightsCopy:
     @contextmanager
     def swapped_in(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
         """Within the block the model computes with these weights."""
-        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        parameters = _weights(chunks)
         own = [parameter.data for parameter in parameters]
         try:
             for parameter, copy in zip(parameters, self.tensors):
@@ -48,6 +59,6 @@ class WeightsCopy:
 
     @torch.no_grad()
     def equals(self, chunks: Sequence[nn.Module]) -> bool:
-        """Are the model's parameters the same bits as the copy?"""
-        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        """Are the model's weights the same bits as the copy?"""
+        parameters = _weights(chunks)
         return all(torch.equal(copy, p.detach().cpu()) for copy, p in zip(self.tensors, parameters))
