@@ -4,28 +4,43 @@
     slime convert megatron-to-hf --load_path ckpt --hf_model_path Qwen3-0.6B --save_path exported
     slime convert gguf-to-hf --gguf_path model.gguf --save_path model
 
-Training needs none of these: it reads Hugging Face directories itself. One process, on the GPU if there is one; the
-checkpoints load at any parallel layout.
+Training needs none of these: it reads Hugging Face directories itself. One process, on the GPU if there is one; under
+torchrun a large model is spread over the ranks. What is written loads at any parallel layout, whichever wrote it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
 
+if TYPE_CHECKING:
+    from slime.train.megatron.parallel import RankInfo
+    from slime.weights.load_plan import LoadPlan
+
 DTYPES = ("bfloat16", "float16", "float32")
+#: Other spellings, as the tools of slime and Megatron-LM have them.
+_ALIASES = {
+    "hf_model_path": ("--hf-checkpoint", "--origin-hf-dir"),
+    "load_path": ("--load", "--input-dir"),
+    "save_path": ("--save", "--output-dir"),
+    "force": ("-f",),
+}
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
 def main(argv: list[str]) -> None:
     options = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], str] = options.command
-    print(command(options), file=sys.stdout)
+    said = command(options)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(said, file=sys.stdout)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,23 +52,30 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
 
         def flag(dest: str, meaning: str, **options: Any) -> None:
-            sub.add_argument(f"--{dest}", f"--{dest.replace('_', '-')}", dest=dest, help=meaning, **options)
+            spellings = dict.fromkeys((f"--{dest}", f"--{dest.replace('_', '-')}", *_ALIASES.get(dest, ())))
+            sub.add_argument(*spellings, dest=dest, help=meaning, **options)
 
         return flag
+
+    def layout(flag: Callable[..., None]) -> None:
+        flag("model_name", "model family, when config.json does not tell")
+        flag("force", "write over what is there", action="store_true")
+        for size in _SIZES:
+            flag(size, "under torchrun; default: one pipeline stage per rank", type=int)
 
     flag = add("hf-to-megatron", "a Megatron checkpoint (torch_dist) from a Hugging Face directory", hf_to_megatron)
     flag("hf_model_path", "Hugging Face directory", required=True, type=Path)
     flag("save_path", "where the checkpoint goes", required=True, type=Path)
-    flag("model_name", "model family, when config.json does not tell")
     flag("dtype", "of the saved weights; default: as in config.json", choices=DTYPES)
+    layout(flag)
 
     flag = add("megatron-to-hf", "a Hugging Face directory from a Megatron checkpoint", megatron_to_hf)
-    flag("load_path", "directory with latest_checkpointed_iteration.txt", required=True, type=Path)
+    flag("load_path", "directory with latest_checkpointed_iteration.txt, or of one iteration", required=True, type=Path)
     flag("hf_model_path", "Hugging Face directory of the same model: config and tokenizer", required=True, type=Path)
     flag("save_path", "where the export goes", required=True, type=Path)
     flag("ckpt_step", "iteration; default: the latest", type=int)
-    flag("model_name", "model family, when config.json does not tell")
     flag("dtype", "of the exported weights; default: as in config.json", choices=DTYPES)
+    layout(flag)
 
     flag = add("gguf-to-hf", "a plain Hugging Face directory from a GGUF file", gguf_to_hf)
     flag("gguf_path", "the file", required=True, type=Path)
@@ -63,47 +85,80 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def hf_to_megatron(options: argparse.Namespace) -> str:
-    """Verify the shards, load them into a model, save its weights as iteration "release"."""
+    """Verify the shards, load them into a model, save its weights as iteration "release".
+
+    Raises:
+        UserError: a shard is missing or damaged, the index names what is not there, ``save_path`` holds checkpoints.
+    """
+    from slime.weights.checkpoint_dir import saved_iterations
+    from slime.weights.convert import family_of
     from slime.weights.hf_files import HfReader
 
-    HfReader(options.hf_model_path)  # says what is wrong with the directory before anything heavy starts
+    family = family_of(options.hf_model_path, options.model_name)
+    HfReader(options.hf_model_path).verify(family, family.model_spec(options.hf_model_path))  # before anything heavy
+    there = saved_iterations(options.save_path)
+    if there and not options.force:
+        raise UserError(
+            f"{options.save_path} holds checkpoints of a run: {', '.join(map(str, there[-8:]))}",
+            why="the run would start again from the converted weights when it is resumed",
+            fix="pass another --save_path, or --force",
+        )
     with _model(options) as chunks:
-        from slime.weights import checkpoint
+        from slime.weights.checkpoint import TrainerState
+        from slime.weights.checkpoint_writer import CheckpointWriter
         from slime.weights.hf_io import load_hf
 
         report = load_hf(chunks, options.hf_model_path, model_name=options.model_name)
-        state = checkpoint.TrainerState(chunks)
-        path = checkpoint.save(options.save_path, "release", state, save_rng=False)
+        path = CheckpointWriter().save(options.save_path, "release", TrainerState(chunks), save_rng=False)
     return f"{report}\nwrote {path}; train from it with --load {options.save_path}"
 
 
 def megatron_to_hf(options: argparse.Namespace) -> str:
-    from slime.config import make_config
-    from slime.weights.load_plan import resolve_load
+    """Load a checkpoint's weights and write them as Hugging Face does.
 
-    step = {"ckpt_step": options.ckpt_step} if options.ckpt_step is not None else {}
-    plan = resolve_load(make_config(load=str(options.load_path), finetune=True, **step))
-    if plan.kind != "megatron":
-        raise UserError(f"{options.load_path} is a Hugging Face directory already", fix="pass a Megatron checkpoint")
+    Raises:
+        UserError: no checkpoint, a file of it is missing or damaged, another model's config, ``save_path`` exists.
+    """
+    plan = _source(options)
+    _refuse_existing(options.save_path, options.force)
     with _model(options) as chunks:
-        import torch
-
         from slime.weights import checkpoint
         from slime.weights.hf_io import save_hf
 
-        checkpoint.load(plan, checkpoint.TrainerState(chunks))
-        dtype = getattr(torch, _dtype(options))
-        source = options.hf_model_path
-        path = save_hf(
-            chunks, source, options.save_path, assets_from=source, dtype=dtype, model_name=options.model_name
-        )
-    return f"wrote {path} from {plan.path}"
+        loaded = checkpoint.load(plan, checkpoint.TrainerState(chunks))
+        source = options.hf_model_path  # the model has the wanted dtype, but for what the family keeps in float32
+        path = save_hf(chunks, source, options.save_path, assets_from=source, model_name=options.model_name)
+    return f"{loaded.report}\nwrote {path}"
 
 
 def gguf_to_hf(options: argparse.Namespace) -> str:
     from slime.weights import gguf
 
     return f"wrote {gguf.gguf_to_hf(options.gguf_path, options.save_path, options.dtype)}"
+
+
+def _source(options: argparse.Namespace) -> LoadPlan:
+    """The checkpoint to export, checked to be complete: the latest or --ckpt-step of a run, or the directory itself."""
+    from slime.config import make_config
+    from slime.weights.checkpoint_dir import check_complete
+    from slime.weights.load_plan import LoadPlan, resolve_load
+
+    path: Path = options.load_path
+    if (path / ".metadata").is_file():
+        check_complete(path)
+        return LoadPlan("megatron", path, None, 0, False, False, False, f"weights from {path}")
+    step = {"ckpt_step": options.ckpt_step} if options.ckpt_step is not None else {}
+    plan = resolve_load(make_config(load=str(path), finetune=True, **step))
+    if plan.kind != "megatron":
+        raise UserError(f"{path} is a Hugging Face directory already", fix="pass a Megatron checkpoint")
+    return plan
+
+
+def _refuse_existing(path: Path, force: bool) -> None:
+    if path.exists() and not force and (path.is_file() or any(path.iterdir())):
+        raise UserError(
+            f"{path} exists", why="the export replaces it as a whole", fix="pass another --save_path, or --force"
+        )
 
 
 def _dtype(options: argparse.Namespace) -> str:
@@ -115,26 +170,63 @@ def _dtype(options: argparse.Namespace) -> str:
     return said if said in DTYPES else "bfloat16"
 
 
+# -- ranks -------------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def _model(options: argparse.Namespace) -> Iterator[list[Any]]:
-    """The model, without weights, in a process group of one."""
-    from slime.cluster.ports import reserve_port
+    """The model without weights, spread over the ranks of torchrun, or in a process group of one."""
     from slime.config import make_config
     from slime.train.megatron import device
     from slime.weights.convert import family_of
 
     device.install()  # before anything imports megatron
     from slime.train.megatron.model import build_model_chunks
-    from slime.train.megatron.parallel import RankInfo, initialise, shut_down
+    from slime.train.megatron.parallel import initialise, shut_down
 
-    precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[_dtype(options)]
-    flags: dict[str, Any] = {"hf_checkpoint": str(options.hf_model_path), precision: True}
-    config = make_config(**flags)
     spec = family_of(options.hf_model_path, options.model_name).model_spec(options.hf_model_path)
+    with _place() as info:
+        flags = _layout(options, info.world_size, spec.num_layers)
+        flags[{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[_dtype(options)]] = True
+        config = make_config(hf_checkpoint=str(options.hf_model_path), **flags)
+        try:
+            initialise(info, config)
+            yield list(build_model_chunks(spec.padded(config.megatron.tensor_model_parallel_size), config))
+        finally:
+            shut_down()
+
+
+@contextmanager
+def _place() -> Iterator[RankInfo]:
+    from slime.cluster.ports import reserve_port
+    from slime.train.megatron.parallel import RankInfo
+
+    given = os.environ
+    if "WORLD_SIZE" in given:
+        rank, local = int(given["RANK"]), int(given.get("LOCAL_RANK", given["RANK"]))
+        yield RankInfo(rank, int(given["WORLD_SIZE"]), local, given["MASTER_ADDR"], int(given["MASTER_PORT"]))
+        return
     reservation = reserve_port("127.0.0.1")
     try:
-        initialise(RankInfo(0, 1, 0, "127.0.0.1", reservation.port), config)
-        yield list(build_model_chunks(spec, config))
+        yield RankInfo(0, 1, 0, "127.0.0.1", reservation.port)
     finally:
-        shut_down()
         reservation.release()
+
+
+def _layout(options: argparse.Namespace, world_size: int, num_layers: int) -> dict[str, Any]:
+    """Parallel sizes: those given, else as many pipeline stages as there are ranks.
+
+    Raises:
+        UserError: the layers cannot be divided by the ranks.
+    """
+    given = {size: vars(options)[size] for size in _SIZES if vars(options)[size] is not None}
+    if not given and num_layers % world_size:
+        raise UserError(
+            f"{num_layers} layers cannot be spread over {world_size} ranks",
+            why="without further flags each rank takes an equal number of layers",
+            fix=f"start a divisor of {num_layers} ranks, or pass --tensor-model-parallel-size",
+        )
+    return {
+        "actor_num_gpus_per_node": world_size,
+        "pipeline_model_parallel_size": world_size if not given else 1,
+    } | given

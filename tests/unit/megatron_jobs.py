@@ -210,3 +210,20 @@ def failing_push(info: Any, model: Path, url: str) -> str:
 
 def batch() -> Any:
     return make_batch()
+
+
+def convert(info: Any, words: list[str]) -> None:
+    """`slime convert` as torchrun would start it on this rank."""
+    import os
+
+    from slime.drivers.convert import main
+
+    place = {"RANK": info.rank, "WORLD_SIZE": info.world_size, "LOCAL_RANK": info.local_rank}
+    address = {"MASTER_ADDR": info.master_addr, "MASTER_PORT": info.master_port}
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in (place | address).items()})
+    try:
+        main(words)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -18,7 +18,8 @@ import torch
 from test_checkpoint import everything
 
 from tests.unit import megatron_jobs as jobs
-from tests.unit.trainer_ranks import RankPool, make_batch, shard
+from tests.unit.conftest import SharedPool
+from tests.unit.trainer_ranks import make_batch, shard
 
 TOLERANCE = 1e-5
 #: The second step's gradients meet moments of the first; eps keeps rounding in tiny gradients from being blown up.
@@ -94,17 +95,22 @@ def batches_of(layout: str, first_rollout: int = 0, rollouts: int = 2) -> jobs.B
 class Runs:
     """What was run so far in this module: pools of ranks by size, models, unbroken runs and saves by name."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, two_ranks: SharedPool) -> None:
         self.folder = folder
-        self.pools: dict[int, RankPool] = {}
+        self.pools = {2: two_ranks}
         self.models: dict[str, Path] = {}
         self.unbroken: dict[str, Any] = {}
         self.saved: dict[tuple[str, str], Path] = {}
 
-    def pool(self, ranks: int) -> RankPool:
+    def pool(self, ranks: int) -> SharedPool:
         if ranks not in self.pools:
-            self.pools[ranks] = RankPool(ranks)
+            self.pools[ranks] = SharedPool(ranks)
         return self.pools[ranks]
+
+    def close(self) -> None:
+        for ranks, pool in self.pools.items():
+            if ranks != 2:
+                pool.close()
 
     def model(self, family: str) -> Path:
         if family not in self.models:
@@ -116,9 +122,8 @@ class Runs:
     def single(self, family: str) -> dict[str, Any]:
         """The run that is never interrupted."""
         if family not in self.unbroken:
-            pool = self.pool(max(self.pools, default=1))
             arguments = (self.model(family), TRAINING, batches_of("one rank"), None)
-            self.unbroken[family] = pool.run(jobs.alone, jobs.train_and_save, *arguments)[0]
+            self.unbroken[family] = self.pool(2).run(jobs.alone, jobs.train_and_save, *arguments)[0]
         return self.unbroken[family]
 
     def checkpoint(self, family: str, layout: str) -> Path:
@@ -133,12 +138,10 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    runs = Runs(tmp_path_factory.mktemp("layouts"))
-    runs.pool(2)
+def runs(tmp_path_factory: pytest.TempPathFactory, two_ranks: SharedPool) -> Iterator[Runs]:
+    runs = Runs(tmp_path_factory.mktemp("layouts"), two_ranks)
     yield runs
-    for pool in runs.pools.values():
-        pool.close()
+    runs.close()
 
 
 def worst(ours: torch.Tensor, theirs: torch.Tensor) -> float:
