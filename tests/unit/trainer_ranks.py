@@ -184,6 +184,28 @@ class RankPool:
                 process.kill()
 
 
+class Pools:
+    """The pools that all tests share, by number of processes; started on first use, and anew after a failure."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def run(self, size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """``job(rank_info, *args)`` on each of ``size`` ranks; see `RankPool.run`."""
+        if size not in self._pools:
+            self._pools[size] = RankPool(size)
+        pool = self._pools[size]
+        try:
+            return pool.run(job, *args)
+        except (AssertionError, TimeoutError):  # it has ended its processes
+            self._pools.pop(size).close()
+            raise
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
 def _serve(pipe: Connection, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     from slime.train.megatron.backend import MegatronBackend  # noqa: F401  (installs the device redirect)
