@@ -61,7 +61,7 @@ class ExpertLayer(MoELayer):
         self.place = ExpertPlace.of(groups, config.num_moe_experts)
         self.routing: Routing | None = None
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
         """[T, 1, H] → ([T, 1, H], no bias); T is this rank's part under sequence or context parallelism."""

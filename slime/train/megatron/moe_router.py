@@ -92,7 +92,7 @@ class Router(TopKRouter):
         )
         self.balance_type = str(self.routing_type) if self.get_aux_loss_coeff(str(self.routing_type)) > 0 else "none"
 
-    def forward(self, hidden: Tensor, routing: Routing | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, hidden: Tensor, routing: Routing | None = None) -> tuple[Tensor, Tensor]:
         """hidden [n, H] → (weights float32 [n, k], experts int64 [n, k]), n being this rank's tokens in the layer."""
         self._maintain_float32_expert_bias()
         logits = self.gating(hidden)
