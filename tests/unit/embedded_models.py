@@ -40,6 +40,54 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "glm4": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "glm4_moe": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "original_max_position_embeddings": 64,
+        },
+    },
 }
 
 
@@ -81,6 +129,9 @@ def tiny_model(shape: str, seed: int = 0) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     return model
 
 

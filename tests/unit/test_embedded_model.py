@@ -87,7 +87,7 @@ def test_both_spellings_of_the_rotary_settings(directories: dict[str, Path], old
         ({"model_type": "mamba"}, "does not implement the model type 'mamba'"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"use_sliding_window": True}, "sliding-window"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(

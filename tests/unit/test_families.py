@@ -17,6 +17,7 @@ from trainer_ranks import VOCAB, free_port, make_batch, trainer_config
 from slime.config import make_config
 from slime.config.architecture import check_model_flags, merge_transformer
 from slime.errors import UserError
+from slime.rollout.engines.embedded.architecture import Architecture
 from slime.samples.flops import SequenceCost
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.moe_layer import expert_layers
@@ -172,6 +173,8 @@ def test_log_probs_equal_transformers_and_weights_come_back(kind: str, tmp_path:
     saved, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert back.keys() == saved.keys()
     assert all(torch.equal(back[name], saved[name]) for name in saved)
+    served = dict(Architecture.from_dir(tmp_path / "hf").parameter_shapes())  # what a push to the embedded engine names
+    assert served == {name: tuple(tensor.shape) for name, tensor in saved.items()}
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == kind.split(",")[0]
 
 
@@ -264,6 +267,12 @@ def test_rotary_frequencies_of_published_models(model: str) -> None:
         )
         assert torch.allclose(inverse, expected.inv_freq, rtol=1e-6, atol=0)
         assert factor == pytest.approx(expected.attention_scaling, rel=1e-6)
+        engine = Architecture.from_config(config)
+        size = engine.latent.rotary_dim if engine.latent else engine.head_dim
+        served = engine.rope.inverse_frequencies(int(size * engine.rope.partial))
+        assert torch.allclose(served, expected.inv_freq, rtol=1e-6, atol=0)
+        assert engine.rope.attention_factor == pytest.approx(expected.attention_scaling, rel=1e-6)
+        assert engine.rope.interleaved == (spec.transformer["rotary_interleaved"] or spec.is_mla)
 
 
 def test_rotary_settings_that_go_into_the_attention() -> None:

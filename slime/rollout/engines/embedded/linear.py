@@ -7,6 +7,8 @@ the weight calls `Linear.invalidate`; the blocked copy is made again before its 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -58,6 +60,18 @@ class Linear:
         blocks = [self._multiply(block, None) for block in _padded(x).split(FIXED_ROWS)]
         y = (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[:rows]
         return y if residual is None else residual + y
+
+
+@dataclass
+class Mlp:
+    """``down(silu(gate x) · up x)``; gate and up in one matrix."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up), residual=residual)
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:

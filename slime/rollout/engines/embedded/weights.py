@@ -15,8 +15,10 @@ from safetensors import SafetensorError, safe_open
 
 from slime.errors import UserError
 from slime.rollout.engines.embedded.architecture import Architecture
-from slime.rollout.engines.embedded.linear import Linear
-from slime.rollout.engines.embedded.model import Decoder, DecoderLayer
+from slime.rollout.engines.embedded.architecture_parts import Experts
+from slime.rollout.engines.embedded.experts import ExpertMLP
+from slime.rollout.engines.embedded.linear import Linear, Mlp
+from slime.rollout.engines.embedded.model import Decoder, DecoderLayer, GroupedAttention, LatentAttention
 from slime.weights.buckets import dtype_name, fingerprint
 
 #: What a checkpoint may carry without being used.
@@ -35,7 +37,7 @@ class WeightStore:
         version: weight version that requests report, as a string.
         epoch: counts updates; keys and values computed under different epochs are never mixed into one prefix.
         pushed: names updated under the current version.
-        broken: why the weights are not one consistent version, or "".
+        broken: why the weights are not one consistent version, or ""; mended by an update that brings all of them.
     """
 
     def __init__(
@@ -82,6 +84,8 @@ class WeightStore:
             for linear in self._linear_of.get(name, ()):
                 linear.invalidate()
         self.pushed.update(name for name, _ in table)
+        if self.broken and not self.missing():
+            self.broken = ""
         self.epoch += 1
         return len(table)
 
@@ -120,29 +124,40 @@ class WeightStore:
         for file in files:
             with _open(file) as content:
                 for name in content.keys():  # noqa: SIM118  not a dict
-                    if not name.endswith(_IGNORED):
+                    if not name.endswith(_IGNORED) and not self._is_mtp(name):
                         shapes[name] = tuple(content.get_slice(name).get_shape())
         absent = [name for name in self.named if name not in shapes]
         if absent:
             raise WeightError(f"{path} lacks {len(absent)} parameters of the model: {_few(absent)}")
         self.check(shapes.items())
-        self.broken = f"an update from {path} stopped half way"
+        self.broken, self.pushed = f"an update from {path} stopped half way", set()
         for file in files:
             with _open(file) as content:
                 names = [name for name in content.keys() if name in shapes]  # noqa: SIM118
                 self.update(((name, content.get_tensor(name)) for name in names), version)
-        self.broken = ""
         return len(shapes)
 
     # -- checks ----------------------------------------------------------------------------------------
 
-    def fingerprints(self, names: list[str] | None = None) -> dict[str, str]:
+    def parameter(self, name: str) -> torch.Tensor:
+        """The parameter of a Hugging Face name; a tied head is the embedding.
+
+        Raises:
+            WeightError: the model has no such parameter.
+        """
+        tied = name == "lm_head.weight" and self.arch.tie_word_embeddings
+        found = self.named.get("model.embed_tokens.weight" if tied else name)
+        if found is None:
+            raise WeightError(f"the model has no parameter {name}{self._nearest(name)}")
+        return found
+
+    def fingerprints(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """xxh3-128 per parameter, of its bytes in the engine's dtype.
 
         Raises:
             WeightError: a name that the model does not have.
         """
-        chosen = names if names is not None else list(self.named)
+        chosen = list(names if names is not None else self.named)
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if self.arch.tie_word_embeddings else {}
         unknown = [name for name in chosen if tied.get(name, name) not in self.named]
         if unknown:
@@ -201,7 +216,7 @@ class WeightStore:
         self._owners: list[torch.Tensor] = []
         self._bindings: list[tuple[str, torch.Tensor, int, int]] = []
         embedding = self._allocate("model.embed_tokens.weight")
-        layers = [self._build_layer(f"model.layers.{number}.") for number in range(arch.num_layers)]
+        layers = [self._build_layer(number) for number in range(arch.num_layers)]
         norm = self._allocate("model.norm.weight")
         if arch.tie_word_embeddings:
             head = self._linear(embedding, None, ["model.embed_tokens.weight"])
@@ -210,20 +225,53 @@ class WeightStore:
         self._bind()
         return Decoder(arch, embedding, layers, norm, head, num_positions)
 
-    def _build_layer(self, prefix: str) -> DecoderLayer:
-        arch = self.arch
-        qkv = [f"{prefix}self_attn.{part}_proj" for part in ("q", "k", "v")]
-        gate_up = [f"{prefix}mlp.{part}_proj" for part in ("gate", "up")]
-        qk_norms = [self._allocate(f"{prefix}self_attn.{part}_norm.weight") for part in "qk"] if arch.qk_norm else None
+    def _build_layer(self, number: int) -> DecoderLayer:
+        arch, prefix = self.arch, f"model.layers.{number}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         return DecoderLayer(
             input_norm=self._allocate(f"{prefix}input_layernorm.weight"),
-            qkv=self._fused(qkv, arch.qkv_bias),
-            q_norm=qk_norms[0] if qk_norms else None,
-            k_norm=qk_norms[1] if qk_norms else None,
-            output=self._fused([f"{prefix}self_attn.o_proj"], arch.output_bias),
-            post_norm=self._allocate(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=self._fused(gate_up, arch.mlp_bias),
-            down=self._fused([f"{prefix}mlp.down_proj"], arch.mlp_bias),
+            attention=self._latent_attention(attention) if arch.latent else self._grouped_attention(attention),
+            output=self._fused([f"{attention}o_proj"], arch.output_bias),
+            post_attention_norm=self._post_norm(f"{prefix}post_self_attn_layernorm"),
+            mlp_norm=self._allocate(f"{prefix}post_attention_layernorm.weight"),
+            mlp=self._experts(mlp, arch.experts) if arch.experts and arch.experts.in_layer[number] else self._mlp(mlp),
+            post_mlp_norm=self._post_norm(f"{prefix}post_mlp_layernorm"),
+        )
+
+    def _post_norm(self, name: str) -> torch.Tensor | None:
+        return self._allocate(f"{name}.weight") if self.arch.post_norms else None
+
+    def _grouped_attention(self, prefix: str) -> GroupedAttention:
+        arch = self.arch
+        qkv = self._fused([f"{prefix}{part}_proj" for part in "qkv"], arch.qkv_bias)
+        norms = [self._allocate(f"{prefix}{part}_norm.weight") for part in "qk"] if arch.qk_norm else [None, None]
+        return GroupedAttention(arch, qkv, *norms)
+
+    def _latent_attention(self, prefix: str) -> LatentAttention:
+        assert self.arch.latent is not None
+        low_rank = self.arch.latent.query_rank is not None
+        return LatentAttention(
+            self.arch,
+            query_down=self._fused([f"{prefix}q_a_proj"], False) if low_rank else None,
+            query_norm=self._allocate(f"{prefix}q_a_layernorm.weight") if low_rank else None,
+            query=self._fused([f"{prefix}q_b_proj" if low_rank else f"{prefix}q_proj"], False),
+            key_down=self._fused([f"{prefix}kv_a_proj_with_mqa"], False),
+            key_norm=self._allocate(f"{prefix}kv_a_layernorm.weight"),
+            key_value=self._fused([f"{prefix}kv_b_proj"], False),
+        )
+
+    def _mlp(self, prefix: str) -> Mlp:
+        parts = ["gate_up"] if f"{prefix}gate_up_proj.weight" in self._shapes else ["gate", "up"]
+        gate_up = self._fused([f"{prefix}{part}_proj" for part in parts], self.arch.mlp_bias)
+        return Mlp(gate_up, self._fused([f"{prefix}down_proj"], self.arch.mlp_bias))
+
+    def _experts(self, prefix: str, facts: Experts) -> ExpertMLP:
+        return ExpertMLP(
+            facts,
+            gate=self._allocate(f"{prefix}gate.weight"),
+            bias=self._allocate(f"{prefix}gate.e_score_correction_bias") if facts.has_bias else None,
+            experts=[self._mlp(f"{prefix}experts.{number}.") for number in range(facts.count)],
+            shared=self._mlp(f"{prefix}shared_experts.") if facts.shared_width else None,
         )
 
     def _fused(self, modules: list[str], has_bias: bool) -> Linear:
@@ -252,6 +300,11 @@ class WeightStore:
 
     def _bind(self) -> None:
         self.named = {name: owner[first:last] for name, owner, first, last in self._bindings}
+
+    def _is_mtp(self, name: str) -> bool:
+        """Does it belong to a layer for multi-token prediction, behind the decoder's?"""
+        layer = name.removeprefix("model.layers.").split(".")[0]
+        return layer.isdigit() and 0 <= int(layer) - self.arch.num_layers < self.arch.mtp_layers
 
     def _nearest(self, name: str) -> str:
         import difflib
