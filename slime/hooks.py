@@ -281,7 +281,8 @@ class BeforeLogProb(Protocol):
 
 
 class BeforeTrainStep(Protocol):
-    """``--custom-megatron-before-train-step-hook-path``: before each optimizer step."""
+    """``--custom-megatron-before-train-step-hook-path``: before the forward and backward
+    passes of each optimizer step."""
 
     def __call__(
         self, args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any, /

@@ -153,7 +153,7 @@ class TrainConfig:
     custom_megatron_before_log_prob_hook_path: str | None = flag(None)
     """Function (args, model, store_prefix) run before each forward-only pass."""
     custom_megatron_before_train_step_hook_path: str | None = flag(None)
-    """Function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler) run before each step."""
+    """Function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler) run before each step's passes."""
     use_routing_replay: bool = derived("use_rollout_routing_replay")
     """Experts of the old-policy pass are used again in training, their weights computed anew."""
     use_rollout_routing_replay: bool = flag(False)

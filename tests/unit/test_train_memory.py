@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from test_train_model import gradients, trainer
 from torch import Tensor
-from trainer_ranks import RankPool, make_batch, shard, tiny_spec, trainer_config
+from trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
 from slime.config import make_config
 from slime.errors import UserError
@@ -158,13 +157,6 @@ def test_full_recompute_needs_no_more_words() -> None:
 # -- on several ranks ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    ranks = RankPool(2)
-    yield ranks
-    ranks.close()
-
-
 def train_job(info: Any, flags: dict[str, Any]) -> dict[str, Any]:
     """Metrics of two steps and this rank's weights after them."""
     config = trainer_config(**{**LOSS, "lr": 0.02, "clip_grad": 0.5, **flags}, actor_num_gpus_per_node=info.world_size)
@@ -195,10 +187,10 @@ def train_job(info: Any, flags: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=["tp2+sp, layers", "tp2+sp, modules", "pp2, layers", "pp2, modules", "dp2, states on the host"],
 )
-def test_levers_change_no_number(pool: RankPool, layout: dict[str, Any], levers: dict[str, Any]) -> None:
+def test_levers_change_no_number(ranks: Pools, layout: dict[str, Any], levers: dict[str, Any]) -> None:
     # Adam would make whole steps of rounding where a gradient is nearly 0; only its states are moved bit for bit
     optimizer = "adam" if "offload_optimizer_states" in levers else "sgd"
-    before, after = (pool.run(train_job, {"optimizer": optimizer, **layout, **more}) for more in ({}, levers))
+    before, after = (ranks.run(2, train_job, {"optimizer": optimizer, **layout, **more}) for more in ({}, levers))
     for plain, lever in zip(before, after):
         assert equal(lever["weights"], plain["weights"])
         for ours, theirs in zip(lever["metrics"], plain["metrics"]):

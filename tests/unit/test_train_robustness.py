@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from test_train_model import trainer
 from test_train_update import poisoned
-from trainer_ranks import RankPool, make_batch, shard, tiny_spec, trainer_config
+from trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
 from slime.config import make_config
 from slime.config.te_flags import missing
@@ -31,13 +30,6 @@ class Letters:
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(chr(ord("a") + token % 26) for token in tokens)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    ranks = RankPool(2)
-    yield ranks
-    ranks.close()
 
 
 # -- NaN and Inf -----------------------------------------------------------------------------------------------------
@@ -62,8 +54,8 @@ def failing_job(info: Any, layout: dict[str, Any], sample: int) -> Any:
     [{}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}],
     ids=["data parallel", "tensor parallel", "pipeline parallel"],
 )
-def test_a_failed_step_can_be_read(pool: RankPool, layout: dict[str, Any], tmp_path: Path) -> None:
-    kept = pool.run(failing_job, layout, 3)
+def test_a_failed_step_can_be_read(ranks: Pools, layout: dict[str, Any], tmp_path: Path) -> None:
+    kept = ranks.run(2, failing_job, layout, 3)
     steps, indices, names = zip(*kept)
     assert indices[0] == indices[1] == [102, 103]
     assert names[0] == names[1] and "decoder.layers.3.mlp.linear_fc1.weight" in names[0]

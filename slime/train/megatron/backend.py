@@ -306,6 +306,12 @@ class MegatronBackend:
         if self.routing is not None:
             self.routing.prepare(batch, packed, "train", gradient_scale)
         self.optimizer.zero_grad()  # in float32 the parameters' .grad is the buffer itself, which would add to itself
+        hook = self.config.train.custom_megatron_before_train_step_hook_path
+        if hook:
+            step_id = next(k for k, planned in enumerate(batch.steps) if planned is step)
+            load_function(hook)(
+                self.hooks.args, batch.rollout_id, step_id, self.model_chunks, self.optimizer, self.scheduler
+            )
 
         def loss_of(scores: TokenScores, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             return micro_batch_loss(scores, inputs_of(micro_batch.samples), self.config, self.hooks)
@@ -320,9 +326,6 @@ class MegatronBackend:
 
     def optim_step(self, rollout_id: int, step_id: int, step: StepPlan, *, skip: bool) -> StepOutcome:
         """Apply the accumulated gradients and advance the schedule; ``skip`` leaves both alone. Collective."""
-        hook = self.config.train.custom_megatron_before_train_step_hook_path
-        if hook:
-            load_function(hook)(self.hooks.args, rollout_id, step_id, self.model_chunks, self.optimizer, self.scheduler)
         balance = self.routing.step_metrics() if self.routing is not None else {}
         if skip:
             return StepOutcome(float("nan"), applied=False, metrics=balance)
