@@ -197,12 +197,24 @@ def _parallel(draft: Draft) -> None:
             why="it splits what tensor parallelism leaves whole",
             fix="remove --sequence-parallel, or raise --tensor-model-parallel-size",
         )
+    _context_exchange(draft)
     _virtual_stages(draft, pipeline)
     if sum(bool(draft[name]) for name in ("bf16", "fp16", "fp32")) != 1:
         chosen = [f"--{name}" for name in ("bf16", "fp16", "fp32") if draft[name]]
         raise UserError(
             f"{' and '.join(chosen) or 'none of the precisions'} cannot be chosen",
             fix="choose one of --bf16, --fp16, --fp32",
+        )
+
+
+def _context_exchange(draft: Draft) -> None:
+    asked = draft.values.get("cp_comm_type")
+    kinds = {asked} if isinstance(asked, str) else set(asked or ())
+    if kinds - {"a2a"} and draft.values.get("transformer_impl") != "transformer_engine":
+        raise UserError(
+            f"--cp-comm-type {' '.join(sorted(kinds))} needs Transformer Engine",
+            why="without it, context parallelism exchanges heads for tokens (a2a) around each attention",
+            fix="leave the flag out, or pass a2a",
         )
 
 

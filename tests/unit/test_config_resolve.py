@@ -318,6 +318,7 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size", {"max_tokens_per_gpu": 10}),
         ("--max-tokens-per-gpu 512", {"use_dynamic_batch_size": True, "rollout_max_response_len": 512}),
         ("--sequence-parallel needs --tensor-model-parallel-size", {"sequence_parallel": True}),
+        ("--cp-comm-type p2p needs Transformer Engine", {"cp_comm_type": "p2p"}),
         ("1 trainer GPUs cannot be divided by 2", {"tensor_model_parallel_size": 2}),
         ("4 × 1 × 1 = 4", {"tensor_model_parallel_size": 4, "actor_num_gpus_per_node": 6}),
         ("virtual pipeline stages need", {"num_layers_per_virtual_pipeline_stage": 2}),
