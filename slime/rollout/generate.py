@@ -46,6 +46,7 @@ class GenerateState:
         sampling_params: defaults of this rollout; each request gets a copy of its own.
         max_context_len: most tokens of prompt plus response, None for no limit but the engine's.
         deterministic: requests carry a seed made from ``rollout_seed`` and the sample's index.
+        routed_experts: ask the engine which experts it used, for the trainer to use them again.
         loop: the event loop that everything runs on.
         processor: of images and other media; always None in this version, plugins look for it.
         counts: events worth a metric, e.g. "prompt_too_long".
@@ -58,6 +59,7 @@ class GenerateState:
     max_context_len: int | None = None
     deterministic: bool = False
     rollout_seed: int = 0
+    routed_experts: bool = False
     loop: asyncio.AbstractEventLoop | None = None
     processor: Any = None
     counts: Counter[str] = field(default_factory=Counter)
@@ -206,6 +208,7 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
                 params,
                 rid=f"{sample.session_id}-{uuid.uuid4().hex[:8]}",
                 routing_key=sample.session_id,
+                **({"return_routed_experts": True} if state.routed_experts else {}),
             )
         except RequestRefused as refused:
             if not any(phrase in refused.what for phrase in _NO_ROOM):

@@ -154,6 +154,7 @@ class RolloutLoop:
                 max_context_len=context_limit(rollout.rollout_max_context_len, self.config.train.seq_length),
                 deterministic=rollout.deterministic,
                 rollout_seed=rollout.rollout_seed,
+                routed_experts=self.config.train.use_rollout_routing_replay,
                 loop=asyncio.get_running_loop(),
             )
             bind_state(state)

@@ -2,9 +2,8 @@
 
     prompts ─► rollout ─ list[Group] ─► samples ─ TrainBatch per data-parallel rank ─► train
 
-``Sample`` is what users build and read in their hooks, so it stays a plain mutable dataclass whose public
-fields and methods are those of the reference system. It is validated once, when it leaves user code
-(`Sample.validate`), and never patched up afterwards.
+``Sample`` is what users build and read in their hooks, so it stays a plain mutable dataclass whose public fields and
+methods are those of the reference system. It is validated once, when it leaves user code (`Sample.validate`).
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
+from slime.samples.routed_experts import updated_experts
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +44,7 @@ class TokenSpan:
 
     Attributes:
         start, end: half-open range of response positions.
-        weight_version: version of the weights that sampled these tokens; None for tokens the model did not
-            sample (tool output, environment messages).
+        weight_version: of the weights that sampled these tokens; None for tokens of other origin (tools, environment).
     """
 
     start: int
@@ -251,6 +250,7 @@ class Sample:
             numeric = int(version) if trainable and version is not None and str(version).isdigit() else None
             self._extend_spans(before, self.response_length, numeric)
         if meta_info is not None and update_terminal_info:
+            self.rollout_routed_experts = updated_experts(self, args, meta_info)
             self._apply_terminal_info(meta_info)
 
     append = append_response_tokens

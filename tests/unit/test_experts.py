@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_parity import DATA_PARALLEL, MICRO_BATCHES, parity_job, worst
 from torch import Tensor
-from trainer_ranks import VOCAB, RankPool, make_batch, shard, trainer_config
+from trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
 from slime.errors import UserError
 from slime.samples.types import TrainBatch
@@ -65,22 +64,6 @@ def save_moe(directory: Path, **changes: Any) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_moe(tmp_path_factory.mktemp("moe"))
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    started: dict[int, RankPool] = {}
-    yield started
-    for pool in started.values():
-        pool.close()
-
-
-def run(pools: dict[int, RankPool], ranks: int, job: Any, *args: Any) -> list[Any]:
-    """On a pool of that size, which the failure of a job ends."""
-    pool = pools.pop(ranks, None) or RankPool(ranks)
-    result = pool.run(job, *args)
-    pools[ranks] = pool
-    return result
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -213,19 +196,17 @@ LONG_LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def single(model: Path, pools: dict[int, RankPool]) -> dict[str, Any]:
-    return run(pools, 1, parity_job, {"hf_checkpoint": str(model)}, [make_batch(MICRO_BATCHES)])[0]
+def single(model: Path, ranks: Pools) -> dict[str, Any]:
+    return ranks.run(1, parity_job, {"hf_checkpoint": str(model)}, [make_batch(MICRO_BATCHES)])[0]
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in LONG_LAYOUTS)])
-def test_layout_gives_the_numbers_of_one_process(
-    name: str, model: Path, pools: dict[int, RankPool], single: dict[str, Any]
-) -> None:
-    ranks, data_parallel, flags = (LAYOUTS | LONG_LAYOUTS)[name]
+def test_layout_gives_the_numbers_of_one_process(name: str, model: Path, ranks: Pools, single: dict[str, Any]) -> None:
+    size, data_parallel, flags = (LAYOUTS | LONG_LAYOUTS)[name]
     batch = make_batch(MICRO_BATCHES)
     odd = [[]] if "virtual" in name and data_parallel == 2 else []  # that schedule wants pairs of micro-batches
     batches = [shard(batch, members, [*plan, *odd]) for members, plan in DATA_PARALLEL[data_parallel]]
-    results = run(pools, ranks, parity_job, {"hf_checkpoint": str(model), **flags}, batches)
+    results = ranks.run(size, parity_job, {"hf_checkpoint": str(model), **flags}, batches)
     expected = dict(zip(single["samples"], single["log_probs"]))
     for result in results:
         for kind in ("gradients", "weights"):
@@ -264,11 +245,9 @@ def export_job(info: Any, model: Path, flags: dict[str, Any]) -> tuple[dict[str,
 
 
 @pytest.mark.parametrize("flags", [EP2 | ETP1, TP2 | EP2 | ETP1, TP2], ids=["EP2", "TP2 x EP2", "TP2"])
-def test_expert_parallel_export_is_the_file_bit_for_bit(
-    flags: dict[str, Any], model: Path, pools: dict[int, RankPool]
-) -> None:
+def test_expert_parallel_export_is_the_file_bit_for_bit(flags: dict[str, Any], model: Path, ranks: Pools) -> None:
     original = load_file(model / "model.safetensors")
-    for tensors, held in run(pools, 2, export_job, model, flags):
+    for tensors, held in ranks.run(2, export_job, model, flags):
         assert tensors.keys() == original.keys()
         assert all(torch.equal(tensors[name], original[name]) for name in original)
         share = 2 if "expert_model_parallel_size" in flags else 1
@@ -298,18 +277,16 @@ def checkpoint_job(info: Any, model: Path, root: Path, flags: dict[str, Any], lo
     return {n: t.clone() for n, t in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
 
 
-def test_checkpoint_of_one_expert_layout_loads_at_others(
-    model: Path, pools: dict[int, RankPool], tmp_path: Path
-) -> None:
+def test_checkpoint_of_one_expert_layout_loads_at_others(model: Path, ranks: Pools, tmp_path: Path) -> None:
     """Weights and Adam's moments: the next step is the same."""
     adam = {"optimizer": "adam", "lr": 0.01, "clip_grad": 0.0}
     saved_at = {"EP2": (2, EP2 | ETP1), "one": (1, {})}
     load_at = {"EP2": [(1, {}), (2, TP2)], "one": [(2, EP2 | ETP1)]}
-    for name, (ranks, flags) in saved_at.items():
+    for name, (size, flags) in saved_at.items():
         root = tmp_path / name
-        expected = run(pools, ranks, checkpoint_job, model, root, adam | flags, False)[0]
+        expected = ranks.run(size, checkpoint_job, model, root, adam | flags, False)[0]
         for other, other_flags in load_at[name]:
-            for tensors in run(pools, other, checkpoint_job, model, root, adam | other_flags, True):
+            for tensors in ranks.run(other, checkpoint_job, model, root, adam | other_flags, True):
                 for parameter, value in expected.items():
                     assert worst(tensors[parameter], value) <= TOLERANCE, (name, other_flags, parameter)
 
@@ -338,12 +315,12 @@ def balanced(model: Path, kind: str, **more: Any) -> dict[str, Any]:
     return {"hf_checkpoint": str(model), "moe_router_load_balancing_type": kind, **BALANCE, **more}
 
 
-def test_balance_losses_do_not_depend_on_packing(model: Path, pools: dict[int, RankPool]) -> None:
+def test_balance_losses_do_not_depend_on_packing(model: Path, ranks: Pools) -> None:
     """Of samples, and the z-loss: any micro-batches. Padding (an empty micro-batch) counts nothing."""
     plans = [[[0, 1], [2, 3], [4], [5]], [[0, 1, 2, 3, 4, 5]], [[5, 2], [], [0, 4, 3, 1]]]
     batches = [make_batch(plan) for plan in plans]
-    (first, metrics), *others = run(pools, 1, gradient_job, balanced(model, "seq_aux_loss"), batches)[0]
-    (without, none), *_ = run(pools, 1, gradient_job, {"hf_checkpoint": str(model)}, batches[:1])[0]
+    (first, metrics), *others = ranks.run(1, gradient_job, balanced(model, "seq_aux_loss"), batches)[0]
+    (without, none), *_ = ranks.run(1, gradient_job, {"hf_checkpoint": str(model)}, batches[:1])[0]
     assert "z_loss" not in none and metrics["load_balancing_loss"] > 0.99 and metrics["z_loss"] > 0
     for found, same_metrics in others:
         assert same_metrics == pytest.approx(metrics, rel=1e-5)
@@ -353,13 +330,13 @@ def test_balance_losses_do_not_depend_on_packing(model: Path, pools: dict[int, R
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
-def test_balance_losses_do_not_depend_on_the_layout(kind: str, model: Path, pools: dict[int, RankPool]) -> None:
+def test_balance_losses_do_not_depend_on_the_layout(kind: str, model: Path, ranks: Pools) -> None:
     batch = make_batch([[0, 1], [2, 3], [4], [5]])
     flags = balanced(model, kind, use_distributed_optimizer=False)
-    expected, metrics = run(pools, 1, gradient_job, flags, [batch])[0][0]
+    expected, metrics = ranks.run(1, gradient_job, flags, [batch])[0][0]
     halves = [shard(batch, [0, 1, 4], [[0, 1], [2]]), shard(batch, [2, 3, 5], [[0, 1], [2]])]
     for layout, batches in ((EP2 | ETP1, halves), (TP2 | EP2 | ETP1, [batch]), (CP2, [batch])):
-        for ((found, ours),) in run(pools, 2, gradient_job, {**flags, **layout}, batches):
+        for ((found, ours),) in ranks.run(2, gradient_job, {**flags, **layout}, batches):
             assert ours == pytest.approx(metrics, rel=1e-5)
             for name, gradient in expected.items():
                 assert worst(found[name], gradient) <= TOLERANCE, (layout, name)
@@ -376,13 +353,13 @@ def bias_job(info: Any, model: Path, flags: dict[str, Any]) -> tuple[Tensor, Ten
     return before, layer.router.expert_bias.clone()
 
 
-def test_expert_bias_moves_only_when_asked(pools: dict[int, RankPool], tmp_path: Path) -> None:
+def test_expert_bias_moves_only_when_asked(ranks: Pools, tmp_path: Path) -> None:
     from test_families import save_tiny
 
     save_tiny("glm4_moe", tmp_path)
-    before, after = run(pools, 1, bias_job, tmp_path, {})[0]
+    before, after = ranks.run(1, bias_job, tmp_path, {})[0]
     assert torch.equal(before, after) and before.abs().sum() > 0
-    before, after = run(pools, 1, bias_job, tmp_path, {"moe_router_bias_update_rate": 0.25})[0]
+    before, after = ranks.run(1, bias_job, tmp_path, {"moe_router_bias_update_rate": 0.25})[0]
     assert {round(x, 4) for x in (after - before).abs().tolist()} <= {0.0, 0.25} and not torch.equal(before, after)
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from test_experts import CP2, EP2, ETP1, EXPERTS, PP2, RECOMPUTE, SP, TOPK, TP2, run, save_moe
+from test_experts import CP2, EP2, ETP1, EXPERTS, PP2, RECOMPUTE, SP, TOPK, TP2, save_moe
 from test_parity import parity_job, worst
 from torch import Tensor
-from trainer_ranks import RankPool, free_port, make_batch, tiny_spec, trainer_config
+from trainer_ranks import Pools, free_port, make_batch, tiny_spec, trainer_config
 
 from slime.errors import UserError
-from slime.samples.types import TrainBatch
+from slime.samples.types import Sample, TrainBatch
 from slime.train import update as update_module
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.parallel import RankInfo
@@ -27,14 +29,6 @@ LAYERS, MICRO_BATCHES = 4, [[0, 1], [2, 3], [], [4, 5]]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_moe(tmp_path_factory.mktemp("moe"))
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    started: dict[int, RankPool] = {}
-    yield started
-    for pool in started.values():
-        pool.close()
 
 
 def engine_batch(seed: int = 5) -> TrainBatch:
@@ -216,17 +210,17 @@ ENGINE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ENGINE_LAYOUTS)
-def test_the_engines_experts_at_every_layout(name: str, model: Path, pools: dict[int, RankPool]) -> None:
-    ranks, layout = ENGINE_LAYOUTS[name]
+def test_the_engines_experts_at_every_layout(name: str, model: Path, ranks: Pools) -> None:
+    size, layout = ENGINE_LAYOUTS[name]
     flags = {"hf_checkpoint": str(model), "use_rollout_routing_replay": True}
     batch = engine_batch()
     batch.steps = [dataclasses.replace(batch.steps[0], micro_batches=[[0, 1], [2, 3], [4], [5]])]
-    (single,) = run(pools, 1, replay_job, flags, batch)
-    (plain,) = run(pools, 1, parity_job, {"hf_checkpoint": str(model)}, [batch])
+    (single,) = ranks.run(1, replay_job, flags, batch)
+    (plain,) = ranks.run(1, parity_job, {"hf_checkpoint": str(model)}, [batch])
     assert worst(single["gradients"][_ROUTER], plain["gradients"][_ROUTER]) > 0.1, (
         "the experts differ from the router's"
     )
-    for result in run(pools, ranks, replay_job, flags | layout, batch):
+    for result in ranks.run(size, replay_job, flags | layout, batch):
         for kind in ("gradients", "weights"):
             for parameter, value in single[kind].items():
                 assert worst(result[kind][parameter], value) <= 1e-5, (kind, parameter)
@@ -296,3 +290,46 @@ def test_replay_needs_a_model_with_experts() -> None:
 def test_the_engines_experts_imply_replay() -> None:
     assert trainer_config(use_rollout_routing_replay=True).train.use_routing_replay
     assert not trainer_config().train.use_routing_replay
+
+
+# -- from the engine's answer to the trainer ---------------------------------------------------------------------------
+
+
+def payload(experts: np.ndarray) -> str:
+    return base64.b64encode(experts.astype(np.int32).tobytes()).decode()
+
+
+def test_a_sample_keeps_the_experts_of_its_answers() -> None:
+    """Whole answers replace, answers from a later token on are appended."""
+    first, rest = np.arange(2 * 3 * 2).reshape(2, 3, 2), 100 + np.arange(2 * 3 * 2).reshape(2, 3, 2)
+    args = SimpleNamespace(num_layers=3, moe_router_topk=2)
+    sample = Sample(tokens=[1, 2])
+    sample.append_response_tokens(args, tokens=[3], log_probs=[0.0], meta_info={"routed_experts": payload(first)})
+    assert sample.rollout_routed_experts.tolist() == first.tolist()
+    more = {"routed_experts": payload(rest), "routed_experts_start_len": 2}
+    sample.append_response_tokens(tokens=[4, 5], log_probs=[0.0, 0.0], meta_info=more)
+    assert np.array_equal(sample.rollout_routed_experts.reshape(4, 3, 2), np.concatenate([first, rest]))
+    sample.reset_response()
+    assert sample.rollout_routed_experts is None
+
+
+@pytest.mark.parametrize(
+    ("meta", "said"),
+    [
+        ({"routed_experts": "no base64!"}, "cannot be read"),
+        ({"routed_experts": payload(np.zeros(7))}, "7 routed experts for 2 tokens"),
+        ({"routed_experts": payload(np.zeros(6)), "routed_experts_start_len": 1}, "none of the tokens before"),
+    ],
+)
+def test_answers_that_do_not_fit_are_refused(meta: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Sample(tokens=[1, 2]).append_response_tokens(tokens=[3], log_probs=[0.0], meta_info=meta)
+    assert said in str(caught.value)
+
+
+def test_flat_experts_reach_the_trainer(guide: RoutingGuide) -> None:
+    batch = engine_batch()
+    assert batch.routed_experts is not None
+    whole = batch.routed_experts[2]
+    batch.routed_experts[2] = whole.flatten(1)
+    assert torch.equal(guide._experts_of(batch, 2), whole)

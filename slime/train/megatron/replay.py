@@ -149,6 +149,8 @@ class RoutingGuide:
             )
         experts = batch.routed_experts[sample]
         expected = (batch.tokens[sample].numel() - 1, self.num_layers, self.topk)
+        if experts.dim() == 2 and experts.shape[1] == self.num_layers * self.topk:
+            experts = experts.view(-1, self.num_layers, self.topk)
         if tuple(experts.shape) != expected:
             raise UserError(
                 f"the routed experts of {name} have shape {list(experts.shape)} instead of {list(expected)}",

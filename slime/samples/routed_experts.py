@@ -1,0 +1,80 @@
+"""Which experts the engine sent each token to, as it travels from an engine's answer to the trainer."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import TYPE_CHECKING, Any
+
+from slime.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from slime.samples.types import Sample
+
+
+def updated_experts(sample: Sample, args: Any, meta_info: dict[str, Any]) -> Any:
+    """The sample's ``rollout_routed_experts`` after an answer of the engine to all its tokens.
+
+    int32 [tokens - 1, layers, experts per token]; the last two axes are flat when ``args`` does not tell the model's
+    ``num_layers`` and ``moe_router_topk``.
+    """
+    if not meta_info.get("routed_experts"):
+        return sample.rollout_routed_experts
+    layers, topk = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
+    return decode_routed_experts(
+        meta_info["routed_experts"],
+        len(sample.tokens),
+        start=int(meta_info.get("routed_experts_start_len") or 0),
+        before=sample.rollout_routed_experts,
+        shape=(int(layers), int(topk)) if layers and topk else None,
+    )
+
+
+def decode_routed_experts(
+    payload: str, num_tokens: int, *, start: int = 0, before: Any = None, shape: tuple[int, int] | None = None
+) -> np.ndarray:
+    """From ``meta_info["routed_experts"]`` of SGLang: base64 of int32, row after row.
+
+    Args:
+        num_tokens: of prompt and response; the last token is never sent through the model, so it has no row.
+        start: first token that the payload covers (``routed_experts_start_len``); ``before`` has the rows before it.
+        before: what the sample has from an earlier call.
+        shape: (layers, experts per token); when not known, rows stay flat.
+    Returns:
+        int32 [num_tokens - 1, layers, experts per token], or [num_tokens - 1, layers · experts per token].
+    Raises:
+        UserError: not such a payload, or of another number of tokens.
+
+    Example (two tokens have a row, one layer, two experts each):
+        >>> import numpy as np
+        >>> payload = base64.b64encode(np.array([3, 0, 2, 1], dtype=np.int32).tobytes()).decode()
+        >>> decode_routed_experts(payload, 3, shape=(1, 2)).tolist()
+        [[[3, 0]], [[2, 1]]]
+    """
+    import numpy as np  # which few samples need
+
+    try:
+        values = np.frombuffer(base64.b64decode(payload, validate=True), dtype=np.int32)
+    except (binascii.Error, ValueError) as error:
+        raise UserError(
+            "the engine's routed experts cannot be read", why=str(error), fix="use an SGLang version that is supported"
+        ) from error
+    rows = num_tokens - 1 - start
+    if rows <= 0 or values.size % rows or (shape is not None and values.size != rows * shape[0] * shape[1]):
+        raise UserError(
+            f"the engine returned {values.size} routed experts for {max(rows, 0)} tokens",
+            why=f"the sample has {num_tokens} tokens, the answer covers them from token {start} on"
+            + (f", with {shape[1]} experts in each of {shape[0]} layers" if shape else ""),
+            fix="let the engine serve the model that is trained",
+        )
+    found = values.reshape(rows, *(shape or (-1,)))
+    if start == 0:
+        return found.copy()  # of memory of its own, writable
+    if before is None or len(before) < start:
+        raise UserError(
+            f"the engine returned routed experts from token {start} on, and the sample has none of the tokens before",
+            fix="ask for all of them in the sample's first call",
+        )
+    return np.concatenate([np.asarray(before)[:start].reshape(start, *found.shape[1:]), found])
