@@ -78,8 +78,11 @@ class FailedStep:
 class Peer(Protocol):
     """What of a trainer `failed_step` needs."""
 
-    data_parallel_rank: int
-    speaks_for_shard: bool
+    @property
+    def data_parallel_rank(self) -> int: ...
+
+    @property
+    def speaks_for_shard(self) -> bool: ...
 
 
 def failed_step(

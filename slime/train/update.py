@@ -51,11 +51,16 @@ class Trainer(Protocol):
     """This rank holds the output layer: it sees log-probs and computes the loss."""
     reference_is_policy: bool
     """The reference weights are the same bits as the policy's (a fresh start, no step taken)."""
-    data_parallel_rank: int
-    speaks_for_shard: bool
-    """Of the ranks that share a `TrainBatch`, this is the one whose tensors are written to files."""
     failed_step: FailedStep | None
     """What the last step was, when it ended in `NonFiniteTraining`."""
+
+    @property
+    def data_parallel_rank(self) -> int: ...
+
+    @property
+    def speaks_for_shard(self) -> bool:
+        """Of the ranks that share a `TrainBatch`, this is the one whose tensors are written to files."""
+        ...
 
     def log_probs(self, batch: TrainBatch, *, reference: bool = False, store_prefix: str = "") -> list[Tensor] | None:
         """[R_i] per sample, without gradient; None on ranks without output layer."""

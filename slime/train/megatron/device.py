@@ -93,7 +93,7 @@ def set_deterministic() -> None:
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
     torch.use_deterministic_algorithms(True)
     # it would find reads of garbage, for a pass over every new tensor
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
 

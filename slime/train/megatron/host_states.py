@@ -44,7 +44,7 @@ class HostStates:
     def install(inner: torch.optim.Optimizer, bucket_bytes: int = _BUCKET_BYTES) -> HostStates:
         """From now on ``inner.step()`` works bucket by bucket."""
         states = HostStates(inner, bucket_bytes)
-        inner.step = states.step  # type: ignore[method-assign]
+        inner.step = states.step  # type: ignore[method-assign, assignment]
         return states
 
     @torch.no_grad()

@@ -103,4 +103,6 @@ def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
             continue
         tensors += [p.data for group in part.optimizer.param_groups for p in group["params"]]
         tensors += [v for state in part.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    return [tensor for tensor in tensors if tensor.dim() > 0]  # step counts are not worth the trip
+    # step counts are not worth the trip, and moments that live on the host (`host_states`) are there already
+    where = "cuda" if device.has_gpu() else "cpu"
+    return [tensor for tensor in tensors if tensor.dim() > 0 and tensor.device.type == where]

@@ -23,7 +23,7 @@ from slime.train.megatron import device
 from slime.train.megatron.host_states import HostStates
 from slime.train.megatron.model import PolicyModel, parameter_dtype
 from slime.train.records import StepOutcome
-from slime.weights.megatron_names import global_parameters
+from slime.weights.megatron_names import Placement, global_parameters, unwrapped
 
 logger = get_logger(__name__)
 
@@ -63,7 +63,8 @@ def freeze(chunks: Sequence[PolicyModel], config: Config) -> int:
 def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Global names. The output layer's copy of a tied embedding on the last pipeline stage goes by the embedding's:
     frozen or trained, both must be the same."""
-    for name, tensor in global_parameters(chunks):
+    experts: Any = unwrapped(chunks)[0].config.num_moe_experts or 0  # type: ignore[union-attr]
+    for name, tensor in global_parameters(chunks, experts, Placement.current()):
         if isinstance(tensor, nn.Parameter):
             is_copy = name == "output_layer.weight" and hasattr(tensor, "shared_embedding")
             yield (_EMBEDDING if is_copy else name), tensor
@@ -94,11 +95,14 @@ def _check_expressions(patterns: Sequence[str], trained: dict[str, bool]) -> Non
 class DataParallel(DistributedDataParallel):
     """Megatron's, without collectives where there is nobody to talk to.
 
-    A reduction over one rank copies the whole gradient buffer to itself; on a CPU that costs as much as a layer.
+    A reduction over one rank copies the whole gradient buffer to itself; on a CPU that costs as much as a layer. An
+    overlapped one is started by the buckets themselves, so then it has to be finished here.
     """
 
     @property
     def is_alone(self) -> bool:
+        if self.ddp_config.overlap_grad_reduce:
+            return False
         return self.dp_cp_group.size() == 1 and self.expt_dp_group.size() == 1
 
     def start_grad_sync(self, *unused: Any) -> None:

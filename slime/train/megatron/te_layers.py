@@ -113,7 +113,7 @@ def _parts() -> dict[type, type]:
 def _attention_class() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    class TEPackedAttention(TEDotProductAttention):  # type: ignore[misc]
+    class TEPackedAttention(TEDotProductAttention):
         """Transformer Engine's attention in the place, and with the call, of `PackedAttention`."""
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
