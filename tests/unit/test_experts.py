@@ -185,6 +185,7 @@ LONG_LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "DP2, experts cut over both": (2, 2, ETP2),
     "TP2+SP, experts cut": (2, 1, TP2 | SP),
     "PP2 virtual": (2, 1, PP2 | VIRTUAL),
+    "EP2, reduced during the backward pass": (2, 2, EP2 | ETP1 | {"overlap_grad_reduce": True}),
     "EP4": (4, 4, {"expert_model_parallel_size": 4} | ETP1 | DYNAMIC),
     "DP2 x EP2": (4, 4, EP2 | ETP1 | DYNAMIC),
     "TP2 x EP2, experts cut": (4, 2, TP2 | EP2),
