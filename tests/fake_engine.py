@@ -5,7 +5,7 @@ any retry and any resume of a partial response gives the same tokens, as an engi
 
     async with FakeEngine() as engine:
         result = await client.generate([5, 6], {"max_new_tokens": 8, "sampling_seed": 1})
-        assert result.token_ids == engine.answer([5, 6], seed=1, max_new_tokens=8)[0]
+        assert result.token_ids == answer([5, 6], seed=1, max_new_tokens=8)[0]
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ def next_token(seed: int, first: int, position: int) -> int:
     return EOS if number % 12 == 0 else VOCAB[number // 12 % len(VOCAB)]
 
 
+def answer(input_ids: list[int], seed: int, max_new_tokens: int) -> tuple[list[int], str]:
+    """The whole response to a prompt and why it ends; going on from a part of it gives the rest."""
+    tokens: list[int] = []
+    while len(tokens) < max_new_tokens:
+        tokens.append(next_token(seed, input_ids[0], len(input_ids) + len(tokens)))
+        if tokens[-1] == EOS:
+            return tokens, "stop"
+    return tokens, "length"
+
+
 class FakeEngine:
     """One engine on a free port. Knobs may be turned while it runs.
 
@@ -35,6 +45,7 @@ class FakeEngine:
         failures: the next so many /generate requests answer ``failure_status`` (0: drop the connection).
         refuse: when set, /generate answers 400 with this message.
         hold: while set, requests wait (and can be aborted) instead of being answered.
+        num_tokens: what it reports as its load to a router, ``num_load_reports`` times so far.
         bodies, headers: every /generate request seen; max_in_flight: the most at once.
     """
 
@@ -50,6 +61,7 @@ class FakeEngine:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.in_flight = self.max_in_flight = self.num_aborts = 0
+        self.num_tokens = self.num_load_reports = 0
         self._aborts: set[asyncio.Event] = set()
         self.url = ""
 
@@ -58,6 +70,7 @@ class FakeEngine:
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/v1/loads", self._loads)
+        app.router.add_get("/get_load", self._former_load)
         info = {"model_path": "fake", "tokenizer_path": "fake", "is_generation": True, "weight_version": "1"}
         server = {
             **info,
@@ -85,14 +98,6 @@ class FakeEngine:
     async def __aexit__(self, *exc: object) -> None:
         await self._runner.cleanup()
 
-    def answer(self, input_ids: list[int], seed: int, max_new_tokens: int) -> tuple[list[int], str]:
-        tokens: list[int] = []
-        while len(tokens) < max_new_tokens:
-            tokens.append(next_token(seed, input_ids[0], len(input_ids) + len(tokens)))
-            if tokens[-1] == EOS:
-                return tokens, "stop"
-        return tokens, "length"
-
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
@@ -113,7 +118,7 @@ class FakeEngine:
             self.in_flight -= 1
         params = body["sampling_params"]
         seed = params.get("sampling_seed", 0)
-        tokens, reason = self.answer(body["input_ids"], seed, params["max_new_tokens"])
+        tokens, reason = answer(body["input_ids"], seed, params["max_new_tokens"])
         if aborted and len(tokens) > self.partial_tokens:
             tokens, reason = tokens[: self.partial_tokens], "abort"
         return web.json_response(self._body(body, tokens, reason))
@@ -162,6 +167,10 @@ class FakeEngine:
     async def _loads(self, _request: web.Request) -> web.Response:
         load = {"dp_rank": 0, "num_running_reqs": self.in_flight, "num_waiting_reqs": 0, "num_used_tokens": 0}
         return web.json_response({"loads": [load]})
+
+    async def _former_load(self, _request: web.Request) -> web.Response:
+        self.num_load_reports += 1
+        return web.json_response([{"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": self.num_tokens}])
 
 
 def _answering(body: dict[str, Any]) -> Callable[[web.Request], Awaitable[web.Response]]:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from slime.hooks import DataSource
-from slime.rollout.client import ClientCounters
+from slime.rollout.client import RolloutClient
 from slime.rollout.engines.api import EngineError, GenerateResult
 from slime.rollout.generate import GenerateState, sampling_params
 from slime.samples.types import Sample
-from tests.fake_engine import EOS, next_token
+from tests.fake_engine import answer
 
 
 class FakeTokenizer:
@@ -33,38 +32,18 @@ class FakeTokenizer:
         return self.encode("".join(f"{m['role']}:{m['content']};" for m in messages), add_special_tokens=False)
 
 
-class FakeClient:
+class FakeClient(RolloutClient):
     """Answers the i-th request after ``turns[i % len(turns)]`` turns of the event loop, or fails it.
 
     The tokens come evenly over these turns; an abort cuts a request where it stands.
     """
 
     def __init__(self, turns: Sequence[int] = (0,), fail: Iterable[int] = (), max_concurrency: int = 64) -> None:
+        super().__init__("http://fake", max_concurrency=max_concurrency)
         self.turns, self.fail = list(turns), set(fail)
-        self.slots = asyncio.Semaphore(max_concurrency)
-        self.base_url = "http://fake"
-        self.in_flight: dict[int, Any] = {}
-        self.counters = ClientCounters()
-        self.last_progress = time.monotonic()
         self.calls: list[dict[str, Any]] = []
         self.running = self.max_running = self.num_aborts = 0
         self.weight_version = 1
-        self._aborting = asyncio.Event()
-
-    @property
-    def aborting(self) -> bool:
-        return self._aborting.is_set()
-
-    async def wait_for_abort(self) -> None:
-        await self._aborting.wait()
-
-    @contextlib.contextmanager
-    def abort_scope(self) -> Iterator[None]:
-        self._aborting.set()
-        try:
-            yield
-        finally:
-            self._aborting.clear()
 
     async def abort_all(self, timeout: float = 60.0) -> None:
         assert self.aborting
@@ -75,7 +54,9 @@ class FakeClient:
     async def worker_loads(self) -> dict[str, tuple[int, int]]:
         return {"http://engine-0": (self.running, 0)}
 
-    async def generate(self, input_ids: list[int], params: dict[str, Any], **kwargs: Any) -> GenerateResult:
+    async def generate(  # type: ignore[override]
+        self, input_ids: list[int], params: dict[str, Any], **kwargs: Any
+    ) -> GenerateResult:
         number = len(self.calls)
         self.calls.append({"input_ids": list(input_ids), "params": dict(params), **kwargs})
         self.running += 1
@@ -100,16 +81,6 @@ class FakeClient:
         meta |= {"prompt_tokens": len(input_ids), "cached_tokens": 1, "completion_tokens": len(tokens)}
         text = "".join(chr(97 + token % 26) for token in tokens)
         return GenerateResult(tokens, [-0.5] * len(tokens), text, reason, meta)
-
-
-def answer(input_ids: list[int], seed: int, max_new_tokens: int) -> tuple[list[int], str]:
-    """The whole response to a prompt; going on from a part of it gives the rest."""
-    tokens: list[int] = []
-    while len(tokens) < max_new_tokens:
-        tokens.append(next_token(seed, input_ids[0], len(input_ids) + len(tokens)))
-        if tokens[-1] == EOS:
-            return tokens, "stop"
-    return tokens, "length"
 
 
 class FakeSource(DataSource):

@@ -53,8 +53,9 @@ class EngineActor:
         from slime.rollout.router import register_workers
 
         host = node_ip()
-        url = self._serve(lambda port: router_command(self.config, host, port), host)
-        asyncio.run(register_workers(url, worker_urls, timeout=60.0))
+        url = self._serve(lambda port: router_command(self.config, host, port, worker_urls), host)
+        policy = self.config.engine.router.get("policy") or "cache_aware"
+        asyncio.run(register_workers(url, worker_urls, timeout=60.0, policy=policy))
         return url
 
     def _serve(self, make_spec: Callable, host: str) -> str:

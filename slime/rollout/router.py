@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from slime.errors import UserError
 from slime.rollout.engines.api import EngineClient, EngineError
 
 #: Name on the command line → policy of the router. ``cache_aware`` keeps the samples of one prompt on one engine,
 #: also for requests that come as token ids. ``consistent_hashing`` is the reference system's word for affinity of a
-#: session to an engine, which this router calls ``manual``. ``power_of_two`` refuses to start unless the router is
-#: given two worker URLs on its command line.
+#: session to an engine, which this router calls ``manual``.
 POLICIES = {
     "cache_aware": "cache_aware",
     "round_robin": "round_robin",
@@ -45,6 +45,24 @@ def router_policy(name: str) -> str:
             f"--router-policy {name}: there is no such policy", fix=f"choose one of: {', '.join(sorted(POLICIES))}"
         )
     return POLICIES[name]
+
+
+def router_flags(name: str, worker_urls: list[str]) -> dict[str, Any]:
+    """What the router is started with for a policy and the workers that it will have.
+
+    ``power_of_two`` refuses to start unless it is given two workers on its command line; so it gets them there, while
+    under other policies they register (`register_workers`). It asks them for their load (``/get_load``) as often as it
+    looks for workers that start: every second instead of every half minute. With one worker there is nothing to choose.
+    """
+    policy = router_policy(name)
+    if starts_with_workers(name, worker_urls):
+        return {"policy": policy, "worker_urls": worker_urls, "worker_startup_check_interval": 1}
+    return {"policy": "round_robin" if policy == "power_of_two" else policy}
+
+
+def starts_with_workers(name: str, worker_urls: list[str]) -> bool:
+    """Whether the router is given its workers on its command line under this policy."""
+    return router_policy(name) == "power_of_two" and len(worker_urls) > 1
 
 
 def wants_routing_key(name: str) -> bool:
@@ -76,19 +94,23 @@ async def list_workers(router: EngineClient) -> list[Worker]:
     return [Worker(item["id"], item["url"], bool(item["is_healthy"])) for item in body["workers"]]
 
 
-async def register_workers(router_url: str, worker_urls: list[str], timeout: float = 60.0) -> None:
+async def register_workers(
+    router_url: str, worker_urls: list[str], timeout: float = 60.0, policy: str = "cache_aware"
+) -> None:
     """Put engines behind the router and wait until it has accepted each of them as healthy.
 
     Workers that it knows already are left as they are.
 
     Args:
         timeout: deadline in seconds for all of them together.
+        policy: the name that the router was configured with, see `starts_with_workers`.
     Raises:
         EngineError: the router refused one, or one is not healthy in time; names which.
     """
     end = time.monotonic() + timeout
     async with EngineClient(router_url, timeout=min(timeout, 30.0)) as router:
         known = {worker.url for worker in await list_workers(router)}
+        known |= set(worker_urls if starts_with_workers(policy, worker_urls) else ())
         for url in worker_urls:
             if url not in known:
                 await router.request("POST", "/workers", {"url": url})

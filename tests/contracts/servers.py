@@ -8,14 +8,20 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
+
+PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
+CONTEXT = 256
 _START_DEADLINE = 120.0
 _CALL_DEADLINE = 60.0
 
@@ -104,3 +110,64 @@ def running(argv: list[str], port: int, log: Path, health: str = "/health") -> I
 def embedded_argv(model: Path, port: int, *flags: str) -> list[str]:
     argv = [sys.executable, "-m", "slime.rollout.engines.embedded", "--model-path", str(model), "--port", str(port)]
     return [*argv, "--parent-pid", str(os.getpid()), *flags]
+
+
+def start_embedded(model: Path, log: Path) -> Any:
+    port = free_port()
+    flags = ["--dtype", "float32", "--max-context-len", str(CONTEXT), "--max-slots", "8", "--device", "cpu"]
+    flags += ["--prefill-tokens", "64"]  # longer prompts are prefilled in pieces
+    return running(embedded_argv(model, port, *flags), port, log)
+
+
+#: Name → context manager that starts one server.
+ENGINES: dict[str, Callable[[Path, Path], Any]] = {"embedded": start_embedded}
+
+
+def logprobs_of(directory: Path, tokens: list[int]) -> list[float]:
+    """Log-prob of each token after the first, by transformers in float32."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1).tolist()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"not so within {seconds} s"
+        time.sleep(0.01)
+
+
+class Background:
+    """A request in a thread of its own."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.result: Any = None
+        self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Callable[[], Any]) -> None:
+        self.result = function()
+
+    def join(self) -> Any:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        return self.result
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+
+def num_running(engine: Server) -> int:
+    return int(engine.get("/v1/loads").json["loads"][0]["num_running_reqs"])
+
+
+def long_generation(engine: Server, rid: str, seed: int = 1, count: int = 240) -> Background:
+    body = {
+        "input_ids": PROMPT,
+        "rid": rid,
+        "return_logprob": True,
+        "sampling_params": {"max_new_tokens": count, "ignore_eos": True, "sampling_seed": seed},
+    }
+    return Background(lambda: engine.ok("/generate", body))

@@ -1,130 +1,51 @@
 """The engine contract: what rollout and weight sync rely on, against a live server over HTTP.
 
 One suite for every implementation. The fixture ``engine`` yields a running server with the tiny model of ``model_dir``;
-another implementation is one more entry of ``ENGINES``.
+another implementation is one more entry of ``ENGINES`` in ``conftest.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from embedded_models import EOS, byte_tokenizer
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from servers import (
+    CONTEXT,
+    PROMPT,
+    Background,
+    Server,
+    embedded_argv,
+    free_port,
+    logprobs_of,
+    long_generation,
+    num_running,
+    running,
+    start_embedded,
+    wait_until,
+)
 
 from slime.rollout.engines.api import GET_ROUTES, POST_ROUTES, EngineClient, EngineError, SamplingParams
 from slime.rollout.router import list_workers, register_workers
 from slime.weights.buckets import fingerprint, pack
 from slime.weights.process_group import ExternalGroup
 from slime.weights.shared_memory import Segment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from embedded_models import EOS, byte_tokenizer, save_tiny_model
-from servers import Server, embedded_argv, free_port, running
-
-PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
-CONTEXT = 256
-
-
-def start_embedded(model: Path, log: Path) -> Any:
-    port = free_port()
-    flags = ["--dtype", "float32", "--max-context-len", str(CONTEXT), "--max-slots", "8", "--device", "cpu"]
-    return running(embedded_argv(model, port, *flags), port, log)
-
-
-#: Name → context manager that starts one server.
-ENGINES: dict[str, Callable[[Path, Path], Any]] = {"embedded": start_embedded}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3")
-
-
-@pytest.fixture(scope="module")
-def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "other", "qwen3", seed=7)
-
-
-@pytest.fixture(scope="module", params=list(ENGINES))
-def server(
-    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    with ENGINES[request.param](model_dir, tmp_path_factory.mktemp("log") / "server.log") as running_server:
-        yield running_server
-
-
-@pytest.fixture
-def engine(server: Server, model_dir: Path) -> Iterator[Server]:
-    """The server, with the weights of ``model_dir``, version "0", nothing cached and nothing paused."""
-    server.ok("/continue_generation")
-    server.ok("/flush_cache")
-    yield server
-    server.ok("/continue_generation")
-    server.ok("/update_weights_from_disk", {"model_path": str(model_dir), "weight_version": "0"})
-
-
-def logprobs_of(directory: Path, tokens: list[int]) -> list[float]:
-    """Log-prob of each token after the first, by transformers in float32."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0, :-1]
-    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1).tolist()
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, f"not so within {seconds} s"
-        time.sleep(0.01)
-
-
-class Background:
-    """A request in a thread of its own."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.result: Any = None
-        self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
-        self._thread.start()
-
-    def _run(self, function: Callable[[], Any]) -> None:
-        self.result = function()
-
-    def join(self) -> Any:
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-        return self.result
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-
-def num_running(engine: Server) -> int:
-    return int(engine.get("/v1/loads").json["loads"][0]["num_running_reqs"])
-
-
-def long_generation(engine: Server, rid: str, seed: int = 1, count: int = 240) -> Background:
-    body = {
-        "input_ids": PROMPT,
-        "rid": rid,
-        "return_logprob": True,
-        "sampling_params": {"max_new_tokens": count, "ignore_eos": True, "sampling_seed": seed},
-    }
-    return Background(lambda: engine.ok("/generate", body))
-
 
 # -- generation ------------------------------------------------------------------------------------------------
 
@@ -342,11 +263,67 @@ def push_by_broadcast(engine: Server, directory: Path, limit: int = 60_000) -> N
     group.close()
 
 
+def post_serialized(engine: Server, payload: bytes, load_format: str | None = None) -> None:
+    body = {"serialized_named_tensors": [base64.b64encode(payload).decode()], "weight_version": "5"}
+    engine.ok("/update_weights_from_tensor", body | ({"load_format": load_format} if load_format else {}))
+
+
+def push_by_pickle(engine: Server, directory: Path) -> None:
+    """As SGLang's ``MultiprocessingSerializer`` does, but with the bytes in the pickle."""
+    post_serialized(engine, pickle.dumps(list(load_file(directory / "model.safetensors").items())))
+
+
+def push_by_shared_pickle(engine: Server, directory: Path) -> None:
+    """As SGLang's ``MultiprocessingSerializer`` does, with torch's handles of shared memory."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        tensors = list(load_file(directory / "model.safetensors").items())
+        post_serialized(engine, bytes(ForkingPickler.dumps(tensors)))
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+@dataclass
+class FlattenedTensorMetadata:
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+def push_by_flattened_pickle(engine: Server, directory: Path) -> None:
+    """SGLang's FlattenedTensorBucket, whose table is pickled as a class of SGLang."""
+    table, parts, offset = [], [], 0
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        parts.append(tensor.flatten().view(torch.uint8))
+        end = offset + parts[-1].numel()
+        table.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, offset, end, parts[-1].numel()))
+        offset = end
+    content = {"flattened_tensor": torch.cat(parts), "metadata": table}
+    module = ModuleType("sglang.srt.weight_sync.tensor_bucket")
+    module.FlattenedTensorMetadata = FlattenedTensorMetadata  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("sglang", "sglang.srt", "sglang.srt.weight_sync"):
+            patch.setitem(sys.modules, name, ModuleType(name))
+        patch.setitem(sys.modules, module.__name__, module)
+        patch.setattr(FlattenedTensorMetadata, "__module__", module.__name__)
+        payload = pickle.dumps(content)
+    assert b"sglang.srt.weight_sync.tensor_bucket" in payload
+    post_serialized(engine, payload, "flattened_bucket")
+
+
 def push_by_disk(engine: Server, directory: Path) -> None:
     engine.ok("/update_weights_from_disk", {"model_path": str(directory), "weight_version": "5"})
 
 
-@pytest.mark.parametrize("push", [push_by_shared_memory, push_by_broadcast, push_by_disk])
+PUSHES = [push_by_shared_memory, push_by_broadcast, push_by_disk]
+PUSHES += [push_by_pickle, push_by_shared_pickle, push_by_flattened_pickle]
+
+
+@pytest.mark.parametrize("push", PUSHES)
 def test_pushed_weights_arrive_and_are_used(
     engine: Server, other_dir: Path, push: Callable[[Server, Path], None]
 ) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,16 @@ from slime.errors import UserError
 from slime.rollout import client as client_module
 from slime.rollout.client import InFlight, RequestRefused, RolloutClient, num_requests
 from slime.rollout.engines.api import EngineClient, EngineError
-from slime.rollout.router import Worker, list_workers, register_workers, remove_worker, router_policy, wants_routing_key
-from tests.fake_engine import FakeEngine
+from slime.rollout.router import (
+    Worker,
+    list_workers,
+    register_workers,
+    remove_worker,
+    router_flags,
+    router_policy,
+    wants_routing_key,
+)
+from tests.fake_engine import FakeEngine, answer
 
 PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
 
@@ -40,7 +48,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_and_log_probs_come_from_the_engine() -> None:
     async def test(engine: FakeEngine, client: RolloutClient) -> None:
         result = await client.generate([5, 6], PARAMS, rid="a")
-        assert result.token_ids == engine.answer([5, 6], 3, 6)[0]
+        assert result.token_ids == answer([5, 6], 3, 6)[0]
         assert result.log_probs == [-0.01 * token for token in result.token_ids]
         assert engine.bodies[0]["return_logprob"] is True and engine.bodies[0]["rid"] == "a"
 
@@ -183,10 +191,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def router(policy: str) -> Iterator[str]:
+def router(policy: str, worker_urls: Sequence[str] = ()) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--policy", router_policy(policy), "--disable-retries", "--disable-circuit-breaker"]
+    command += ["--disable-retries", "--disable-circuit-breaker"]
+    for flag, value in router_flags(policy, list(worker_urls)).items():
+        command += ["--" + flag.replace("_", "-"), *(value if isinstance(value, list) else [str(value)])]
     command += ["--prometheus-port", str(free_port()), "--prometheus-host", "127.0.0.1", "--log-level", "error"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -210,7 +220,7 @@ def test_real_router_registers_routes_aborts_and_removes() -> None:
             assert {worker.url for worker in await list_workers(api)} == {a.url, b.url}
             async with RolloutClient(url, max_concurrency=8) as client:
                 results = await asyncio.gather(*(client.generate([20 + i], PARAMS) for i in range(8)))
-                assert [r.token_ids for r in results] == [a.answer([20 + i], 3, 6)[0] for i in range(8)]
+                assert [r.token_ids for r in results] == [answer([20 + i], 3, 6)[0] for i in range(8)]
                 assert (len(a.bodies), len(b.bodies)) == (4, 4)  # round robin
                 a.failures = 1  # our client retries, the router does not
                 await asyncio.gather(*(client.generate([20], PARAMS) for _ in range(2)))
@@ -251,3 +261,21 @@ def test_real_router_keeps_a_session_on_one_engine_under_the_manual_policy() -> 
 
     with router("consistent_hashing") as url:
         asyncio.run(asyncio.wait_for(main(url), timeout=60))
+
+
+def test_real_router_sends_requests_where_fewer_tokens_are_under_power_of_two() -> None:
+    async def main() -> None:
+        async with FakeEngine() as a, FakeEngine() as b:
+            a.num_tokens, b.num_tokens = 1000, 10
+            with router("power_of_two", [a.url, b.url]) as url:
+                async with EngineClient(url) as api:
+                    await api.wait_healthy(30)
+                await register_workers(url, [a.url, b.url], timeout=20, policy="power_of_two")
+                while min(a.num_load_reports, b.num_load_reports) < 2:  # the first ones have been taken in
+                    await asyncio.sleep(0.05)
+                async with RolloutClient(url, max_concurrency=8) as client:
+                    for i in range(12):
+                        await client.generate([20 + i], PARAMS)
+            assert (len(a.bodies), len(b.bodies)) == (0, 12)
+
+    asyncio.run(asyncio.wait_for(main(), timeout=60))

@@ -50,6 +50,19 @@ def test_the_router_accepts_its_command_line(tmp_path: Path) -> None:
     assert args.prometheus_port != other.prometheus_port
 
 
+def test_power_of_two_is_started_with_its_workers_and_other_policies_without(tmp_path: Path) -> None:
+    urls = ["http://127.0.0.1:31001", "http://127.0.0.1:31002"]
+
+    def started(policy: str, workers: list[str]) -> Any:
+        config = config_of(tmp_path, router_policy=policy)
+        return parse_router_args(router_command(config, "127.0.0.1", 30125, workers).argv[3:])
+
+    chosen = started("power_of_two", urls)
+    assert (chosen.policy, chosen.worker_urls, chosen.worker_startup_check_interval) == ("power_of_two", urls, 1)
+    assert started("power_of_two", urls[:1]).policy == "round_robin"  # nothing to choose
+    assert started("cache_aware", urls).worker_urls == []
+
+
 def test_sglang_is_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rollout-engine embedded"):
         sglang_command(config_of(tmp_path), "m", "h", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from embedded_models import EOS, VOCAB, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.rollout.engines.embedded.fields import BadRequest
 from slime.rollout.engines.embedded.generate_request import Limits, parse_generate
-from slime.rollout.engines.embedded.sampling_params import BadRequest, parse_params
-from slime.rollout.engines.embedded.text import TextStream, find_stop, trim_stop
+from slime.rollout.engines.embedded.openai_request import parse_chat, parse_completion
+from slime.rollout.engines.embedded.sampling_params import Params, parse_params
+from slime.rollout.engines.embedded.text import TextStream, find_stop, hold_back, trim_stop
 
 TOKENIZER = byte_tokenizer()
 
@@ -64,13 +67,13 @@ def test_new_tokens_are_capped_by_the_context() -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ([], "must be a JSON object"),
+        ([], "the body must be an object"),
         ({}, "either text or input_ids"),
         ({"text": "a", "input_ids": [1]}, "either text or input_ids"),
         ({"input_ids": []}, "not empty"),
         ({"input_ids": [[1], []]}, "a prompt is empty"),
         ({"input_ids": [1, "2"]}, "'2'"),
-        ({"input_ids": [1, VOCAB]}, f"0 to {VOCAB - 1}, got {VOCAB}"),
+        ({"input_ids": [1, VOCAB]}, f"0 to {VOCAB - 1}, the id of a token, got {VOCAB}"),
         ({"input_ids": [True]}, "got True"),
         ({"input_ids": [1] * 64}, "the prompt has 64 tokens, the context holds 64"),
         ({"text": 5}, "string"),
@@ -80,16 +83,19 @@ def test_new_tokens_are_capped_by_the_context() -> None:
         ({"input_ids": [1], "sampling_params": 3}, "must be an object"),
         ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "1 entries for 2 prompts"),
         ({"input_ids": [1], "sampling_params": {"temprature": 1}}, "nearest: 'temperature'"),
-        ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature must be 0"),
+        (
+            {"input_ids": [1], "sampling_params": {"temperature": -1}},
+            "temperature must be a finite number of 0 (greedy)",
+        ),
         ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "finite number"),
-        ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be above 0"),
-        ({"input_ids": [1], "sampling_params": {"top_k": 0}}, "top_k must be -1"),
+        ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be a finite number above 0"),
+        ({"input_ids": [1], "sampling_params": {"top_k": 0}}, "top_k must be an integer: -1 (all)"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1.5}}, "integer"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}}, "at most max_new_tokens"),
         ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "stop"),
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": 7}}, "must be a list"),
         ({"input_ids": [1], "sampling_params": {"regex": "a+"}}, "regex is not supported"),
-        ({"input_ids": [1], "sampling_params": {"n": 0}}, "n must be at least 1"),
+        ({"input_ids": [1], "sampling_params": {"n": 0}}, "n must be an integer from 1"),
         ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "twice"),
         ({"input_ids": [1, 2], "return_logprob": True, "logprob_start_len": 3}, "the prompt has 2 tokens"),
     ],
@@ -125,6 +131,61 @@ def test_text_grows_to_the_whole(text: str, cuts: list[int], noise: list[int]) -
         assert stream.text == shown
     shown += stream.finish()
     assert shown == stream.text == TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+
+@given(st.text("abE<", max_size=12), st.lists(st.text("abE<", min_size=1, max_size=4), max_size=3))
+def test_nothing_is_shown_that_a_stop_string_may_take_back(text: str, stops: list[str]) -> None:
+    """Whatever comes next, the text up to a stop string that is found then begins with what was shown."""
+    shown = hold_back(text, tuple(stops))
+    assert text.startswith(shown) and not any(stop in shown for stop in stops)
+    for stop in stops:
+        for cut in range(1, len(stop)):
+            if text.endswith(stop[:cut]):
+                assert len(shown) <= len(text) - cut
+    begun = any(text.endswith(stop[:cut]) for stop in stops for cut in range(1, len(stop)))
+    if not begun and not any(stop in text for stop in stops):
+        assert shown == text
+
+
+@given(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())))
+def test_any_value_of_a_parameter_is_taken_or_refused_by_name(value: Any) -> None:
+    for name in (field.name for field in fields(Params)):
+        try:
+            parse_params({name: value}, VOCAB)
+        except BadRequest as refused:
+            assert refused.field == name and name in str(refused)
+
+
+def test_openai_refusals_name_the_field_as_it_was_written() -> None:
+    for body, field, said in (
+        ({"max_tokens": -1}, "max_tokens", "max_tokens must be an integer of at least 0, got -1"),
+        ({"seed": "x"}, "seed", "seed must be an integer, got 'x'"),
+        ({"prompt": [1, VOCAB]}, "prompt", "prompt must be an integer from 0"),
+        ({"regex": "a+"}, "regex", "does not support the field 'regex'"),
+        ({"stops": ["a"]}, "stops", "unknown field 'stops'; nearest: 'stop'"),
+    ):
+        with pytest.raises(BadRequest) as refused:
+            parse_completion({"prompt": [1], **body}, limits(), "m")
+        assert refused.value.field == field and said in str(refused.value)
+
+
+def test_openai_requests_are_generate_requests() -> None:
+    body = {"prompt": ["ab", "c"], "n": 2, "seed": 7, "stop": "x", "max_tokens": 3, "logprobs": 2, "echo": True}
+    parsed = parse_completion(body, limits(), "m")
+    jobs = parsed.generate.jobs
+    assert [job.sequence.seed for job in jobs] == [7, 8, 7, 8] and parsed.generate.n == 2 and parsed.model == "m"
+    assert all(job.sequence.max_new_tokens == 3 and job.sequence.num_top_logprobs == 2 for job in jobs)
+    assert all(job.sequence.logprob_start == 0 for job in jobs) and jobs[0].sequence.rid.startswith(parsed.id)
+    chat = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_completion_tokens": 5,
+        "tools": [],
+        "temperature": None,
+    }
+    [job] = parse_chat(chat, limits(), TOKENIZER, "m").generate.jobs
+    assert job.sequence.max_new_tokens == 5 and job.params.temperature == 1.0
+    [free] = parse_chat({"messages": chat["messages"]}, limits(), TOKENIZER, "m").generate.jobs
+    assert free.sequence.max_new_tokens == 64 - len(free.sequence.prompt)
 
 
 def test_stop_strings() -> None:

@@ -155,5 +155,10 @@ def test_uniforms_are_uniform_along_positions_and_seeds() -> None:
 
 def test_token_logprobs() -> None:
     logits, targets = random_logits(5), torch.tensor([1, 2, 3, 4, 5])
-    expected = torch.log_softmax(logits, -1)[torch.arange(5), targets]
-    assert token_logprobs(logits, targets) == pytest.approx(expected.tolist(), abs=1e-6)
+    logprobs = torch.log_softmax(logits, -1)
+    values, tops = token_logprobs(logits, targets, num_top=3)
+    assert values == pytest.approx(logprobs[torch.arange(5), targets].tolist(), abs=1e-6)
+    for row, expected in zip(tops, logprobs.sort(descending=True).values[:, :3].tolist(), strict=True):
+        assert [value for value, _ in row] == pytest.approx(expected, abs=1e-6)
+    assert all(logprobs[i, token].item() == pytest.approx(value) for i, row in enumerate(tops) for value, token in row)
+    assert token_logprobs(logits, targets)[1] == []

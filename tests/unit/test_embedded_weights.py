@@ -124,6 +124,21 @@ def test_a_directory_is_checked_as_a_whole(directories: dict[str, Path], store: 
     assert store.fingerprints() == before and not store.broken
 
 
+def test_weights_of_a_broken_read_are_mended_by_a_complete_push(
+    directories: dict[str, Path], store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = load_file(directories["llama"] / "model.safetensors")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk"):
+        patch.setattr(store, "update", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+        store.load_directory(directories["llama"], "1")
+    assert "stopped half way" in store.broken
+    names = list(tensors)
+    store.update([(name, tensors[name]) for name in names[:-1]], "2")
+    assert store.broken and store.missing() == names[-1:]
+    store.update([(names[-1], tensors[names[-1]])], "2")
+    assert not store.broken
+
+
 def test_releasing_memory_loses_nothing(directories: dict[str, Path]) -> None:
     scheduler = make_scheduler(directories["qwen3"])
     first, second = (make_sequence(PROMPT, temperature=0) for _ in range(2))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
-from slime.rollout.router import router_policy
+from slime.rollout.router import router_flags
 
 if TYPE_CHECKING:
     from slime.config import Config
@@ -66,8 +66,10 @@ def sglang_command(config: Config, model_path: str, host: str, port: int) -> Lau
     )
 
 
-def router_command(config: Config, host: str, port: int) -> LaunchSpec:
-    """The router, without workers; they are registered once it answers (`slime.rollout.router.register_workers`).
+def router_command(config: Config, host: str, port: int, worker_urls: list[str] | None = None) -> LaunchSpec:
+    """The router; its workers are registered once it answers (`slime.rollout.router.register_workers`).
+
+    Under a policy that wants to be started with them, it is: hence ``worker_urls``.
 
     Its retries and circuit breaker are off, because our client owns retries. Its metrics need a port of their own
     (a fixed default would let only one router live on a host); it is free at this moment, and should it be taken
@@ -84,7 +86,7 @@ def router_command(config: Config, host: str, port: int) -> LaunchSpec:
         "disable_circuit_breaker": True,
         **config.engine.router,
     }
-    flags["policy"] = router_policy(flags["policy"])
+    flags = {**router_flags(flags.pop("policy"), worker_urls or []), **flags}
     argv = [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
     return LaunchSpec([*argv, *_as_flags(flags)], health_path="/liveness", startup_timeout=60.0)
 

@@ -7,19 +7,34 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import UTC, datetime
-from typing import Any, get_args
+from typing import Any
 
 from aiohttp import web
 
 import slime
-from slime.rollout.engines.embedded.engine import PauseMode, as_state
-from slime.rollout.engines.embedded.sampling_params import BadRequest
+from slime.rollout.engines.embedded.engine import as_state
+from slime.rollout.engines.embedded.fields import (
+    FLAG,
+    TEXT,
+    BadRequest,
+    Kind,
+    integer,
+    number,
+    one_of,
+    optional,
+    strings,
+)
 from slime.rollout.engines.embedded.sequence import Sequence
-from slime.rollout.engines.embedded.state import ServerState, json_body, json_response, state_of
+from slime.rollout.engines.embedded.state import json_body, json_response, state_of
+from slime.rollout.engines.embedded.weight_update import WeightUpdater
 from slime.rollout.engines.embedded.weights import WeightError, describe
 
 _ORDER_DEADLINE = 120.0  # seconds until the engine thread must have taken an order up: a step, at most
 _TAGS = ("weights", "kv_cache", "cuda_graph")
+_TAG = one_of(*_TAGS)
+_UP_TO_600 = number(lambda x: 0 <= x <= 600, "")
+_PAUSE_MODE = one_of("abort", "retract", "in_place")
+_SECONDS = Kind("a number of seconds from 0 to 600", lambda text: _UP_TO_600.convert(float(text)))
 
 routes = web.RouteTableDef()
 
@@ -80,6 +95,23 @@ async def server_info(request: web.Request) -> web.Response:
     )
 
 
+@routes.get("/get_load")
+async def get_load(request: web.Request) -> web.Response:
+    """SGLang's former load report, which the router's ``power_of_two`` policy asks for."""
+    engine = state_of(request).engine
+    load = await _on_engine(engine.call(lambda: as_state(engine)))
+    waiting, held = load["num_waiting_reqs"], load["num_total_tokens"]
+    report = {
+        "dp_rank": load["dp_rank"],
+        "num_reqs": load["num_running_reqs"] + waiting,
+        "num_waiting_reqs": waiting,
+        "num_tokens": held,
+        "num_pending_tokens": held - load["num_used_tokens"],
+        "ts_tic": time.perf_counter(),
+    }
+    return json_response([report])
+
+
 @routes.get("/v1/loads")
 async def loads(request: web.Request) -> web.Response:
     engine = state_of(request).engine
@@ -95,22 +127,20 @@ async def loads(request: web.Request) -> web.Response:
 @routes.post("/abort_request")
 async def abort_request(request: web.Request) -> web.Response:
     body = await json_body(request)
-    rid = body.get("rid") or ""
-    if not body.get("abort_all") and not rid:
-        raise BadRequest("give rid, or abort_all: true")
+    rid, everything = optional(body, "rid", TEXT, ""), optional(body, "abort_all", FLAG, False)
+    if not everything and not rid:
+        raise BadRequest("give rid, or abort_all: true", "rid")
 
     def matches(sequence: Sequence) -> bool:
-        return bool(body.get("abort_all")) or sequence.rid == rid or sequence.rid.startswith(f"{rid}_")
+        return everything or sequence.rid == rid or sequence.rid.startswith(f"{rid}_")
 
-    state_of(request).engine.abort(matches, body.get("abort_message") or "Aborted by AbortReq.")
+    state_of(request).engine.abort(matches, optional(body, "abort_message", TEXT, "Aborted by AbortReq."))
     return web.Response()
 
 
 @routes.post("/pause_generation")
 async def pause_generation(request: web.Request) -> web.Response:
-    mode: PauseMode = (await json_body(request)).get("mode") or "abort"
-    if mode not in get_args(PauseMode):
-        raise BadRequest(f"mode must be abort, retract or in_place, got {mode!r}")
+    mode = optional(await json_body(request), "mode", _PAUSE_MODE, "abort")
     await _on_engine(state_of(request).engine.pause(mode))
     return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
@@ -125,8 +155,7 @@ async def continue_generation(request: web.Request) -> web.Response:
 @routes.post("/flush_cache")
 async def flush_cache(request: web.Request) -> web.Response:
     engine = state_of(request).engine
-    timeout = float(request.query.get("timeout", 0))
-    end = time.monotonic() + timeout
+    end = time.monotonic() + _SECONDS.read("timeout", request.query.get("timeout", "0"))
 
     def flush() -> int:
         if not engine.scheduler.num_active:
@@ -144,13 +173,10 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 
 def _tags(body: dict[str, Any]) -> set[str]:
-    tags = body.get("tags") or list(_TAGS)
-    unknown = [tag for tag in tags if tag not in _TAGS]
-    if unknown:
-        raise BadRequest(f"unknown tag {unknown[0]!r}; the tags are {', '.join(_TAGS)}")
-    return set(tags)
+    return {_TAG.read("tags", tag) for tag in optional(body, "tags", strings(), _TAGS)}
 
 
+@routes.get("/release_memory_occupation")
 @routes.post("/release_memory_occupation")
 async def release_memory(request: web.Request) -> web.Response:
     engine, tags = state_of(request).engine, _tags(await json_body(request))
@@ -169,6 +195,7 @@ async def release_memory(request: web.Request) -> web.Response:
     return web.Response()
 
 
+@routes.get("/resume_memory_occupation")
 @routes.post("/resume_memory_occupation")
 async def resume_memory(request: web.Request) -> web.Response:
     engine, tags = state_of(request).engine, _tags(await json_body(request))
@@ -185,67 +212,64 @@ async def resume_memory(request: web.Request) -> web.Response:
 # -- weights -------------------------------------------------------------------------------------------
 
 
-async def _update(request: web.Request, apply: Callable[[ServerState], Callable[[Any], str]]) -> web.Response:
-    state, body = state_of(request), await json_body(request)
-    try:
-        message = await asyncio.get_running_loop().run_in_executor(state.updates, apply(state), body)
-    except WeightError as error:
-        return json_response({"success": False, "message": str(error)}, status=400)
-    return json_response({"success": True, "message": message})
+def _update_route(path: str, method: Callable[[WeightUpdater, dict[str, Any]], str]) -> None:
+    @routes.post(path)
+    async def update(request: web.Request) -> web.Response:
+        state, body = state_of(request), await json_body(request)
+        loop = asyncio.get_running_loop()
+        try:
+            message = await loop.run_in_executor(state.updates, method, state.updater, body)
+        except WeightError as error:
+            return json_response({"success": False, "message": str(error)}, status=400)
+        return json_response({"success": True, "message": message})
 
 
-@routes.post("/update_weights_from_tensor")
-async def update_from_tensor(request: web.Request) -> web.Response:
-    return await _update(request, lambda state: state.updater.from_tensor)
-
-
-@routes.post("/update_weights_from_distributed")
-async def update_from_distributed(request: web.Request) -> web.Response:
-    return await _update(request, lambda state: state.updater.from_distributed)
-
-
-@routes.post("/update_weights_from_disk")
-async def update_from_disk(request: web.Request) -> web.Response:
-    return await _update(request, lambda state: state.updater.from_disk)
-
-
-@routes.post("/init_weights_update_group")
-async def init_group(request: web.Request) -> web.Response:
-    return await _update(request, lambda state: state.updater.join_group)
-
-
-@routes.post("/destroy_weights_update_group")
-async def destroy_group(request: web.Request) -> web.Response:
-    return await _update(request, lambda state: state.updater.leave_group)
+_update_route("/update_weights_from_tensor", WeightUpdater.from_tensor)
+_update_route("/update_weights_from_distributed", WeightUpdater.from_distributed)
+_update_route("/update_weights_from_disk", WeightUpdater.from_disk)
+_update_route("/init_weights_update_group", WeightUpdater.join_group)
+_update_route("/destroy_weights_update_group", WeightUpdater.leave_group)
 
 
 @routes.post("/update_weight_version")
 async def update_weight_version(request: web.Request) -> web.Response:
     engine, body = state_of(request).engine, await json_body(request)
-    if not isinstance(body.get("new_version"), str):
-        raise BadRequest("new_version must be a string")
+    version = TEXT.read("new_version", body.get("new_version"))
 
     def set_version() -> None:
-        engine.store.version = body["new_version"]
+        engine.store.version = version
 
     await _on_engine(engine.call(set_version))
-    return json_response({"success": True, "message": "Weight version updated.", "new_version": body["new_version"]})
+    return json_response({"success": True, "message": "Weight version updated.", "new_version": version})
+
+
+@routes.get("/get_weights_by_name")
+@routes.post("/get_weights_by_name")
+async def get_weights_by_name(request: web.Request) -> web.Response:
+    """The first rows of a parameter as nested lists, for looking at."""
+    engine, body = state_of(request).engine, await json_body(request)
+    name = TEXT.read("name", body.get("name"))
+    count = optional(body, "truncate_size", integer(1, 10_000), 100)
+    try:
+        values = await _on_engine(engine.call(lambda: engine.store.parameter(name)[:count].float().tolist()))
+    except WeightError as error:
+        raise BadRequest(str(error), "name") from error
+    return json_response(values)
 
 
 @routes.get("/weights_checker")
 @routes.post("/weights_checker")
 async def weights_checker(request: web.Request) -> web.Response:
     engine, body = state_of(request).engine, await json_body(request)
-    store, action = engine.store, body.get("action") or "fingerprint"
+    store, chosen = engine.store, optional(body, "names", strings(), None)
     actions: dict[str, Callable[[], Any]] = {
-        "fingerprint": lambda: store.fingerprints(body.get("names")),
-        "checksum": lambda: store.fingerprints(body.get("names")),
+        "fingerprint": lambda: store.fingerprints(chosen),
+        "checksum": lambda: store.fingerprints(chosen),
         "snapshot": store.take_snapshot,
         "reset_tensors": store.reset,
         "compare": store.compare,
     }
-    if action not in actions:
-        raise BadRequest(f"unknown action {action!r}; the actions are {', '.join(actions)}")
+    action = optional(body, "action", one_of(*actions), "fingerprint")
     try:
         result = await _on_engine(engine.call(actions[action]))
     except WeightError as error:

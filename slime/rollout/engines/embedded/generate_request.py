@@ -5,11 +5,21 @@ from __future__ import annotations
 import difflib
 import random
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.engines.embedded.sampling_params import BadRequest, Params, parse_params, token_id
+from slime.rollout.engines.embedded.fields import (
+    FLAG,
+    OBJECT,
+    BadRequest,
+    Kind,
+    asks_for_nothing,
+    integer,
+    optional,
+    token,
+)
+from slime.rollout.engines.embedded.sampling_params import Params, parse_params
 from slime.rollout.engines.embedded.sequence import Sequence
 from slime.rollout.engines.embedded.text import TextStream, Tokenizer
 
@@ -26,6 +36,7 @@ _FIELDS = (
 )
 #: Known to SGLang, without effect on what is generated.
 _WITHOUT_EFFECT = (
+    "model",
     "log_metrics",
     "session_id",
     "routing_key",
@@ -35,12 +46,45 @@ _WITHOUT_EFFECT = (
     "no_logs",
     "custom_labels",
     "received_time",
+    "external_trace_header",
     "background",
     "modalities",
     "data_parallel_rank",
     "routed_dp_rank",
+    "disagg_prefill_dp_rank",
     "routed_experts_start_len",
     "use_audio_in_video",
+)
+#: Known to SGLang and not to this engine; allowed when they ask for nothing.
+_UNSUPPORTED = (
+    "input_embeds",
+    "positional_embed_overrides",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "mm_hashes",
+    "images_config",
+    "max_dynamic_patch",
+    "min_dynamic_patch",
+    "token_ids_logprob",
+    "multi_item_delimiter_indices",
+    "return_sampling_mask",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "return_entropy",
+    "return_bytes",
+    "return_prompt_token_ids",
+    "require_reasoning",
+    "session_params",
+    "lora_path",
+    "lora_id",
+    "custom_logit_processor",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
 )
 
 
@@ -79,50 +123,60 @@ class Job:
 
 @dataclass
 class GenerateRequest:
-    """A parsed body. ``is_single``: the answer is one object, not a list."""
+    """A parsed body.
+
+    Attributes:
+        jobs: the samples of the first prompt, those of the second, …
+        is_single: the answer is one object, not a list.
+        n: samples of each prompt.
+    """
 
     jobs: list[Job]
     is_single: bool
     stream: bool
+    n: int
 
 
-def parse_generate(body: Any, limits: Limits) -> GenerateRequest:
+def parse_generate(raw: Any, limits: Limits) -> GenerateRequest:
     """Check a ``/generate`` body.
 
     Raises:
         BadRequest: anything that cannot be served, said so that the caller can mend it.
     """
-    if not isinstance(body, Mapping):
-        raise BadRequest(f"the body must be a JSON object, got {type(body).__name__}")
-    _refuse_unknown(body)
+    body = OBJECT.read("the body", raw)
+    refuse_unknown(body, _FIELDS, _WITHOUT_EFFECT, _UNSUPPORTED)
     prompts, is_batch = _prompts(body, limits)
     count = len(prompts)
-    raw_params = _per_prompt(body.get("sampling_params"), "sampling_params", count, is_batch, {})
-    params = [parse_params(raw, limits.vocab_size) for raw in raw_params]
-    if len({p.n for p in params}) > 1:
-        raise BadRequest("n must be the same for all prompts of one request")
+
+    def each(name: str, default: Any, kind: Kind | None = None) -> list[Any]:
+        return _per_prompt(body.get(name), name, count, is_batch, default, kind)
+
+    params = [parse_params(item, limits.vocab_size) for item in each("sampling_params", {})]
     n = params[0].n
-    stream = bool(body.get("stream"))
-    return_logprob = _per_prompt(body.get("return_logprob"), "return_logprob", count, is_batch, False)
-    starts = _per_prompt(body.get("logprob_start_len"), "logprob_start_len", count, is_batch, -1)
-    tops = _per_prompt(body.get("top_logprobs_num"), "top_logprobs_num", count, is_batch, 0)
+    if any(other.n != n for other in params):
+        raise BadRequest("n must be the same for all prompts of one request", "n")
+    stream = optional(body, "stream", FLAG, False)
+    with_text = optional(body, "return_text_in_logprobs", FLAG, False)
+    return_logprob = each("return_logprob", False, FLAG)
+    starts = each("logprob_start_len", -1, integer(-1, words=": -1 (none) or a position of the prompt"))
+    tops = each("top_logprobs_num", 0, integer(0, limits.vocab_size))
     rids = _rids(body.get("rid"), count, n, is_batch)
     jobs = []
-    for number, prompt in enumerate(prompts):
-        wants = bool(return_logprob[number])
+    for index, prompt in enumerate(prompts):
+        wants = return_logprob[index]
         for copy in range(n):
             sequence = make_sequence(
-                rids[number * n + copy],
+                rids[index * n + copy],
                 prompt,
-                params[number],
+                params[index],
                 limits,
                 copy=copy,
-                logprob_start=_logprob_start(starts[number], len(prompt)) if wants else None,
-                num_top_logprobs=int(tops[number] or 0) if wants else 0,
+                logprob_start=_logprob_start(starts[index], len(prompt)) if wants else None,
+                num_top_logprobs=tops[index] if wants else 0,
                 stream=stream,
             )
-            jobs.append(Job(sequence, params[number], wants, bool(body.get("return_text_in_logprobs"))))
-    return GenerateRequest(jobs, is_single=not is_batch and n == 1, stream=stream)
+            jobs.append(Job(sequence, params[index], wants, with_text))
+    return GenerateRequest(jobs, is_single=not is_batch and n == 1, stream=stream, n=n)
 
 
 def make_sequence(
@@ -166,13 +220,20 @@ def make_sequence(
     )
 
 
-def _refuse_unknown(body: Mapping[str, Any]) -> None:
+def refuse_unknown(
+    body: Mapping[str, Any], known: Iterable[str], without_effect: Iterable[str], unsupported: Iterable[str]
+) -> None:
+    """Raises:
+    BadRequest: a field that nobody knows, or one that is not supported and asks for something.
+    """
     for name, value in body.items():
-        if name in _FIELDS or name in _WITHOUT_EFFECT or value is None or value is False or value == []:
+        if name in known or name in without_effect or value is None:
             continue
-        near = difflib.get_close_matches(name, _FIELDS, n=1)
-        hint = f"; nearest: '{near[0]}'" if near else ""
-        raise BadRequest(f"the embedded engine does not support the field '{name}'{hint}")
+        if name not in unsupported:
+            near = difflib.get_close_matches(name, list(known), n=1)
+            raise BadRequest(f"unknown field '{name}'" + (f"; nearest: '{near[0]}'" if near else ""), name)
+        if not asks_for_nothing(value):
+            raise BadRequest(f"the embedded engine does not support the field '{name}'", name)
 
 
 def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[list[int]], bool]:
@@ -206,18 +267,18 @@ def _check_ids(prompt: Any, vocab_size: int) -> None:
     valid = all(type(item) is int and 0 <= item < vocab_size for item in prompt)
     if not valid:
         for item in prompt:
-            token_id(item, "input_ids", vocab_size)
+            token(vocab_size).read("input_ids", item)
 
 
-def _per_prompt(value: Any, name: str, count: int, is_batch: bool, default: Any) -> list[Any]:
-    """One value per prompt, from one for all or a list."""
-    if value is None:
-        return [default] * count
-    if not isinstance(value, list):
-        return [value] * count
-    if not is_batch or len(value) != count:
-        raise BadRequest(f"{name} has {len(value)} entries for {count} prompt{'s' if count > 1 else ''}")
-    return [default if item is None else item for item in value]
+def _per_prompt(value: Any, name: str, count: int, is_batch: bool, default: Any, kind: Kind | None) -> list[Any]:
+    """One value of the given kind per prompt, from one for all or a list."""
+    if isinstance(value, list):
+        if not is_batch or len(value) != count:
+            raise BadRequest(f"{name} has {len(value)} entries for {count} prompt{'s' if count > 1 else ''}", name)
+        values = value
+    else:
+        values = [value] * count
+    return [default if item is None else item if kind is None else kind.read(name, item) for item in values]
 
 
 def _rids(rid: Any, count: int, n: int, is_batch: bool) -> list[str]:
@@ -233,10 +294,9 @@ def _rids(rid: Any, count: int, n: int, is_batch: bool) -> list[str]:
     return rid if n == 1 else [f"{item}_{i}" for item in rid for i in range(n)]
 
 
-def _logprob_start(value: Any, prompt_length: int) -> int | None:
+def _logprob_start(start: int, prompt_length: int) -> int | None:
     """First prompt position of ``logprob_start_len``; -1 means none."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
-        raise BadRequest(f"logprob_start_len must be -1 (none) or a position of the prompt, got {value!r}")
-    if value > prompt_length:
-        raise BadRequest(f"logprob_start_len is {value}, the prompt has {prompt_length} tokens")
-    return None if value == -1 or value == prompt_length else value
+    if start > prompt_length:
+        said = f"logprob_start_len is {start}, the prompt has {prompt_length} tokens"
+        raise BadRequest(said, "logprob_start_len")
+    return None if start in (-1, prompt_length) else start

@@ -10,9 +10,11 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from slime.rollout.engines.embedded.engine import EngineDead
+from slime.rollout.engines.embedded.fields import BadRequest
 from slime.rollout.engines.embedded.generate_request import GenerateRequest, make_sequence, parse_generate
 from slime.rollout.engines.embedded.responses import Answer
-from slime.rollout.engines.embedded.sampling_params import BadRequest, Params
+from slime.rollout.engines.embedded.sampling_params import Params
 from slime.rollout.engines.embedded.state import (
     ServerState,
     Unavailable,
@@ -47,7 +49,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     ready_to_generate(state)
     parsed = parse_generate(await json_body(request), state.limits)
     sequences = [job.sequence for job in parsed.jobs]
-    _refuse_known_rids(state, [sequence.rid for sequence in sequences])
+    refuse_known_rids(state, [sequence.rid for sequence in sequences])
     if parsed.stream:
         return await send_events(request, _events(state, parsed))
     await state.hub.run(state.engine, sequences)
@@ -66,27 +68,43 @@ async def _events(state: ServerState, parsed: GenerateRequest) -> AsyncIterator[
 
 
 async def send_events(request: web.Request, events: AsyncIterator[Any]) -> web.StreamResponse:
-    """Server-sent events, one JSON object each, "[DONE]" at the end."""
+    """Server-sent events, one JSON object each, "[DONE]" at the end.
+
+    The status is sent before the first event: an error after that is an event of its own, as in SGLang.
+    """
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     )
     await response.prepare(request)
-    async with contextlib.aclosing(events) as stream:  # type: ignore[type-var]
-        async for body in stream:
-            await response.write(b"data: " + orjson.dumps(body) + b"\n\n")
+    try:
+        async with contextlib.aclosing(events) as stream:  # type: ignore[type-var]
+            async for body in stream:
+                await response.write(_event(body))
+    except EngineDead as error:
+        await response.write(_event({"error": {"message": str(error), "type": "unavailable", "code": 503}}))
+    except ConnectionResetError:  # the client is gone, and its sequences were given up with the stream
+        return response
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
 
 
-def _refuse_known_rids(state: ServerState, rids: list[str]) -> None:
+def _event(body: Any) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def refuse_known_rids(state: ServerState, rids: list[str]) -> None:
+    """Raises:
+    BadRequest: a request of that id is under way.
+    """
     known = {sequence.rid for sequence in state.hub.in_flight}
     for rid in rids:
         if rid in known:
-            raise BadRequest(f"a request with rid '{rid}' is under way")
+            raise BadRequest(f"a request with rid '{rid}' is under way", "rid")
 
 
 @routes.get("/health")
+@routes.get("/ping")
 async def health(request: web.Request) -> web.Response:
     """200 as soon as the model is loaded and for as long as the engine thread lives."""
     state = state_of(request)

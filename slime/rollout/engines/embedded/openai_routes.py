@@ -1,223 +1,267 @@
-"""``/v1/chat/completions`` and ``/v1/models`` as OpenAI's clients call them."""
+"""``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models`` as OpenAI's clients call them, and the tokenizer."""
 
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 from aiohttp import web
-from jinja2 import TemplateError
 
-from slime.rollout.engines.embedded.generate_request import Job, make_sequence
-from slime.rollout.engines.embedded.generate_routes import ready_to_generate, send_events
+from slime.rollout.engines.embedded.fields import FLAG, BadRequest, optional, token
+from slime.rollout.engines.embedded.generate_request import Job
+from slime.rollout.engines.embedded.generate_routes import ready_to_generate, refuse_known_rids, send_events
+from slime.rollout.engines.embedded.openai_request import OpenAIRequest, parse_chat, parse_completion, render_chat
 from slime.rollout.engines.embedded.responses import Answer, final_text
-from slime.rollout.engines.embedded.sampling_params import BadRequest, parse_params
 from slime.rollout.engines.embedded.state import ServerState, json_body, json_response, state_of
 
 routes = web.RouteTableDef()
 
-#: Field of the chat request → our name of the sampling parameter.
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "n": "n",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "seed": "sampling_seed",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "ignore_eos": "ignore_eos",
-    "skip_special_tokens": "skip_special_tokens",
-    "no_stop_trim": "no_stop_trim",
-    "logit_bias": "logit_bias",
-}
-_OTHERS = (
-    "model",
-    "messages",
-    "stream",
-    "stream_options",
-    "logprobs",
-    "top_logprobs",
-    "tools",
-    "chat_template_kwargs",
-    "rid",
-)
-#: Accepted and without meaning here.
-_WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "tool_choice")
+
+# -- models --------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Chat:
-    """A parsed chat request; its jobs are the choices."""
-
-    id: str
-    created: int
-    model: str
-    jobs: list[Job]
-    stream: bool
-    include_usage: bool
-    logprobs: bool
-
-
-@routes.get("/v1/models")
-async def models(request: web.Request) -> web.Response:
-    state = state_of(request)
-    card = {
+def _card(state: ServerState) -> dict[str, Any]:
+    return {
         "id": state.model_name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "slime",
         "root": state.engine.options.model_path,
+        "parent": None,
         "max_model_len": state.engine.max_length,
     }
-    return json_response({"object": "list", "data": [card]})
+
+
+@routes.get("/v1/models")
+async def models(request: web.Request) -> web.Response:
+    return json_response({"object": "list", "data": [_card(state_of(request))]})
+
+
+@routes.get("/v1/models/{model:.+}")
+async def model(request: web.Request) -> web.Response:
+    state, name = state_of(request), request.match_info["model"]
+    if name not in (state.model_name, state.engine.options.model_path):
+        said = f"The model '{name}' does not exist; this server has '{state.model_name}'"
+        error = {"message": said, "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
+        return json_response({"error": error}, status=404)
+    return json_response(_card(state))
+
+
+# -- completions ---------------------------------------------------------------------------------------
 
 
 @routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = state_of(request)
     ready_to_generate(state)
-    chat = _parse(await json_body(request), state)
-    if chat.stream:
-        return await send_events(request, _chunks(chat, state))
-    await state.hub.run(state.engine, [job.sequence for job in chat.jobs])
-    choices = []
-    for index, job in enumerate(chat.jobs):
-        message = {"role": "assistant", "content": final_text(job, state.tokenizer), "tool_calls": None}
-        choices.append({"index": index, "message": message, **_ending(job, chat, state)})
-    body = _envelope(chat, "chat.completion") | {"choices": choices, "usage": _usage(chat)}
-    body["metadata"] = {"weight_version": chat.jobs[0].sequence.final_version}
+    asked = parse_chat(await json_body(request), state.limits, state.tokenizer, state.model_name)
+    return await _answer(request, asked, _chat_choice, _chat_chunks, "chat.completion", "chat.completion.chunk")
+
+
+@routes.post("/v1/completions")
+async def completions(request: web.Request) -> web.StreamResponse:
+    state = state_of(request)
+    ready_to_generate(state)
+    if state.tokenizer is None:
+        raise BadRequest("this model directory has no tokenizer; use /generate with input_ids")
+    asked = parse_completion(await json_body(request), state.limits, state.model_name)
+    return await _answer(request, asked, _text_choice, _text_chunks, "text_completion", "text_completion")
+
+
+async def _answer(
+    request: web.Request,
+    asked: OpenAIRequest,
+    choice: Callable[[int, OpenAIRequest, Any], dict[str, Any]],
+    chunks: Callable[[OpenAIRequest, ServerState], AsyncIterator[dict[str, Any]]],
+    whole: str,
+    part: str,
+) -> web.StreamResponse:
+    """Generate; answer with all choices at once, or with chunks and, if asked for, the usage at the end."""
+    state, jobs = state_of(request), asked.generate.jobs
+    refuse_known_rids(state, [job.sequence.rid for job in jobs])
+    if asked.generate.stream:
+        return await send_events(request, _stream(asked, chunks(asked, state), part))
+    await state.hub.run(state.engine, [job.sequence for job in jobs])
+    body = _envelope(asked, whole)
+    body["choices"] = [choice(index, asked, state.tokenizer) for index in range(len(jobs))]
+    body["usage"] = _usage(asked)
+    body["metadata"] = {"weight_version": jobs[0].sequence.final_version}
     return json_response(body)
 
 
-def _parse(body: dict[str, Any], state: ServerState) -> Chat:
-    if state.tokenizer is None or not state.tokenizer.chat_template:
-        raise BadRequest("this model has no chat template; use /generate")
-    params: dict[str, Any] = {"max_new_tokens": None}
-    for name, value in body.items():
-        if name in _SAMPLING:
-            if value is not None:
-                params[_SAMPLING[name]] = value
-        elif name not in _OTHERS and name not in _WITHOUT_EFFECT and value not in (None, False, [], {}):
-            raise BadRequest(f"the embedded engine does not support the field '{name}'")
-    parsed = parse_params(params, state.limits.vocab_size)
-    prompt = _render(body, state)
-    wants_logprobs = bool(body.get("logprobs"))
-    tops = int(body.get("top_logprobs") or 0) if wants_logprobs else 0
-    stream = bool(body.get("stream"))
-    rid = str(body.get("rid") or f"chatcmpl-{uuid.uuid4().hex}")
-    jobs = []
-    for copy in range(parsed.n):
-        sequence = make_sequence(
-            f"{rid}_{copy}", prompt, parsed, state.limits, copy=copy, num_top_logprobs=tops, stream=stream
-        )
-        jobs.append(Job(sequence, parsed, wants_logprobs, text_in_logprobs=True))
-    return Chat(
-        id=rid,
-        created=int(time.time()),
-        model=str(body.get("model") or state.model_name),
-        jobs=jobs,
-        stream=stream,
-        include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
-        logprobs=wants_logprobs,
-    )
+async def _stream(
+    asked: OpenAIRequest, choices: AsyncIterator[dict[str, Any]], kind: str
+) -> AsyncIterator[dict[str, Any]]:
+    head = _envelope(asked, kind)
+    async for choice in choices:
+        yield head | {"choices": [choice]} | ({"usage": _usage(asked)} if asked.continuous_usage else {})
+    if asked.include_usage:
+        yield head | {"choices": [], "usage": _usage(asked)}
 
 
-def _render(body: dict[str, Any], state: ServerState) -> list[int]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages must be a list that is not empty")
-    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
-        raise BadRequest("every message must be an object with a role and content")
-    flat = [message | {"content": _as_text(message.get("content"))} for message in messages]
-    continues = flat[-1]["role"] == "assistant"
-    try:
-        ids = state.tokenizer.apply_chat_template(
-            flat,
-            tools=body.get("tools"),
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-            tokenize=True,
-            return_dict=False,
-            **(body.get("chat_template_kwargs") or {}),
-        )
-    except (TemplateError, ValueError, TypeError) as error:
-        raise BadRequest(f"the chat template refused the messages: {error}") from error
-    return list(ids)
+async def _news(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[tuple[int, str, slice, bool]]:
+    """(choice, new text, its tokens, finished) as a stream goes on; texts of a choice add up to its whole text."""
+    jobs = asked.generate.jobs
+    answers = [Answer(job, state.tokenizer) for job in jobs]
+    shown, counts = [""] * len(jobs), [0] * len(jobs)
+    async for index, ended in state.hub.stream(state.engine, [job.sequence for job in jobs]):
+        count = len(jobs[index].sequence.output_ids)
+        text = final_text(jobs[index], state.tokenizer) if ended else answers[index].text_so_far(count)
+        new, begin = text[len(shown[index]) :], counts[index]
+        if new or ended or asked.logprobs:
+            shown[index], counts[index] = text, count
+            yield index, new, slice(begin, count), ended
 
 
-def _as_text(content: Any) -> str:
-    """Content as a string; parts of type text are joined."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    raise BadRequest("content must be a string or a list of text parts; this engine takes text only")
+# -- chat ----------------------------------------------------------------------------------------------
 
 
-async def _chunks(chat: Chat, state: ServerState) -> AsyncIterator[Any]:
-    """One chunk with the role, then one per new text of a choice, one with its end, and the usage if asked for."""
-    answers = [Answer(job, state.tokenizer) for job in chat.jobs]
-    shown = [""] * len(answers)
-    head = _envelope(chat, "chat.completion.chunk")
-    for index in range(len(answers)):
-        yield head | {"choices": [_delta(index, {"role": "assistant", "content": ""})]}
-    async for index, ended in state.hub.stream(state.engine, [job.sequence for job in chat.jobs]):
-        answer = answers[index].final() if ended else answers[index].partial(state.engine.store.version)
-        new, shown[index] = answer["text"][len(shown[index]) :], answer["text"]
-        if new:
-            yield head | {"choices": [_delta(index, {"content": new})]}
+def _chat_choice(index: int, asked: OpenAIRequest, tokenizer: Any) -> dict[str, Any]:
+    job = asked.generate.jobs[index]
+    message = {"role": "assistant", "content": final_text(job, tokenizer), "tool_calls": None}
+    logprobs = _chat_logprobs(job, tokenizer, slice(None)) if asked.logprobs else None
+    return {"index": index, "message": message, "logprobs": logprobs} | _ending(job)
+
+
+async def _chat_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[dict[str, Any]]:
+    """The role of every choice, then its text as it comes, then its end."""
+    still = {"finish_reason": None, "matched_stop": None}
+    for index in range(len(asked.generate.jobs)):
+        yield {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None} | still
+    async for index, new, tokens, ended in _news(asked, state):
+        job = asked.generate.jobs[index]
+        if new or (asked.logprobs and tokens.stop > tokens.start):
+            logprobs = _chat_logprobs(job, state.tokenizer, tokens) if asked.logprobs else None
+            yield {"index": index, "delta": {"content": new}, "logprobs": logprobs} | still
         if ended:
-            yield head | {"choices": [_delta(index, {}) | _ending(chat.jobs[index], chat, state)]}
-    if chat.include_usage:
-        yield head | {"choices": [], "usage": _usage(chat)}
+            yield {"index": index, "delta": {}, "logprobs": None} | _ending(job)
 
 
-def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _ending(job: Job, chat: Chat, state: ServerState) -> dict[str, Any]:
-    reason = job.sequence.finish_reason or {}
-    matched = reason.get("matched")
-    logprobs = _logprobs(job, state) if chat.logprobs else None
-    return {"finish_reason": reason.get("type"), "matched_stop": matched, "logprobs": logprobs}
-
-
-def _logprobs(job: Job, state: ServerState) -> dict[str, Any]:
+def _chat_logprobs(job: Job, tokenizer: Any, tokens: slice) -> dict[str, Any]:
     sequence = job.sequence
 
-    def entry(token: int, value: float) -> dict[str, Any]:
-        text = state.tokenizer.decode([token])
-        return {"token": text, "logprob": value, "bytes": list(text.encode()), "token_id": token}
+    def entry(token_id: int, value: float) -> dict[str, Any]:
+        text = tokenizer.decode([token_id])
+        return {"token": text, "logprob": value, "bytes": list(text.encode()), "token_id": token_id}
 
-    content = []
-    for position, (token, value) in enumerate(zip(sequence.output_ids, sequence.output_logprobs)):
-        tops = sequence.top_logprobs[position] if sequence.top_logprobs else []
-        content.append(entry(token, value) | {"top_logprobs": [entry(other, top) for top, other in tops]})
+    tops = sequence.top_logprobs[tokens] if sequence.top_logprobs else [[] for _ in sequence.output_ids[tokens]]
+    content = [
+        entry(token_id, value) | {"top_logprobs": [entry(other, other_value) for other_value, other in row]}
+        for token_id, value, row in zip(sequence.output_ids[tokens], sequence.output_logprobs[tokens], tops)
+    ]
     return {"content": content}
 
 
-def _envelope(chat: Chat, kind: str) -> dict[str, Any]:
-    return {"id": chat.id, "object": kind, "created": chat.created, "model": chat.model}
+# -- text ----------------------------------------------------------------------------------------------
 
 
-def _usage(chat: Chat) -> dict[str, Any]:
-    prompt = len(chat.jobs[0].sequence.prompt)
-    completion = sum(len(job.sequence.output_ids) for job in chat.jobs)
-    cached = max(job.sequence.num_cached for job in chat.jobs)
+def _text_choice(index: int, asked: OpenAIRequest, tokenizer: Any) -> dict[str, Any]:
+    job = asked.generate.jobs[index]
+    text = _prompt_text(job, tokenizer) + final_text(job, tokenizer) if asked.echo else final_text(job, tokenizer)
+    logprobs = _text_logprobs(job, tokenizer, slice(None), asked.echo) if asked.logprobs else None
+    return {"index": index, "text": text, "logprobs": logprobs} | _ending(job)
+
+
+async def _text_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[dict[str, Any]]:
+    """The text of every choice as it comes; the last chunk of a choice carries its end."""
+    echoed: set[int] = set()
+    async for index, new, tokens, ended in _news(asked, state):
+        job, echo = asked.generate.jobs[index], asked.echo and index not in echoed
+        echoed.add(index)
+        text = _prompt_text(job, state.tokenizer) + new if echo else new
+        logprobs = _text_logprobs(job, state.tokenizer, tokens, echo) if asked.logprobs else None
+        ending = _ending(job) if ended else {"finish_reason": None, "matched_stop": None}
+        yield {"index": index, "text": text, "logprobs": logprobs} | ending
+
+
+def _prompt_text(job: Job, tokenizer: Any) -> str:
+    return tokenizer.decode(job.sequence.prompt.tolist(), skip_special_tokens=job.params.skip_special_tokens)
+
+
+def _text_logprobs(job: Job, tokenizer: Any, tokens: slice, echo: bool) -> dict[str, Any]:
+    """Parallel lists; the prompt's first token has no log-prob. Offsets are -1, as in SGLang: not computed."""
+    sequence = job.sequence
+    ids, values = sequence.output_ids[tokens], cast("list[float | None]", sequence.output_logprobs[tokens])
+    tops: list[Any] = list(sequence.top_logprobs[tokens])
+    if echo:
+        scored = sequence.prompt[: 1 + len(sequence.input_logprobs)]  # all of it, unless aborted during its prefill
+        ids = scored.tolist() + ids
+        values = [None, *sequence.input_logprobs, *values]
+        tops = [None, *sequence.input_top_logprobs, *tops] if sequence.num_top_logprobs else []
+    texts = [tokenizer.decode([token_id]) for token_id in ids]
+    shown = [None if row is None else {tokenizer.decode([other]): value for value, other in row} for row in tops]
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": shown, "text_offset": [-1] * len(ids)}
+
+
+# -- both ----------------------------------------------------------------------------------------------
+
+
+def _ending(job: Job) -> dict[str, Any]:
+    reason = job.sequence.finish_reason or {}
+    return {"finish_reason": reason.get("type"), "matched_stop": reason.get("matched")}
+
+
+def _envelope(asked: OpenAIRequest, kind: str) -> dict[str, Any]:
+    return {"id": asked.id, "object": kind, "created": asked.created, "model": asked.model}
+
+
+def _usage(asked: OpenAIRequest) -> dict[str, Any]:
+    """Tokens so far; a prompt counts once, however many samples it has."""
+    sequences = [job.sequence for job in asked.generate.jobs]
+    firsts = sequences[:: asked.generate.n]
+    prompt = sum(len(sequence.prompt) for sequence in firsts)
+    completion = sum(len(sequence.output_ids) for sequence in sequences)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": sum(sequence.num_cached for sequence in firsts)},
     }
+
+
+# -- the tokenizer -------------------------------------------------------------------------------------
+
+
+@routes.post("/tokenize")
+@routes.post("/v1/tokenize")
+async def tokenize(request: web.Request) -> web.Response:
+    state, body = state_of(request), await json_body(request)
+    prompt = body.get("prompt")
+    if (prompt is None) == (body.get("messages") is None):
+        raise BadRequest("give either prompt or messages")
+    if state.tokenizer is None:
+        raise BadRequest("this model directory has no tokenizer")
+    counts: Any
+    if prompt is None:
+        ids: Any = render_chat(body, state.tokenizer)
+        counts = len(ids)
+    else:
+        special = optional(body, "add_special_tokens", FLAG, True)
+        texts = prompt if isinstance(prompt, list) else [prompt]
+        if not all(isinstance(text, str) for text in texts):
+            raise BadRequest("prompt must be a string or a list of strings", "prompt")
+        ids = [state.tokenizer.encode(text, add_special_tokens=special) for text in texts]
+        counts = [len(item) for item in ids]
+        if isinstance(prompt, str):
+            ids, counts = ids[0], counts[0]
+    return json_response({"tokens": ids, "count": counts, "max_model_len": state.engine.max_length})
+
+
+@routes.post("/detokenize")
+@routes.post("/v1/detokenize")
+async def detokenize(request: web.Request) -> web.Response:
+    state, body = state_of(request), await json_body(request)
+    if state.tokenizer is None:
+        raise BadRequest("this model directory has no tokenizer")
+    given = body.get("tokens")
+    if not isinstance(given, list):
+        raise BadRequest(f"tokens must be a list of token ids or a list of such lists, got {given!r}", "tokens")
+    is_batch = bool(given) and isinstance(given[0], list)
+    skip = optional(body, "skip_special_tokens", FLAG, True)
+    one = token(state.limits.vocab_size)
+    texts = []
+    for ids in given if is_batch else [given]:
+        checked = [one.read("tokens", item) for item in (ids if isinstance(ids, list) else [ids])]
+        texts.append(state.tokenizer.decode(checked, skip_special_tokens=skip))
+    return json_response({"text": texts if is_batch else texts[0]})

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.rollout.engines.embedded.generate_request import Job
 from slime.rollout.engines.embedded.sequence import Sequence
-from slime.rollout.engines.embedded.text import TextStream, Tokenizer, trim_stop
+from slime.rollout.engines.embedded.text import TextStream, Tokenizer, hold_back, trim_stop
 
 
 class Answer:
@@ -28,11 +28,14 @@ class Answer:
         self._streamed = 0
 
     def partial(self, version: str) -> dict[str, Any]:
-        """Text and tokens so far. The text leaves out a character that is not complete yet."""
+        """Text and tokens so far.
+
+        The text leaves out a character that is not complete yet, and what may become a stop string: it only grows.
+        """
         count = len(self.sequence.output_ids)
         body: dict[str, Any] = {"output_ids": self.sequence.output_ids[:count]}
         if self._tokenizer is not None:
-            body["text"] = self._text_so_far(count)
+            body["text"] = self.text_so_far(count)
         body["meta_info"] = meta_info(self.job, self._tokenizer, count, version)
         return body
 
@@ -45,8 +48,12 @@ class Answer:
         body["meta_info"] = meta_info(self.job, self._tokenizer, count, sequence.final_version)
         return body
 
-    def _text_so_far(self, count: int) -> str:
+    def text_so_far(self, count: int) -> str:
+        """Text of the first ``count`` tokens, see `partial`. The last may be the stop token of an end that the engine
+        thread has not reported yet."""
         assert self._tokenizer is not None
+        if count and self.sequence.output_ids[count - 1] in self.sequence.stop_ids:
+            count -= 1
         if self._stream_text is None:
             params = self.job.params
             self._stream_text = TextStream(
@@ -54,7 +61,7 @@ class Answer:
             )
         self._stream_text.extend(self.sequence.output_ids[self._streamed : count])
         self._streamed = count
-        return self._stream_text.text
+        return hold_back(self._stream_text.text, self.job.params.stop)
 
 
 def final_text(job: Job, tokenizer: Tokenizer) -> str:
@@ -105,11 +112,14 @@ def _logprobs(job: Job, tokenizer: Tokenizer | None, count: int) -> dict[str, An
         ids = sequence.prompt[sequence.logprob_start :].tolist()
         info["input_token_logprobs"] = _triples([None, *sequence.input_logprobs], ids, shown)
     if sequence.num_top_logprobs:
-        info["output_top_logprobs"] = [
-            _triples([value for value, _ in top], [token for _, token in top], shown)
-            for top in sequence.top_logprobs[:count]
-        ]
+        info["output_top_logprobs"] = [_top(row, shown) for row in sequence.top_logprobs[:count]]
+        starts = [] if sequence.logprob_start is None else [None]  # nothing predicts the first position
+        info["input_top_logprobs"] = [*starts, *(_top(row, shown) for row in sequence.input_top_logprobs)]
     return info
+
+
+def _top(row: list[tuple[float, int]], tokenizer: Tokenizer | None) -> list[list[Any]]:
+    return _triples([value for value, _ in row], [token for _, token in row], tokenizer)
 
 
 def _triples(values: list[Any], ids: list[int], tokenizer: Tokenizer | None) -> list[list[Any]]:

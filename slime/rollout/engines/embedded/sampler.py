@@ -69,9 +69,19 @@ def uniforms(seeds: Rows[int], positions: Rows[int]) -> np.ndarray:
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def token_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> list[float]:
-    """Log-prob of ``targets`` [rows] under the plain softmax of logits [rows, vocab], in float32."""
-    return torch.log_softmax(logits.float(), dim=-1).gather(1, targets[:, None]).squeeze(1).tolist()
+def token_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, num_top: int = 0
+) -> tuple[list[float], list[list[tuple[float, int]]]]:
+    """Log-prob of ``targets`` [rows] under the plain softmax of logits [rows, vocab], in float32.
+
+    Also the ``num_top`` largest of each row, as (log-prob, token); no rows when none are asked for.
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = logprobs.gather(1, targets[:, None]).squeeze(1).tolist()
+    if not num_top:
+        return chosen, []
+    values, indices = logprobs.topk(min(num_top, logprobs.shape[1]))
+    return chosen, [list(zip(*row)) for row in zip(values.tolist(), indices.tolist())]
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
+
+from slime.rollout.engines.embedded.fields import (
+    FLAG,
+    OBJECT,
+    BadRequest,
+    Kind,
+    asks_for_nothing,
+    biases,
+    integer,
+    number,
+    strings,
+    tokens,
+)
 
 #: Below this a temperature means greedy, as in SGLang.
 GREEDY_BELOW = 1e-6
@@ -20,10 +32,7 @@ _UNSUPPORTED = (
     "custom_params",
     "stream_interval",
 )
-
-
-class BadRequest(ValueError):
-    """The request cannot be served as it is; answered with status 400 and this message."""
+_MOST_SAMPLES = 4096  # of one prompt: more is a slip, and would be queued at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,92 +82,56 @@ class Params:
 
 
 _NAMES = tuple(field.name for field in fields(Params))
-_INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed")
-_NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-_FLAGS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 
 
-def parse_params(raw: Mapping[str, Any] | None, vocab_size: int) -> Params:
+@lru_cache
+def kinds(vocab_size: int) -> dict[str, Kind]:
+    """What each parameter takes."""
+    count = integer(0)
+    return {
+        "max_new_tokens": count,
+        "min_new_tokens": count,
+        "temperature": number(lambda x: x >= 0, "of 0 (greedy) or more"),
+        "top_p": number(lambda x: 0 < x <= 1, "above 0 and at most 1"),
+        "top_k": integer(1, also=-1, words=": -1 (all) or at least 1"),
+        "min_p": number(lambda x: 0 <= x <= 1, "from 0 to 1"),
+        "frequency_penalty": number(lambda x: -2 <= x <= 2, "from -2 to 2"),
+        "presence_penalty": number(lambda x: -2 <= x <= 2, "from -2 to 2"),
+        "repetition_penalty": number(lambda x: 0 < x <= 2, "above 0 and at most 2"),
+        "stop": strings(),
+        "stop_token_ids": tokens(vocab_size),
+        "ignore_eos": FLAG,
+        "skip_special_tokens": FLAG,
+        "spaces_between_special_tokens": FLAG,
+        "no_stop_trim": FLAG,
+        "n": integer(1, _MOST_SAMPLES),
+        "sampling_seed": integer(),
+        "logit_bias": biases(vocab_size),
+    }
+
+
+def parse_params(raw: Any, vocab_size: int) -> Params:
     """Check ``sampling_params``; None values mean the default.
 
     Raises:
         BadRequest: unknown name, wrong type, value out of range, or a feature this engine does not have.
     """
-    if raw is not None and not isinstance(raw, Mapping):
-        raise BadRequest(f"sampling_params must be an object, got {type(raw).__name__}")
     values: dict[str, Any] = {}
-    for name, value in (raw or {}).items():
-        if value is None and name != "max_new_tokens":
-            continue
+    for name, value in OBJECT.read("sampling_params", {} if raw is None else raw).items():
         if name in _UNSUPPORTED:
-            if value:
-                raise BadRequest(f"sampling_params.{name} is not supported by the embedded engine")
+            if not asks_for_nothing(value):
+                raise BadRequest(f"sampling_params.{name} is not supported by the embedded engine", name)
             continue
-        if name == "seed":  # OpenAI's word
-            name = "sampling_seed"
+        name = "sampling_seed" if name == "seed" else name  # OpenAI's word
         if name not in _NAMES:
             near = difflib.get_close_matches(name, _NAMES, n=1)
-            raise BadRequest(f"unknown sampling parameter '{name}'" + (f"; nearest: '{near[0]}'" if near else ""))
-        values[name] = _typed(name, value, vocab_size)
+            raise BadRequest(f"unknown sampling parameter '{name}'" + (f"; nearest: '{near[0]}'" if near else ""), name)
+        if value is None:
+            values |= {"max_new_tokens": None} if name == "max_new_tokens" else {}
+        else:
+            values[name] = kinds(vocab_size)[name].read(name, value)
     params = Params(**values)
-    _check_ranges(params)
+    if params.max_new_tokens is not None and params.min_new_tokens > params.max_new_tokens:
+        said = f"min_new_tokens must be at most max_new_tokens ({params.max_new_tokens}), got {params.min_new_tokens}"
+        raise BadRequest(said, "min_new_tokens")
     return params
-
-
-def _typed(name: str, value: Any, vocab_size: int) -> Any:
-    if name in _INTEGERS:
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise BadRequest(f"{name} must be an integer, got {value!r}")
-        return value
-    if name in _NUMBERS:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise BadRequest(f"{name} must be a finite number, got {value!r}")
-        return float(value)
-    if name in _FLAGS:
-        if not isinstance(value, bool):
-            raise BadRequest(f"{name} must be true or false, got {value!r}")
-        return value
-    if name == "stop":
-        strings = [value] if isinstance(value, str) else value
-        if not isinstance(strings, list | tuple) or not all(isinstance(item, str) and item for item in strings):
-            raise BadRequest(f"stop must be a string or a list of strings that are not empty, got {value!r}")
-        return tuple(strings)
-    if name == "stop_token_ids":
-        if not isinstance(value, list | tuple):
-            raise BadRequest(f"stop_token_ids must be a list, got {value!r}")
-        return frozenset(token_id(item, "stop_token_ids", vocab_size) for item in value if item is not None)
-    assert name == "logit_bias"
-    if not isinstance(value, Mapping) or not all(str(key).isdigit() for key in value):
-        raise BadRequest(f"logit_bias must map token ids to numbers, got {value!r}")
-    return tuple((token_id(int(key), "logit_bias", vocab_size), float(bias)) for key, bias in value.items())
-
-
-def token_id(value: Any, where: str, vocab_size: int) -> int:
-    """``value`` if it is a token of the vocabulary.
-
-    Raises:
-        BadRequest: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-        raise BadRequest(f"{where} must hold token ids from 0 to {vocab_size - 1}, got {value!r}")
-    return value
-
-
-def _check_ranges(params: Params) -> None:
-    longest = params.max_new_tokens
-    ranges = (
-        ("temperature", params.temperature >= 0, "0 (greedy) or more"),
-        ("top_p", 0 < params.top_p <= 1, "above 0 and at most 1"),
-        ("min_p", 0 <= params.min_p <= 1, "from 0 to 1"),
-        ("top_k", params.top_k == -1 or params.top_k >= 1, "-1 (all) or at least 1"),
-        ("frequency_penalty", -2 <= params.frequency_penalty <= 2, "from -2 to 2"),
-        ("presence_penalty", -2 <= params.presence_penalty <= 2, "from -2 to 2"),
-        ("repetition_penalty", 0 < params.repetition_penalty <= 2, "above 0 and at most 2"),
-        ("n", params.n >= 1, "at least 1"),
-        ("max_new_tokens", longest is None or longest >= 0, "0 or more"),
-        ("min_new_tokens", params.min_new_tokens >= 0, "0 or more"),
-        ("min_new_tokens", longest is None or params.min_new_tokens <= longest, "at most max_new_tokens"),
-    )
-    for name, holds, wanted in ranges:
-        if not holds:
-            raise BadRequest(f"{name} must be {wanted}, got {getattr(params, name)}")

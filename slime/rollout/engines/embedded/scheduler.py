@@ -282,7 +282,9 @@ class Scheduler:
             offset = span.offset - span.start
             logits = self.store.model.logits(hidden[begin + offset : end + offset])
             targets = torch.from_numpy(sequence.prompt[begin + 1 : end + 1]).to(logits.device)
-            sequence.input_logprobs += token_logprobs(logits, targets)
+            values, tops = token_logprobs(logits, targets, sequence.num_top_logprobs)
+            sequence.input_logprobs += values
+            sequence.input_top_logprobs += tops
 
     def _copy_to_followers(self, leader: Sequence) -> list[Sequence]:
         followers = self._followers.pop(leader, [])

@@ -71,6 +71,7 @@ class Sequence:
         self.output_logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[float, int]]] = []
         self.input_logprobs: list[float] = []
+        self.input_top_logprobs: list[list[tuple[float, int]]] = []
         self.versions: list[tuple[int, str]] = []
         self.finish_reason: dict[str, Any] | None = None
         self.final_version = ""
@@ -105,8 +106,8 @@ class Sequence:
             self.times.first_token = time.monotonic()
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((len(self.output_ids), version))
+        self.output_logprobs.append(logprob)  # first: who sees the token finds its log-prob
         self.output_ids.append(token)
-        self.output_logprobs.append(logprob)
         if len(self.output_ids) >= self.max_new_tokens:
             self.finish({"type": "length", "length": self.max_new_tokens})
             return

@@ -20,12 +20,12 @@ from aiohttp.http_exceptions import BadHttpMessage
 
 from slime.errors import UserError
 from slime.observe.log import get_logger
-from slime.rollout.engines.embedded import control_routes, generate_routes, openai_routes
+from slime.rollout.engines.embedded import control_routes, generate_routes, openai_routes, refused_routes
 from slime.rollout.engines.embedded.engine import Engine, EngineDead, EngineOptions
+from slime.rollout.engines.embedded.fields import BadRequest
 from slime.rollout.engines.embedded.generate_request import Limits
 from slime.rollout.engines.embedded.hub import Hub
 from slime.rollout.engines.embedded.process import follow_parent
-from slime.rollout.engines.embedded.sampling_params import BadRequest
 from slime.rollout.engines.embedded.state import STATE, ServerState, Unavailable, json_response
 from slime.rollout.engines.embedded.weight_update import WeightUpdater
 
@@ -71,7 +71,7 @@ async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int
         follow_parent(parent_pid, lambda: loop.call_soon_threadsafe(stopping.set))
     sys.setswitchinterval(_SWITCH_INTERVAL)
     app = web.Application(middlewares=[_errors], client_max_size=_LARGEST_BODY)
-    for module in (generate_routes, control_routes, openai_routes):
+    for module in (generate_routes, control_routes, openai_routes, refused_routes):
         app.add_routes(module.routes)
     loading = loop.create_task(_load(options, loop, stopping))
     app[STATE] = loading
@@ -147,19 +147,21 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every refusal as JSON with a message; what was not foreseen as status 500, with the traceback in the log."""
     try:
         return await handler(request)
-    except (BadRequest, UserError) as error:
-        return _refusal(str(error), 400, "invalid_request_error")
+    except BadRequest as error:
+        return _refusal(request, str(error), 400, "invalid_request_error", error.field)
+    except UserError as error:
+        return _refusal(request, str(error), 400, "invalid_request_error")
     except (Unavailable, EngineDead) as error:
-        return _refusal(str(error), 503, "unavailable")
+        return _refusal(request, str(error), 503, "unavailable")
     except TimeoutError:
-        return _refusal("the engine did not take the order up in time", 503, "unavailable")
+        return _refusal(request, "the engine did not take the order up in time", 503, "unavailable")
     except web.HTTPException as error:
-        return _refusal(f"{request.method} {request.path}: {error.reason}", error.status, "not_found")
+        return _refusal(request, f"{request.method} {request.path}: {error.reason}", error.status, "not_found")
     except asyncio.CancelledError:
         raise
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
-        return _refusal(f"{type(error).__name__}: {error}", 500, "internal_error")
+        return _refusal(request, f"{type(error).__name__}: {error}", 500, "internal_error")
 
 
 def _is_no_http2_preface(record: logging.LogRecord) -> bool:
@@ -168,8 +170,11 @@ def _is_no_http2_preface(record: logging.LogRecord) -> bool:
     return not (isinstance(error, BadHttpMessage) and "PRI/Upgrade" in str(error))
 
 
-def _refusal(message: str, status: int, kind: str) -> web.Response:
-    return json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)
+def _refusal(request: web.Request, message: str, status: int, kind: str, param: str | None = None) -> web.Response:
+    """As SGLang answers: OpenAI's routes with the error as the body, its own with an ``error`` in it."""
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    is_openai = request.path.startswith("/v1/")
+    return json_response({"object": "error", **error} if is_openai else {"error": error}, status=status)
 
 
 def load_tokenizer(model_path: str) -> Any:

@@ -11,9 +11,9 @@ import orjson
 from aiohttp import web
 
 from slime.rollout.engines.embedded.engine import Engine
+from slime.rollout.engines.embedded.fields import BadRequest
 from slime.rollout.engines.embedded.generate_request import Limits
 from slime.rollout.engines.embedded.hub import Hub
-from slime.rollout.engines.embedded.sampling_params import BadRequest
 from slime.rollout.engines.embedded.weight_update import WeightUpdater
 
 

@@ -75,6 +75,22 @@ def find_stop(text: str, stops: tuple[str, ...], start: int) -> tuple[int, str] 
     return min(found) if found else None
 
 
+def hold_back(text: str, stops: tuple[str, ...]) -> str:
+    """The text up to its first stop string, and without an end that may turn out to be the beginning of one.
+
+    Example:
+        >>> hold_back("the answer</ans", ("</answer>", "END"))
+        'the answer'
+    """
+    found = find_stop(text, stops, 0)
+    text = text[: found[0]] if found else text
+    longest = max((len(stop) for stop in stops), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(len(stop) > length and stop.startswith(text[-length:]) for stop in stops):
+            return text[:-length]
+    return text
+
+
 def trim_stop(text: str, matched: object, keep: bool) -> str:
     """The text up to the stop string that ended it, or with it when ``keep``; other text as it is."""
     if not isinstance(matched, str):

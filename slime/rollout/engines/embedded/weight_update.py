@@ -14,7 +14,8 @@ import torch
 
 from slime.errors import UserError
 from slime.rollout.engines.embedded.engine import Engine
-from slime.rollout.engines.embedded.sampling_params import BadRequest
+from slime.rollout.engines.embedded.fields import FLAG, TEXT, BadRequest, optional
+from slime.rollout.engines.embedded.serialized_tensors import read_named_tensors
 from slime.rollout.engines.embedded.weights import WeightError
 from slime.weights.buckets import TensorEntry, dtype_of, entries_of, unpack
 from slime.weights.process_group import ExternalGroup
@@ -37,23 +38,29 @@ class WeightUpdater:
         self._order = threading.Lock()  # updates one after the other, in the order in which they came
 
     def from_tensor(self, body: Mapping[str, Any]) -> str:
-        """``/update_weights_from_tensor`` with load_format "shared_memory"."""
+        """``/update_weights_from_tensor``: segments of shared memory, or SGLang's serialized tensors."""
         load_format = body.get("load_format")
-        if load_format != "shared_memory":
+        pairs: list[tuple[str, torch.Tensor]] = []
+        if load_format == "shared_memory":
+            segments = _field(body, "segments", list)
+            with self._order:
+                for segment in segments:
+                    pairs += _read_segment(segment)
+                return self._apply(pairs, body)
+        if load_format not in (None, "flattened_bucket"):
             raise WeightError(
-                f"load_format {load_format!r} is not supported by the embedded engine; use 'shared_memory' "
-                "with segments (serialized tensors are pickles, which run code when they are read)"
+                f"load_format {load_format!r} is not supported by the embedded engine; use 'shared_memory' with "
+                "segments, or 'flattened_bucket' or none with serialized_named_tensors"
             )
-        segments = _field(body, "segments", list)
+        payloads = _field(body, "serialized_named_tensors", list)
+        if not payloads:
+            raise WeightError("serialized_named_tensors is empty; give one payload for each rank of the engine")
         with self._order:
-            pairs: list[tuple[str, torch.Tensor]] = []
-            for segment in segments:
-                pairs += _read_segment(segment)
-            return self._apply(pairs, body)
+            return self._apply(read_named_tensors(payloads[0], load_format), body)  # rank 0 is the only one
 
     def from_distributed(self, body: Mapping[str, Any]) -> str:
         """``/update_weights_from_distributed``: one broadcast of the flat bucket, or one per tensor."""
-        name = body.get("group_name", "weight_update_group")
+        name = _group_name(body)
         group = self._groups.get(name)
         if group is None:
             known = ", ".join(self._groups) or "none"
@@ -79,6 +86,7 @@ class WeightUpdater:
         path = _field(body, "model_path", str)
         version = _version(body)
         with self._order:
+            self._abort_if_asked(body)
             try:
                 count = self._engine.call(lambda: self._engine.store.load_directory(path, version)).result(
                     _COPY_DEADLINE
@@ -90,7 +98,7 @@ class WeightUpdater:
 
     def join_group(self, body: Mapping[str, Any]) -> str:
         """``/init_weights_update_group``: become rank ``rank_offset`` of a group that the trainer opened."""
-        name = body.get("group_name", "weight_update_group")
+        name = _group_name(body)
         backend = body.get("backend", "nccl")
         if backend == "nccl" and self._engine.device.type != "cuda":
             raise WeightError("this engine runs on CPU and cannot join a group with backend nccl; use gloo")
@@ -106,7 +114,7 @@ class WeightUpdater:
 
     def leave_group(self, body: Mapping[str, Any]) -> str:
         """``/destroy_weights_update_group``."""
-        name = body.get("group_name", "weight_update_group")
+        name = _group_name(body)
         if name not in self._groups:
             raise WeightError(f"there is no weight update group '{name}'")
         self._leave(name)
@@ -121,9 +129,14 @@ class WeightUpdater:
 
     def _apply(self, pairs: list[tuple[str, torch.Tensor]], body: Mapping[str, Any]) -> str:
         version, store = _version(body), self._engine.store
+        self._abort_if_asked(body)
         count = self._engine.call(lambda: store.update(pairs, version)).result(_COPY_DEADLINE)
         self._flush_if_asked(body)
         return f"{count} tensors, version {store.version}"
+
+    def _abort_if_asked(self, body: Mapping[str, Any]) -> None:
+        if optional(body, "abort_all_requests", FLAG, False):
+            self._engine.abort(lambda sequence: True, "Aborted by a weight update.")
 
     def _flush_if_asked(self, body: Mapping[str, Any]) -> None:
         if body.get("flush_cache", True):
@@ -181,6 +194,10 @@ def _problem(check: Any) -> WeightError | None:
     return None
 
 
+def _group_name(body: Mapping[str, Any]) -> str:
+    return optional(body, "group_name", TEXT, "weight_update_group")
+
+
 def _version(body: Mapping[str, Any]) -> str | None:
     version = body.get("weight_version")
     return None if version is None else str(version)
@@ -189,5 +206,5 @@ def _version(body: Mapping[str, Any]) -> str | None:
 def _field(body: Mapping[str, Any], name: str, kind: type) -> Any:
     value = body.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise BadRequest(f"{name} must be given as {kind.__name__}, got {value!r}")
+        raise BadRequest(f"{name} must be given as {kind.__name__}, got {value!r:.200}", name)
     return value

@@ -1,0 +1,41 @@
+"""Servers and models that the contract tests share: one server of each implementation for the whole session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from embedded_models import save_tiny_model
+from servers import ENGINES, Server
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3")
+
+
+@pytest.fixture(scope="session")
+def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "other", "qwen3", seed=7)
+
+
+@pytest.fixture(scope="session", params=list(ENGINES))
+def server(
+    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    with ENGINES[request.param](model_dir, tmp_path_factory.mktemp("log") / "server.log") as running_server:
+        yield running_server
+
+
+@pytest.fixture
+def engine(server: Server, model_dir: Path) -> Iterator[Server]:
+    """The server, with the weights of ``model_dir``, version "0", nothing cached and nothing paused."""
+    server.ok("/continue_generation")
+    server.ok("/flush_cache")
+    yield server
+    server.ok("/continue_generation")
+    server.ok("/update_weights_from_disk", {"model_path": str(model_dir), "weight_version": "0"})
