@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,15 @@ class TrainerActor:
 
     def update_weights(self) -> dict[str, float]:
         """Push the current weights to every engine. Collective."""
-        receipt = self.sync.push()
+        with self._phase("update_weights"):
+            receipt = self.sync.push()
         return receipt.metrics()
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        """Running out of memory inside is explained."""
+        from slime.train.memory import PhaseMemory
+
+        return PhaseMemory(self.config, self.backend.device).phase(name)
 
     def train(self, shards: list[ray.ObjectRef]) -> dict[str, float]:
         """One rollout's training steps on this rank's shard. Collective.
@@ -100,7 +108,8 @@ class TrainerActor:
         return self.backend.train(batch)
 
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
-        self.backend.save(rollout_id, extra_state)
+        with self._phase("save_model"):
+            self.backend.save(rollout_id, extra_state)
 
     def failed_step(self) -> Any:
         """The rank's part of the step that ended in `NonFiniteTraining` (`slime.train.non_finite.FailedStep`)."""

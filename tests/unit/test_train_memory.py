@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
+import test_families
 import torch
 from test_train_model import gradients, trainer
 from torch import Tensor
@@ -94,6 +96,22 @@ def test_recompute_gives_the_same_gradients_and_keeps_less(name: str, plain: tup
         backend.close()
     # four layers: whole layers keep one activation each, the modules what is outside of them
     assert share < {"activations": 0.4, "blocks of two layers": 0.4, "several": 0.8}.get(name, 0.97)
+
+
+@pytest.mark.parametrize(
+    "modules", [["moe", "layernorm", "mlp", "core_attn"], ["moe_act", "shared_experts", "mla_up_proj"]], ids="+".join
+)
+def test_modules_of_experts_and_latent_attention(modules: list[str], tmp_path: Path) -> None:
+    test_families.save_tiny("deepseek_v3", tmp_path)
+    found = []
+    for flags in ({}, {"recompute_granularity": "selective", "recompute_modules": modules}):
+        backend = test_families.trainer(tmp_path, **flags)
+        try:
+            found.append((gradients(backend, make_batch()), saved_bytes(backend, make_batch())))
+        finally:
+            backend.close()
+    assert equal(found[1][0], found[0][0])
+    assert found[1][1] < 0.9 * found[0][1]
 
 
 def test_forward_passes_run_again() -> None:
@@ -246,6 +264,15 @@ def test_states_visit_the_device_bucket_by_bucket(fused: bool) -> None:
     assert bucket < states.most_away <= largest
     for parameter in ours:
         assert inner.state[parameter]["exp_avg"] is states._buffers[(id(parameter), "exp_avg")]
+
+
+def test_an_optimizer_that_counts_steps_per_group_is_refused() -> None:
+    from slime.train.megatron.optimizer import _move_states_to_host
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(UserError, match="Adagrad") as caught:
+        _move_states_to_host(torch.optim.Adagrad([parameter]))
+    assert "--optimizer-cpu-offload" in caught.value.fix
 
 
 def test_offloaded_states_survive_a_checkpoint(tmp_path: Any) -> None:

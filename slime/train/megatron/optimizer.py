@@ -193,9 +193,19 @@ def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[Megatro
             for group in inner.param_groups:  # one pass over parameters, gradients and moments instead of a dozen
                 group["fused"], group["foreach"] = True, False
         if megatron.offload_optimizer_states and not optimizer_config.optimizer_cpu_offload:
-            HostStates.install(inner)
+            _move_states_to_host(inner)
     chunks[0].module.config.grad_scale_func = optimizer.scale_loss if dtype == torch.float16 else None
     return optimizer, build_schedule(optimizer, config)
+
+
+def _move_states_to_host(inner: torch.optim.Optimizer) -> None:
+    if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD):
+        raise UserError(
+            f"--offload-optimizer-states cannot be used with {type(inner).__module__}.{type(inner).__name__}",
+            why="it counts steps per group, and a step in buckets would count each bucket",
+            fix="use --optimizer-cpu-offload instead",
+        )
+    HostStates.install(inner)
 
 
 _ENDLESS = 1 << 40  # rollouts of a run whose length is not known yet
