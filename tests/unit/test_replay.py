@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_experts import CP2, EP2, ETP1, EXPERTS, PP2, RECOMPUTE, SP, TOPK, TP2, save_moe
+from test_experts import CP2, EP2, ETP1, EXPERTS, PP2, RECOMPUTE, SP, TOPK, TP2, VIRTUAL, save_moe
 from test_parity import parity_job, worst
 from torch import Tensor
 from trainer_ranks import Pools, free_port, make_batch, tiny_spec, trainer_config
@@ -209,7 +209,9 @@ ENGINE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ENGINE_LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if "SP" in n or "PP" in n else [pytest.mark.full]) for n in ENGINE_LAYOUTS]
+)
 def test_the_engines_experts_at_every_layout(name: str, model: Path, ranks: Pools) -> None:
     size, layout = ENGINE_LAYOUTS[name]
     flags = {"hf_checkpoint": str(model), "use_rollout_routing_replay": True}
@@ -224,6 +226,20 @@ def test_the_engines_experts_at_every_layout(name: str, model: Path, ranks: Pool
         for kind in ("gradients", "weights"):
             for parameter, value in single[kind].items():
                 assert worst(result[kind][parameter], value) <= 1e-5, (kind, parameter)
+
+
+@pytest.mark.parametrize("name", ["PP2 virtual", pytest.param("TP2", marks=pytest.mark.full)])
+def test_the_old_policys_experts_at_every_layout(name: str, model: Path, ranks: Pools) -> None:
+    """Over two optimizer steps whose longest micro-batches differ: the second replays what came before the first."""
+    layout = {"TP2": TP2, "PP2 virtual": PP2 | VIRTUAL}[name]
+    flags = {"hf_checkpoint": str(model), "use_routing_replay": True}
+    batch = make_batch([[0, 1], [2, 3], [4], [5]], num_steps=2)
+    (single,) = ranks.run(1, replay_job, flags, batch)
+    (plain,) = ranks.run(1, replay_job, {"hf_checkpoint": str(model)}, batch)
+    assert worst(single["weights"][_ROUTER], plain["weights"][_ROUTER]) > 1e-4, "the second step chose other experts"
+    for result in ranks.run(2, replay_job, flags | layout, batch):
+        for parameter, value in single["weights"].items():
+            assert worst(result["weights"][parameter], value) <= 1e-5, parameter
 
 
 _ROUTER = "model.layers.2.mlp.gate.weight"
@@ -241,6 +257,7 @@ def replay_job(info: Any, flags: dict[str, Any], batch: TrainBatch) -> dict[str,
     def named() -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
 
+    backend.log_probs(batch)  # records
     gradients = _gradients(backend, batch, named)
     for _ in range(2):
         backend.train(batch)
