@@ -102,6 +102,22 @@ def unpack(buffer: torch.Tensor, entries: Iterable[TensorEntry]) -> Iterator[tup
         yield entry.name, buffer[entry.offset : end].view(dtype_of(entry.dtype)).view(entry.shape)
 
 
+#: Tensors that routers read in float32 whatever the model's dtype; SGLang and the published checkpoints keep them so.
+FLOAT32_NAMES = ("e_score_correction_bias",)
+
+
+def dtype_in(model_dtype: torch.dtype | None, name: str, own: torch.dtype) -> torch.dtype:
+    """What a tensor has in a model of ``model_dtype``; None leaves it its own.
+
+    Example:
+        >>> dtype_in(torch.bfloat16, "model.layers.3.mlp.gate.e_score_correction_bias", torch.float32)
+        torch.float32
+    """
+    if model_dtype is None or not own.is_floating_point:
+        return own
+    return torch.float32 if name.endswith(FLOAT32_NAMES) else model_dtype
+
+
 def entries_of(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[TensorEntry]:
     """The table of a bucket from what ``/update_weights_from_distributed`` carries: tensors back to back."""
     entries, offset = [], 0
@@ -126,7 +142,7 @@ def pack(
     Args:
         tensors: (name, tensor of any strides), read lazily.
         limit: bytes per bucket.
-        dtype: cast floating-point tensors to it; None keeps each tensor's own.
+        dtype: cast floating-point tensors to it (see `dtype_in`); None keeps each tensor's own.
         allocate: where the buffers come from; CPU memory by default, on the tensors' device otherwise.
 
     Example:
@@ -136,7 +152,7 @@ def pack(
     open_buckets: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
     sizes: dict[torch.dtype, int] = {}
     for name, tensor in tensors:
-        target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        target = dtype_in(dtype, name, tensor.dtype)
         nbytes = tensor.numel() * target.itemsize
         if open_buckets.get(target) and sizes[target] + nbytes > limit:
             yield _fill(open_buckets.pop(target), target, allocate)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from slime.weights.buckets import dtype_name
+from slime.weights.buckets import dtype_in, dtype_name
 from slime.weights.engine_fleet import EngineFleet
 from slime.weights.hf_files import HfWriter
 from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
@@ -43,7 +43,7 @@ class DiskTransport:
         num_tensors = 0
         with HfWriter(target, self._assets_from) as writer:
             for name, tensor in tensors:
-                cast = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+                cast = tensor.to(dtype_in(self._dtype, name, tensor.dtype))
                 observe(name, cast)
                 writer.add(name, cast)
                 num_tensors += 1

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slime.errors import UserError
-from slime.weights.buckets import dtype_name, dtype_of
+from slime.weights.buckets import dtype_in, dtype_name, dtype_of
 from slime.weights.convert import Match, ModelFamily, family_of
 from slime.weights.convert.layouts import Shard, VocabParallel
 from slime.weights.convert.spec import HfConfig, ModelSpec
@@ -327,7 +327,7 @@ def save_hf(
     try:
         with HfWriter(directory, assets_from) as writer:
             for name, tensor in tensors:
-                writer.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+                writer.add(name, tensor.to(dtype_in(dtype, name, tensor.dtype)))
     except (OSError, UserError):
         for _ in tensors:  # the other ranks are inside the collectives; leave them no one to wait for
             pass

@@ -26,10 +26,17 @@ SAMPLING = {
     "llama": ["--rollout-temperature", "0.7"],
     "qwen2": ["--rollout-top-p", "0.8", "--rollout-top-k", 10],
     "qwen3": ["--num-steps-per-rollout", 2],
+    "qwen3_moe": [],
+    "glm4": [],
+    "glm4_moe": [],
+    "deepseek_v3": ["--rollout-temperature", "0.7"],
 }
+ALWAYS = ("qwen3", "deepseek_v3")
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("qwen2", marks=pytest.mark.full), "qwen3"])
+@pytest.fixture(
+    scope="module", params=[f if f in ALWAYS else pytest.param(f, marks=pytest.mark.full) for f in SAMPLING]
+)
 def family(request: pytest.FixtureRequest, run: Run) -> RunResult:
     """Two rollouts of each model family, with the KL to the reference in the loss."""
     flags = ["--colocate", "--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "k3", "--num-rollout", 2]

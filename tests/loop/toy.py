@@ -16,7 +16,33 @@ CHARACTERS = "0123456789+="
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 VOCABULARY = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS])}
 DIGIT = "7"
-FAMILIES = ("llama", "qwen2", "qwen3")
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
+#: family → (transformers' name of it, what its config has besides)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "mlp_only_layers": [0]}),
+    "glm4": ("Glm4", {}),
+    "glm4_moe": ("Glm4Moe", {**_EXPERTS, "n_routed_experts": 4, "use_qk_norm": True, "attention_bias": True}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **_EXPERTS,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
 
 
 def write_model(folder: Path, family: str, seed: int = 0) -> Path:
@@ -24,7 +50,7 @@ def write_model(folder: Path, family: str, seed: int = 0) -> Path:
     import torch
     import transformers
 
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    name, own = FAMILIES[family]
     shape: dict[str, Any] = {
         "vocab_size": 32,
         "hidden_size": 64,
@@ -34,12 +60,13 @@ def write_model(folder: Path, family: str, seed: int = 0) -> Path:
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 64,
-        "tie_word_embeddings": family != "llama",
+        "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_id": VOCABULARY[EOS],
         "pad_token_id": VOCABULARY[PAD],
+        **own,
     }
-    if family == "qwen2":
+    if family in ("qwen2", "deepseek_v3"):
         del shape["head_dim"]
     config = getattr(transformers, f"{name}Config")(**shape)
     torch.manual_seed(seed)

@@ -98,3 +98,13 @@ def test_dtype_names(dtype: torch.dtype) -> None:
     assert dtype_of(dtype_name(dtype)) == dtype_of(f"torch.{dtype_name(dtype)}") == dtype
     with pytest.raises(ValueError, match="no"):
         dtype_of("nonsense")
+
+
+def test_what_routers_read_in_float32_stays_so() -> None:
+    bias, weight = "model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.1.mlp.gate.weight"
+    tensors = [(bias, torch.tensor([1.0001])), (weight, torch.tensor([1.0001])), ("ids", torch.tensor([3]))]
+    back = {name: tensor for bucket in pack(tensors, 100, torch.bfloat16) for name, tensor in bucket.tensors()}
+    assert {name: tensor.dtype for name, tensor in back.items()} == {
+        bias: torch.float32, weight: torch.bfloat16, "ids": torch.int64,
+    }  # fmt: skip
+    assert torch.equal(back[bias], tensors[0][1])

@@ -19,7 +19,7 @@ from slime.rollout.engines.embedded.architecture_parts import Experts
 from slime.rollout.engines.embedded.experts import ExpertMLP
 from slime.rollout.engines.embedded.linear import Linear, Mlp
 from slime.rollout.engines.embedded.model import Decoder, DecoderLayer, GroupedAttention, LatentAttention
-from slime.weights.buckets import dtype_name, fingerprint
+from slime.weights.buckets import dtype_in, dtype_name, fingerprint
 
 #: What a checkpoint may carry without being used.
 _IGNORED = ("rotary_emb.inv_freq",)
@@ -290,7 +290,8 @@ class WeightStore:
     def _allocate(self, *names: str) -> torch.Tensor:
         """One tensor that holds these parameters below each other; their views are made by `_bind`."""
         rows = [self._shapes[name][0] for name in names]
-        owner = torch.zeros((sum(rows), *self._shapes[names[0]][1:]), dtype=self.dtype, device=self.device)
+        dtype = dtype_in(self.dtype, names[0], self.dtype)
+        owner = torch.zeros((sum(rows), *self._shapes[names[0]][1:]), dtype=dtype, device=self.device)
         self._owners.append(owner)
         first = 0
         for name, count in zip(names, rows):
