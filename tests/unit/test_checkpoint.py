@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from slime.errors import UserError
 from slime.weights.checkpoint_dir import check_contents, saved_iterations
 from tests.unit import megatron_jobs as jobs
-from tests.unit.conftest import SharedPool
-from tests.unit.trainer_ranks import free_port
+from tests.unit.trainer_ranks import Pools, free_port
 
 
 @pytest.fixture(scope="module")
@@ -191,10 +190,10 @@ def test_retention(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_layout_leaves_no_trace_in_a_checkpoint(two_ranks: SharedPool, model: Path, tmp_path: Path) -> None:
+def test_the_layout_leaves_no_trace_in_a_checkpoint(ranks: Pools, model: Path, tmp_path: Path) -> None:
     contents = {}
     for layout in jobs.LAYOUTS:
-        two_ranks.run(jobs.step_and_save, model, layout, tmp_path / layout)
+        ranks.run(2, jobs.step_and_save, model, layout, tmp_path / layout)
         contents[layout] = everything(tmp_path / layout / "iter_0000003", tmp_path)
     reference = contents["dp2"]
     assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in reference)
@@ -206,21 +205,21 @@ def test_the_layout_leaves_no_trace_in_a_checkpoint(two_ranks: SharedPool, model
     for source, target in itertools.pairwise(ring):
         root = tmp_path / f"{source} to {target}"
         arguments = (model, jobs.LAYOUTS[target], tmp_path / source, root)
-        [(next_id, extra), _] = two_ranks.run(jobs.load_and_save, *arguments)
+        [(next_id, extra), _] = ranks.run(2, jobs.load_and_save, *arguments)
         assert next_id == 4 and extra == {"rank_0_said": source}
         again = everything(root / "iter_0000004", tmp_path)
         assert all(torch.equal(again[key], contents[source][key]) for key in reference), (source, target)
 
 
 @pytest.mark.slow
-def test_one_ranks_full_disk_is_every_ranks_error(two_ranks: SharedPool, model: Path, tmp_path: Path) -> None:
-    said = two_ranks.run(jobs.full_disk, model, tmp_path, 100)
+def test_one_ranks_full_disk_is_every_ranks_error(ranks: Pools, model: Path, tmp_path: Path) -> None:
+    said = ranks.run(2, jobs.full_disk, model, tmp_path, 100)
     assert all("failed" in text and "rank 1" in text for text in said), said
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_the_tracker_moves_when_every_rank_has_written(two_ranks: SharedPool, model: Path, tmp_path: Path) -> None:
-    said = two_ranks.run(jobs.save_behind_training, model, tmp_path)
+def test_the_tracker_moves_when_every_rank_has_written(ranks: Pools, model: Path, tmp_path: Path) -> None:
+    said = ranks.run(2, jobs.save_behind_training, model, tmp_path)
     assert said == [[], []], "seen while rank 1 was held back"
     assert saved_iterations(tmp_path) == [0, 1]

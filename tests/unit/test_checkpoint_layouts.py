@@ -18,8 +18,7 @@ import torch
 from test_checkpoint import everything
 
 from tests.unit import megatron_jobs as jobs
-from tests.unit.conftest import SharedPool
-from tests.unit.trainer_ranks import make_batch, shard
+from tests.unit.trainer_ranks import Pools, make_batch, shard
 
 TOLERANCE = 1e-5
 #: The second step's gradients meet moments of the first; eps keeps rounding in tiny gradients from being blown up.
@@ -93,24 +92,13 @@ def batches_of(layout: str, first_rollout: int = 0, rollouts: int = 2) -> jobs.B
 
 
 class Runs:
-    """What was run so far in this module: pools of ranks by size, models, unbroken runs and saves by name."""
+    """What was run so far in this module: models, unbroken runs and saves by name."""
 
-    def __init__(self, folder: Path, two_ranks: SharedPool) -> None:
-        self.folder = folder
-        self.pools = {2: two_ranks}
+    def __init__(self, folder: Path, ranks: Pools) -> None:
+        self.folder, self.ranks = folder, ranks
         self.models: dict[str, Path] = {}
         self.unbroken: dict[str, Any] = {}
         self.saved: dict[tuple[str, str], Path] = {}
-
-    def pool(self, ranks: int) -> SharedPool:
-        if ranks not in self.pools:
-            self.pools[ranks] = SharedPool(ranks)
-        return self.pools[ranks]
-
-    def close(self) -> None:
-        for ranks, pool in self.pools.items():
-            if ranks != 2:
-                pool.close()
 
     def model(self, family: str) -> Path:
         if family not in self.models:
@@ -123,7 +111,7 @@ class Runs:
         """The run that is never interrupted."""
         if family not in self.unbroken:
             arguments = (self.model(family), TRAINING, batches_of("one rank"), None)
-            self.unbroken[family] = self.pool(2).run(jobs.alone, jobs.train_and_save, *arguments)[0]
+            self.unbroken[family] = self.ranks.run(2, jobs.alone, jobs.train_and_save, *arguments)[0]
         return self.unbroken[family]
 
     def checkpoint(self, family: str, layout: str) -> Path:
@@ -131,17 +119,15 @@ class Runs:
         if (family, layout) not in self.saved:
             root = self.folder / f"{family} {layout}"
             flags = {**TRAINING, **LAYOUTS[layout].flags}
-            pool, model = self.pool(LAYOUTS[layout].ranks), self.model(family)
-            pool.run(jobs.train_and_save, model, flags, batches_of(layout), root)
+            arguments = (self.model(family), flags, batches_of(layout), root)
+            self.ranks.run(LAYOUTS[layout].ranks, jobs.train_and_save, *arguments)
             self.saved[family, layout] = root
         return self.saved[family, layout]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, two_ranks: SharedPool) -> Iterator[Runs]:
-    runs = Runs(tmp_path_factory.mktemp("layouts"), two_ranks)
-    yield runs
-    runs.close()
+def runs(tmp_path_factory: pytest.TempPathFactory, ranks: Pools) -> Runs:
+    return Runs(tmp_path_factory.mktemp("layouts"), ranks)
 
 
 def worst(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -154,7 +140,7 @@ def worst(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_the_next_step_is_that_of_an_unbroken_run(family: str, source: str, target: str, runs: Runs) -> None:
     expected, root = runs.single(family), runs.checkpoint(family, source)
     flags = {**TRAINING, **LAYOUTS[target].flags, "load": str(root)}
-    results = runs.pool(LAYOUTS[target].ranks).run(jobs.last_step, runs.model(family), flags, batches_of(target))
+    results = runs.ranks.run(LAYOUTS[target].ranks, jobs.last_step, runs.model(family), flags, batches_of(target))
     [metrics] = [result["metrics"] for result in results if result["reporting"]]
     assert {"train/loss", "train/grad_norm"} <= expected["metrics"].keys()
     for name, value in expected["metrics"].items():
@@ -174,10 +160,10 @@ def test_the_updated_reference_model_goes_on_at_another_layout(runs: Runs, tmp_p
     def batches(layout: str) -> jobs.Batches:
         return batches_of(layout, first_rollout=1, rollouts=3)
 
-    [expected, _] = runs.pool(2).run(jobs.alone, jobs.train_and_save, model, flags, batches("one rank"), None)
-    runs.pool(2).run(jobs.train_and_save, model, flags | LAYOUTS[source].flags, batches(source), tmp_path)
+    [expected, _] = runs.ranks.run(2, jobs.alone, jobs.train_and_save, model, flags, batches("one rank"), None)
+    runs.ranks.run(2, jobs.train_and_save, model, flags | LAYOUTS[source].flags, batches(source), tmp_path)
     resuming = flags | LAYOUTS[target].flags | {"load": str(tmp_path)}
-    results = runs.pool(2).run(jobs.last_step, model, resuming, batches(target))
+    results = runs.ranks.run(2, jobs.last_step, model, resuming, batches(target))
     [metrics] = [result["metrics"] for result in results if result["reporting"]]
     assert expected["metrics"]["train/kl_loss"] > 1e-4
     for name, value in expected["metrics"].items():
@@ -192,8 +178,8 @@ def test_master_weights_of_bfloat16_training_go_on_bit_for_bit(runs: Runs, tmp_p
     first, again = tmp_path / "first", tmp_path / "again"
     model, layouts = runs.model("qwen3"), ("TP2+SP", "PP2 virtual")
     saved_at, loaded_at = ({**flags, **LAYOUTS[name].flags} for name in layouts)
-    runs.pool(2).run(jobs.train_and_save, model, saved_at, batches_of(layouts[0]), first)
-    runs.pool(2).run(jobs.load_and_save, model, loaded_at, first, again)
+    runs.ranks.run(2, jobs.train_and_save, model, saved_at, batches_of(layouts[0]), first)
+    runs.ranks.run(2, jobs.load_and_save, model, loaded_at, first, again)
     before = everything(first / "iter_0000000", tmp_path)
     after = everything(again / "iter_0000004", tmp_path)
     assert before.keys() == after.keys()

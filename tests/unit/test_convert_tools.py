@@ -19,7 +19,7 @@ from slime.__main__ import main
 from slime.weights.checkpoint_dir import read_tracker
 from slime.weights.convert import FAMILIES
 from tests.unit import megatron_jobs as jobs
-from tests.unit.conftest import SharedPool
+from tests.unit.trainer_ranks import Pools
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -154,12 +154,12 @@ def test_another_models_config_is_refused(model: Path, tmp_path: Path, capsys: p
 
 
 @pytest.mark.slow
-def test_many_ranks_write_the_same_model(model: Path, tmp_path: Path, two_ranks: SharedPool) -> None:
+def test_many_ranks_write_the_same_model(model: Path, tmp_path: Path, ranks: Pools) -> None:
     root, out = tmp_path / "ckpt", tmp_path / "out"
     to_megatron = ["hf-to-megatron", "--hf_model_path", str(model), "--save_path", str(root)]
-    two_ranks.run(jobs.convert, [*to_megatron, "--tensor-model-parallel-size", "2"])
+    ranks.run(2, jobs.convert, [*to_megatron, "--tensor-model-parallel-size", "2"])
     words = ["megatron-to-hf", "--load_path", str(root), "--hf_model_path", str(model), "--save_path", str(out)]
-    two_ranks.run(jobs.convert, words)  # two pipeline stages
+    ranks.run(2, jobs.convert, words)  # two pipeline stages
     assert_weights(out, model)
 
 
