@@ -24,7 +24,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not full and not gpu" $(ARGS)
 
 test-full: $(STAMP)
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python tools/test_report.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
