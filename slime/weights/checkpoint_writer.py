@@ -98,7 +98,8 @@ class CheckpointWriter:
             if dist.get_rank() == 0:
                 partial_dir(final)
         contents = trainer_state_dict(state, iteration, save_optimizer=save_optimizer, save_rng=save_rng)
-        job = _Job(final, iteration, ShardedWrite(contents), _pickled(extra_state or {}), keep, self._group)
+        planned = ShardedWrite(contents)
+        job = _Job(final, iteration, planned, _pickled(extra_state or {}), keep, self._group)
         if not self.in_background:
             job.run()
             return final

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from slime.errors import UserError
+from slime.weights.checkpoint import TrainerState, trainer_state_dict
 from slime.weights.checkpoint_dir import check_contents, saved_iterations
+from slime.weights.sharded_store import ShardedWrite
 from tests.unit import megatron_jobs as jobs
 from tests.unit.trainer_ranks import Pools, free_port
 
@@ -143,6 +146,48 @@ def test_another_model_is_refused(model: Path, tmp_path: Path) -> None:
         backend.save(0)
     with pytest.raises(UserError, match=r"cannot be loaded into this model"), single(other, load=str(root)):
         pass
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_checkpoint_as_megatron_lm_writes_it_is_read(model: Path, tmp_path: Path, bf16: bool) -> None:
+    """Its optimizer gathered and laid out by megatron-core itself, `args` beside it, none of our own files."""
+    import argparse
+
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    flags = {"save": str(tmp_path), "bf16": bf16, "adam_eps": 1e-3}
+    with single(model, **flags) as backend:
+        jobs.fake_step(backend, 1)
+        path = tmp_path / "iter_0000010"
+        path.mkdir()
+        state = trainer_state_dict(TrainerState(backend.model_chunks), 10, save_rng=False)
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+        state["optimizer"] = backend.optimizer.sharded_state_dict(state, metadata=metadata)
+        state["opt_param_scheduler"] = backend.scheduler.state_dict()
+        state["args"] = argparse.Namespace(num_layers=4)
+        state["decoder._extra_state"] = ShardedObject("decoder.layers.linear._extra_state", None, (1,), (0,))
+        del state["layout"]
+        write = ShardedWrite(state)
+        write.finish(path, [write.write(path)[0]])
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+        jobs.fake_step(backend, 2)
+        expected = parameters(backend)
+    with single(model, **flags, load=str(tmp_path)) as backend:
+        assert backend.next_rollout_id == 11
+        jobs.fake_step(backend, 2)
+        assert all(torch.equal(a, b) for a, b in zip(parameters(backend), expected, strict=True))
+
+
+def test_what_was_loaded_is_counted(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="slime")
+    with single(model, save=str(tmp_path)) as backend:
+        backend.save(0)
+        count = len(parameters(backend))
+        millions = sum(parameter.numel() for parameter in parameters(backend)) / 1e6
+    with single(model, save=str(tmp_path), load=str(tmp_path)):
+        pass
+    text = rf"loaded {count} parameters \({millions:.1f} M numbers\), optimizer at step 0, schedule, random states from"
+    assert re.search(rf"{text} 1 file\(s\) of {tmp_path}", caplog.text), caplog.text
 
 
 def test_corruption_is_named_and_not_loaded(model: Path, tmp_path: Path) -> None:
