@@ -182,5 +182,8 @@ def test_cost_of_a_dense_model_is_two_flops_per_weight_and_quadratic_attention()
     attention, mlp, output = 8 * 8 + 2 * 8 * 4 + 8 * 8, 3 * 8 * 16, 8 * 32
     assert cost.linear == 2 * (3 * (attention + mlp) + output)
     assert cost.quadratic == 2 * 3 * 8
-    moe = SequenceCost.from_hf_config({**config, "moe_intermediate_size": 4, "num_experts_per_tok": 2})
-    assert cost.linear - moe.linear == 2 * 3 * (mlp - 2 * 3 * 8 * 4), "only the active experts count"
+    moe = SequenceCost.from_hf_config(
+        {**config, "num_experts": 4, "moe_intermediate_size": 4, "num_experts_per_tok": 2}
+    )
+    router = 8 * 4
+    assert cost.linear - moe.linear == 2 * 3 * (mlp - 2 * 3 * 8 * 4 - router), "only the active experts count"
