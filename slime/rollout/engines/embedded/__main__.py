@@ -29,6 +29,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--prefill-tokens", type=int, default=2048, help="most prompt tokens between two decode steps")
     add("--kv-cache-gb", type=float, help="most memory for keys and values (default: half of what is free)")
     add("--deterministic", action="store_true", help="results do not depend on how requests are batched together")
+    add("--enable-return-routed-experts", action="store_true", help="record experts, for return_routed_experts")
     add("--random-seed", type=int, default=42, help="seeds requests that bring no sampling_seed")
     add("--num-threads", type=int, help="CPU threads (default: OMP_NUM_THREADS, or one per core)")
     add("--parent-pid", type=int, help="end when this process ends")
@@ -69,6 +70,7 @@ def _run(args: argparse.Namespace) -> int:
         kv_cache_gb=args.kv_cache_gb,
         deterministic=args.deterministic,
         random_seed=args.random_seed,
+        record_experts=args.enable_return_routed_experts,
         num_threads=args.num_threads,
     )
     return asyncio.run(serve(listener, options, args.parent_pid))

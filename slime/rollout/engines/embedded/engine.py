@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import psutil
 import torch
 
+from slime.errors import UserError
 from slime.observe.log import get_logger
 from slime.rollout.engines.embedded.architecture import Architecture
 from slime.rollout.engines.embedded.kv_cache import KVCache
@@ -44,6 +45,7 @@ class EngineOptions:
     kv_cache_gb: float | None = None
     deterministic: bool = False
     random_seed: int = 42
+    record_experts: bool = False
     num_threads: int | None = None
 
 
@@ -64,11 +66,19 @@ class Engine:
         self.options = options
         self.device = _device(options.device)
         self.arch = Architecture.from_dir(options.model_path)
+        if options.record_experts and self.arch.experts is None:
+            raise UserError(
+                f"{options.model_path} has no layers of experts",
+                why="--enable-return-routed-experts was given (slime passes it with --use-rollout-routing-replay)",
+                fix="leave the flag out",
+            )
         self.max_length = min(options.max_context_len or self.arch.max_positions, self.arch.max_positions)
         self.store = load_store(options, self.arch, self.device, self.max_length)
         kv_bytes = _kv_budget(options.kv_cache_gb, self.device)
         self.cache = KVCache(self.arch, self.store.dtype, self.device, options.max_slots, kv_bytes)
-        self.scheduler = Scheduler(self.store, self.cache, options.prefill_tokens, options.deterministic)
+        self.scheduler = Scheduler(
+            self.store, self.cache, options.prefill_tokens, options.deterministic, options.record_experts
+        )
         self.paused: PauseMode | None = None
         self.released: set[str] = set()
         self.death: BaseException | None = None

@@ -26,9 +26,13 @@ class ExpertMLP:
     experts: list[Mlp]
     shared: Mlp | None
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x [tokens, hidden] → ``y``, or ``residual + y``."""
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, chosen: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """x [tokens, hidden] → ``y``, or ``residual + y``; the choices [tokens, k] are appended to ``chosen``."""
         weights, choices = route(self.facts, F.linear(x.float(), self.gate.float()), self.bias)
+        if chosen is not None:
+            chosen.append(choices)
         output = torch.zeros_like(x) if residual is None else residual.clone()
         if self.shared is not None:
             output += self.shared(x)

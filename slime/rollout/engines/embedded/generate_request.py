@@ -32,6 +32,8 @@ _FIELDS = (
     "logprob_start_len",
     "top_logprobs_num",
     "return_text_in_logprobs",
+    "return_routed_experts",
+    "routed_experts_start_len",
     "stream",
 )
 #: Known to SGLang, without effect on what is generated.
@@ -52,7 +54,6 @@ _WITHOUT_EFFECT = (
     "data_parallel_rank",
     "routed_dp_rank",
     "disagg_prefill_dp_rank",
-    "routed_experts_start_len",
     "use_audio_in_video",
 )
 #: Known to SGLang and not to this engine; allowed when they ask for nothing.
@@ -70,7 +71,6 @@ _UNSUPPORTED = (
     "multi_item_delimiter_indices",
     "return_sampling_mask",
     "return_hidden_states",
-    "return_routed_experts",
     "return_indexer_topk",
     "return_entropy",
     "return_bytes",
@@ -96,6 +96,7 @@ class Limits:
         eos_token_ids: of the model and its tokenizer.
         context_length: most tokens of prompt plus response.
         noise: source of seeds for requests that bring none.
+        records_experts: whether answers can say which experts were chosen.
     """
 
     vocab_size: int
@@ -103,6 +104,7 @@ class Limits:
     eos_token_ids: frozenset[int]
     tokenizer: Tokenizer | None
     noise: random.Random
+    records_experts: bool = False
 
 
 @dataclass
@@ -113,12 +115,14 @@ class Job:
         sequence: what the engine works on.
         params: how it is sampled and shown.
         return_logprob, text_in_logprobs: what the answer carries.
+        experts_start: first token whose experts it carries; None for none.
     """
 
     sequence: Sequence
     params: Params
     return_logprob: bool
     text_in_logprobs: bool
+    experts_start: int | None = None
 
 
 @dataclass
@@ -160,10 +164,18 @@ def parse_generate(raw: Any, limits: Limits) -> GenerateRequest:
     return_logprob = each("return_logprob", False, FLAG)
     starts = each("logprob_start_len", -1, integer(-1, words=": -1 (none) or a position of the prompt"))
     tops = each("top_logprobs_num", 0, integer(0, limits.vocab_size))
+    return_experts = each("return_routed_experts", False, FLAG)
+    if any(return_experts) and not limits.records_experts:
+        raise BadRequest(
+            "return_routed_experts needs an engine that was started with --enable-return-routed-experts",
+            "return_routed_experts",
+        )
+    expert_starts = each("routed_experts_start_len", 0, integer(0))
     rids = _rids(body.get("rid"), count, n, is_batch)
     jobs = []
     for index, prompt in enumerate(prompts):
         wants = return_logprob[index]
+        experts_start = _experts_start(expert_starts[index], len(prompt)) if return_experts[index] else None
         for copy in range(n):
             sequence = make_sequence(
                 rids[index * n + copy],
@@ -175,7 +187,7 @@ def parse_generate(raw: Any, limits: Limits) -> GenerateRequest:
                 num_top_logprobs=tops[index] if wants else 0,
                 stream=stream,
             )
-            jobs.append(Job(sequence, params[index], wants, with_text))
+            jobs.append(Job(sequence, params[index], wants, with_text, experts_start))
     return GenerateRequest(jobs, is_single=not is_batch and n == 1, stream=stream, n=n)
 
 
@@ -300,3 +312,11 @@ def _logprob_start(start: int, prompt_length: int) -> int | None:
         said = f"logprob_start_len is {start}, the prompt has {prompt_length} tokens"
         raise BadRequest(said, "logprob_start_len")
     return None if start in (-1, prompt_length) else start
+
+
+def _experts_start(start: int, prompt_length: int) -> int:
+    """First token of ``routed_experts_start_len``."""
+    if start > prompt_length:
+        said = f"routed_experts_start_len is {start}, the prompt has {prompt_length} tokens"
+        raise BadRequest(said, "routed_experts_start_len")
+    return start

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -139,8 +140,18 @@ class Decoder:
         cos, sin = arch.rope.tables(num_positions, size, embedding.dtype)
         self._cos, self._sin = cos.to(embedding.device), sin.to(embedding.device)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Hidden states [tokens, hidden] after the last norm; token_ids and positions are int64 [tokens]."""
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        chosen: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden] after the last norm; token_ids and positions are int64 [tokens].
+
+        Args:
+            chosen: gets the chosen experts, int64 [tokens, k] for each layer that has experts.
+        """
         cos, sin = self._cos[positions], self._sin[positions]
         hidden = F.embedding(token_ids, self.embedding)
         for number, layer in enumerate(self.layers):
@@ -151,10 +162,11 @@ class Decoder:
             else:
                 hidden = hidden + self._normalised(layer.output(mixed), layer.post_attention_norm)
             normed = self._normalised(hidden, layer.mlp_norm)
+            mlp = partial(layer.mlp, chosen=chosen) if isinstance(layer.mlp, ExpertMLP) else layer.mlp
             if layer.post_mlp_norm is None:
-                hidden = layer.mlp(normed, residual=hidden)
+                hidden = mlp(normed, residual=hidden)
             else:
-                hidden = hidden + self._normalised(layer.mlp(normed), layer.post_mlp_norm)
+                hidden = hidden + self._normalised(mlp(normed), layer.post_mlp_norm)
         return self._normalised(hidden, self.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

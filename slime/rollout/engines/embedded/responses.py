@@ -46,6 +46,12 @@ class Answer:
         if self._tokenizer is not None:
             body["text"] = final_text(self.job, self._tokenizer)
         body["meta_info"] = meta_info(self.job, self._tokenizer, count, sequence.final_version)
+        if self.job.experts_start is not None:
+            assert sequence.experts is not None
+            start = self.job.experts_start
+            # the last token was not sent through the model
+            body["meta_info"]["routed_experts"] = sequence.experts.encoded(start, sequence.length - 1)
+            body["meta_info"]["routed_experts_start_len"] = start
         return body
 
     def text_so_far(self, count: int) -> str:

@@ -22,6 +22,8 @@ import torch
 
 from slime.rollout.engines.embedded.attention import DecodeAttention, PrefillAttention, Span
 from slime.rollout.engines.embedded.kv_cache import KVCache
+from slime.rollout.engines.embedded.model import Attend
+from slime.rollout.engines.embedded.routed_experts import RoutedExperts, rows_of
 from slime.rollout.engines.embedded.sampler import sample, token_logprobs
 from slime.rollout.engines.embedded.sequence import Phase, Sequence
 from slime.rollout.engines.embedded.slots import SlotTable, common_prefix
@@ -58,10 +60,19 @@ class Scheduler:
     Args:
         prefill_tokens: most prompt tokens computed between two decode steps.
         deterministic: results of a sequence do not depend on the others (see `Linear` and `attention`).
+        record_experts: sequences get to know the experts of each of their tokens; the model has some.
     """
 
-    def __init__(self, store: WeightStore, cache: KVCache, prefill_tokens: int, deterministic: bool) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        cache: KVCache,
+        prefill_tokens: int,
+        deterministic: bool,
+        record_experts: bool = False,
+    ) -> None:
         self.store, self.cache = store, cache
+        self._recorded = cache.arch.experts if record_experts else None
         self.prefill_tokens, self.deterministic = prefill_tokens, deterministic
         self.slots = SlotTable(cache, reuse_decoded=not deterministic)
         self.waiting: deque[Sequence] = deque()
@@ -87,7 +98,10 @@ class Scheduler:
         return sum(sequence.length for sequence in self.slots.running)
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
-        self.waiting.extend(sequences)
+        for sequence in sequences:
+            if self._recorded is not None:
+                sequence.experts = RoutedExperts(self._recorded)
+            self.waiting.append(sequence)
 
     def abort(self, chosen: Iterable[Sequence], message: str) -> None:
         """End sequences with what they have; they are part of the next step's output."""
@@ -224,7 +238,8 @@ class Scheduler:
         ids = torch.cat([torch.from_numpy(s.tokens()[s.num_computed : s.num_computed + count]) for s, count in chunks])
         positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])
         attend = PrefillAttention(self.cache, spans, self.deterministic)
-        return self.store.model.forward(ids.to(device), positions.to(device), attend)
+        places = [(sequence, span.start, span.count) for (sequence, _), span in zip(chunks, spans)]
+        return self._forward(ids.to(device), positions.to(device), attend, places)
 
     def _start(self, sequences: list[Sequence], hidden: torch.Tensor) -> None:
         """Sample the first token of sequences whose prefill is complete, and let them decode."""
@@ -249,7 +264,8 @@ class Scheduler:
         ids = torch.tensor([s.output_ids[-1] for s in running], device=device)
         positions = torch.tensor(lengths, device=device) - 1
         attend = DecodeAttention(self.cache, lengths, self.deterministic)
-        hidden = self.store.model.forward(ids, positions, attend)
+        places = [(sequence, length - 1, 1) for sequence, length in zip(running, lengths)]
+        hidden = self._forward(ids, positions, attend, places)
         for sequence, length in zip(running, lengths):
             sequence.num_computed = length
         self.slots.note_lengths(lengths)
@@ -257,6 +273,21 @@ class Scheduler:
         self.counters.decode_steps += 1
         self.counters.decoded_tokens += len(running)
         self.counters.decode_seconds += time.monotonic() - begin
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, places: list[tuple[Sequence, int, int]]
+    ) -> torch.Tensor:
+        """Hidden states; ``places`` says of which sequence and positions (first, count) the tokens are."""
+        if self._recorded is None:
+            return self.store.model.forward(ids, positions, attend)
+        chosen: list[torch.Tensor] = []
+        hidden = self.store.model.forward(ids, positions, attend, chosen)
+        rows, offset = rows_of(chosen), 0
+        for sequence, start, count in places:
+            assert sequence.experts is not None
+            sequence.experts.write(start, rows[offset : offset + count])
+            offset += count
+        return hidden
 
     def _sample(self, sequences: list[Sequence], hidden: torch.Tensor) -> None:
         sampled = sample(self.store.model.logits(hidden), sequences)
@@ -293,6 +324,8 @@ class Scheduler:
         for follower in followers:
             self.cache.copy(source, self.slots.slot_of(follower), leader.num_computed)
             follower.num_computed = leader.num_computed
+            if follower.experts is not None and leader.experts is not None:
+                follower.experts.write(0, leader.experts.first(leader.num_computed))
             self.slots.record(follower, follower.num_computed, self.store.epoch)
             self._count_cached(follower, follower.num_computed - 1)
         return followers

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.rollout.engines.embedded.routed_experts import RoutedExperts
 from slime.rollout.engines.embedded.sampling_params import Params
 from slime.rollout.engines.embedded.text import TextStream, find_stop
 
@@ -75,6 +76,7 @@ class Sequence:
         self.versions: list[tuple[int, str]] = []
         self.finish_reason: dict[str, Any] | None = None
         self.final_version = ""
+        self.experts: RoutedExperts | None = None  # given by a scheduler that records them
         self.num_cached = 0
         self.num_computed = 0
         self.num_retractions = 0

@@ -111,6 +111,7 @@ async def _load(options: EngineOptions, loop: asyncio.AbstractEventLoop, stoppin
         eos_token_ids=frozenset(eos),
         tokenizer=tokenizer,
         noise=random.Random(options.random_seed),
+        records_experts=options.record_experts,
     )
     config = json.loads((Path(options.model_path) / "config.json").read_text())
     return ServerState(

@@ -27,6 +27,7 @@ class Slot:
     Attributes:
         sequence: its owner, None when retained or free.
         tokens: those whose keys and values are there and may be reused; empty when free.
+        experts: what these tokens were sent to, a row of `RoutedExperts` each; None where that is not recorded.
         length: positions that hold something of use (at least ``len(tokens)``).
         epoch: of the weights that computed them.
         last_used: larger is later.
@@ -37,10 +38,16 @@ class Slot:
     length: int = 0
     epoch: int = -1
     last_used: int = 0
+    experts: np.ndarray | None = None
 
     @property
     def is_free(self) -> bool:
         return self.sequence is None and self.length == 0
+
+    def offer(self, sequence: Sequence, count: int) -> None:
+        """Let the first ``count`` tokens of a sequence, which are computed here, be reused."""
+        self.tokens = sequence.tokens()[:count]
+        self.experts = None if sequence.experts is None else sequence.experts.first(count)
 
 
 class SlotTable:
@@ -98,8 +105,12 @@ class SlotTable:
         if length and source != target:
             self.cache.copy(source, target, length)
         self._clock += 1
-        tokens = self._slots[source].tokens[:length] if length else _NO_TOKENS
-        self._slots[target] = Slot(sequence, tokens, length, epoch, self._clock)
+        tokens, experts = _NO_TOKENS, None
+        if length:
+            tokens, experts = self._slots[source].tokens[:length], self._slots[source].experts
+        self._slots[target] = Slot(sequence, tokens, length, epoch, self._clock, experts)
+        if sequence.experts is not None and experts is not None:
+            sequence.experts.write(0, experts[:length])
         return target
 
     def record(self, sequence: Sequence, num_prefilled: int, epoch: int) -> None:
@@ -107,7 +118,7 @@ class SlotTable:
         slot = self._slots[self.slot_of(sequence)]
         slot.length = num_prefilled
         if slot.epoch == epoch:
-            slot.tokens = sequence.tokens()[:num_prefilled]
+            slot.offer(sequence, num_prefilled)
 
     def note_lengths(self, lengths: list[int]) -> None:
         """How many positions of slots 0 … hold keys and values now."""
@@ -126,7 +137,7 @@ class SlotTable:
         slot.sequence = None
         slot.length = sequence.num_computed
         if self._reuse_decoded and slot.epoch == epoch:
-            slot.tokens = sequence.tokens()[: sequence.num_computed]
+            slot.offer(sequence, sequence.num_computed)
         self._clock += 1
         slot.last_used = self._clock
         if slot.epoch != epoch or not retain:
@@ -139,7 +150,7 @@ class SlotTable:
     def flush(self) -> None:
         """Forget every retained prefix, and what running sequences offer."""
         for slot in self._slots:
-            slot.tokens = _NO_TOKENS
+            slot.tokens, slot.experts = _NO_TOKENS, None
             if slot.sequence is None:
                 slot.length = 0
 
