@@ -373,11 +373,14 @@ async def call_hook(
     """
     if optional:
         kwargs |= accepted(fn, optional)
-    if in_thread and not is_async(fn):
-        result = await _in_daemon_thread(functools.partial(fn, *args, **kwargs))
-    else:
-        result = fn(*args, **kwargs)
-    return await result if inspect.isawaitable(result) else result
+    try:
+        if in_thread and not is_async(fn):
+            result = await _in_daemon_thread(functools.partial(fn, *args, **kwargs))
+        else:
+            result = fn(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+    except SystemExit as error:  # would end the event loop, and everyone else would wait for ever
+        raise RuntimeError(f"it raised {error!r}") from error
 
 
 async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
@@ -400,6 +403,8 @@ async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
             result = context.run(call)
         except BaseException as raised:  # delivered to whoever awaits
             error = raised
+            if isinstance(raised, StopIteration):  # which a future cannot hold
+                error = RuntimeError(f"it raised {raised!r}")
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
             loop.call_soon_threadsafe(deliver, result, error)
 

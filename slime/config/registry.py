@@ -62,12 +62,13 @@ def unknown_name(name: str, where: str) -> UserError:
     dashed = name.replace("_", "-")
     if dashed in known:
         return UserError(f"{where}there is no flag --{name}", fix=f"write --{dashed}, with dashes")
-    near = nearest(dashed, known)
+    starts = [n for n in known if n.startswith(dashed)]
+    near = starts if 0 < len(starts) <= 4 else nearest(dashed, known)
     shown = " or ".join(f"--{n}" for n in near)
-    starts = [n for n in known if n.startswith(dashed)][:4]
-    why = f"abbreviations are not accepted; {len(starts)} or more names start so" if starts and not near else ""
+    why = "abbreviations are not accepted" if starts else ""
     if not near and starts:
-        shown = ", ".join(f"--{n}" for n in starts)
+        why += f"; {len(starts)} names start so"
+        shown = ", ".join(f"--{n}" for n in starts[:4])
     fix = f"did you mean {shown}?" if shown else "`slime train --help` lists all flags"
     return UserError(f"{where}there is no flag --{name}", why=why, fix=fix)
 

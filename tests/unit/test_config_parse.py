@@ -105,6 +105,13 @@ def test_no_prefix_of_a_flag_is_accepted() -> None:
                 read_argv([f"--{prefix}", "1"])
 
 
+def test_an_abbreviation_is_answered_with_what_it_begins() -> None:
+    with pytest.raises(UserError, match="did you mean --n-samples-per-prompt or --n-samples-per-eval-prompt"):
+        read_argv(["--n-samples", "1"])
+    with pytest.raises(UserError, match=r"names start so(.|\n)*did you mean --recompute-"):
+        read_argv(["--recompute", "1"])
+
+
 def test_yaml_sets_the_same_names_and_flags_win(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("rollout_batch_size: 8\nlr: 1e-5\ncolocate: true\nrollout-stop: [a, b]\nnum-rollout: 3\n")

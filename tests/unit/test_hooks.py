@@ -163,6 +163,26 @@ def test_sync_and_async_hooks_and_threads() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("in_thread", [True, False])
+@pytest.mark.parametrize("raised", [SystemExit(3), StopIteration()], ids=["exit", "stop"])
+def test_what_would_end_the_loop_is_an_error_like_any_other(raised: BaseException, in_thread: bool) -> None:
+    """`sys.exit()` and a bare `next()` in users' code: nobody may be left waiting for them."""
+
+    def hook() -> None:
+        raise raised
+
+    async def hook_async() -> None:
+        raise raised
+
+    async def run() -> None:
+        for fn in (hook, hook_async):
+            async with asyncio.timeout(10):
+                with pytest.raises(RuntimeError, match=type(raised).__name__):
+                    await asyncio.create_task(call_hook(fn, in_thread=in_thread))
+
+    asyncio.run(run())
+
+
 def test_a_hook_in_a_thread_does_not_block_the_loop() -> None:
     async def run() -> None:
         started, release = threading.Event(), threading.Event()
