@@ -81,6 +81,8 @@ class PromptSource(DataSource):
         select = load_function(config.rollout.buffer_filter_path) if config.rollout.buffer_filter_path else pop_first
         self._buffer = SampleBuffer(config.flat(), select)
         self._order = _open_order(config, tokenizer)
+        seed = config.rollout.rollout_seed
+        self._shuffling = f"shuffled with seed {seed}" if config.data.rollout_shuffle else "as it is"
         self._next = 0
         self._done: set[int] = set()
         """Finished draws at or above ``_low``, below which all are finished."""
@@ -165,6 +167,7 @@ class PromptSource(DataSource):
             "epoch": epoch,
             "offset": offset,
             "data": "" if self._order is None else self._order.fingerprint(),
+            "shuffling": self._shuffling,
             "buffer": self._buffer.state_dict(),
         }
 
@@ -177,6 +180,12 @@ class PromptSource(DataSource):
         if self._order is None:
             return
         if state["data"] == self._order.fingerprint():
+            if state.get("shuffling", self._shuffling) != self._shuffling:
+                logger.warning(
+                    "the checkpoint's order of the data was %s, this run's is %s: in this epoch some prompts come "
+                    "again, and some not at all (--rollout-shuffle, --rollout-seed)",
+                    state["shuffling"], self._shuffling,
+                )  # fmt: skip
             self._order.seek(state["epoch"], state["offset"])
             return
         logger.warning("the prompt data is not the checkpoint's: drawing from its beginning")

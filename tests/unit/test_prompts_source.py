@@ -136,14 +136,26 @@ def test_buffered_groups_survive_a_resume_with_their_partial_responses(data: str
     assert (second[0].group_index, second[0].prompt) == (3, "p3")
 
 
-def test_other_data_after_a_resume_starts_at_its_beginning(data: str, tmp_path: Path) -> None:
-    source = make(data)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_other_data_after_a_resume_starts_at_its_beginning(data: str, tmp_path: Path, streaming: bool) -> None:
+    source = make(data, streaming_data=streaming)
     source.get_samples(4)
     source.mark_consumed([0, 1, 3])
-    other = make(write_jsonl(tmp_path / "other.jsonl", [{"input": f"q{i}"} for i in range(3)]))
+    path = write_jsonl(tmp_path / "other.jsonl", [{"input": f"q{i}"} for i in range(3)])
+    other = make(path, streaming_data=streaming)
     other.load_state_dict(source.state_dict())
     group = other.get_samples(1)[0]
     assert (group[0].prompt, group[0].group_index) == ("q0", 4)
+
+
+def test_another_order_after_a_resume_is_said(data: str, caplog: pytest.LogCaptureFixture) -> None:
+    state = make(data, rollout_shuffle=True).state_dict()
+    make(data, rollout_shuffle=True).load_state_dict(state)
+    assert not caplog.records
+    for flags in ({"rollout_shuffle": True, "rollout_seed": 7}, {}):
+        make(data, **flags).load_state_dict(state)
+        assert "order of the data was shuffled with seed 42" in caplog.text and "some not at all" in caplog.text
+        caplog.clear()
 
 
 # -- buffer and other sources ----------------------------------------------------------------------------------------
