@@ -45,6 +45,11 @@ class ClusterConfig:
     """Environment variables of the trainer's processes, as JSON."""
     placement_timeout: float = flag(300.0)
     """Seconds to wait for the cluster to have the GPUs that were asked for."""
+    gpu_memory_gb: float | None = flag(None)
+    """Memory of a GPU in 10⁹ bytes, for the memory plan; unset: asked of the driver, 80 where there is none. On a
+    host without GPUs it makes --dry-run plan for GPUs."""
+    memory_plan: Literal["refuse", "warn"] = flag("refuse")
+    """What happens when the memory plan does not fit the GPUs: refuse to start, or warn and go on."""
     ray_address: str | None = flag(None)
     """Ray cluster to join ("auto", "host:port"). Unset: RAY_ADDRESS if set, else a local Ray is started."""
     http_proxy: str | None = flag(None, refused="requests to engines never go through a proxy")

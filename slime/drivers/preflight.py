@@ -20,6 +20,7 @@ from slime.config.host import num_cpus, num_gpus
 from slime.config.te_flags import is_installed, missing
 from slime.errors import UserError
 from slime.hooks import check_hooks, check_signature, load_function
+from slime.train.layout_rules import check_layout
 from slime.weights.load_plan import LoadPlan, resolve_load, resolve_reference
 
 #: Rows of each data file that are looked at; the rollout actor looks at all of them.
@@ -37,20 +38,39 @@ def preflight(config: Config) -> LoadPlan:
         UserError: the first thing that cannot work.
     """
     plan = resolve_load(config)
-    _check_models(config, plan)
-    check_hooks(config.flat())
-    _check_transformer_engine(config)
-    _check_rewards(config)
-    _check_data(config)
-    _check_outputs(config)
-    _check_slots(config)
+    check_architecture(config)
+    check_weights(config, plan)
+    check_engine(config)
+    check_transformer_engine(config)
+    check_flags(config)
+    check_data(config)
+    check_slots(config)
     return plan
+
+
+def check_flags(config: Config) -> None:
+    """What flags name besides models and data: hooks, rewards, output directories."""
+    check_hooks(config.flat())
+    _check_rewards(config)
+    _check_outputs(config)
 
 
 # -- models ------------------------------------------------------------------------------------------------
 
 
-def _check_models(config: Config, plan: LoadPlan) -> None:
+def check_architecture(config: Config) -> None:
+    """The model is of a known family, no flag contradicts it, and the parallel layout fits it. Needs its config.json
+    only."""
+    from slime.weights.convert import family_of
+
+    flags = config.checkpoint
+    assert flags.hf_checkpoint is not None
+    spec = family_of(flags.hf_checkpoint, flags.model_name).model_spec(flags.hf_checkpoint)
+    merge_transformer(spec.transformer, config.megatron.transformer)
+    check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
+
+
+def check_weights(config: Config, plan: LoadPlan) -> None:
     """Every Hugging Face directory that will be read holds a known model, whole."""
     from slime.weights.convert import family_of
     from slime.weights.hf_files import HfReader
@@ -58,7 +78,6 @@ def _check_models(config: Config, plan: LoadPlan) -> None:
     flags, algorithm = config.checkpoint, config.algorithm
     assert flags.hf_checkpoint is not None
     family = family_of(flags.hf_checkpoint, flags.model_name)
-    merge_transformer(family.model_spec(flags.hf_checkpoint).transformer, config.megatron.transformer)
     folders = {Path(flags.hf_checkpoint)} if needs_engines(config) else set()
     if plan.kind == "hf":
         folders.add(plan.path)
@@ -68,15 +87,19 @@ def _check_models(config: Config, plan: LoadPlan) -> None:
             folders.add(reference.path)
     for folder in sorted(folders):
         HfReader(folder, names_only=True).verify(family, family.model_spec(folder))
+
+
+def check_engine(config: Config) -> None:
+    """Engines of the kind that is asked for can be started here."""
     if config.engine.rollout_engine == "sglang" and needs_engines(config):
         from slime.rollout.engines.launch import sglang_command
 
-        sglang_command(config, flags.hf_checkpoint, platform.node(), 0)
+        sglang_command(config, str(config.checkpoint.hf_checkpoint), platform.node(), 0)
 
 
-def _check_transformer_engine(config: Config) -> None:
+def check_transformer_engine(config: Config) -> None:
     """Where the trainer runs on this host; on a cluster each trainer rank looks for itself."""
-    if config.cluster.ray_address or os.environ.get("RAY_ADDRESS") or config.debug.debug_rollout_only:
+    if joins_cluster(config) or config.debug.debug_rollout_only:
         return
     error = missing(vars(config.flat()), installed=is_installed())
     if error is not None:
@@ -126,7 +149,8 @@ def _has_rewards(config: Config) -> bool:
 # -- data --------------------------------------------------------------------------------------------------
 
 
-def _check_data(config: Config) -> None:
+def check_data(config: Config) -> None:
+    """The first rows of each data file make prompts."""
     from slime.prompts.source import probe_prompts
     from slime.prompts.tokenizer import load_tokenizer
     from slime.rollout.eval_datasets import eval_datasets
@@ -178,7 +202,12 @@ def _check_writable(flag: str, path: Path) -> None:
 # -- size --------------------------------------------------------------------------------------------------
 
 
-def _check_slots(config: Config) -> None:
+def joins_cluster(config: Config) -> bool:
+    """Does the run join a Ray cluster that is there, instead of starting one on this host?"""
+    return bool(config.cluster.ray_address or os.environ.get("RAY_ADDRESS"))
+
+
+def check_slots(config: Config) -> None:
     """A local Ray has this host's GPUs; without any, process slots, but not more than it can carry."""
     address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
     if address:

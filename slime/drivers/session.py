@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from slime.cluster.plan import PlacementPlan
+from slime.cluster.memory.check import check_memory
 from slime.cluster.run_cluster import Cluster, Launch
 from slime.cluster.waiting import StopRequested
 from slime.config import Config
-from slime.drivers.preflight import preflight
+from slime.drivers.preflight import joins_cluster, preflight
 from slime.errors import UserError
 from slime.observe.log import configure_logging, get_logger
 from slime.observe.run_folder import RunFolder
@@ -241,6 +241,8 @@ def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
     """
     configure_logging(config, role="driver")
     plan = preflight(config)  # before anything starts: most mistakes are refused here, and leave nothing behind
+    if not joins_cluster(config):
+        check_memory(config)  # the nodes of a cluster tell how large their GPUs are once it is joined
     session = Session(config, take_turns=take_turns, resuming=plan.is_resume or _saves_where_it_loads(config))
     on_sigterm = signal.signal(signal.SIGTERM, session.on_sigterm)
     on_sigint = signal.getsignal(signal.SIGINT)
@@ -273,12 +275,3 @@ def _saves_where_it_loads(config: Config) -> bool:
     return (
         flags.load is not None and flags.save is not None and Path(flags.load).resolve() == Path(flags.save).resolve()
     )
-
-
-def dry_run(config: Config) -> None:
-    """Check everything that can be checked beforehand, print what would run, start nothing."""
-    plan = preflight(config)
-    placement = PlacementPlan.of(config)
-    print(config.describe(), file=sys.stdout)
-    print(f"weights: {plan.note}")
-    print(f"placement: {placement.formula}; {placement.num_engines} engine(s) of {placement.slots_per_engine}")

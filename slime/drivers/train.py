@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> None:
     """`slime train`, `python train.py`."""
     config = parse_args(argv)
-    from slime.drivers.session import dry_run, open_session  # not before the flags are right: it imports Ray
-
     if config.debug.dry_run:
+        from slime.drivers.dry_run import dry_run
+
         dry_run(config)
         return
+    from slime.drivers.session import open_session  # not before the flags are right: it imports Ray
+
     with open_session(config, take_turns=True) as session:
         train(config, session)
 

@@ -1,0 +1,127 @@
+"""What one engine rank holds: its part of the weights, and keys and values of as many tokens as memory is left for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime.cluster.memory.parameters import Parameter, layer_parameters, outer_parameters
+from slime.config import Config
+from slime.weights.convert.spec import ModelSpec
+
+#: What SGLang chooses on a GPU of this generation when ``--sglang-mem-fraction-static`` is not set.
+AUTOMATIC_FRACTION = 0.88
+
+#: CUDA context, kernels, CUDA graphs and the workspace of a prefill; part of them stays while the engine sleeps.
+AWAKE_BYTES, ASLEEP_BYTES = 3.5e9, 2.0e9
+
+_VOCABULARY_UNIT = 64  # SGLang pads the vocabulary to a multiple of it
+_KV_BYTES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "fp4_e2m1": 0.5}
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Attributes:
+    spec: the model, its vocabulary not padded.
+    is_sglang: else the embedded engine, one process that holds everything.
+    tensor, pipeline: how the engine's GPUs divide the model.
+    attention: ranks that divide the attention: fewer than ``tensor`` with data-parallel attention.
+    element, kv_element: bytes of a weight and of an entry of the KV cache.
+    fraction: of the GPU's memory for weights and KV cache together.
+    fraction_is_set: by the user, not SGLang's own choice.
+    sequences: requests that the embedded engine keeps at once.
+    longest: tokens of the longest sequence, prompt and response.
+    """
+
+    spec: ModelSpec
+    is_sglang: bool
+    tensor: int
+    pipeline: int
+    attention: int
+    element: int
+    kv_element: float
+    fraction: float
+    fraction_is_set: bool
+    sequences: int
+    longest: int
+
+    @staticmethod
+    def of(config: Config, spec: ModelSpec, longest: int, *, on_gpu: bool) -> EngineSettings:
+        options: dict[str, Any] = config.engine.sglang
+        is_sglang = config.engine.rollout_engine == "sglang" or (config.engine.rollout_engine == "auto" and on_gpu)
+        ranks = config.cluster.rollout_num_gpus_per_engine if is_sglang else 1
+        pipeline = int(options.get("pp_size") or 1) if is_sglang else 1
+        tensor = max(1, ranks // pipeline)
+        replicas = int(options.get("dp_size") or 1) if options.get("enable_dp_attention") else 1
+        element = 4 if _engine_dtype(config, is_sglang) == "float32" else 2
+        kv_element = _KV_BYTES.get(str(options.get("kv_cache_dtype")), element) if is_sglang else element
+        fraction = options.get("mem_fraction_static") if is_sglang else None
+        return EngineSettings(
+            spec=spec,
+            is_sglang=is_sglang,
+            tensor=tensor,
+            pipeline=pipeline,
+            attention=max(1, tensor // replicas),
+            element=element,
+            kv_element=kv_element,
+            fraction=float(fraction) if fraction is not None else AUTOMATIC_FRACTION,
+            fraction_is_set=fraction is not None,
+            sequences=config.engine.embedded_max_slots,
+            longest=longest,
+        )
+
+    @property
+    def weights(self) -> float:
+        """Bytes on the rank that has most."""
+        return max(self._stage_weights(stage) for stage in range(self.pipeline)) * self.element
+
+    def _stage_weights(self, stage: int) -> float:
+        spec, size = self.spec, -(-self.spec.num_layers // self.pipeline)
+        embedding, norm, output = outer_parameters(spec.padded(1, _VOCABULARY_UNIT) if self.is_sglang else spec)
+        held = [embedding] if stage == 0 else []
+        for layer in range(stage * size, min((stage + 1) * size, spec.num_layers)):
+            held += layer_parameters(spec, layer)
+        if stage == self.pipeline - 1:
+            held += [norm] if spec.tie_embeddings and self.pipeline == 1 else [norm, output]
+        return sum(parameter.numel / self._parts(parameter) for parameter in held)
+
+    def _parts(self, parameter: Parameter) -> int:
+        """Into how many pieces the engine cuts a parameter: keys and values are repeated when there are too few, what
+        makes latents is not cut at all."""
+        if parameter.kind in ("norm", "router", "latent"):
+            return 1
+        if parameter.kind == "key_value":
+            return min(self.attention, self.spec.num_query_groups)
+        return self.attention if parameter.kind in ("query", "attention") else self.tensor
+
+    @property
+    def kv_per_token(self) -> float:
+        """Bytes of the KV cache per token and rank. Latent attention keeps one latent for all heads."""
+        facts = self.spec.transformer
+        layers = -(-self.spec.num_layers // self.pipeline)
+        if self.spec.is_mla and self.is_sglang:
+            width = int(facts["kv_lora_rank"]) + int(facts["qk_pos_emb_head_dim"])
+        elif self.spec.is_mla:
+            width = self.spec.num_heads * (self.spec.head_dim + int(facts["v_head_dim"]))
+        else:
+            groups = max(1, self.spec.num_query_groups // self.attention)
+            width = 2 * groups * self.spec.head_dim
+        return layers * width * self.kv_element
+
+    def kv_cache(self, memory: float) -> float:
+        """Bytes of the KV cache on a device of ``memory`` bytes: what the fraction leaves, or, of the embedded engine,
+        what its sequences need at most."""
+        if not self.is_sglang:
+            return self.sequences * self.longest * self.kv_per_token
+        return max(0.0, self.fraction * memory - self.weights)
+
+    def kv_tokens(self, memory: float) -> int:
+        """How many tokens that is, over all running requests of one engine."""
+        return int(self.kv_cache(memory) / self.kv_per_token)
+
+
+def _engine_dtype(config: Config, is_sglang: bool) -> str:
+    if is_sglang:
+        return str(config.engine.sglang.get("dtype") or "auto")
+    chosen = str(config.engine.embedded_dtype)
+    return ("float32" if config.megatron.fp32 else "bfloat16") if chosen == "auto" else chosen

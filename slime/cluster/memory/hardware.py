@@ -1,0 +1,100 @@
+"""How much memory there is: of a GPU and of this host, found without torch."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.config import Config
+from slime.config.host import num_gpus
+from slime.errors import UserError
+
+_ASSUMED_GB, _LARGEST_GB = 80.0, 10_000.0
+#: Source of what was asked of this host's driver.
+DRIVER = "nvidia-smi"
+
+_QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_QUERY_SECONDS = 20.0
+_MEMINFO = Path("/proc/meminfo")
+_CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of what a trainer or engine rank computes on, and how they are known."""
+
+    nbytes: float
+    source: str
+    on_gpu: bool
+
+
+def is_on_gpu(config: Config) -> bool:
+    """Will trainer and engines have GPUs? This host has some, or the flag says how large they are."""
+    return num_gpus() > 0 or config.cluster.gpu_memory_gb is not None
+
+
+def device_memory(config: Config) -> DeviceMemory:
+    """Of one GPU (the smallest of this host), or of this host where there is none.
+
+    Raises:
+        UserError: --gpu-memory-gb is no size of a GPU.
+    """
+    if not is_on_gpu(config):
+        return DeviceMemory(free_host_memory(), "free on this host", on_gpu=False)
+    told = config.cluster.gpu_memory_gb
+    if told is not None and not 0 < told < _LARGEST_GB:
+        raise UserError(f"--gpu-memory-gb is {told:g}", fix="pass the memory of one GPU in 10⁹ bytes: 80, 141, …")
+    if told is not None:
+        return DeviceMemory(told * 1e9, "--gpu-memory-gb", on_gpu=True)
+    seen = seen_gpu_memory()
+    if seen is not None:
+        return DeviceMemory(seen, DRIVER, on_gpu=True)
+    return DeviceMemory(_ASSUMED_GB * 1e9, "assumed; --gpu-memory-gb tells otherwise", on_gpu=True)
+
+
+def seen_gpu_memory() -> float | None:
+    """Bytes of the smallest GPU of this host, as its driver reports; None where there is no driver to ask."""
+    try:
+        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in done.stdout.split() if line.isdigit()]
+    return min(sizes) * float(1 << 20) if done.returncode == 0 and sizes else None
+
+
+def host_memory() -> float:
+    """Bytes of this host, or what its container may have."""
+    limits = [_number(limit) for limit, _ in _CGROUPS]
+    return min([_meminfo("MemTotal"), *(limit for limit in limits if limit is not None)])
+
+
+def free_host_memory() -> float:
+    """Bytes that new processes can have."""
+    free = [_meminfo("MemAvailable")]
+    for limit, used in _CGROUPS:
+        most, now = _number(limit), _number(used)
+        if most is not None and now is not None:
+            free.append(max(0.0, most - now))
+    return min(free)
+
+
+def _meminfo(key: str) -> float:
+    if not _MEMINFO.exists():
+        return float("inf")
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith(key + ":"):
+            return float(line.split()[1]) * 1024
+    return float("inf")
+
+
+def _number(path: Path) -> float | None:
+    """None for no such file, and for "max"."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return float(text) if text.isdigit() and int(text) < 1 << 60 else None

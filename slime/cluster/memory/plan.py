@@ -1,0 +1,317 @@
+"""The memory plan of a run: what each GPU holds in each phase, whether that fits, and what to change when it does not.
+
+colocated                                            apart
+phase       trainer            engine                trainer GPUs: log-probs, train, push
+generate    asleep             weights, KV cache      engine GPUs:  generate, push
+log-probs   states, reference  asleep
+train       states, activations asleep
+push        weights            weights
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from slime.cluster.memory import engine as engine_side
+from slime.cluster.memory import trainer as trainer_side
+from slime.cluster.memory.engine import EngineSettings
+from slime.cluster.memory.hardware import DRIVER, DeviceMemory, device_memory, host_memory
+from slime.cluster.memory.parameters import Layout
+from slime.cluster.memory.trainer import TrainerSettings, longest_sequence
+from slime.cluster.plan import PlacementPlan
+from slime.config import Config
+from slime.weights.convert import family_of
+
+#: Of a device's memory; the rest is what allocators lose to fragmentation.
+USABLE = 0.96
+
+#: Resident size of a process that has imported torch, and of the processes beside trainers and engines.
+_PROCESS_BYTES, _OTHER_BYTES = 0.6e9, 1.5e9
+
+
+@dataclass(frozen=True)
+class Use:
+    """One thing that lies in memory."""
+
+    owner: str
+    what: str
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What some devices, which all hold the same, have in one phase.
+
+    Attributes:
+        devices: "GPU 0-3", or "host".
+        name: generate, log-probs, train, push; "all" on a host without GPUs, where nothing sleeps.
+    """
+
+    devices: str
+    name: str
+    uses: tuple[Use, ...]
+
+    @property
+    def total(self) -> float:
+        return sum(use.nbytes for use in self.uses)
+
+    @property
+    def largest(self) -> list[Use]:
+        return sorted(self.uses, key=lambda use: -use.nbytes)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the plan depends on; what is changed here answers "what if".
+
+    Attributes:
+        trainer, engine: None where the run has none.
+        placement: who is where.
+        colocate: trainer and engines share GPUs.
+        trainer_sleeps, engine_sleeps: they give their memory away while the other works.
+        bucket: bytes of a bucket of a weight push.
+        ranks_per_node: trainer ranks of a node.
+    """
+
+    trainer: TrainerSettings | None
+    engine: EngineSettings | None
+    placement: PlacementPlan
+    colocate: bool
+    trainer_sleeps: bool
+    engine_sleeps: bool
+    bucket: float
+    ranks_per_node: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Attributes:
+    device: a GPU, or this host.
+    phases: every phase of every group of devices.
+    host: bytes of pinned and ordinary memory that the trainer ranks of one node keep, for a run on GPUs.
+    host_limit: bytes of this host.
+    notes: what was assumed.
+    """
+
+    facts: Facts
+    device: DeviceMemory
+    phases: tuple[Phase, ...]
+    host: float = 0.0
+    host_limit: float = float("inf")
+    notes: tuple[str, ...] = field(default=())
+
+    @staticmethod
+    def of(config: Config, device: DeviceMemory | None = None) -> MemoryPlan:
+        """The plan for a resolved configuration, from the config.json of ``--hf-checkpoint`` alone.
+
+        Args:
+            device: what the ranks run on; default: as the flags and this host say.
+        Raises:
+            UserError: the model is of no known family.
+        """
+        device = device or device_memory(config)
+        facts = facts_of(config, on_gpu=device.on_gpu)
+        if not device.on_gpu:
+            return MemoryPlan(facts, device, (host_phase(facts),), notes=_notes(facts))
+        return MemoryPlan(
+            facts, device, tuple(gpu_phases(facts, device.nbytes)), pinned(facts), _host_limit(device), _notes(facts)
+        )
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a device that may be planned with."""
+        return self.device.nbytes * (USABLE if self.device.on_gpu else 1.0)
+
+    @property
+    def peak(self) -> Phase:
+        """Where most is needed."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def overfull(self) -> list[Phase]:
+        """The phases that do not fit, worst first."""
+        return sorted((p for p in self.phases if p.total > self.limit), key=lambda phase: -phase.total)
+
+    @property
+    def starved(self) -> bool:
+        """Does the KV cache hold less than one sequence?"""
+        engine = self.facts.engine
+        return engine is not None and self.device.on_gpu and engine.kv_tokens(self.device.nbytes) < engine.longest
+
+    @property
+    def fits(self) -> bool:
+        return not self.overfull and not self.starved
+
+
+def _host_limit(device: DeviceMemory) -> float:
+    """This host's memory, when it is one of those that the run is for."""
+    return host_memory() if device.source == DRIVER else float("inf")
+
+
+def facts_of(config: Config, *, on_gpu: bool) -> Facts:
+    """What the plan depends on, from the flags and the model's config.json."""
+    placement, cluster = PlacementPlan.of(config), config.cluster
+    path = config.checkpoint.hf_checkpoint
+    assert path is not None, "checked with the flags"
+    spec = family_of(path, config.checkpoint.model_name).model_spec(path)
+    longest = longest_sequence(config)[0]
+    return Facts(
+        trainer=TrainerSettings.of(config, spec, on_gpu=on_gpu) if placement.num_train else None,
+        engine=EngineSettings.of(config, spec, longest, on_gpu=on_gpu) if placement.num_engines else None,
+        placement=placement,
+        colocate=cluster.colocate and bool(placement.num_train and placement.num_engines),
+        trainer_sleeps=bool(cluster.offload_train),
+        engine_sleeps=bool(cluster.offload_rollout),
+        bucket=float(config.sync.update_weight_buffer_size),
+        ranks_per_node=min(placement.num_train, cluster.actor_num_gpus_per_node),
+    )
+
+
+def _notes(facts: Facts) -> tuple[str, ...]:
+    found = []
+    trainer, engine = facts.trainer, facts.engine
+    if trainer is not None and trainer.assumed_length:
+        found.append(
+            f"no flag bounds the prompt: sequences of {trainer.longest} tokens are assumed (--rollout-max-context-len)"
+        )
+    if engine is not None and engine.is_sglang and not engine.fraction_is_set:
+        found.append(
+            f"--sglang-mem-fraction-static is SGLang's own choice; {engine_side.AUTOMATIC_FRACTION} is assumed"
+        )
+    return tuple(found)
+
+
+# -- on GPUs -------------------------------------------------------------------------------------------------------
+
+
+def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
+    """Every phase of every group of GPUs that hold the same."""
+    for devices, stage, has_engine in _groups(facts):
+        trainer = facts.trainer.stage(stage) if facts.trainer is not None and stage is not None else None
+        engine = facts.engine if has_engine else None
+        shared = trainer is not None and engine is not None
+        if engine is not None:
+            rest = _resting_trainer(facts, trainer)
+            kv_cache = Use("engine", f"KV cache ({engine.kv_tokens(memory):,} tokens)", engine.kv_cache(memory))
+            yield Phase(devices, "generate", (*_awake_engine(engine), kv_cache, *rest))
+        if trainer is not None:
+            idle = _resting_engine(facts, engine, memory)
+            states = [Use("trainer", what, size) for what, size in trainer.states().items()]
+            states.append(Use("trainer", "CUDA context, NCCL", trainer_side.AWAKE_BYTES))
+            if trainer.settings.reference:
+                more = [Use("trainer", what, size) for what, size in trainer.scoring().items()]
+                yield Phase(devices, "log-probs", (*states, *more, *idle))
+            more = [Use("trainer", what, size) for what, size in trainer.training().items()]
+            yield Phase(devices, "train", (*states, *more, *idle))
+        if facts.engine is not None and facts.trainer is not None:
+            yield Phase(devices, "push", tuple(_push(facts, trainer, engine, memory, shared)))
+
+
+def _groups(facts: Facts) -> Iterator[tuple[str, int | None, bool]]:
+    """(GPUs, their pipeline stage or None, is there an engine) of GPUs that hold the same."""
+    placement = facts.placement
+    per_stage = placement.num_train // (facts.trainer.layout.pipeline if facts.trainer else 1)
+    kinds: dict[tuple[int | None, bool], list[int]] = {}
+    for slot in range(placement.total):
+        stage = slot // per_stage if slot < placement.num_train else None
+        first = placement.rollout_offset
+        kinds.setdefault((stage, first <= slot < first + placement.num_rollout), []).append(slot)
+    for (stage, has_engine), slots in kinds.items():
+        yield f"GPU {ranges(slots)}", stage, has_engine
+
+
+def ranges(numbers: list[int]) -> str:
+    """Example:
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    '0-2,5,7-8'
+    """
+    runs = []
+    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ",".join(runs)
+
+
+def _awake_engine(engine: EngineSettings) -> list[Use]:
+    return [
+        Use("engine", "weights", engine.weights),
+        Use("engine", "CUDA context and graphs, prefill", engine_side.AWAKE_BYTES),
+    ]
+
+
+def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> list[Use]:
+    """Beside a generating engine."""
+    if trainer is None:
+        return []
+    if facts.trainer_sleeps:
+        return [Use("trainer", "asleep (CUDA context, NCCL)", trainer_side.ASLEEP_BYTES)]
+    return [
+        *(Use("trainer", what, size) for what, size in trainer.states().items()),
+        Use("trainer", "CUDA context, NCCL", trainer_side.AWAKE_BYTES),
+    ]
+
+
+def _resting_engine(facts: Facts, engine: EngineSettings | None, memory: float) -> list[Use]:
+    """Beside a working trainer."""
+    if engine is None:
+        return []
+    if facts.engine_sleeps:
+        return [Use("engine", "asleep (CUDA context and graphs)", engine_side.ASLEEP_BYTES)]
+    return [*_awake_engine(engine), Use("engine", "KV cache", engine.kv_cache(memory))]
+
+
+def _push(
+    facts: Facts,
+    trainer: trainer_side.StageMemory | None,
+    engine: EngineSettings | None,
+    memory: float,
+    shared: bool,
+) -> Iterator[Use]:
+    """Weights on both sides and two buckets; a colocated trainer's optimizer and the KV cache sleep."""
+    if trainer is not None:
+        states = {"weights": trainer.weights} if shared and facts.trainer_sleeps else trainer.states()
+        yield from (Use("trainer", what, size) for what, size in states.items())
+        yield Use("trainer", "CUDA context, NCCL", trainer_side.AWAKE_BYTES)
+    if engine is not None:
+        yield from _awake_engine(engine)
+        if not (shared and facts.engine_sleeps):
+            yield Use("engine", "KV cache", engine.kv_cache(memory))
+    yield Use("both" if shared else "trainer" if trainer is not None else "engine", "two buckets", 2 * facts.bucket)
+
+
+def pinned(facts: Facts) -> float:
+    """Host memory that the trainer ranks of one node keep; a node may hold ranks of one stage only."""
+    trainer = facts.trainer
+    if trainer is None:
+        return 0.0
+    sleeps = facts.colocate and facts.trainer_sleeps
+    stages = range(trainer.layout.pipeline)
+    return facts.ranks_per_node * max(trainer.stage(stage).on_host(sleeps=sleeps) for stage in stages)
+
+
+# -- on a host without GPUs ------------------------------------------------------------------------------------------
+
+
+def host_phase(facts: Facts) -> Phase:
+    """Everything at once: there nothing sleeps, and all processes share the host."""
+    uses = [Use("run", "driver, rollout, router", _OTHER_BYTES)]
+    trainer, engine, placement = facts.trainer, facts.engine, facts.placement
+    if trainer is not None:
+        layout: Layout = trainer.layout
+        stages = [trainer.stage(number) for number in range(layout.pipeline)]
+        per_stage = placement.num_train // layout.pipeline
+        uses.append(Use("trainer", "processes", placement.num_train * _PROCESS_BYTES))
+        totals: dict[str, float] = {}
+        for stage in stages:
+            on_host = {"weights of the reference": stage.on_host(sleeps=False)}
+            for what, size in (*stage.states().items(), *stage.training().items(), *on_host.items()):
+                totals[what] = totals.get(what, 0.0) + size * per_stage
+        uses += [Use("trainer", what, size) for what, size in totals.items() if size]
+    if engine is not None:
+        count = placement.num_engines
+        uses.append(Use("engine", "processes", count * _PROCESS_BYTES))
+        uses.append(Use("engine", "weights", count * engine.weights))
+        uses.append(Use("engine", "KV cache at most", count * engine.kv_cache(0.0)))
+    return Phase("host", "all", tuple(uses))

@@ -1,0 +1,300 @@
+"""What one trainer rank holds: weights, gradients, optimizer states, and what a micro-batch adds while it is computed.
+
+Persistent bytes per trained parameter in half precision: 2 weight, 4 gradient, and 4 master weight + 8 Adam moments
+divided by the replicas (distributed optimizer). In float32 there is no master weight.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from slime.cluster.memory.activations import Kernels, Recompute, StageActivations, saved_by_stage
+from slime.cluster.memory.parameters import Layout, Parameter, rank_parameters
+from slime.config import Config
+from slime.weights.convert.spec import ModelSpec
+
+#: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it sleeps.
+AWAKE_BYTES, ASLEEP_BYTES = 2.0e9, 1.5e9
+
+#: How many more rows than the average the busiest expert rank gets.
+IMBALANCE = 1.3
+
+#: Moments that are on the device at a time with --offload-optimizer-states (`slime.train.megatron.host_states`).
+_MOMENTS_BUCKET = 512 * 1024 * 1024
+
+#: A block of logits on a GPU, in entries, and the bytes per entry that are alive at once (`slime.algorithms.logprobs`):
+#: the product in half precision, float32 logits, their exponentials and a gradient.
+_BLOCK_ENTRIES, _BLOCK_BYTES, _BLOCK_ROWS, _MIN_COLUMNS = 1 << 26, 16, 8192, 512
+_CPU_BLOCK_ENTRIES = 1 << 22
+
+_DTYPE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
+_ASSUMED_PROMPT = 1024
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """What the trainer's memory depends on; `dataclasses.replace` answers "what if".
+
+    Attributes:
+        spec: the model, its vocabulary padded for the layout.
+        element: bytes of a weight and of an activation.
+        gradient, master, moments: bytes per trained parameter (both moments together).
+        sharded: master weights and moments are spread over the replicas.
+        moments_on_host: share of the moments that lives in host memory.
+        master_on_host: the same of the master weights.
+        staged: the moments come to the device in buckets for the step (else the step runs on the host).
+        reference: a second model's weights come to the device for its log-probs.
+        tokens: of the largest micro-batch, on this rank.
+        longest: tokens of the longest sequence.
+        assumed_length: ``longest`` is a guess, as no flag bounds it.
+        dynamic: micro-batches are packed by tokens.
+        chunk_rows: --log-probs-chunk-size.
+        with_logits: a custom loss gets whole logits.
+        only, frozen: regular expressions of what is trained, or is not.
+        on_gpu: sizes of blocks differ.
+    """
+
+    spec: ModelSpec
+    layout: Layout
+    recompute: Recompute
+    element: int
+    gradient: float
+    master: float
+    moments: float
+    sharded: bool
+    moments_on_host: float
+    master_on_host: float
+    staged: bool
+    reference: bool
+    tokens: int
+    longest: int
+    assumed_length: bool
+    dynamic: bool
+    chunk_rows: int
+    with_logits: bool
+    only: tuple[str, ...]
+    frozen: tuple[str, ...]
+    on_gpu: bool
+
+    @staticmethod
+    def of(config: Config, spec: ModelSpec, *, on_gpu: bool) -> TrainerSettings:
+        """From the flags.
+
+        Args:
+            spec: of the checkpoint, vocabulary not padded.
+        """
+        megatron, algorithm = config.megatron, config.algorithm
+        layout = Layout.of(config, spec)
+        element = 4 if megatron.fp32 else 2
+        longest, assumed = longest_sequence(config)
+        on_host = float(megatron.optimizer.get("optimizer_offload_fraction", 1.0)) if on_gpu else 0.0
+        cpu_offload = megatron.optimizer_cpu_offload and on_gpu
+        staged = megatron.offload_optimizer_states and on_gpu and not cpu_offload
+        return TrainerSettings(
+            spec=spec.padded(layout.tensor),
+            layout=layout,
+            recompute=Recompute.of(config),
+            element=element,
+            gradient=4.0 if megatron.fp32 or megatron.accumulate_allreduce_grads_in_fp32 else 2.0,
+            master=_master_bytes(config, element),
+            moments=_moment_bytes(config),
+            sharded=megatron.use_distributed_optimizer and megatron.optimizer_name == "adam",
+            moments_on_host=on_host if cpu_offload else float(staged),
+            master_on_host=on_host if cpu_offload else 0.0,
+            staged=staged,
+            reference=algorithm.loss_type != "sft_loss" and (algorithm.use_kl_loss or algorithm.kl_coef != 0),
+            tokens=largest_micro_batch(config, layout, longest, on_gpu=on_gpu),
+            longest=longest,
+            assumed_length=assumed,
+            dynamic=config.train.use_dynamic_batch_size,
+            chunk_rows=config.train.log_probs_chunk_size,
+            with_logits=algorithm.loss_type == "custom_loss",
+            only=config.train.only_train_params_name_list,
+            frozen=config.train.freeze_params_name_list,
+            on_gpu=on_gpu,
+        )
+
+    def is_trained(self, parameter: Parameter) -> bool:
+        """By the expressions of the flags, as the trainer reads them: the experts of a layer by the name of each."""
+        names = [parameter.name + "0" if parameter.is_expert else parameter.name]
+        if parameter.name == "output_layer.weight" and self.spec.tie_embeddings:
+            names = ["embedding.word_embeddings.weight"]
+        found = any(re.search(pattern, name) for pattern in (*self.only, *self.frozen) for name in names)
+        return found if self.only else not found
+
+    def stage(self, number: int) -> StageMemory:
+        return StageMemory(self, number)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """The ranks of one pipeline stage, which all hold the same. Bytes."""
+
+    settings: TrainerSettings
+    number: int
+
+    @cached_property
+    def parameters(self) -> list[Parameter]:
+        return rank_parameters(self.settings.spec, self.settings.layout, self.number)
+
+    @cached_property
+    def trained(self) -> int:
+        """Entries with a gradient."""
+        return sum(p.numel for p in self.parameters if self.settings.is_trained(p))
+
+    @cached_property
+    def owned(self) -> float:
+        """Entries whose optimizer states are here."""
+        settings = self.settings
+        if not settings.sharded:
+            return float(self.trained)
+        layout = settings.layout
+        return sum(
+            p.numel / (layout.expert_shards if p.is_expert else layout.shards)
+            for p in self.parameters
+            if settings.is_trained(p)
+        )
+
+    @property
+    def weights(self) -> float:
+        return float(sum(p.numel for p in self.parameters) * self.settings.element)
+
+    @property
+    def gradients(self) -> float:
+        return self.trained * self.settings.gradient
+
+    @property
+    def master(self) -> float:
+        return self.owned * self.settings.master
+
+    @property
+    def moments(self) -> float:
+        return self.owned * self.settings.moments
+
+    def states(self) -> dict[str, float]:
+        """What stays on the device from step to step."""
+        settings = self.settings
+        found = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "master weights": self.master * (1 - settings.master_on_host),
+            "optimizer moments": self.moments * (1 - settings.moments_on_host),
+        }
+        if settings.staged:
+            found["optimizer moments (bucket)"] = min(self.moments, _MOMENTS_BUCKET)
+        return {name: size for name, size in found.items() if size}
+
+    def on_host(self, *, sleeps: bool) -> float:
+        """Bytes in host memory: offloaded states, the reference's weights, the copies of a sleeping trainer."""
+        settings = self.settings
+        held = self.moments * settings.moments_on_host + self.master * settings.master_on_host
+        held += self.weights if settings.reference else 0.0
+        if sleeps:
+            held += self.weights + self.master * (1 - settings.master_on_host)
+            held += self.moments * (1 - settings.moments_on_host)
+        return held
+
+    def scoring(self) -> dict[str, float]:
+        """What log-probs without gradients add; the reference's weights come to the device for them."""
+        saved = self._saved()
+        found = {"temporaries of a layer": saved.working * self.settings.tokens, **self._output()}
+        if self.settings.reference:
+            found["weights of the reference"] = self.weights
+        return found
+
+    def training(self) -> dict[str, float]:
+        """What the forward and backward passes add."""
+        settings, saved = self.settings, self._saved()
+        under_way = self.micro_batches_under_way
+        experts = saved.uneven * (IMBALANCE - 1) if settings.layout.expert > 1 else 0.0
+        found = {
+            "activations": saved.kept * under_way * settings.tokens,
+            "activations computed again": saved.rebuilt * settings.tokens,
+            "activations of uneven experts": experts * max(1.0, under_way) * settings.tokens,
+            "temporaries of a layer": saved.working * settings.tokens + self._largest_gradient(),
+            **self._output(),
+        }
+        return {name: size for name, size in found.items() if size}
+
+    @property
+    def micro_batches_under_way(self) -> float:
+        """Forward passes whose backward pass has yet to come: as a multiple of a whole stage's activations."""
+        layout = self.settings.layout
+        behind = layout.pipeline - self.number
+        if layout.virtual == 1:
+            return float(behind)
+        chunks = 2 * (behind - 1) + (layout.virtual - 1) * layout.pipeline + 1
+        return chunks / layout.virtual
+
+    def _saved(self) -> StageActivations:
+        settings = self.settings
+        kernels = Kernels(settings.element, fused=settings.on_gpu)
+        return saved_by_stage(settings.spec, settings.layout, self.number, kernels, settings.recompute)
+
+    def _output(self) -> dict[str, float]:
+        """The last stage's log-probs: the rows that predict, and blocks of logits."""
+        settings = self.settings
+        if self.number != settings.layout.pipeline - 1:
+            return {}
+        spec, rows = settings.spec, settings.tokens
+        columns = spec.padded_vocab_size / settings.layout.tensor
+        found = {
+            "hidden states of predicted tokens": rows * spec.hidden_size * (3 * settings.element + 4),
+            "blocks of logits": self._block(rows, columns) * _BLOCK_BYTES,
+        }
+        if settings.with_logits:
+            found["whole logits for the custom loss"] = rows * columns * (2 * 4 + settings.element)
+        return found
+
+    def _block(self, rows: int, columns: float) -> float:
+        """Entries of a block of logits."""
+        settings = self.settings
+        at_once = settings.chunk_rows if settings.chunk_rows > 0 else min(_BLOCK_ROWS, max(rows, 1))
+        entries = _BLOCK_ENTRIES if settings.on_gpu else _CPU_BLOCK_ENTRIES
+        return min(at_once, rows) * min(columns, max(_MIN_COLUMNS, entries // at_once))
+
+    def _largest_gradient(self) -> float:
+        """A weight's gradient before it is added to the buffer; the embedding's is as large as the embedding."""
+        trained = [p.numel for p in self.parameters if self.settings.is_trained(p) and p.kind != "output"]
+        return max(trained, default=0) * self.settings.element
+
+
+def longest_sequence(config: Config) -> tuple[int, bool]:
+    """(tokens of prompt and response at most, is that a guess because no flag bounds the prompt)."""
+    rollout, cap = config.rollout, config.train.seq_length
+    if rollout.rollout_max_context_len is not None:
+        return rollout.rollout_max_context_len, False
+    if cap is not None:
+        return cap, False
+    prompt = config.data.rollout_max_prompt_len
+    return rollout.rollout_max_response_len + (prompt or _ASSUMED_PROMPT), prompt is None
+
+
+def largest_micro_batch(config: Config, layout: Layout, longest: int, *, on_gpu: bool) -> int:
+    """Tokens of a rank's largest micro-batch, padding included. A sequence above the limit is one of its own."""
+    train = config.train
+    if train.use_dynamic_batch_size and train.max_tokens_per_gpu:
+        whole = max(train.max_tokens_per_gpu * layout.context, longest)
+    else:
+        whole = train.micro_batch_size * longest
+    unit = layout.context * layout.tensor * (train.data_pad_size_multiplier if on_gpu else 1)
+    return -(-whole // unit) * unit // layout.context
+
+
+def _master_bytes(config: Config, element: int) -> float:
+    if element == 4:
+        return 0.0
+    chosen = config.megatron.optimizer.get("main_params_dtype")
+    return _DTYPE_BYTES.get(str(chosen), 4.0) if config.megatron.use_precision_aware_optimizer else 4.0
+
+
+def _moment_bytes(config: Config) -> float:
+    megatron = config.megatron
+    if megatron.optimizer_name == "sgd":
+        return 4.0 if megatron.sgd_momentum else 0.0
+    if not megatron.use_precision_aware_optimizer:
+        return 8.0
+    names = ("exp_avg_dtype", "exp_avg_sq_dtype")
+    return sum(_DTYPE_BYTES.get(str(megatron.optimizer.get(name)), 4.0) for name in names)

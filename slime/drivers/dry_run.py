@@ -1,0 +1,83 @@
+"""``--dry-run``: resolve, plan placement and memory, check, print; start nothing.
+
+Needs no GPU and neither torch nor Ray. A model directory with nothing but config.json will do: what is missing there,
+and what only the machines of the run must have, is said and not refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from slime.cluster.memory.check import judge
+from slime.cluster.memory.hardware import device_memory
+from slime.cluster.memory.plan import MemoryPlan
+from slime.cluster.memory.table import table
+from slime.cluster.plan import PlacementPlan
+from slime.config import Config
+from slime.drivers import preflight
+from slime.errors import UserError
+from slime.weights.load_plan import LoadPlan, resolve_load
+
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def dry_run(config: Config) -> None:
+    """Print what would run: flags with their origins, weights, placement, memory; then check all that can be checked.
+
+    Raises:
+        UserError: what the launch would be refused for, the memory plan included.
+    """
+    load = resolve_load(config)
+    preflight.check_architecture(config)
+    print(config.describe())
+    print(f"weights: {load.note}")
+    print(_placement(config))
+    plan = MemoryPlan.of(config, device_memory(config))
+    print(table(plan), flush=True)
+    remarks = _checks(config, load)
+    for remark in remarks:
+        print(remark)
+    judge(config, plan)
+    print("starts nothing: --dry-run")
+
+
+def _placement(config: Config) -> str:
+    plan = PlacementPlan.of(config)
+    return f"placement: {plan.formula}; {plan.num_engines} engine(s) of {plan.slots_per_engine}"
+
+
+def _checks(config: Config, load: LoadPlan) -> list[str]:
+    """Everything that a launch checks; remarks on what may well be missing on this machine."""
+    remarks = []
+    folder = Path(str(config.checkpoint.hf_checkpoint))
+    if _has_any(folder, _WEIGHT_FILES):
+        preflight.check_weights(config, load)
+    else:
+        remarks.append(f"weights are missing: {folder} has a config.json and no *.safetensors; a launch needs them")
+    preflight.check_flags(config)
+    if _has_any(folder, _TOKENIZER_FILES):
+        preflight.check_data(config)
+    else:
+        remarks.append(f"the tokenizer is missing in {folder}: prompts were not looked at")
+    for what, check in (
+        ("engines", preflight.check_engine),
+        ("Transformer Engine", preflight.check_transformer_engine),
+        ("GPUs", preflight.check_slots),
+    ):
+        remarks += _elsewhere(what, check, config)
+    return remarks
+
+
+def _elsewhere(what: str, check: Callable[[Config], None], config: Config) -> list[str]:
+    """A check of the machine: this one need not be the one that the run is for."""
+    try:
+        check(config)
+    except UserError as error:
+        return [f"{what}: not on this machine: {error.what}" + (f" ({error.why})" if error.why else "")]
+    return []
+
+
+def _has_any(folder: Path, patterns: tuple[str, ...]) -> bool:
+    return any(True for pattern in patterns for _ in folder.glob(pattern))

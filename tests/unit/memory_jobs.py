@@ -1,0 +1,119 @@
+"""What trainer ranks do in the tests of the memory plan: build tiny models, count parameters and saved tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slime.config import Config
+from slime.weights.convert import family_of
+from tests.unit.trainer_ranks import trainer_config
+
+DECODER: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
+    "rope_theta": 1000.0, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 48, "num_experts_per_tok": 2, "norm_topk_prob": True, "num_experts": 8,
+    "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+#: config.json of a tiny model of every family, in the variants that differ in parameters.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**DECODER, "model_type": "llama"},
+    "llama tied": {**DECODER, "model_type": "llama", "tie_word_embeddings": True},
+    "qwen2": {**DECODER, "model_type": "qwen2"},
+    "qwen3": {**DECODER, "model_type": "qwen3", "tie_word_embeddings": True},
+    "glm4": {**DECODER, "model_type": "glm4", "attention_bias": True},
+    "qwen3_moe": {**DECODER, **EXPERTS, "model_type": "qwen3_moe", "mlp_only_layers": [2]},
+    "glm4_moe": {**DECODER, **EXPERTS, "model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True},
+    "deepseek_v3": {**DECODER, **EXPERTS, **LATENT, "model_type": "deepseek_v3"},
+    "deepseek_v3, whole queries": {**DECODER, **EXPERTS, **LATENT, "model_type": "deepseek_v3", "q_lora_rank": None,
+                                   "v_head_dim": 24},
+}  # fmt: skip
+
+
+def config_for(info: Any, **flags: Any) -> Config:
+    return trainer_config(actor_num_gpus_per_node=info.world_size, rollout_batch_size=8, **flags)
+
+
+@contextmanager
+def models(info: Any, names: list[str], flags: dict[str, Any]) -> Iterator[Iterator[tuple[str, list[nn.Module]]]]:
+    """(family, its chunks on this rank) one after the other, in one set of process groups."""
+    from slime.train.megatron import backend, model, parallel, recompute
+
+    assert backend is not None  # its import prepares megatron for this machine
+    config = config_for(info, **flags)
+    specs = {name: family_of(FAMILIES[name]).model_spec(FAMILIES[name]) for name in names}
+    parallel.initialise(info, config, model.virtual_stages(next(iter(specs.values())), config))
+
+    def build() -> Iterator[tuple[str, list[nn.Module]]]:
+        for name, spec in specs.items():
+            padded = spec.padded(config.megatron.tensor_model_parallel_size)
+            chunks = model.build_model_chunks(padded, config, initialise=True)
+            recompute.prepare(chunks)
+            yield name, list(chunks)
+
+    try:
+        yield build()
+    finally:
+        parallel.shut_down()
+
+
+def count_parameters(info: Any, names: list[str], flags: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Per family: entries of each parameter on this rank, by name with global layer numbers."""
+    counted = {}
+    with models(info, names, flags) as built:
+        for name, chunks in built:
+            found: dict[str, int] = {}
+            for chunk in chunks:
+                layers = chunk.get_submodule("decoder.layers")
+                for parameter, tensor in chunk.named_parameters():
+                    local = _LAYER.search(parameter)
+                    if local is not None:
+                        number = int(layers.get_submodule(local[1]).layer_number) - 1  # type: ignore[arg-type]
+                        parameter = _LAYER.sub(f"decoder.layers.{number}.", parameter)
+                    found[parameter] = tensor.numel()
+            counted[name] = found
+    return counted
+
+
+def saved_bytes(info: Any, names: list[str], flags: dict[str, Any], lengths: list[int]) -> dict[str, float]:
+    """Per family: bytes that a forward pass over sequences of these lengths keeps for the backward pass, weights and
+    micro-batch left out."""
+    from slime.train.megatron import parallel
+    from slime.train.megatron.packed import PackingOptions, pack
+
+    sizes = {}
+    with models(info, names, flags) as built:
+        for name, chunks in built:
+            torch.manual_seed(3)
+            tokens = [torch.randint(0, 97, (length + 1,)) for length in lengths]
+            options = PackingOptions(torch.device("cpu"), 4, dense=True, context=parallel.context_group())
+            packed = pack(range(len(lengths)), tokens, list(lengths), options)
+            [chunk] = chunks
+            chunk.train()
+            outside = [*chunk.parameters(), *chunk.buffers(), packed.tokens, packed.rows, packed.targets]
+            kept: dict[int, Tensor] = {}
+            known = {tensor.untyped_storage().data_ptr() for tensor in outside}
+
+            def note(tensor: Tensor, kept: dict[int, Tensor] = kept, known: set[int] = known) -> Tensor:
+                address = tensor.untyped_storage().data_ptr()
+                if address not in known:
+                    kept.setdefault(address, tensor)  # holding it, so that its address is not used again
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                chunk(packed, with_entropy=True)
+            sizes[name] = float(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
+    return sizes

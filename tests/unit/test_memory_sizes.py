@@ -1,0 +1,220 @@
+"""Formulas of the memory plan against the real thing: parameters of every family at every layout, saved tensors."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_jobs import FAMILIES, count_parameters, saved_bytes
+from trainer_ranks import Pools, trainer_config
+
+from slime.cluster.memory.activations import Kernels, Recompute, saved_by_layer, saved_by_stage
+from slime.cluster.memory.engine import EngineSettings
+from slime.cluster.memory.parameters import Layout, layer_parameters, outer_parameters, rank_parameters
+from slime.cluster.memory.trainer import TrainerSettings
+from slime.config import make_config
+from slime.weights.convert import family_of
+from slime.weights.convert.spec import ModelSpec
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "fixtures" / "model_configs.json").read_text()
+)
+DENSE = [name for name in FAMILIES if "moe_intermediate_size" not in FAMILIES[name]]
+MOE = [name for name in FAMILIES if name not in DENSE]
+TP2 = {"tensor_model_parallel_size": 2}
+SP = {"sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+
+
+def spec_of(name: str) -> ModelSpec:
+    return family_of(FAMILIES[name]).model_spec(FAMILIES[name])
+
+
+def layout_of(world: int, flags: dict[str, Any], name: str) -> Layout:
+    return Layout.of(trainer_config(actor_num_gpus_per_node=world, rollout_batch_size=8, **flags), spec_of(name))
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "names"),
+    [
+        pytest.param(1, {}, [*FAMILIES], id="one rank"),
+        pytest.param(2, TP2 | SP, [*FAMILIES], id="TP2+SP"),
+        pytest.param(2, PP2, [*FAMILIES], id="PP2"),
+        pytest.param(2, PP2 | {"num_virtual_stages_per_pipeline_rank": 2}, [*FAMILIES], id="PP2 virtual"),
+        pytest.param(2, EP2, MOE, id="EP2"),
+        pytest.param(4, TP2 | EP2, MOE, id="TP2 x EP2", marks=pytest.mark.full),
+        pytest.param(4, TP2 | PP2, [*FAMILIES], id="TP2 x PP2", marks=pytest.mark.full),
+        pytest.param(4, {**TP2, "expert_model_parallel_size": 2}, MOE, id="TP2 x EP2 x ETP2", marks=pytest.mark.full),
+    ],
+)
+def test_parameters_are_those_of_the_modules(world: int, flags: dict[str, Any], names: list[str], ranks: Pools) -> None:
+    for rank, counted in enumerate(ranks.run(world, count_parameters, names, flags)):
+        for name in names:
+            layout = layout_of(world, flags, name)
+            stage = rank // (world // layout.pipeline)
+            expected: dict[str, int] = defaultdict(int)
+            for parameter in rank_parameters(spec_of(name).padded(layout.tensor), layout, stage):
+                expected[parameter.name] += parameter.numel
+            assert counted[name] == expected, name
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_models_have_as_many_parameters_as_they_say(model: str) -> None:
+    config = PUBLISHED[model]["config"]
+    spec = family_of(config).model_spec(config)
+    assert sum(p.numel for p in rank_parameters(spec, Layout(), 0)) == pytest.approx(
+        PUBLISHED[model]["parameters"], rel=0.01
+    )
+
+
+@given(
+    name=st.sampled_from([*FAMILIES]),
+    tensor=st.sampled_from([1, 2, 4]),
+    pipeline=st.sampled_from([1, 2, 4]),
+    virtual=st.sampled_from([1, 2]),
+    expert=st.sampled_from([1, 2, 8]),
+    expert_tensor=st.sampled_from([1, 2]),
+)
+@settings(deadline=None)
+def test_all_ranks_together_hold_the_model(
+    name: str, tensor: int, pipeline: int, virtual: int, expert: int, expert_tensor: int
+) -> None:
+    if pipeline * virtual > 4:
+        virtual = 1
+    layout = Layout(tensor * pipeline * expert * expert_tensor, tensor, pipeline, virtual, 1, expert, expert_tensor)
+    spec = spec_of(name).padded(tensor)
+    times = {"none": 1, "tensor": tensor, "expert": expert * expert_tensor}
+    held = [p for stage in range(pipeline) for p in rank_parameters(spec, layout, stage)]
+    embedding, norm, output = outer_parameters(spec)
+    whole = [embedding, norm, *(p for layer in range(4) for p in layer_parameters(spec, layer))]
+    if not (spec.tie_embeddings and pipeline == 1):
+        whole.append(output)
+    assert sum(p.numel * times[p.cut] for p in held) == sum(p.numel for p in whole)
+
+
+def test_frozen_parameters_have_no_gradient_and_no_states() -> None:
+    def stage(**flags: Any) -> Any:
+        config = make_config(hf_checkpoint="m", bf16=True, **flags)
+        return TrainerSettings.of(config, spec_of("qwen3_moe"), on_gpu=True).stage(0)
+
+    everything, only_experts = stage(), stage(only_train_params_name_list=(r"experts\.linear_fc[12]",))
+    experts = sum(p.numel for p in everything.parameters if p.is_expert)
+    assert only_experts.trained == experts > 0 and only_experts.weights == everything.weights
+    assert only_experts.gradients == 4 * experts and only_experts.moments == 8 * experts
+    assert stage(freeze_params_name_list=(r"experts\.linear_fc[12]",)).trained == everything.trained - experts
+
+
+def test_the_distributed_optimizer_spreads_dense_states_over_replicas_and_those_of_experts_over_theirs() -> None:
+    flags = {"actor_num_gpus_per_node": 8, "rollout_batch_size": 8, **TP2, **EP2}
+    config = make_config(hf_checkpoint="m", bf16=True, **flags)
+    stage = TrainerSettings.of(config, spec_of("qwen3_moe"), on_gpu=True).stage(0)
+    dense = sum(p.numel for p in stage.parameters if not p.is_expert)
+    experts = sum(p.numel for p in stage.parameters if p.is_expert)
+    assert stage.owned == dense / 4 + experts / 4
+    whole = TrainerSettings.of(
+        make_config(hf_checkpoint="m", bf16=True, use_distributed_optimizer=False, **flags),
+        spec_of("qwen3_moe"),
+        on_gpu=True,
+    )
+    assert whole.stage(0).owned == dense + experts
+
+
+# -- activations -----------------------------------------------------------------------------------------------------
+
+LENGTHS = [256, 256]  # equal, so that attention needs no padding
+
+
+def expected_bytes(name: str, layout: Layout, recompute: Recompute, tokens: int) -> float:
+    """By the formulas, and what is kept outside of the layers: angles, final norm, rows that predict."""
+    spec, kernels = spec_of(name), Kernels(4, fused=False)
+    share = 1 / layout.tensor if layout.sequence_parallel else 1.0
+    outside = spec.hidden_size * 4 * share + kernels.norm(spec.hidden_size * share, share)
+    outside += spec.hidden_size * 4 + 2 * 4 + spec.rotary_dim * 4
+    return (saved_by_stage(spec, layout, 0, kernels, recompute).kept + outside) * tokens
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "names"),
+    [
+        pytest.param(1, {}, [*FAMILIES], id="one rank"),
+        pytest.param(2, TP2 | SP, [*FAMILIES], id="TP2+SP"),
+        pytest.param(2, TP2, ["qwen3", "qwen3_moe"], id="TP2"),
+        pytest.param(2, CP2, ["llama", "qwen3_moe", "deepseek_v3"], id="CP2"),
+        pytest.param(2, EP2, MOE, id="EP2"),
+    ],
+)
+def test_saved_tensors_are_those_of_the_formulas(
+    world: int, flags: dict[str, Any], names: list[str], ranks: Pools
+) -> None:
+    measured = ranks.run(world, saved_bytes, names, flags, LENGTHS)
+    for name in names:
+        layout = layout_of(world, flags, name)
+        mean = sum(sizes[name] for sizes in measured) / world  # routers prefer some experts
+        expected = expected_bytes(name, layout, Recompute(), sum(LENGTHS) // layout.context)
+        assert mean == pytest.approx(expected, rel=0.1), name
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+        {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+        {"recompute_granularity": "selective", "recompute_modules": ("moe", "layernorm")},
+        {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "mla_up_proj")},
+    ],
+    ids=lambda flags: " ".join(map(str, flags.values())),
+)
+def test_recomputation_keeps_what_the_formulas_say(flags: dict[str, Any], ranks: Pools) -> None:
+    modules = flags.get("recompute_modules", ())
+    names = ["deepseek_v3"] if "mla_up_proj" in modules else ["qwen3_moe"] if "moe" in modules else ["qwen3"]
+    [measured] = ranks.run(1, saved_bytes, names, flags, LENGTHS)
+    for name in names:
+        recompute = Recompute.of(trainer_config(**flags))
+        expected = expected_bytes(name, Layout(), recompute, sum(LENGTHS))
+        assert measured[name] == pytest.approx(expected, rel=0.1), name
+        assert expected < expected_bytes(name, Layout(), Recompute(), sum(LENGTHS))
+
+
+def test_a_gpu_keeps_less_of_norms() -> None:
+    spec = spec_of("qwen3_moe")
+    on_gpu, elsewhere = (
+        saved_by_layer(spec, Layout(), 0, Kernels(4, fused), Recompute()).total for fused in (True, False)
+    )
+    assert on_gpu < elsewhere
+
+
+# -- engine ----------------------------------------------------------------------------------------------------------
+
+
+def engine(model: str, **flags: Any) -> EngineSettings:
+    spec = family_of(PUBLISHED[model]["config"]).model_spec(PUBLISHED[model]["config"])
+    config = make_config(hf_checkpoint="m", rollout_engine="sglang", bf16=True, **flags)
+    return EngineSettings.of(config, spec, 4096, on_gpu=True)
+
+
+def test_kv_cache_per_token() -> None:
+    assert engine("Qwen/Qwen3-4B").kv_per_token == 2 * 8 * 128 * 36 * 2
+    assert engine("Qwen/Qwen3-4B", rollout_num_gpus_per_engine=4).kv_per_token == 2 * 2 * 128 * 36 * 2
+    assert engine("Qwen/Qwen3-4B", rollout_num_gpus_per_engine=16).kv_per_token == 2 * 128 * 36 * 2  # heads repeated
+    assert engine("deepseek-ai/DeepSeek-V3", rollout_num_gpus_per_engine=8).kv_per_token == (512 + 64) * 61 * 2
+    assert engine("Qwen/Qwen3-4B", sglang_kv_cache_dtype="fp8_e5m2").kv_per_token == 2 * 8 * 128 * 36
+
+
+def test_engine_weights_are_divided() -> None:
+    one, two = engine("Qwen/Qwen3-4B"), engine("Qwen/Qwen3-4B", rollout_num_gpus_per_engine=2)
+    assert one.weights == pytest.approx(8.04e9, rel=0.01)
+    assert one.weights / 2 < two.weights < one.weights / 2 * 1.01  # norms are on every rank
+    assert one.kv_cache(80e9) == pytest.approx(0.88 * 80e9 - one.weights)
