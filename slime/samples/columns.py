@@ -77,7 +77,8 @@ def _mask(sample: Sample) -> list[int]:
 
 
 def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[Any] | None:
-    """The field of every sample if any has it. A sample that trains no token may lack per-token numbers: zeros.
+    """The field of every sample if any has it. A sample that trains no token may lack per-token numbers: zeros, and
+    no row of experts.
 
     Raises:
         UserError: some samples that are trained on have the field and some do not.
@@ -86,8 +87,8 @@ def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[
     if all(value is None for value in values):
         return None
     for position, (sample, mask) in enumerate(zip(samples, masks)):
-        if values[position] is None and not any(mask) and name != "rollout_routed_experts":
-            values[position] = [0.0] * sample.response_length
+        if values[position] is None and not any(mask):
+            values[position] = [] if name == "rollout_routed_experts" else [0.0] * sample.response_length
     without = [sample.index for sample, value in zip(samples, values) if value is None]
     if without:
         raise UserError(

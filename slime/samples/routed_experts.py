@@ -1,4 +1,8 @@
-"""Which experts the engine sent each token to, as it travels from an engine's answer to the trainer."""
+"""Which experts the engine sent each token to, as it travels from an engine's answer to the trainer.
+
+One row per token but the last. A row of -1 means that the engine did not compute the token; rows may also end before
+the sample does, where user code appended tokens after the engine's answer. The trainer routes such tokens itself.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,16 @@ if TYPE_CHECKING:
 
     from slime.samples.types import Sample
 
+#: In place of an expert's number, where the engine did not compute the token.
+UNKNOWN = -1
+
 
 def updated_experts(sample: Sample, args: Any, meta_info: dict[str, Any]) -> Any:
     """The sample's ``rollout_routed_experts`` after an answer of the engine to all its tokens.
 
     int32 [tokens - 1, layers, experts per token]; the last two axes are flat when ``args`` does not tell the model's
-    ``num_layers`` and ``moe_router_topk``.
+    ``num_layers`` and ``moe_router_topk``. Tokens that the engine computed in an earlier call only (this one was
+    aborted before its prefill was complete) keep their experts.
     """
     if not meta_info.get("routed_experts"):
         return sample.rollout_routed_experts
@@ -71,7 +79,12 @@ def decode_routed_experts(
         )
     found = values.reshape(rows, *(shape or (-1,)))
     if start == 0:
-        return found.copy()  # of memory of its own, writable
+        found = found.copy()  # of memory of its own, writable
+        missing = np.flatnonzero((found.reshape(rows, -1) == UNKNOWN).all(axis=1))
+        if before is not None and len(missing):
+            missing = missing[missing < len(before)]
+            found[missing] = np.asarray(before).reshape(len(before), *found.shape[1:])[missing]
+        return found
     if before is None or len(before) < start:
         raise UserError(
             f"the engine returned routed experts from token {start} on, and the sample has none of the tokens before",

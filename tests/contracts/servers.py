@@ -163,11 +163,12 @@ def num_running(engine: Server) -> int:
     return int(engine.get("/v1/loads").json["loads"][0]["num_running_reqs"])
 
 
-def long_generation(engine: Server, rid: str, seed: int = 1, count: int = 240) -> Background:
+def long_generation(engine: Server, rid: str, seed: int = 1, count: int = 240, **fields: Any) -> Background:
     body = {
         "input_ids": PROMPT,
         "rid": rid,
         "return_logprob": True,
+        **fields,
         "sampling_params": {"max_new_tokens": count, "ignore_eos": True, "sampling_seed": seed},
     }
     return Background(lambda: engine.ok("/generate", body))

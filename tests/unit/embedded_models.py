@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -152,11 +154,12 @@ def make_scheduler(
     deterministic: bool = False,
     dtype: str = "float32",
     device: str = "cpu",
+    record_experts: bool = False,
 ) -> Scheduler:
     arch = Architecture.from_dir(directory)
     store = make_store(directory, arch, dtype, torch.device(device), max_length, deterministic)
     cache = KVCache(arch, store.dtype, store.device, max_slots, kv_bytes)
-    return Scheduler(store, cache, prefill_tokens, deterministic)
+    return Scheduler(store, cache, prefill_tokens, deterministic, record_experts)
 
 
 def make_sequence(
@@ -199,3 +202,26 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def router_choices(directory: Path, tokens: list[int]) -> np.ndarray:
+    """The experts that transformers' routers choose, int64 [tokens, layers, k], sorted; zeros in dense layers."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    seen: dict[int, torch.Tensor] = {}
+    for number, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(lambda _, inputs, output, at=number: seen.update({at: output[-1]}))
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    dense = torch.zeros_like(next(iter(seen.values())))
+    layers = [seen.get(number, dense) for number in range(len(model.model.layers))]
+    return torch.stack(layers, dim=1).sort(dim=-1).values.numpy()
+
+
+def experts_of(sequence: Sequence) -> np.ndarray:
+    """What the engine would answer: int32 [tokens - 1, layers, k], sorted."""
+    assert sequence.experts is not None
+    payload = sequence.experts.encoded(0, sequence.length - 1)
+    rows = np.frombuffer(base64.b64decode(payload), np.int32)
+    facts = sequence.experts.facts
+    return np.sort(rows.reshape(sequence.length - 1, len(facts.in_layer), facts.chosen), axis=-1)

@@ -14,7 +14,7 @@ from slime.config import make_config
 from slime.errors import UserError
 from slime.rollout.engines.embedded.__main__ import parse_args
 from slime.rollout.engines.embedded.server import bind
-from slime.rollout.engines.launch import embedded_command, router_command, sglang_command
+from slime.rollout.engines.launch import embedded_command, router_command
 from slime.weights.gguf import find_smollm2, gguf_to_hf
 
 
@@ -37,6 +37,9 @@ def test_flags_reach_the_embedded_engine(tmp_path: Path) -> None:
     args = parse_args(embedded_command(config, "m", "h", 1).argv[3:])
     assert args.dtype == "float32" and args.deterministic
     assert (args.max_context_len, args.max_slots) == (512, 16)
+    assert not args.enable_return_routed_experts
+    replay = config_of(tmp_path, use_rollout_routing_replay=True)
+    assert parse_args(embedded_command(replay, "m", "h", 1).argv[3:]).enable_return_routed_experts
     chosen = config_of(tmp_path, fp32=True, embedded_dtype="bfloat16")
     assert parse_args(embedded_command(chosen, "m", "h", 1).argv[3:]).dtype == "bfloat16"
 
@@ -61,11 +64,6 @@ def test_power_of_two_is_started_with_its_workers_and_other_policies_without(tmp
     assert (chosen.policy, chosen.worker_urls, chosen.worker_startup_check_interval) == ("power_of_two", urls, 1)
     assert started("power_of_two", urls[:1]).policy == "round_robin"  # nothing to choose
     assert started("cache_aware", urls).worker_urls == []
-
-
-def test_sglang_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="rollout-engine embedded"):
-        sglang_command(config_of(tmp_path), "m", "h", 1)
 
 
 def test_a_taken_port_is_one_clear_error() -> None:

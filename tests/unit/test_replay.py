@@ -17,9 +17,11 @@ from torch import Tensor
 from trainer_ranks import Pools, free_port, make_batch, tiny_spec, trainer_config
 
 from slime.errors import UserError
+from slime.samples.columns import _optional
 from slime.samples.types import Sample, TrainBatch
 from slime.train import update as update_module
 from slime.train.megatron.backend import MegatronBackend
+from slime.train.megatron.moe_router import choose_experts
 from slime.train.megatron.parallel import RankInfo
 from slime.train.megatron.replay import RoutingGuide
 
@@ -215,7 +217,7 @@ ENGINE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_the_engines_experts_at_every_layout(name: str, model: Path, ranks: Pools) -> None:
     size, layout = ENGINE_LAYOUTS[name]
     flags = {"hf_checkpoint": str(model), "use_rollout_routing_replay": True}
-    batch = engine_batch()
+    batch = without_some_experts()
     batch.steps = [dataclasses.replace(batch.steps[0], micro_batches=[[0, 1], [2, 3], [4], [5]])]
     (single,) = ranks.run(1, replay_job, flags, batch)
     (plain,) = ranks.run(1, parity_job, {"hf_checkpoint": str(model)}, [batch])
@@ -276,8 +278,12 @@ def guide() -> RoutingGuide:
     ("experts", "said"),
     [
         (None, "needs the experts that the engine chose"),
-        (torch.zeros(3, LAYERS, TOPK), "shape"),
-        (torch.full((0, LAYERS, TOPK), 0), "shape"),
+        (torch.zeros(23, LAYERS, TOPK), "shape"),
+        (torch.zeros(22, LAYERS, TOPK + 1), "shape"),
+        (torch.zeros(21, LAYERS, TOPK), "lack 1 tokens that are trained on (first: token 2 of the response)"),
+        (torch.zeros(0, 0), "lack 3 tokens"),
+        (torch.full((22, LAYERS, TOPK), -1), "lack 3 tokens"),
+        (torch.full((22, LAYERS, TOPK), -2), "numbers from -2 to -2"),
         ("too large", f"{EXPERTS} experts per layer"),
     ],
 )
@@ -342,6 +348,69 @@ def test_answers_that_do_not_fit_are_refused(meta: dict[str, Any], said: str) ->
     with pytest.raises(UserError) as caught:
         Sample(tokens=[1, 2]).append_response_tokens(tokens=[3], log_probs=[0.0], meta_info=meta)
     assert said in str(caught.value)
+
+
+def test_rows_that_this_call_did_not_compute_stay_as_the_call_before_had_them() -> None:
+    """The engine was told to abort before the prefill of the second call was complete."""
+    first, cut = np.arange(8).reshape(4, 1, 2), np.full((5, 1, 2), -1)
+    cut[0] = 50
+    sample = Sample(tokens=[1, 2])
+    sample.append_response_tokens(tokens=[3, 4, 5], log_probs=[0.0] * 3, meta_info={"routed_experts": payload(first)})
+    sample.append_response_tokens(tokens=[6], trainable=False)
+    sample.append_response_tokens(tokens=[], log_probs=[], meta_info={"routed_experts": payload(cut)})
+    assert sample.rollout_routed_experts.tolist() == [[50, 50], *first[1:, 0].tolist(), [-1, -1]]
+
+
+def without_some_experts() -> TrainBatch:
+    """`engine_batch`; the third sample ends with two tokens of a tool, the last one's prompt was not computed whole."""
+    batch = engine_batch()
+    assert batch.routed_experts is not None
+    batch.loss_masks[2][-2:] = 0.0
+    batch.routed_experts[2] = batch.routed_experts[2][:-2]
+    batch.routed_experts[5][:2] = -1
+    return batch
+
+
+def test_tokens_that_the_engine_did_not_compute_are_routed_by_the_trainer(model: Path) -> None:
+    backend = backend_of(model, use_rollout_routing_replay=True, **RECOMPUTE)
+    try:
+        batch, watch = without_some_experts(), Watch(backend)
+        own: list[Tensor] = []
+        assert backend.routing is not None and batch.routed_experts is not None
+        for layer in backend.routing.layers:
+            layer.router.register_forward_hook(lambda router, given, _: own.append(router_choice(router, given[0])))
+        backend.log_probs(batch)
+        packed, seen, own_by_layer = backend._pack(batch, batch.steps[0].micro_batches), watch.take(), {}
+        for position, number in enumerate(seen):
+            own_by_layer[number] = own[position :: len(seen)]
+        compared = {True: 0, False: 0}
+        for number, choices in seen.items():
+            for used, chosen, micro_batch in zip(choices, own_by_layer[number], packed, strict=True):
+                table: list[Tensor | None] = []
+                for i in micro_batch.samples:
+                    rows = [None if int(row.min()) < 0 else row for row in batch.routed_experts[i][:, number - 1]]
+                    table += rows + [None] * (len(batch.tokens[i]) - 1 - len(rows))
+                    table.append(torch.arange(TOPK))
+                for row, anew, origin in zip(used, chosen, micro_batch.origins.tolist()):
+                    if origin >= 0:
+                        expected = table[origin]
+                        compared[expected is None] += 1
+                        assert row.tolist() == (anew if expected is None else expected).tolist()
+        assert compared[True] == 4 * len(seen) and compared[False] > 0
+    finally:
+        backend.close()
+
+
+def router_choice(router: Any, hidden: Tensor) -> Tensor:
+    return choose_experts(router.gating(hidden).detach(), router.expert_bias, router.config)
+
+
+def test_a_sample_that_trains_nothing_may_lack_experts() -> None:
+    samples = [Sample(index=i, tokens=[1, 2, 3], response_length=1) for i in (0, 1)]
+    samples[0].rollout_routed_experts = np.zeros((2, 1, 2), np.int32)
+    assert len(_optional(samples, [[1], [0]], "rollout_routed_experts")[1]) == 0
+    with pytest.raises(UserError, match="have no rollout_routed_experts"):
+        _optional(samples, [[1], [1]], "rollout_routed_experts")
 
 
 def test_flat_experts_reach_the_trainer(guide: RoutingGuide) -> None:

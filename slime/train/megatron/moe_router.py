@@ -41,6 +41,7 @@ class Routing:
         loss_scale: what the balance losses are multiplied with: Megatron's averaging undone, divided by the tokens of
             the step. 0: no balance losses.
         choices: layer number (from 1) → experts [t, k] to use again, or those that were recorded.
+        unknown: bool, one for each token that this rank routes: there is nothing to use again. None: no such token.
         record: keep the choices.
     """
 
@@ -49,6 +50,7 @@ class Routing:
     num_sequences: int
     loss_scale: float = 0.0
     choices: dict[int, Tensor] = field(default_factory=dict)
+    unknown: Tensor | None = None
     record: bool = False
 
 
@@ -125,7 +127,10 @@ class Router(TopKRouter):
         if routing is None or self.layer_number is None:
             return choose_experts(logits, self.expert_bias, self.config)
         if not routing.record and self.layer_number in routing.choices:
-            return routing.choices[self.layer_number].long()
+            given = routing.choices[self.layer_number].long()
+            if routing.unknown is None:
+                return given
+            return torch.where(routing.unknown[:, None], choose_experts(logits, self.expert_bias, self.config), given)
         choices = choose_experts(logits, self.expert_bias, self.config)
         if routing.record:
             routing.choices[self.layer_number] = choices.to(smallest_integer(logits.size(1)))

@@ -8,7 +8,8 @@ arXiv:2510.11370); their weights still come from the current router, so that it 
     --use-routing-replay           old-policy pass ─ records ─► training (recompute included)
     --use-rollout-routing-replay   engine ─ TrainBatch.routed_experts ─► old-policy pass, training
 
-The reference pass routes by itself: it has a router of its own.
+The reference pass routes by itself: it has a router of its own. So does every pass for tokens that the engine did not
+compute, such as the answer of a tool at a sample's end.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from slime.config import Config
 from slime.errors import UserError
+from slime.samples.routed_experts import UNKNOWN
 from slime.samples.types import TrainBatch
 from slime.train.megatron.moe_layer import ExpertLayer, balance_metrics, expert_layers, uses_balance_losses
 from slime.train.megatron.moe_router import Routing, smallest_integer
@@ -108,7 +110,7 @@ class RoutingGuide:
         routing, key = micro_batch.sequences.routing, tuple(micro_batch.samples)
         assert routing is not None
         if self.source == "engine":
-            routing.choices = self._from_engine(micro_batch, batch)
+            self._take_from_engine(routing, micro_batch, batch)
         elif self.source == "policy" and which == "score":
             routing.record = True
             self.recorded[key] = routing.choices  # filled while the pass runs
@@ -116,8 +118,8 @@ class RoutingGuide:
             assert key in self.recorded, "routing is replayed in training but no pass recorded it"
             routing.choices = self.recorded[key]
 
-    def _from_engine(self, micro_batch: PackedMicroBatch, batch: TrainBatch) -> dict[int, Tensor]:
-        """Layer number → [n, k] of the tokens that this rank routes."""
+    def _take_from_engine(self, routing: Routing, micro_batch: PackedMicroBatch, batch: TrainBatch) -> None:
+        """Set ``choices`` and ``unknown``, of the tokens that this rank routes."""
         rows = micro_batch.origins
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         rows = rows.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
@@ -131,14 +133,19 @@ class RoutingGuide:
             parts = [part for i in micro_batch.samples for part in (self._experts_of(batch, i), last)]
             table = torch.cat(parts).index_select(0, rows.clamp(min=0))
             chosen = torch.where((rows < 0)[:, None, None], spread, table.long())
-        chosen = chosen.to(smallest_integer(self.num_experts)).to(micro_batch.tokens.device, non_blocking=True)
-        return {number: chosen[:, number - 1] for number in self._layer_numbers()}
+        device = micro_batch.tokens.device
+        unknown = (chosen == UNKNOWN).flatten(1).all(dim=1)
+        if unknown.any():
+            routing.unknown = unknown.to(device, non_blocking=True)
+            chosen = torch.where(unknown[:, None, None], spread, chosen)
+        chosen = chosen.to(smallest_integer(self.num_experts)).to(device, non_blocking=True)
+        routing.choices = {number: chosen[:, number - 1] for number in self._layer_numbers()}
 
     def _layer_numbers(self) -> list[int]:
         return [number for layer in self.layers if (number := layer.layer_number) is not None]
 
     def _experts_of(self, batch: TrainBatch, sample: int) -> Tensor:
-        """[L - 1, layers, k] of one sample: the engine never sees a sample's last token."""
+        """[L - 1, layers, k] of one sample: the engine never sees a sample's last token. Rows of -1: nor these."""
         name = f"sample {batch.sample_indices[sample]}"
         if batch.routed_experts is None:
             raise UserError(
@@ -147,23 +154,46 @@ class RoutingGuide:
                 fix="let the generate function set sample.rollout_routed_experts (the built-in one does where the "
                 "engine returns them), or use --use-routing-replay",
             )
-        experts = batch.routed_experts[sample]
-        expected = (batch.tokens[sample].numel() - 1, self.num_layers, self.topk)
-        if experts.dim() == 2 and experts.shape[1] == self.num_layers * self.topk:
-            experts = experts.view(-1, self.num_layers, self.topk)
-        if tuple(experts.shape) != expected:
+        given, expected = batch.routed_experts[sample], batch.tokens[sample].numel() - 1
+        experts = given
+        if given.numel() == 0 or (given.dim() == 2 and given.shape[1] == self.num_layers * self.topk):
+            experts = given.reshape(-1, self.num_layers, self.topk)
+        if tuple(experts.shape[1:]) != (self.num_layers, self.topk) or len(experts) > expected:
             raise UserError(
-                f"the routed experts of {name} have shape {list(experts.shape)} instead of {list(expected)}",
+                f"the routed experts of {name} have shape {list(given.shape)} instead of "
+                f"{[expected, self.num_layers, self.topk]}",
                 why="one row per token but the last, one entry per layer (dense ones too) and chosen expert",
                 fix="correct the generate function, or the engine's version",
             )
-        if experts.numel() and (int(experts.min()) < 0 or int(experts.max()) >= self.num_experts):
+        unknown = (experts == UNKNOWN).flatten(1).all(dim=1)
+        known = experts[~unknown]
+        if known.numel() and (int(known.min()) < 0 or int(known.max()) >= self.num_experts):
             raise UserError(
-                f"the routed experts of {name} are numbers from {int(experts.min())} to {int(experts.max())}",
+                f"the routed experts of {name} are numbers from {int(known.min())} to {int(known.max())}",
                 why=f"the model has {self.num_experts} experts per layer",
                 fix="let the engine serve the model that is trained",
             )
-        return experts
+        missing = expected - len(experts)  # tokens that were appended after the engine's answer
+        self._check_trained_tokens(batch, sample, torch.cat([unknown, unknown.new_ones(missing)]))
+        return torch.cat([experts, experts.new_full((missing, self.num_layers, self.topk), UNKNOWN)])
+
+    @staticmethod
+    def _check_trained_tokens(batch: TrainBatch, sample: int, unknown: Tensor) -> None:
+        """Row p says with which experts token p + 1 was sampled. Only a token that nobody sampled can lack it.
+
+        Raises:
+            UserError: a token that is trained on has no row.
+        """
+        length = batch.response_lengths[sample]
+        bare = unknown[len(unknown) - length :] & (batch.loss_masks[sample] > 0).cpu() if length else unknown[:0]
+        if bare.any():
+            raise UserError(
+                f"the routed experts of sample {batch.sample_indices[sample]} lack {int(bare.sum())} tokens that are "
+                f"trained on (first: token {int(bare.nonzero()[0])} of the response)",
+                why="only tokens that the model did not sample may come without, with loss mask 0",
+                fix="pass the engine's meta_info to sample.append_response_tokens, and ask the engine for "
+                "return_routed_experts with routed_experts_start_len 0",
+            )
 
 
 def guide_for(chunks: Sequence[nn.Module], spec: ModelSpec, config: Config) -> RoutingGuide | None:

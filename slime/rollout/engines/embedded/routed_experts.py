@@ -33,7 +33,7 @@ class RoutedExperts:
     """
 
     def __init__(self, facts: Experts) -> None:
-        self._facts = facts
+        self.facts = facts
         self._rows = np.empty((0, sum(facts.in_layer), facts.chosen), _DTYPE)
 
     def write(self, start: int, rows: np.ndarray) -> None:
@@ -56,8 +56,8 @@ class RoutedExperts:
         A row whose entries are all -1 is of a position that was never computed.
         """
         rows = self.first(max(start, end))[start:]
-        whole = np.zeros((len(rows), len(self._facts.in_layer), self._facts.chosen), np.int32)
-        whole[:, list(self._facts.in_layer)] = rows
+        whole = np.zeros((len(rows), len(self.facts.in_layer), self.facts.chosen), np.int32)
+        whole[:, list(self.facts.in_layer)] = rows
         whole[(rows == UNKNOWN).all(axis=(1, 2))] = UNKNOWN
         return base64.b64encode(whole.tobytes()).decode("ascii")
 
