@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.errors import UserError
-
 
 @dataclass(frozen=True)
 class ContextGroup:
@@ -101,23 +99,6 @@ def swap(values: Tensor, place: ContextGroup) -> Tensor:
     result = _Swap.apply(values, place)
     assert isinstance(result, Tensor)
     return result
-
-
-def check_heads(heads: int, tensor_parallel: int, context_parallel: int) -> None:
-    """Every rank of the context group needs equally many of the heads that tensor parallelism left.
-
-    Raises:
-        UserError: it cannot; names the divisors that would do.
-    """
-    local = heads // tensor_parallel
-    if local % context_parallel:
-        divisors = [d for d in range(1, local + 1) if local % d == 0]
-        raise UserError(
-            f"--context-parallel-size {context_parallel} does not fit this model",
-            why=f"attention runs on whole sequences with the heads divided: {heads} heads / "
-            f"{tensor_parallel} tensor-parallel ranks = {local} heads, which {context_parallel} does not divide",
-            fix=f"use a divisor of {local}: {', '.join(map(str, divisors))}",
-        )
 
 
 def _repeated(x: Tensor, query_heads: int, size: int) -> Tensor:

@@ -28,10 +28,9 @@ from torch import Tensor
 from slime.algorithms.logprobs import VocabShard, linear_log_probs
 from slime.config import Config
 from slime.config.architecture import merge_transformer
-from slime.errors import UserError
+from slime.train.layout_rules import check_layout, virtual_stages
 from slime.train.megatron import te_layers
 from slime.train.megatron.attention import PackedAttention, PackedSelfAttention
-from slime.train.megatron.context import check_heads
 from slime.train.megatron.layers import Embedding, RMSNorm, SwiGLUActivation, leave_as_it_is
 from slime.train.megatron.mla import LatentNorm, PackedMLASelfAttention
 from slime.train.megatron.moe_layer import connect, expert_arguments, expert_layer_spec
@@ -286,88 +285,3 @@ def parameter_dtype(config: Config) -> torch.dtype:
     if config.megatron.fp16:
         return torch.float16
     return torch.bfloat16 if config.megatron.bf16 else torch.float32
-
-
-def virtual_stages(spec: ModelSpec, config: Config) -> int | None:
-    """Model chunks per pipeline rank, None without interleaving (one chunk is none to Megatron, too).
-
-    Raises:
-        UserError: ``--num-layers-per-virtual-pipeline-stage`` does not divide a rank's layers.
-    """
-    megatron = config.megatron
-    count, per_stage = megatron.num_virtual_stages_per_pipeline_rank, megatron.num_layers_per_virtual_pipeline_stage
-    if count is None and per_stage is not None:
-        ranks = megatron.pipeline_model_parallel_size
-        layers = spec.num_layers // ranks
-        if layers % per_stage:
-            raise UserError(
-                f"--num-layers-per-virtual-pipeline-stage {per_stage} does not fit this model",
-                why=f"a pipeline rank has {spec.num_layers} / {ranks} = {layers} layers",
-                fix=f"use a divisor of {layers}",
-            )
-        count = layers // per_stage
-    return count if count is not None and count > 1 else None
-
-
-def _kv_down_rows(spec: ModelSpec) -> int:
-    """Output features of the shared down projection of multi-latent attention."""
-    return int(spec.transformer["kv_lora_rank"]) + int(spec.transformer["qk_pos_emb_head_dim"]) if spec.is_mla else 0
-
-
-def _expert_rules(spec: ModelSpec, config: Config) -> list[tuple[int, int, str, str]]:
-    """(what is divided, by what, what it is, the flags that say so).
-
-    Raises:
-        UserError: expert parallelism of a model without experts.
-    """
-    megatron = config.megatron
-    experts, shards = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
-    if not spec.num_experts:
-        for flag, size in (("--expert-model-parallel-size", experts), ("--expert-tensor-parallel-size", shards or 1)):
-            if size > 1:
-                raise UserError(f"{flag} {size}, but the model has no experts", fix="leave the flag out")
-        return []
-    cut = shards or megatron.tensor_model_parallel_size
-    cut_by = "--tensor-model-parallel-size" if shards is None else "--expert-tensor-parallel-size"
-    width = int(spec.transformer["moe_ffn_hidden_size"])
-    shared = int(spec.transformer.get("moe_shared_expert_intermediate_size") or 0)
-    world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
-    ranks = cut * experts * megatron.pipeline_model_parallel_size
-    product = "expert tensor × expert × pipeline parallel size ="
-    return [
-        (spec.num_experts, experts, "experts", "--expert-model-parallel-size"),
-        (width, cut, "intermediate features of an expert", cut_by),
-        (shared, megatron.tensor_model_parallel_size, "features of the shared experts", "--tensor-model-parallel-size"),
-        (world, ranks, "trainer ranks", product),
-    ]
-
-
-def check_layout(spec: ModelSpec, config: Config) -> None:
-    """Refuse layouts that do not divide the model.
-
-    Raises:
-        UserError: names the flag, its value and the number that it does not divide.
-    """
-    megatron = config.megatron
-    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    stages = pipeline * (virtual_stages(spec, config) or 1)
-    rules = [
-        (spec.num_heads, tensor, "attention heads", "--tensor-model-parallel-size"),
-        (spec.num_layers, stages, "layers", "--pipeline-model-parallel-size × virtual stages"),
-        (spec.transformer.get("q_lora_rank") or 0, tensor, "of q_lora_rank", "--tensor-model-parallel-size"),
-        (_kv_down_rows(spec), tensor, "of kv_lora_rank + qk_rope_head_dim", "--tensor-model-parallel-size"),
-        (spec.padded_vocab_size, tensor, "rows of the padded vocabulary", "--tensor-model-parallel-size"),
-        *_expert_rules(spec, config),
-    ]
-    for total, parts, what, flag in rules:
-        if total % parts:
-            raise UserError(
-                f"{flag} {parts} does not fit this model",
-                why=f"{total} {what} cannot be divided by {parts}",
-                fix=f"use a divisor of {total}",
-            )
-    if megatron.sequence_parallel and tensor == 1:
-        raise UserError(
-            "--sequence-parallel needs --tensor-model-parallel-size above 1", fix="drop it, or raise the size"
-        )
-    check_heads(spec.num_heads, tensor, megatron.context_parallel_size)

@@ -1,0 +1,124 @@
+"""Which parallel layouts fit a model. Arithmetic on its `ModelSpec` alone, so that a launch can look at it first."""
+
+from __future__ import annotations
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.weights.convert.spec import ModelSpec
+
+
+def virtual_stages(spec: ModelSpec, config: Config) -> int | None:
+    """Model chunks per pipeline rank, None without interleaving (one chunk is none to Megatron, too).
+
+    Raises:
+        UserError: ``--num-layers-per-virtual-pipeline-stage`` does not divide a rank's layers.
+    """
+    megatron = config.megatron
+    count, per_stage = megatron.num_virtual_stages_per_pipeline_rank, megatron.num_layers_per_virtual_pipeline_stage
+    if count is None and per_stage is not None:
+        ranks = megatron.pipeline_model_parallel_size
+        layers = spec.num_layers // ranks
+        if layers % per_stage:
+            raise UserError(
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} does not fit this model",
+                why=f"a pipeline rank has {spec.num_layers} / {ranks} = {layers} layers",
+                fix=f"use a divisor of {layers}",
+            )
+        count = layers // per_stage
+    return count if count is not None and count > 1 else None
+
+
+def check_layout(spec: ModelSpec, config: Config) -> None:
+    """Refuse layouts that do not divide the model.
+
+    Raises:
+        UserError: names the flag, its value and the number that it does not divide.
+    """
+    megatron = config.megatron
+    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    stages = pipeline * (virtual_stages(spec, config) or 1)
+    rules = [
+        (spec.num_heads, tensor, "attention heads", "--tensor-model-parallel-size"),
+        (_dense_width(spec), tensor, "intermediate features", "--tensor-model-parallel-size"),
+        (spec.num_layers, stages, "layers", "--pipeline-model-parallel-size × virtual stages"),
+        (spec.transformer.get("q_lora_rank") or 0, tensor, "of q_lora_rank", "--tensor-model-parallel-size"),
+        (_kv_down_rows(spec), tensor, "of kv_lora_rank + qk_rope_head_dim", "--tensor-model-parallel-size"),
+        (spec.padded_vocab_size, tensor, "rows of the padded vocabulary", "--tensor-model-parallel-size"),
+        *_expert_rules(spec, config),
+    ]
+    for total, parts, what, flag in rules:
+        if total % parts:
+            raise UserError(
+                f"{flag} {parts} does not fit this model",
+                why=f"{total} {what} cannot be divided by {parts}",
+                fix=f"use a divisor of {total}",
+            )
+    groups = int(spec.transformer.get("num_query_groups") or spec.num_heads)
+    if groups % tensor and tensor % groups:
+        raise UserError(
+            f"--tensor-model-parallel-size {tensor} does not fit this model",
+            why=f"it has {groups} heads of keys and values, of which each rank needs some, or some ranks one",
+            fix=f"use a divisor or a multiple of {groups} that divides {spec.num_heads}, the number of heads",
+        )
+    if megatron.sequence_parallel and tensor == 1:
+        raise UserError(
+            "--sequence-parallel needs --tensor-model-parallel-size above 1", fix="drop it, or raise the size"
+        )
+    check_heads(spec.num_heads, tensor, megatron.context_parallel_size)
+
+
+def _kv_down_rows(spec: ModelSpec) -> int:
+    """Output features of the shared down projection of multi-latent attention."""
+    return int(spec.transformer["kv_lora_rank"]) + int(spec.transformer["qk_pos_emb_head_dim"]) if spec.is_mla else 0
+
+
+def _dense_width(spec: ModelSpec) -> int:
+    """Intermediate features of the MLPs that are no experts; 0 where all are."""
+    layers = spec.transformer.get("moe_layer_freq", 1)
+    all_experts = bool(spec.num_experts) and (layers == 1 or (isinstance(layers, list) and all(layers)))
+    return 0 if all_experts else int(spec.transformer.get("ffn_hidden_size") or 0)
+
+
+def _expert_rules(spec: ModelSpec, config: Config) -> list[tuple[int, int, str, str]]:
+    """(what is divided, by what, what it is, the flags that say so).
+
+    Raises:
+        UserError: expert parallelism of a model without experts.
+    """
+    megatron = config.megatron
+    experts, shards = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    if not spec.num_experts:
+        for flag, size in (("--expert-model-parallel-size", experts), ("--expert-tensor-parallel-size", shards or 1)):
+            if size > 1:
+                raise UserError(f"{flag} {size}, but the model has no experts", fix="leave the flag out")
+        return []
+    cut = shards or megatron.tensor_model_parallel_size
+    cut_by = "--tensor-model-parallel-size" if shards is None else "--expert-tensor-parallel-size"
+    width = int(spec.transformer["moe_ffn_hidden_size"])
+    shared = int(spec.transformer.get("moe_shared_expert_intermediate_size") or 0)
+    world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    ranks = cut * experts * megatron.pipeline_model_parallel_size
+    product = "expert tensor × expert × pipeline parallel size ="
+    return [
+        (spec.num_experts, experts, "experts", "--expert-model-parallel-size"),
+        (width, cut, "intermediate features of an expert", cut_by),
+        (shared, megatron.tensor_model_parallel_size, "features of the shared experts", "--tensor-model-parallel-size"),
+        (world, ranks, "trainer ranks", product),
+    ]
+
+
+def check_heads(heads: int, tensor_parallel: int, context_parallel: int) -> None:
+    """Every rank of the context group needs equally many of the heads that tensor parallelism left.
+
+    Raises:
+        UserError: it cannot; names the divisors that would do.
+    """
+    local = heads // tensor_parallel
+    if local % context_parallel:
+        divisors = [d for d in range(1, local + 1) if local % d == 0]
+        raise UserError(
+            f"--context-parallel-size {context_parallel} does not fit this model",
+            why=f"attention runs on whole sequences with the heads divided: {heads} heads / "
+            f"{tensor_parallel} tensor-parallel ranks = {local} heads, which {context_parallel} does not divide",
+            fix=f"use a divisor of {local}: {', '.join(map(str, divisors))}",
+        )
