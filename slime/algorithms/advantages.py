@@ -115,8 +115,8 @@ def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
         >>> discounted_returns(torch.tensor([0.0, 0.0, 1.0]), 0.5).tolist()
         [0.25, 0.5, 1.0]
     """
-    if gamma == 1.0:
-        return rewards.flip(0).cumsum(0).flip(0)
+    if gamma == 1.0 and not (rewards.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return rewards.flip(0).cumsum(0).flip(0)  # which has no deterministic kernel on a GPU
     length = rewards.numel()
     size = min(_SCAN_CHUNK, max(length, 1))
     steps = torch.arange(size, device=rewards.device)
@@ -137,19 +137,22 @@ def whiten(
     advantages: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
     all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    device: torch.device | None = None,
 ) -> list[Tensor]:
     """Shift and scale to mean 0 and variance 1 over the trained tokens of all ranks (Bessel-corrected).
 
     Args:
         all_reduce: sums a tensor over the data-parallel ranks; every rank calls it equally often, an empty one too.
+        device: where a rank without samples takes part in the sums (NCCL knows no other device than its own).
 
     Example:
         >>> w = whiten([torch.tensor([1.0, 3.0]), torch.tensor([9.0])], [torch.ones(2), torch.zeros(1)])
         >>> [round(v, 3) for v in w[0].tolist()]
         [-0.707, 0.707]
     """
-    values = torch.cat(list(advantages)) if advantages else torch.zeros(0)
-    masks = torch.cat([mask.to(values) for mask in loss_masks]) if advantages else torch.zeros(0)
+    empty = torch.zeros(0, device=device)
+    values = torch.cat(list(advantages)) if advantages else empty
+    masks = torch.cat([mask.to(values) for mask in loss_masks]) if advantages else empty
     total, count = all_reduce(torch.stack([(values * masks).sum(), masks.sum()])).unbind()
     mean = total / count.clamp(min=1.0)
     squares = all_reduce(((values - mean).square() * masks).sum())

@@ -69,6 +69,9 @@ def sequence_mean(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
         >>> sequence_mean(v, m, torch.tensor([2, 1])).tolist()
         [2.0, 2.0, 5.0]
     """
-    sums = torch.segment_reduce(values * masks, "sum", lengths=lengths, initial=0.0)
-    counts = torch.segment_reduce(masks.to(values.dtype), "sum", lengths=lengths, initial=0.0)
-    return torch.repeat_interleave(sums / counts.clamp(min=1.0), lengths)
+    if values.numel() == 0:  # a rank with nothing to train; there is no reduction over no segments
+        return values * masks
+    unchecked = values.is_cuda  # looking at the lengths would wait for the device
+    sums = torch.segment_reduce(values * masks, "sum", lengths=lengths, unsafe=unchecked, initial=0.0)
+    counts = torch.segment_reduce(masks.to(values.dtype), "sum", lengths=lengths, unsafe=unchecked, initial=0.0)
+    return torch.repeat_interleave(sums / counts.clamp(min=1.0), lengths, output_size=values.numel())

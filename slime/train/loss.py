@@ -52,7 +52,7 @@ def micro_batch_loss(
     """This micro-batch's part of the step's loss, with gradient, and its part of each metric, without.
 
     A micro-batch without tokens gives a 0 that is connected to the model, so that its rank's backward pass runs and
-    takes part in every collective.
+    takes part in every collective. Functions of the user's are not called for it.
     """
     kind = config.algorithm.loss_type
     if kind == "sft_loss":
@@ -125,16 +125,19 @@ def _correct_mismatch(
             why="the samples of this rollout carry none",
             fix="let the generate function fill rollout_log_probs (Sample.append_response_tokens does)",
         )
+    trained = old if inputs.trained_log_probs is None else inputs.trained_log_probs
+    if hooks.tis is not None and not inputs.samples:
+        return token_loss, inputs.weights, {}
     if hooks.tis is None:
         corrected: Correction = truncated_importance_sampling(
-            old - inputs.rollout_log_probs, flags.tis_clip_low, flags.tis_clip
+            trained - inputs.rollout_log_probs, flags.tis_clip_low, flags.tis_clip
         )
         return token_loss * corrected.weights, inputs.weights, corrected.metrics
     lengths = inputs.lengths.tolist()
     new_loss, new_masks, metrics = hooks.tis(
         hooks.args,
         pg_loss=token_loss,
-        train_log_probs=list(old.split(lengths)),
+        train_log_probs=list(trained.split(lengths)),
         rollout_log_probs=list(inputs.rollout_log_probs.split(lengths)),
         loss_masks=list(inputs.masks.split(lengths)),
         total_lengths=inputs.total_lengths,
@@ -143,12 +146,12 @@ def _correct_mismatch(
     if not flags.use_tis:
         return token_loss, inputs.weights, metrics
     # a token that the user masks leaves the numerator; the denominators stay those of the batch
-    weights = torch.where(torch.cat(list(new_masks)) != 0, inputs.weights, 0.0) if lengths else inputs.weights
+    weights = torch.where(torch.cat(list(new_masks)) != 0, inputs.weights, 0.0)
     return new_loss, weights, metrics
 
 
 def _reduce_policy_loss(token_loss: Tensor, weights: Tensor, inputs: LossInputs, hooks: LossHooks) -> Tensor:
-    if hooks.reducer is None:
+    if hooks.reducer is None or not inputs.samples:
         return weighted_sum(token_loss, weights)
     lengths = inputs.lengths.tolist()
     masks = list(inputs.masks.split(lengths))
@@ -158,6 +161,8 @@ def _reduce_policy_loss(token_loss: Tensor, weights: Tensor, inputs: LossInputs,
 
 def _custom_loss(scores: TokenScores, inputs: LossInputs, hooks: LossHooks) -> tuple[Tensor, Metrics]:
     assert hooks.loss is not None, "--loss-type custom_loss is refused at launch without its function"
+    if not inputs.samples:
+        return scores.log_probs.sum(), {}
     lengths = inputs.lengths.tolist()
 
     def sum_of_sample_mean(values: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class LossInputs:
             1 / loss tokens. For reducers that users bring.
         old_log_probs: of the policy before the step; None: take this forward pass's own.
         rollout_log_probs: the engine's.
+        trained_log_probs: the trainer's before the step, to be compared with the engine's; None: ``old_log_probs``.
     """
 
     samples: list[int]
@@ -53,6 +54,7 @@ class LossInputs:
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     rollout_log_probs: Tensor | None = None
+    trained_log_probs: Tensor | None = None
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,17 +24,23 @@ class Reducer(Protocol):
     device: torch.device
     has_output: bool
 
+    def gather(self, values: list[Any]) -> list[Any]: ...
+
     def sum_over_data_parallel(self, values: Tensor) -> Tensor: ...
 
     def max_over_data_parallel(self, values: Tensor) -> Tensor: ...
 
 
 def sum_metrics(trainer: Reducer, results: Sequence[MicroBatchResult]) -> dict[str, float]:
-    """Sums over micro-batches and ranks: the metrics are weighted already."""
+    """Sums over micro-batches and ranks: the metrics are weighted already. Collective."""
+    flags = trainer.config.algorithm
+    names = sorted({name for result in results for name in result.metrics})
+    if flags.custom_loss_function_path or flags.custom_tis_function_path:
+        names = trainer.gather(names)  # a rank that has no samples does not know what the function measures
     if not trainer.has_output:
         return {}
-    names = sorted(results[0].metrics)
-    table = torch.stack([torch.stack([result.metrics[name].float() for name in names]) for result in results])
+    zero = torch.zeros((), device=trainer.device)
+    table = torch.stack([torch.stack([r.metrics.get(name, zero).float() for name in names]) for r in results])
     sums = trainer.sum_over_data_parallel(table.sum(dim=0).to(trainer.device))
     return dict(zip(names, sums.tolist()))
 

@@ -172,8 +172,9 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
     flags = trainer.config.algorithm
     masks = data.loss_masks
     if flags.kl_coef != 0:
-        assert data.log_probs is not None and data.ref_log_probs is not None
-        data.kl = [kl_estimate(new, ref, flags.kl_loss_type) for new, ref in zip(data.log_probs, data.ref_log_probs)]
+        old = data.rollout_log_probs if flags.use_rollout_logprobs else data.log_probs
+        assert old is not None and data.ref_log_probs is not None
+        data.kl = [kl_estimate(lp, ref, flags.kl_loss_type) for lp, ref in zip(old, data.ref_log_probs)]
     else:
         data.kl = [torch.zeros_like(mask) for mask in masks]
     if flags.custom_advantage_function_path:
@@ -186,7 +187,7 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
             AdvantageInputs(batch.rewards, data.kl, masks, flags.kl_coef, flags.gamma)
         )
     if flags.normalize_advantages:
-        data.advantages = whiten(data.advantages, masks, trainer.sum_over_data_parallel)
+        data.advantages = whiten(data.advantages, masks, trainer.sum_over_data_parallel, trainer.device)
 
 
 def _train_step(
@@ -303,6 +304,7 @@ def _loss_inputs(
         old_log_probs=flat(old),
         ref_log_probs=flat(data.ref_log_probs),
         rollout_log_probs=flat(data.rollout_log_probs),
+        trained_log_probs=flat(data.log_probs) if flags.use_rollout_logprobs and flags.get_mismatch_metrics else None,
     )
 
 

@@ -186,6 +186,23 @@ def test_weighted_sums_add_up_over_any_split(lengths: list[int], seed: int, per_
         assert whole.item() == pytest.approx(sum(means) / len(lengths), abs=1e-5)
 
 
+def test_sequence_mean_without_samples_is_empty_and_has_a_gradient() -> None:
+    values = torch.zeros(0, requires_grad=True)
+    mean = sequence_mean(values, torch.zeros(0), torch.zeros(0, dtype=torch.long))
+    assert mean.shape == (0,) and mean.requires_grad
+
+
+def test_a_rank_without_samples_whitens_where_the_others_do() -> None:
+    seen: list[torch.Tensor] = []
+
+    def all_reduce(values: torch.Tensor) -> torch.Tensor:
+        seen.append(values)
+        return values
+
+    assert whiten([], [], all_reduce, torch.device("meta")) == []
+    assert len(seen) == 2 and all(values.device.type == "meta" for values in seen)
+
+
 def test_sequence_mean_of_an_untrained_sample_is_zero() -> None:
     mean = sequence_mean(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0.0, 0.0, 1.0]), torch.tensor([2, 1]))
     assert mean.tolist() == [0.0, 0.0, 5.0]

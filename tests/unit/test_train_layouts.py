@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_train_model import save_tiny
 from torch import Tensor
-from trainer_ranks import Pools, make_batch, shard, trainer_config
+from trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
 from slime.samples.types import TrainBatch
 
@@ -55,6 +56,56 @@ def test_a_rank_with_nothing_to_train_takes_part(ranks: Pools, checkpoint: tuple
             assert close(weights[parameter], value, 1e-5), parameter
 
 
+def loss_of_logits(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half from the log-probs, half from the logits; fails without samples, as users' functions may."""
+    log_probs = torch.cat(batch["current_log_probs"])
+    assert logits.shape == (log_probs.numel(), VOCAB)
+    values = logits.logsumexp(-1) - logits.mean(-1)
+    return sum_of_sample_mean(0.5 * values - 0.5 * log_probs), {"spread": sum_of_sample_mean(values.detach())}
+
+
+MEANS = {"normalize_advantages": True, "calculate_per_token_loss": True, "entropy_coef": 0.5}
+CUSTOM = {"loss_type": "custom_loss", "custom_loss_function_path": f"{__name__}.loss_of_logits", "use_kl_loss": False}
+CUSTOM |= {"kl_loss_coef": 0.0, "entropy_coef": 0.0}
+UNEVEN = [([4, 0], [[0], [1]]), ([1, 3, 5, 2], [[0, 1, 2], [3]])]
+IDLE = [(list(range(6)), MICRO_BATCHES), ([], [[], [], [], []])]
+
+
+@pytest.mark.parametrize(
+    ("flags", "plans"),
+    [
+        (MEANS, UNEVEN),
+        (MEANS | {"context_parallel_size": 2}, IDLE[:1]),
+        (CUSTOM | {"context_parallel_size": 2}, IDLE[:1]),
+        (CUSTOM, IDLE),
+    ],
+    ids=["means, dp2", "means, cp2", "custom loss, cp2", "custom loss, idle rank"],
+)
+def test_means_and_losses_are_over_all_ranks(
+    ranks: Pools, checkpoint: tuple[Path, Any], flags: dict[str, Any], plans: Any
+) -> None:
+    batch = make_batch(MICRO_BATCHES)
+    flags = {**flags_for(checkpoint), "clip_grad": 0.0, "lr": 0.1, **flags}  # clipping would hide a wrong scale
+    one = {**flags, "context_parallel_size": 1}
+    alone = ranks.run(1, train_job, one, [batch])[0]
+    for weights in ranks.run(2, train_job, flags, [shard(batch, members, plan) for members, plan in plans]):
+        for parameter, value in alone.items():
+            assert close(weights[parameter], value, 1e-5), parameter
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "size"), [(8, 2, 4), (8, 2, 8), (6, 3, 2), (8, 8, 4), (12, 4, 6), (4, 1, 2)]
+)
+def test_each_rank_gets_the_keys_of_its_queries(heads: int, groups: int, size: int) -> None:
+    from slime.train.megatron.context import _repeated
+
+    keys = _repeated(torch.arange(groups)[None, :, None], heads, size)[0, :, 0]
+    for rank, (mine, queries) in enumerate(zip(keys.chunk(size), torch.arange(heads).chunk(size))):
+        per_key = len(queries) // len(mine)
+        wanted = [int(query) // (heads // groups) for query in queries]
+        assert [int(mine[i // per_key]) for i in range(len(queries))] == wanted, rank
+
+
 def test_layouts_that_do_not_fit_are_refused_by_number(checkpoint: tuple[Path, Any]) -> None:
     from slime.errors import UserError
     from slime.train.megatron.model import check_layout
@@ -65,6 +116,26 @@ def test_layouts_that_do_not_fit_are_refused_by_number(checkpoint: tuple[Path, A
     with pytest.raises(UserError, match="3") as caught:
         check_layout(spec, config)
     assert "attention heads" in caught.value.why and "4" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("facts", "tensor", "said"),
+    [
+        ({"num_attention_heads": 12, "num_query_groups": 4}, 6, "4 heads of keys and values"),
+        ({"num_attention_heads": 12, "num_query_groups": 12, "ffn_hidden_size": 64}, 3, "64 intermediate features"),
+    ],
+)
+def test_megatrons_own_asserts_are_not_met(checkpoint: tuple[Path, Any], facts: Any, tensor: int, said: str) -> None:
+    from slime.errors import UserError
+    from slime.train.layout_rules import check_layout
+    from slime.weights.convert import family_of
+
+    spec = family_of(checkpoint[0]).model_spec(checkpoint[0])
+    spec = dataclasses.replace(spec, transformer={**spec.transformer, "ffn_hidden_size": 96, **facts}).padded(tensor)
+    config = trainer_config(actor_num_gpus_per_node=tensor, tensor_model_parallel_size=tensor, rollout_batch_size=6)
+    with pytest.raises(UserError, match=f"--tensor-model-parallel-size {tensor}") as caught:
+        check_layout(spec, config)
+    assert said in caught.value.why
 
 
 @pytest.mark.parametrize(("per_stage", "expected"), [(1, 2), (2, None)])

@@ -92,6 +92,48 @@ def test_when_log_probs_are_reused(flags: dict[str, Any], num_steps: int, expect
     )
 
 
+@with_flags(
+    use_rollout_logprobs=True,
+    advantage_estimator="reinforce_plus_plus",
+    normalize_advantages=True,
+    kl_coef=0.1,
+    kl_loss_type="k1",
+)
+def test_kl_in_the_reward_is_that_of_the_old_policy(backend: MegatronBackend) -> None:
+    batch = make_batch()
+    assert batch.rollout_log_probs is not None
+    metrics = backend.train(batch)
+    assert "perf/log_probs_time" not in metrics, "the engine's log-probs are the old policy's"
+    engine, reference = metrics["rollout/rollout_log_probs"], metrics["rollout/ref_log_probs"]
+    assert metrics["rollout/kl"] == pytest.approx(engine - reference, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        {"advantage_estimator": "gspo"},
+        {"advantage_estimator": "cispo"},
+        {"use_opsm": True},
+        {"use_tis": True},
+        {"loss_type": "custom_loss", "custom_loss_function_path": f"{__name__}.my_loss"},
+        {"loss_type": "sft_loss"},
+    ],
+    indirect=True,
+    ids=lambda flags: "+".join(map(str, flags.values())),
+)
+def test_an_empty_micro_batch_changes_nothing(backend: MegatronBackend) -> None:
+    """What a data-parallel rank has that runs out of samples before the others."""
+    before = [p.detach().clone() for chunk in backend.model_chunks for p in chunk.parameters()]
+    results = []
+    for micro_batches in ([[0, 1], [2, 3], [4, 5]], [[0, 1], [], [2, 3], [4, 5], []]):
+        with torch.no_grad():
+            for parameter, value in zip((p for chunk in backend.model_chunks for p in chunk.parameters()), before):
+                parameter.copy_(value)
+        results.append(backend.train(make_batch(micro_batches)))
+    for name in ("train/loss", "train/grad_norm"):
+        assert results[0][name] == pytest.approx(results[1][name], rel=1e-5)
+
+
 @with_flags(advantage_estimator="grpo", lr=0.05)
 def test_three_steps_leave_the_policy_behind(backend: MegatronBackend) -> None:
     """With several steps the old log-probs come from before the first, so later ratios are not 1."""
@@ -301,6 +343,10 @@ def half_of_it(args: Any, *, pg_loss: Any, train_log_probs: Any, loss_masks: Any
     return pg_loss * 0.5, loss_masks, {"mis_half": torch.full_like(pg_loss, 0.5)}
 
 
+def gap_to_engine(args: Any, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, **rest: Any) -> Any:
+    return pg_loss, rest["loss_masks"], {"gap": torch.cat(train_log_probs) - torch.cat(rollout_log_probs)}
+
+
 def constant_divisor(total: Any, responses: Any, masks: Any, per_token: bool) -> Any:
     return lambda values: values.sum() / 100.0
 
@@ -353,6 +399,14 @@ def test_custom_correction_scales_the_loss() -> None:
             backend.close()
     assert results[1]["train/pg_loss"] == pytest.approx(results[0]["train/pg_loss"] / 2, rel=1e-5)
     assert results[1]["train/mis_half"] == pytest.approx(0.5 * trained_weight(make_batch()))
+
+
+@with_flags(use_rollout_logprobs=True, get_mismatch_metrics=True, custom_tis_function_path=hook_path("gap_to_engine"))
+def test_the_mismatch_is_that_of_the_trainer_whatever_the_ratio_is_taken_against(backend: MegatronBackend) -> None:
+    metrics = backend.train(make_batch(num_steps=3))
+    steps = [step["train/gap"] for step in backend.step_metrics]
+    gap = metrics["rollout/log_probs"] - metrics["rollout/rollout_log_probs"]
+    assert sum(steps) / 3 == pytest.approx(gap, rel=1e-4) and gap != 0
 
 
 def trained_weight(batch: TrainBatch) -> float:

@@ -1,0 +1,99 @@
+"""The loss of a micro-batch, against its formula written out token by token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from trainer_ranks import trainer_config
+
+from slime.train.loss import LossHooks, micro_batch_loss
+from slime.train.records import LossInputs, TokenScores
+
+NEW, OLD, REF, ENGINE = [-1.0, -0.4, -2.0], [-1.1, -0.9, -1.2], [-1.3, -0.2, -1.9], [-1.0, -1.0, -1.0]
+ADVANTAGES, MASKS, WEIGHTS = [0.5, 0.5, -2.0], [1.0, 1.0, 1.0], [0.25, 0.25, 0.5]
+ENTROPY = [0.7, 1.1, 0.3]
+LENGTHS = [2, 1]
+
+
+def loss_and_metrics(**flags: Any) -> tuple[float, dict[str, float]]:
+    config = trainer_config(**flags)
+
+    def tensor(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    inputs = LossInputs(
+        samples=[0, 1], lengths=torch.tensor(LENGTHS), masks=tensor(MASKS), weights=tensor(WEIGHTS), sample_weight=0.5,
+        total_lengths=[4, 3], advantages=tensor(ADVANTAGES), old_log_probs=tensor(OLD), ref_log_probs=tensor(REF),
+        rollout_log_probs=tensor(ENGINE),
+    )  # fmt: skip
+    scores = TokenScores(tensor(NEW), tensor(ENTROPY))
+    loss, metrics = micro_batch_loss(scores, inputs, config, LossHooks.load(config))
+    return loss.item(), {name: value.item() for name, value in metrics.items()}
+
+
+def weighted(values: list[float]) -> float:
+    return sum(value * weight for value, weight in zip(values, WEIGHTS))
+
+
+def policy(low: float = 0.2, high: float = 0.2) -> list[float]:
+    ratios = [math.exp(new - old) for new, old in zip(NEW, OLD)]
+    return [max(-r * a, -min(max(r, 1 - low), 1 + high) * a) for r, a in zip(ratios, ADVANTAGES)]
+
+
+def k3(ratios: list[float] | None = None) -> list[float]:
+    values = [math.exp(ref - new) - 1 + new - ref for new, ref in zip(NEW, REF)]
+    return values if ratios is None else [value * ratio for value, ratio in zip(values, ratios)]
+
+
+def test_the_policy_loss_alone() -> None:
+    loss, metrics = loss_and_metrics()
+    assert loss == pytest.approx(weighted(policy())) == metrics["pg_loss"]
+    assert metrics["pg_clipfrac"] == pytest.approx(WEIGHTS[1] + WEIGHTS[2])
+    assert metrics["ppo_kl"] == pytest.approx(weighted([old - new for new, old in zip(NEW, OLD)]))
+
+
+def test_entropy_is_rewarded() -> None:
+    loss, metrics = loss_and_metrics(entropy_coef=0.3)
+    assert metrics["entropy_loss"] == pytest.approx(weighted(ENTROPY))
+    assert loss == pytest.approx(weighted(policy()) - 0.3 * weighted(ENTROPY))
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_divergence_from_the_reference_is_punished(unbiased: bool) -> None:
+    loss, metrics = loss_and_metrics(use_kl_loss=True, kl_loss_coef=0.4, kl_loss_type="k3", use_unbiased_kl=unbiased)
+    ratios = [math.exp(new - old) for new, old in zip(NEW, OLD)] if unbiased else None
+    assert metrics["kl_loss"] == pytest.approx(weighted(k3(ratios)))
+    assert loss == pytest.approx(weighted(policy()) + 0.4 * weighted(k3(ratios)))
+
+
+def test_a_bad_sample_that_drifted_away_is_masked() -> None:
+    """The second sample's log-prob fell by 0.8 and its advantage is negative."""
+    loss, metrics = loss_and_metrics(use_opsm=True, opsm_delta=0.5)
+    assert loss == pytest.approx(weighted([*policy()[:2], 0.0]))
+    assert metrics["opsm_clipfrac"] == pytest.approx(WEIGHTS[2])
+    assert loss_and_metrics(use_opsm=True, opsm_delta=0.9)[0] == pytest.approx(weighted(policy()))
+
+
+def test_importance_weights_correct_the_engines_mismatch() -> None:
+    loss, metrics = loss_and_metrics(use_tis=True, tis_clip=1.05)
+    ratios = [math.exp(old - engine) for old, engine in zip(OLD, ENGINE)]
+    assert loss == pytest.approx(weighted([value * min(r, 1.05) for value, r in zip(policy(), ratios)]))
+    assert metrics["tis"] == pytest.approx(weighted(ratios))
+
+
+def test_the_ratio_may_be_taken_against_the_engine() -> None:
+    """``old_log_probs`` are the engine's then; what is compared with the engine is the training pass itself."""
+    metrics = loss_and_metrics(use_rollout_logprobs=True)[1]
+    expected = weighted([abs(new - engine) for new, engine in zip(NEW, ENGINE)])
+    assert metrics["train_rollout_logprob_abs_diff"] == pytest.approx(expected)
+
+
+def test_one_ratio_per_sequence() -> None:
+    loss = loss_and_metrics(advantage_estimator="gspo")[0]
+    first = math.exp(sum(new - old for new, old in zip(NEW[:2], OLD[:2])) / 2)
+    ratios = [first, first, math.exp(NEW[2] - OLD[2])]
+    clipped = [min(max(r, 0.8), 1.2) for r in ratios]
+    assert loss == pytest.approx(weighted([max(-r * a, -c * a) for r, c, a in zip(ratios, clipped, ADVANTAGES)]))
