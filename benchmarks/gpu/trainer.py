@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 WARM_UP_STEPS = 2
+PEER_ATTENTION = "packed_varlen"  # transformers looks for a package behind a name with "flash" in it
 
 _QWEN3 = {
     "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
@@ -78,8 +79,9 @@ def run_ours(rank: int, world: int, port: int, args: argparse.Namespace, shape: 
     seconds = timed(step, args.steps)
     if rank == 0:
         results.put(report("slime", shape, args, world, seconds, _peak(torch)))
-        if args.profile:
-            profile(step)
+    if args.profile:  # on every rank: a step is collective
+        profile(step, rank)
+    backend.close()
 
 
 def run_peer(rank: int, world: int, port: int, args: argparse.Namespace, shape: str, results: Any) -> None:
@@ -92,8 +94,8 @@ def run_peer(rank: int, world: int, port: int, args: argparse.Namespace, shape: 
     config = dict(SHAPES[shape])
     kind = config.pop("model_type")
     if device == "cuda":
-        AttentionInterface.register("packed_flash", packed_flash_attention)
-    attention = "packed_flash" if device == "cuda" else "sdpa"
+        AttentionInterface.register(PEER_ATTENTION, packed_flash_attention)
+    attention = PEER_ATTENTION if device == "cuda" else "sdpa"
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(kind, **config), dtype=torch.bfloat16, attn_implementation=attention
@@ -107,11 +109,14 @@ def run_peer(rank: int, world: int, port: int, args: argparse.Namespace, shape: 
 
     def step() -> None:
         for samples in groups:
+            lengths = [batch.tokens[i].numel() for i in samples]
             tokens = torch.cat([batch.tokens[i] for i in samples]).to(device)[None]
-            positions = torch.cat([torch.arange(batch.tokens[i].numel()) for i in samples]).to(device)[None]
+            positions = torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+            packed = {"cu_seq_lens_q": ends, "max_length_q": max(lengths)} if device == "cuda" else {}
             labels = tokens.roll(-1)
             labels[positions.roll(-1) == 0] = -100
-            logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+            logits = model(input_ids=tokens, position_ids=positions, use_cache=False, **packed).logits
             loss = F.cross_entropy(logits[0].float(), labels[0], ignore_index=-100, reduction="sum")
             (loss / batch.steps[0].num_loss_tokens).backward()
         with torch.no_grad():
@@ -121,6 +126,7 @@ def run_peer(rank: int, world: int, port: int, args: argparse.Namespace, shape: 
                 parameter.grad = None
             torch.nn.utils.clip_grad_norm_(masters, 1.0)
             optimizer.step()
+            optimizer.zero_grad()
             torch._foreach_copy_(parameters, masters)
         if device == "cuda":
             torch.cuda.synchronize()
@@ -128,25 +134,20 @@ def run_peer(rank: int, world: int, port: int, args: argparse.Namespace, shape: 
     seconds = timed(step, args.steps)
     results.put(report("transformers", shape, args, 1, seconds, _peak(torch)))
     if args.profile:
-        profile(step)
+        profile(step, rank)
 
 
 def packed_flash_attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Any, None]:
-    """transformers' attention interface over torch's variable-length kernel; sequences start at position 0."""
-    import torch
-
+    """transformers' attention interface over torch's variable-length kernel."""
     from slime.train.megatron.attention import _flash_packed
     from slime.train.megatron.packed import PackedSequences
 
-    positions = kwargs["position_ids"][0]
-    starts = (positions == 0).nonzero()[:, 0].to(torch.int32)
-    ends = torch.cat([starts, starts.new_tensor([positions.numel()])])
-    longest = int(positions.max()) + 1
+    ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     sequences = PackedSequences(cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
     packed = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
-    scale = scaling if scaling is not None else query.size(-1) ** -0.5
+    scale = scaling if scaling is not None else float(query.size(-1)) ** -0.5
     return _flash_packed(packed[0], packed[1], packed[2], sequences, scale)[None], None
 
 
@@ -231,14 +232,16 @@ def _peak(torch: Any) -> float | None:
     return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None
 
 
-def profile(step: Callable[[], None]) -> None:
-    """Where the time of a step goes, kernel by kernel."""
+def profile(step: Callable[[], None], rank: int) -> None:
+    """Where the time of a step goes, kernel by kernel, on the first rank."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
     with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         step()
-    print(recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=70))
+    if rank == 0:
+        table = recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=70)
+        print(table, flush=True)
 
 
 def _setting(word: str) -> tuple[str, Any]:
@@ -260,6 +263,9 @@ def launch(run: Callable[..., None], world: int, args: argparse.Namespace, shape
     while result is None and any(process.is_alive() for process in processes):
         if not results.empty():
             result = results.get()
+        if any(process.exitcode for process in processes):  # the others would wait for it until NCCL gives up
+            for process in processes:
+                process.kill()
         time.sleep(0.1)
     for process in processes:
         process.join()
