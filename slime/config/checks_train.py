@@ -1,9 +1,10 @@
-"""Contradictions between flags of the trainer: recompute, determinism, dumps."""
+"""Contradictions between flags of the trainer: recompute, determinism, dumps, freezing."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 
 from slime.config.resolve import Draft
 from slime.errors import UserError
@@ -24,6 +25,7 @@ def check_training(draft: Draft) -> None:
     _recompute(draft)
     _deterministic(draft)
     _dumps(draft)
+    _expressions(draft)
 
 
 def _option(dest: str) -> str:
@@ -83,3 +85,16 @@ def _dumps(draft: Draft) -> None:
             why="one would write over the other",
             fix="give them different paths",
         )
+
+
+def _expressions(draft: Draft) -> None:
+    for dest in ("only_train_params_name_list", "freeze_params_name_list"):
+        for expression in draft[dest]:
+            try:
+                re.compile(expression)
+            except re.error as error:
+                raise UserError(
+                    f"{_option(dest)} {expression} is no regular expression",
+                    why=str(error),
+                    fix="names are searched with Python's re.search; write \\( for a bracket that is meant",
+                ) from error

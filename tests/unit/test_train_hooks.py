@@ -102,6 +102,13 @@ def test_freezing_everything_is_refused() -> None:
         trainer(freeze_params_name_list=["."])
 
 
+@pytest.mark.parametrize("flag", ["only_train_params_name_list", "freeze_params_name_list"])
+def test_broken_expressions_are_refused_at_launch(flag: str) -> None:
+    with pytest.raises(UserError, match="is no regular expression") as caught:
+        trainer_config(**{flag: ["layers", "(mlp"]})
+    assert "(mlp" in caught.value.what and "unterminated" in caught.value.why
+
+
 # -- model provider --------------------------------------------------------------------------------------------------
 
 
