@@ -219,6 +219,21 @@ def test_levers_change_no_number(ranks: Pools, layout: dict[str, Any], levers: d
         ]
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [{}, pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.full)],
+    ids=["dp2", "pp2 x dp2"],
+)
+def test_parameters_that_are_gathered_late_are_whole_after_a_rollout(ranks: Pools, layout: dict[str, Any]) -> None:
+    """They are pushed, saved and compared then, and nobody waits for a forward pass. The first step's weights must
+    be whole in the second one's passes, too, in the output layer, which is no module that is called."""
+    late = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1}
+    size = 2 * layout.get("pipeline_model_parallel_size", 1)
+    plain, overlapped = (ranks.run(size, train_job, {**layout, **more}) for more in ({}, late))
+    for ours, theirs in zip(overlapped, plain):
+        assert all(torch.allclose(ours["weights"][n], theirs["weights"][n], atol=1e-4) for n in theirs["weights"])
+
+
 # -- optimizer states on the host ------------------------------------------------------------------------------------
 
 

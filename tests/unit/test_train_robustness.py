@@ -284,6 +284,7 @@ def test_no_gpu_is_no_obstacle() -> None:
     assert not device.has_gpu()
     backend = trainer(optimizer_cpu_offload=True)  # here the optimizer is on the CPU anyway
     try:
+        assert backend.optimizer.config.optimizer_offload_fraction == 1.0, "on a GPU all of it moves, not nothing"
         assert backend.train(make_batch())["train/grad_norm"] > 0
     finally:
         backend.close()

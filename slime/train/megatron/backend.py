@@ -238,6 +238,7 @@ class MegatronBackend:
         if self.config.checkpoint.reset_optimizer_states:
             optimizer.reset_moments(self.optimizer)
         metrics, self.step_metrics = update(self, batch)
+        optimizer.gather_parameters(self.model_chunks)
         if self.routing is not None:
             self.routing.forget()
         interval = self.config.checkpoint.ref_update_interval

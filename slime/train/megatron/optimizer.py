@@ -140,6 +140,8 @@ def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[Da
             )
         )
         chunk.accumulates_into_main_grad(not reduces_early(config))
+        if wrapped[-1].use_forward_hook and chunk.post_process:
+            _wait_for_output_layer(wrapped[-1], chunk)
     transformer = chunks[0].config
     transformer.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [w.no_sync for w in wrapped]
     transformer.finalize_model_grads_func = finalize_model_grads
@@ -147,6 +149,21 @@ def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[Da
         starts = [w.start_grad_sync for w in wrapped]
         transformer.grad_sync_func = starts[0] if len(starts) == 1 else starts
     return wrapped
+
+
+def _wait_for_output_layer(wrapper: DataParallel, chunk: PolicyModel) -> None:
+    """``--overlap-param-gather`` waits for a module's parameters when it is called. The output layer never is: its
+    weight goes straight into the log-probs."""
+    wait = wrapper._make_forward_pre_hook()
+    chunk.decoder.final_layernorm.register_forward_pre_hook(lambda norm, _: wait(chunk.output_layer))
+
+
+def gather_parameters(chunks: Sequence[DataParallel]) -> None:
+    """With ``--overlap-param-gather`` a rank has only its own share of a step's result until the next forward pass.
+    Before anyone else reads the weights (push, checkpoint, reference), bring the rest. Collective."""
+    for chunk in chunks:
+        if chunk.use_forward_hook:
+            chunk.start_param_sync(force_sync=True)
 
 
 def reduces_early(config: Config) -> bool:
@@ -184,6 +201,7 @@ def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[Megatro
             "use_precision_aware_optimizer": megatron.use_precision_aware_optimizer,
             # without a GPU the states are in host memory and the step runs there as it is
             "optimizer_cpu_offload": megatron.optimizer_cpu_offload and device.has_gpu(),
+            "optimizer_offload_fraction": 1.0,  # as Megatron-LM's flag; the field's own default offloads nothing
             **megatron.optimizer,
         }
     )
