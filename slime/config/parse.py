@@ -126,6 +126,19 @@ def _stray(argv: list[str], position: int) -> UserError:
     return UserError(f"{word!r} belongs to no flag", why="it is the first word of the command line")
 
 
+class _NoDuplicates(yaml.SafeLoader):
+    """YAML lets the last of two equal keys win, which hides a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value).replace("-", "_")
+            if name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} comes twice", key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: str, flag: str) -> dict[str, Any]:
     """The top-level mapping of a YAML file.
 
@@ -133,7 +146,7 @@ def read_yaml(path: str, flag: str) -> dict[str, Any]:
         UserError: no such file, not YAML, not a mapping.
     """
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), _NoDuplicates)
     except OSError as error:
         raise UserError(f"{flag} {path}: cannot be read", why=error.strerror or str(error)) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -132,6 +132,7 @@ def test_yaml_sets_the_same_names_and_flags_win(tmp_path: Path) -> None:
         ("seed: true", "run.yaml: --seed must be a whole number, not True"),
         ("- a", "must be a mapping"),
         ("a: [", "is not valid YAML"),
+        ("num-rollout: 1\nnum_rollout: 2", "the key num_rollout comes twice"),
         ("use_opd: true", "run.yaml: --use-opd is not supported in this version"),
     ],
 )
@@ -190,7 +191,7 @@ def test_what_is_refused_is_refused_by_name() -> None:
 
 
 def test_refused_values() -> None:
-    for name, value in (("advantage_estimator", "ppo"), ("update_weight_mode", "delta"), ("rollout_engine", "sglang")):
+    for name, value in (("advantage_estimator", "ppo"), ("update_weight_mode", "delta")):
         with pytest.raises(UserError, match="not supported in this version"):
             make_config(**{name: value})
 

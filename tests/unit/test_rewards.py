@@ -199,6 +199,7 @@ def nan(args, sample): return float("nan")
 def text(args, sample): return "1.0"
 def none(args, sample): return None
 def crash(args, sample): raise KeyError("no_such_field")
+def own_timeout(args, sample): raise TimeoutError("the judge does not answer")
 def scores(args, sample): return {"acc": 1, "style": 0.5}
 async def hang(args, sample): await asyncio.sleep(3600)
 def hang_sync(args, sample): time.sleep(3600)
@@ -246,6 +247,7 @@ def test_dict_rewards_need_a_key(user: str) -> None:
         ("text", r"returned '1.0' \(str\) as the reward of sample 5"),
         ("none", r"returned None \(NoneType\) as the reward of sample 5"),
         ("crash", r"failed on sample 5\s+why: KeyError: 'no_such_field'"),
+        ("own_timeout", r"failed on sample 5\s+why: TimeoutError: the judge does not answer"),
         ("one_argument", r"cannot be called as \(args, sample\)"),
     ],
 )

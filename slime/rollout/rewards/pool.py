@@ -186,16 +186,17 @@ class RewardPool:
         """What a user's function returned; `_TIMED_OUT` when it took too long."""
         fn = self._load(path)
         slot = contextlib.nullcontext() if is_async(fn) else self._threads
+        clock: asyncio.Timeout | None = None
         try:
             async with slot:  # the clock starts when the function does
-                async with asyncio.timeout(self._timeout):
+                async with asyncio.timeout(self._timeout) as clock:
                     return await call_hook(fn, self._args, argument, in_thread=True)
-        except TimeoutError:
-            self._count("timeout", path, len(samples))
-            return _TIMED_OUT
         except UserError:
             raise
         except Exception as error:  # the user's own code; said with the sample it failed on
+            if isinstance(error, TimeoutError) and clock is not None and clock.expired():  # not one of its own making
+                self._count("timeout", path, len(samples))
+                return _TIMED_OUT
             raise UserError(
                 f"the reward function '{path}' failed on sample {samples[0].index}",
                 why=f"{type(error).__name__}: {error}",
