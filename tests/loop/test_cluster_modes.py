@@ -55,15 +55,16 @@ def noted(hold: Path, who: str) -> list[dict[str, str]]:
     return [json.loads(file.read_text()) for file in hold.glob(f"{who}-*.json")]
 
 
-def servers() -> list[psutil.Process]:
-    """Engines and routers that this test's nodes run."""
+def servers(world: World) -> list[psutil.Process]:
+    """Engines and routers that this test's nodes run; other tests keep engines of other models meanwhile."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
             words = " ".join(process.cmdline())
         except psutil.NoSuchProcess:
             continue
-        if "slime.rollout.engines.embedded" in words or "sglang::router" in words:
+        engine = "slime.rollout.engines.embedded" in words and str(world.inputs) in words
+        if engine or "sglang::router" in words:
             found.append(process)
     return found
 
@@ -91,7 +92,7 @@ def test_two_ranks_and_an_engine_on_three_nodes(cluster: Any, world: World, hold
                 assert seen["NCCL_DEBUG"] == "WARN" and "HF_TOKEN" not in seen and "UNRELATED" not in seen
         nodes = {seen["node"] for seen in noted(hold, "trainer")}
         assert len(nodes) == 2
-        [engine] = [process for process in servers() if "embedded" in " ".join(process.cmdline())]
+        [engine] = [process for process in servers(world) if "embedded" in " ".join(process.cmdline())]
         assert engine.environ()["NCCL_DEBUG"] == "WARN"
 
         waits = start(
@@ -112,7 +113,7 @@ def test_two_ranks_and_an_engine_on_three_nodes(cluster: Any, world: World, hold
     assert driver.steps() == [1, 2]
     log = (driver.path / "logs" / "trainer-0.log").read_text()
     assert "weights go to 1 engine(s) by gloo" in log
-    wait_until(lambda: not servers(), "engine and router end with the run", 10)
+    wait_until(lambda: not servers(world), "engine and router end with the run", 10)
 
 
 def test_a_submitted_job(cluster: Any, world: World, hold: Path) -> None:
@@ -138,7 +139,7 @@ def test_a_submitted_job(cluster: Any, world: World, hold: Path) -> None:
         assert job.poll() is None, (hold / "submit.log").read_text()
         for who in ("rollout", "trainer"):
             assert [seen["TEST_MARK"] for seen in noted(hold, who)] == ["everywhere"]
-        assert {process.environ().get("TEST_MARK") for process in servers() if "embedded" in process.cmdline()[2]} == {
+        assert {process.environ().get("TEST_MARK") for process in servers(world) if "embedded" in process.cmdline()[2]} == {
             "everywhere"
         }
         (hold / "hold-1").unlink()
@@ -147,4 +148,4 @@ def test_a_submitted_job(cluster: Any, world: World, hold: Path) -> None:
         job.kill()
     rows = [json.loads(line) for line in (world.outputs / "waits" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "rollout/raw_reward" in row] == [1, 2]
-    wait_until(lambda: not servers(), "engine and router end with the job", 10)
+    wait_until(lambda: not servers(world), "engine and router end with the job", 10)
