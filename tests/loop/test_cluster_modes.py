@@ -139,9 +139,9 @@ def test_a_submitted_job(cluster: Any, world: World, hold: Path) -> None:
         assert job.poll() is None, (hold / "submit.log").read_text()
         for who in ("rollout", "trainer"):
             assert [seen["TEST_MARK"] for seen in noted(hold, who)] == ["everywhere"]
-        assert {process.environ().get("TEST_MARK") for process in servers(world) if "embedded" in process.cmdline()[2]} == {
-            "everywhere"
-        }
+        assert {
+            process.environ().get("TEST_MARK") for process in servers(world) if "embedded" in process.cmdline()[2]
+        } == {"everywhere"}
         (hold / "hold-1").unlink()
         assert job.wait(120) == 0, (hold / "submit.log").read_text()
     finally:
