@@ -11,6 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.cluster.memory.hardware import seen_gpu_memory
 from slime.cluster.plan import PlacementPlan
 from slime.cluster.waiting import DeadlinePassed, wait_for
 from slime.errors import UserError
@@ -26,12 +27,16 @@ def node_has_gpus() -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one slot is: its bundle in the placement group, node address and id, and GPU."""
+    """Where one slot is: its bundle in the placement group, node address and id, and GPU.
+
+    ``memory``: bytes of the node's smallest GPU, None where its driver does not tell.
+    """
 
     bundle: int
     ip: str
     node: str
     gpu: str
+    memory: float | None = None
 
 
 @dataclass
@@ -52,6 +57,11 @@ class Slots:
         resources = {"num_cpus": share, "num_gpus": share} if self.on_gpu else {"num_cpus": share}
         return {"scheduling_strategy": strategy, **resources}
 
+    @property
+    def gpu_memory(self) -> float | None:
+        """Bytes of the smallest GPU, None where no driver tells."""
+        return min((place.memory for place in self.places if place.memory is not None), default=None)
+
     def release(self) -> None:
         remove_placement_group(self.group)
 
@@ -59,7 +69,8 @@ class Slots:
 @ray.remote(num_cpus=0.01)
 def _where_am_i(bundle: int) -> Place:
     gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
-    return Place(bundle, ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), ",".join(gpus))
+    node, memory = ray.get_runtime_context().get_node_id(), seen_gpu_memory() if gpus else None
+    return Place(bundle, ray.util.get_node_ip_address(), node, ",".join(gpus), memory)
 
 
 def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool] = lambda: False) -> Slots:

@@ -204,7 +204,7 @@ def _check_writable(flag: str, path: Path) -> None:
 
 def joins_cluster(config: Config) -> bool:
     """Does the run join a Ray cluster that is there, instead of starting one on this host?"""
-    return bool(config.cluster.ray_address or os.environ.get("RAY_ADDRESS"))
+    return (config.cluster.ray_address or os.environ.get("RAY_ADDRESS") or "local") != "local"
 
 
 def check_slots(config: Config) -> None:

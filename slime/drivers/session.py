@@ -11,6 +11,9 @@ from pathlib import Path
 from types import FrameType
 
 from slime.cluster.memory.check import check_memory
+from slime.cluster.memory.hardware import is_on_gpu
+from slime.cluster.memory.measured import Measured
+from slime.cluster.memory.plan import MemoryPlan
 from slime.cluster.run_cluster import Cluster, Launch
 from slime.cluster.waiting import StopRequested
 from slime.config import Config
@@ -49,6 +52,7 @@ class Session:
         self.weight_version = 0
         self._trained_at_push: dict[int, int] = {}
         """Weight version → rollouts that had been trained on when it was pushed."""
+        self._memory = Measured(MemoryPlan.of(config)) if is_on_gpu(config) else None
         self._last_trained: int | None = None
         self._last_saved: int | None = None
         self._state = "failed"
@@ -103,6 +107,8 @@ class Session:
     def log(self, metrics: dict[str, float]) -> None:
         if metrics:
             self.sinks.log(self.step, metrics)
+        for line in self._memory.look(metrics) if self._memory is not None else ():
+            logger.warning("%s", line)
 
     def trained(self, rollout_id: int) -> None:
         self._last_trained = rollout_id

@@ -105,7 +105,7 @@ def test_all_ranks_together_hold_the_model(
 def test_frozen_parameters_have_no_gradient_and_no_states() -> None:
     def stage(**flags: Any) -> Any:
         config = make_config(hf_checkpoint="m", bf16=True, **flags)
-        return TrainerSettings.of(config, spec_of("qwen3_moe"), on_gpu=True).stage(0)
+        return TrainerSettings.of(config, spec_of("qwen3_moe"), on_gpu=True).stages[0]
 
     everything, only_experts = stage(), stage(only_train_params_name_list=(r"experts\.linear_fc[12]",))
     experts = sum(p.numel for p in everything.parameters if p.is_expert)
@@ -117,7 +117,7 @@ def test_frozen_parameters_have_no_gradient_and_no_states() -> None:
 def test_the_distributed_optimizer_spreads_dense_states_over_replicas_and_those_of_experts_over_theirs() -> None:
     flags = {"actor_num_gpus_per_node": 8, "rollout_batch_size": 8, **TP2, **EP2}
     config = make_config(hf_checkpoint="m", bf16=True, **flags)
-    stage = TrainerSettings.of(config, spec_of("qwen3_moe"), on_gpu=True).stage(0)
+    stage = TrainerSettings.of(config, spec_of("qwen3_moe"), on_gpu=True).stages[0]
     dense = sum(p.numel for p in stage.parameters if not p.is_expert)
     experts = sum(p.numel for p in stage.parameters if p.is_expert)
     assert stage.owned == dense / 4 + experts / 4
@@ -126,7 +126,7 @@ def test_the_distributed_optimizer_spreads_dense_states_over_replicas_and_those_
         spec_of("qwen3_moe"),
         on_gpu=True,
     )
-    assert whole.stage(0).owned == dense + experts
+    assert whole.stages[0].owned == dense + experts
 
 
 # -- activations -----------------------------------------------------------------------------------------------------
@@ -134,12 +134,18 @@ def test_the_distributed_optimizer_spreads_dense_states_over_replicas_and_those_
 LENGTHS = [256, 256]  # equal, so that attention needs no padding
 
 
-def expected_bytes(name: str, layout: Layout, recompute: Recompute, tokens: int) -> float:
+#: The largest difference that was seen is 1.2 % (with recompute 8 %, where little is left).
+TOLERANCE, WITH_RECOMPUTE = 0.02, 0.1
+
+
+def expected_bytes(
+    name: str, layout: Layout, recompute: Recompute, tokens: int, kernels: Kernels = Kernels(4, fused=False)
+) -> float:
     """By the formulas, and what is kept outside of the layers: angles, final norm, rows that predict."""
-    spec, kernels = spec_of(name), Kernels(4, fused=False)
+    spec = spec_of(name)
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
-    outside = spec.hidden_size * 4 * share + kernels.norm(spec.hidden_size * share, share)
-    outside += spec.hidden_size * 4 + 2 * 4 + spec.rotary_dim * 4
+    outside = spec.hidden_size * kernels.element * share + kernels.norm(spec.hidden_size * share, share)
+    outside += (spec.hidden_size + spec.rotary_dim) * kernels.element + 2 * 4
     return (saved_by_stage(spec, layout, 0, kernels, recompute).kept + outside) * tokens
 
 
@@ -161,7 +167,15 @@ def test_saved_tensors_are_those_of_the_formulas(
         layout = layout_of(world, flags, name)
         mean = sum(sizes[name] for sizes in measured) / world  # routers prefer some experts
         expected = expected_bytes(name, layout, Recompute(), sum(LENGTHS) // layout.context)
-        assert mean == pytest.approx(expected, rel=0.1), name
+        assert mean == pytest.approx(expected, rel=TOLERANCE), name
+
+
+def test_saved_tensors_in_half_precision_with_the_norms_of_a_gpu(ranks: Pools) -> None:
+    lengths = [384, 384]  # long enough for the kernel of attention that keeps no probabilities
+    [measured] = ranks.run(1, saved_bytes, DENSE, {"bf16": True}, lengths, True)
+    for name in DENSE:
+        expected = expected_bytes(name, Layout(), Recompute(), sum(lengths), Kernels(2, fused=True))
+        assert measured[name] == pytest.approx(expected, rel=TOLERANCE), name
 
 
 @pytest.mark.parametrize(
@@ -184,7 +198,7 @@ def test_recomputation_keeps_what_the_formulas_say(flags: dict[str, Any], ranks:
     for name in names:
         recompute = Recompute.of(trainer_config(**flags))
         expected = expected_bytes(name, Layout(), recompute, sum(LENGTHS))
-        assert measured[name] == pytest.approx(expected, rel=0.1), name
+        assert measured[name] == pytest.approx(expected, rel=WITH_RECOMPUTE), name
         assert expected < expected_bytes(name, Layout(), Recompute(), sum(LENGTHS))
 
 

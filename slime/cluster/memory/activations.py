@@ -126,17 +126,17 @@ def _latent_attention(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: s
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
     heads = spec.num_heads / layout.tensor
     key_width, value_width = int(facts["qk_head_dim"]) + int(facts["qk_pos_emb_head_dim"]), int(facts["v_head_dim"])
-    common = max(key_width, value_width)
+    common = max(key_width, value_width)  # the kernels want one width
+    again = common != value_width or layout.context > 1  # cut to its width, or exchanged back
     rank, query_rank, position = facts["kv_lora_rank"], facts["q_lora_rank"] or 0, facts["qk_pos_emb_head_dim"]
     latents = 2 * query_rank * share + (rank * share if layout.sequence_parallel else rank + position) + rank * share
     parts = {
         "latents": latents * element,
         "norms of latents": kernels.norm((rank + query_rank) * share, (2 if query_rank else 1) * share),
-        "attention output": heads * (common + (value_width if common != value_width else 0)) * element,
+        "attention output": heads * (common + (value_width if again else 0)) * element,
     }
     if "mla_up_proj" not in drop:
-        expanded = heads * common * 3 * element
-        parts["query, key, value"] = expanded * (2 if layout.context > 1 else 1)
+        parts["query, key, value"] = heads * common * 3 * element
     if "core_attn" not in drop:
         parts["attention statistics"] = heads * _FLOAT32
     return parts

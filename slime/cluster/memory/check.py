@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.cluster.memory.hardware import DeviceMemory
+from slime.cluster.memory.hardware import DeviceMemory, device_memory
 from slime.cluster.memory.plan import MemoryPlan
 from slime.cluster.memory.remedies import refuse
 from slime.cluster.memory.table import gb, summary
@@ -25,6 +25,19 @@ def check_memory(config: Config, device: DeviceMemory | None = None) -> MemoryPl
         logger.info("%s", line)
     judge(config, plan)
     return plan
+
+
+def check_memory_of_cluster(config: Config, gpu_memory: float | None, *, on_gpu: bool) -> None:
+    """`check_memory` with what the nodes of a Ray cluster tell; nothing where they have no GPUs, as several hosts share
+    the work then and this one's memory says nothing.
+
+    Args:
+        gpu_memory: bytes of the smallest GPU of the run; None: no driver told.
+    """
+    if not on_gpu:
+        return
+    device = device_memory(config, seen=gpu_memory, on_gpu=True)
+    check_memory(config, device)
 
 
 def judge(config: Config, plan: MemoryPlan) -> None:

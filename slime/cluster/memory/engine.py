@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from slime.cluster.memory.parameters import Parameter, layer_parameters, outer_parameters
@@ -70,7 +71,7 @@ class EngineSettings:
             longest=longest,
         )
 
-    @property
+    @cached_property
     def weights(self) -> float:
         """Bytes on the rank that has most."""
         return max(self._stage_weights(stage) for stage in range(self.pipeline)) * self.element

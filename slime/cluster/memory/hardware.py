@@ -37,19 +37,24 @@ def is_on_gpu(config: Config) -> bool:
     return num_gpus() > 0 or config.cluster.gpu_memory_gb is not None
 
 
-def device_memory(config: Config) -> DeviceMemory:
-    """Of one GPU (the smallest of this host), or of this host where there is none.
+def device_memory(config: Config, seen: float | None = None, *, on_gpu: bool = False) -> DeviceMemory:
+    """Of one GPU (the smallest), or of this host where there is none.
 
+    Args:
+        seen: bytes that the nodes of a cluster told; this host's driver is asked when None.
+        on_gpu: the cluster has GPUs, whatever this host has.
     Raises:
         UserError: --gpu-memory-gb is no size of a GPU.
     """
-    if not is_on_gpu(config):
+    if not on_gpu and not is_on_gpu(config):
         return DeviceMemory(free_host_memory(), "free on this host", on_gpu=False)
     told = config.cluster.gpu_memory_gb
     if told is not None and not 0 < told < _LARGEST_GB:
         raise UserError(f"--gpu-memory-gb is {told:g}", fix="pass the memory of one GPU in 10⁹ bytes: 80, 141, …")
     if told is not None:
         return DeviceMemory(told * 1e9, "--gpu-memory-gb", on_gpu=True)
+    if seen is not None:
+        return DeviceMemory(seen, "as its nodes say", on_gpu=True)
     seen = seen_gpu_memory()
     if seen is not None:
         return DeviceMemory(seen, DRIVER, on_gpu=True)

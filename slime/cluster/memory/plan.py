@@ -18,7 +18,6 @@ from slime.cluster.memory import engine as engine_side
 from slime.cluster.memory import trainer as trainer_side
 from slime.cluster.memory.engine import EngineSettings
 from slime.cluster.memory.hardware import DRIVER, DeviceMemory, device_memory, host_memory
-from slime.cluster.memory.parameters import Layout
 from slime.cluster.memory.trainer import TrainerSettings, longest_sequence
 from slime.cluster.plan import PlacementPlan
 from slime.config import Config
@@ -189,7 +188,7 @@ def _notes(facts: Facts) -> tuple[str, ...]:
 def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
     """Every phase of every group of GPUs that hold the same."""
     for devices, stage, has_engine in _groups(facts):
-        trainer = facts.trainer.stage(stage) if facts.trainer is not None and stage is not None else None
+        trainer = facts.trainer.stages[stage] if facts.trainer is not None and stage is not None else None
         engine = facts.engine if has_engine else None
         shared = trainer is not None and engine is not None
         if engine is not None:
@@ -199,7 +198,7 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
         if trainer is not None:
             idle = _resting_engine(facts, engine, memory)
             states = [Use("trainer", what, size) for what, size in trainer.states().items()]
-            states.append(Use("trainer", "CUDA context, NCCL", trainer_side.AWAKE_BYTES))
+            states.append(Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES))
             if trainer.settings.reference:
                 more = [Use("trainer", what, size) for what, size in trainer.scoring().items()]
                 yield Phase(devices, "log-probs", (*states, *more, *idle))
@@ -246,10 +245,10 @@ def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> 
     if trainer is None:
         return []
     if facts.trainer_sleeps:
-        return [Use("trainer", "asleep (CUDA context, NCCL)", trainer_side.ASLEEP_BYTES)]
+        return [Use("trainer", f"asleep ({trainer_side.CONTEXT})", trainer_side.ASLEEP_BYTES)]
     return [
         *(Use("trainer", what, size) for what, size in trainer.states().items()),
-        Use("trainer", "CUDA context, NCCL", trainer_side.AWAKE_BYTES),
+        Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES),
     ]
 
 
@@ -273,7 +272,7 @@ def _push(
     if trainer is not None:
         states = {"weights": trainer.weights} if shared and facts.trainer_sleeps else trainer.states()
         yield from (Use("trainer", what, size) for what, size in states.items())
-        yield Use("trainer", "CUDA context, NCCL", trainer_side.AWAKE_BYTES)
+        yield Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)
     if engine is not None:
         yield from _awake_engine(engine)
         if not (shared and facts.engine_sleeps):
@@ -287,8 +286,7 @@ def pinned(facts: Facts) -> float:
     if trainer is None:
         return 0.0
     sleeps = facts.colocate and facts.trainer_sleeps
-    stages = range(trainer.layout.pipeline)
-    return facts.ranks_per_node * max(trainer.stage(stage).on_host(sleeps=sleeps) for stage in stages)
+    return facts.ranks_per_node * max(stage.on_host(sleeps=sleeps) for stage in trainer.stages)
 
 
 # -- on a host without GPUs ------------------------------------------------------------------------------------------
@@ -299,12 +297,10 @@ def host_phase(facts: Facts) -> Phase:
     uses = [Use("run", "driver, rollout, router", _OTHER_BYTES)]
     trainer, engine, placement = facts.trainer, facts.engine, facts.placement
     if trainer is not None:
-        layout: Layout = trainer.layout
-        stages = [trainer.stage(number) for number in range(layout.pipeline)]
-        per_stage = placement.num_train // layout.pipeline
+        per_stage = placement.num_train // trainer.layout.pipeline
         uses.append(Use("trainer", "processes", placement.num_train * _PROCESS_BYTES))
         totals: dict[str, float] = {}
-        for stage in stages:
+        for stage in trainer.stages:
             on_host = {"weights of the reference": stage.on_host(sleeps=False)}
             for what, size in (*stage.states().items(), *stage.training().items(), *on_host.items()):
                 totals[what] = totals.get(what, 0.0) + size * per_stage

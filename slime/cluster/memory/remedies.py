@@ -12,6 +12,7 @@ from slime.cluster.memory.parameters import Layout
 from slime.cluster.memory.plan import Facts, MemoryPlan, Phase, Use, gpu_phases
 from slime.cluster.memory.table import gb
 from slime.cluster.memory.trainer import TrainerSettings
+from slime.cluster.plan import PlacementPlan
 from slime.errors import UserError
 
 _SHOWN, _MOST_TOGETHER = 4, 6
@@ -111,11 +112,20 @@ def changes(facts: Facts, plan: MemoryPlan) -> Iterator[Change]:
     worst = plan.overfull[0] if plan.overfull else plan.peak
     if facts.trainer is not None and worst.name != "generate":
         for text, trainer in _trainer_changes(facts.trainer):
-            yield Change(text, dataclasses.replace(facts, trainer=trainer))
+            placement = _with_trainers(facts, trainer.layout.world)
+            yield Change(text, dataclasses.replace(facts, trainer=trainer, placement=placement))
     if facts.colocate:
         yield from _sleeping(facts)
     if facts.engine is not None:
         yield from _engine_changes(facts, plan, worst)
+
+
+def _with_trainers(facts: Facts, count: int) -> PlacementPlan:
+    """The placement with so many trainer ranks."""
+    old = facts.placement
+    if facts.colocate:
+        return dataclasses.replace(old, num_train=count, total=max(count, old.num_rollout))
+    return dataclasses.replace(old, num_train=count, total=count + old.num_rollout, rollout_offset=count)
 
 
 def _trainer_changes(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSettings]]:
@@ -179,7 +189,9 @@ def _wider_layouts(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSetti
         )
     if spec.num_heads % (2 * tensor) == 0 and tensor < 8:
         text = f"--tensor-model-parallel-size {tensor} → {2 * tensor} --sequence-parallel"
-        cut = layout.expert_tensor if layout.expert_tensor != tensor else 2 * tensor
+        cut = 2 * tensor
+        if spec.num_experts:  # they stay as they are
+            cut, text = layout.expert_tensor, f"{text} --expert-tensor-parallel-size {layout.expert_tensor}"
         yield from divided(text, tensor=2 * tensor, sequence_parallel=True, expert_tensor=cut)
     if spec.num_heads // tensor % (2 * context) == 0:
         tokens = max(trainer.tokens // 2, 1)

@@ -18,6 +18,9 @@ from slime.weights.convert.spec import ModelSpec
 #: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it sleeps.
 AWAKE_BYTES, ASLEEP_BYTES = 2.0e9, 1.5e9
 
+#: What that is called in the plan.
+CONTEXT = "CUDA context, NCCL"
+
 #: How many more rows than the average the busiest expert rank gets.
 IMBALANCE = 1.3
 
@@ -124,8 +127,10 @@ class TrainerSettings:
         found = any(re.search(pattern, name) for pattern in (*self.only, *self.frozen) for name in names)
         return found if self.only else not found
 
-    def stage(self, number: int) -> StageMemory:
-        return StageMemory(self, number)
+    @cached_property
+    def stages(self) -> list[StageMemory]:
+        """By number."""
+        return [StageMemory(self, number) for number in range(self.layout.pipeline)]
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ class StageMemory:
             if settings.is_trained(p)
         )
 
-    @property
+    @cached_property
     def weights(self) -> float:
         return float(sum(p.numel for p in self.parameters) * self.settings.element)
 
@@ -198,15 +203,14 @@ class StageMemory:
 
     def scoring(self) -> dict[str, float]:
         """What log-probs without gradients add; the reference's weights come to the device for them."""
-        saved = self._saved()
-        found = {"temporaries of a layer": saved.working * self.settings.tokens, **self._output()}
+        found = {"temporaries of a layer": self.saved.working * self.settings.tokens, **self._output()}
         if self.settings.reference:
             found["weights of the reference"] = self.weights
         return found
 
     def training(self) -> dict[str, float]:
         """What the forward and backward passes add."""
-        settings, saved = self.settings, self._saved()
+        settings, saved = self.settings, self.saved
         under_way = self.micro_batches_under_way
         experts = saved.uneven * (IMBALANCE - 1) if settings.layout.expert > 1 else 0.0
         found = {
@@ -228,7 +232,9 @@ class StageMemory:
         chunks = 2 * (behind - 1) + (layout.virtual - 1) * layout.pipeline + 1
         return chunks / layout.virtual
 
-    def _saved(self) -> StageActivations:
+    @cached_property
+    def saved(self) -> StageActivations:
+        """Bytes per token that autograd keeps."""
         settings = self.settings
         kernels = Kernels(settings.element, fused=settings.on_gpu)
         return saved_by_stage(settings.spec, settings.layout, self.number, kernels, settings.recompute)

@@ -1,0 +1,68 @@
+"""What was really needed, against the plan: said once, and again whenever it grows beyond.
+
+perf/forward_backward_peak_memory_gb   ◄─►   phase train, the trainer's part without its CUDA context
+perf/ref_log_probs_peak_memory_gb      ◄─►   phase log-probs
+perf/trainer_asleep_gb                 ◄─►   what a sleeping trainer may keep
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slime.cluster.memory.plan import MemoryPlan
+from slime.cluster.memory.table import gb
+from slime.cluster.memory.trainer import ASLEEP_BYTES, CONTEXT
+from slime.observe.log import get_logger
+
+logger = get_logger(__name__)
+
+_PHASES = {
+    "perf/forward_backward_peak_memory_gb": "train",
+    "perf/ref_log_probs_peak_memory_gb": "log-probs",
+}
+_ASLEEP = "perf/trainer_asleep_gb"
+_TOLERANCE = 1.05  # of the plan, and of what was measured before
+
+
+class Measured:
+    """Compares the metrics of each step with the plan of a run on GPUs.
+
+    Example:
+        >>> measured = Measured(plan)  # doctest: +SKIP
+        >>> measured.look({"perf/forward_backward_peak_memory_gb": 70.2})  # doctest: +SKIP
+        ['memory of train: 70.2 GB measured, 66.0 GB planned']
+    """
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        self.planned = {metric: _trainer_part(plan, phase) for metric, phase in _PHASES.items()}
+        self.planned[_ASLEEP] = ASLEEP_BYTES
+        self._most: dict[str, float] = {}
+
+    def look(self, metrics: Mapping[str, float]) -> list[str]:
+        """Lines to be logged as warnings: more than planned, or than in the steps before, by 5 per cent. What is within
+        the plan is logged once, as information."""
+        warnings = []
+        for metric, planned in self.planned.items():
+            if metric not in metrics or not planned:
+                continue
+            measured, before = metrics[metric] * 1e9, self._most.get(metric)
+            if before is not None and measured <= before * _TOLERANCE:
+                continue
+            self._most[metric] = measured
+            line = f"memory of {_name(metric)}: {gb(measured)} GB measured, {gb(planned)} GB planned"
+            if measured > planned * _TOLERANCE:
+                warnings.append(line + (f", {gb(before)} GB in the steps before" if before is not None else ""))
+            elif before is None:
+                logger.info("%s", line)
+        return warnings
+
+
+def _trainer_part(plan: MemoryPlan, name: str) -> float:
+    """Bytes of tensors, on the pipeline stage that has most."""
+    phases = [phase for phase in plan.phases if phase.name == name]
+    parts = [sum(u.nbytes for u in phase.uses if u.owner == "trainer" and u.what != CONTEXT) for phase in phases]
+    return max(parts, default=0.0)
+
+
+def _name(metric: str) -> str:
+    return _PHASES.get(metric, "the sleeping trainer")

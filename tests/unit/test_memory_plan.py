@@ -1,0 +1,335 @@
+"""The memory plan of a run: who holds what in which phase, refusals with remedies that hold, the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.cluster.memory import hardware
+from slime.cluster.memory.check import check_memory, judge
+from slime.cluster.memory.hardware import DeviceMemory, device_memory
+from slime.cluster.memory.measured import Measured
+from slime.cluster.memory.plan import MemoryPlan, Phase, ranges
+from slime.cluster.memory.remedies import refuse, remedies
+from slime.cluster.memory.table import summary, table
+from slime.cluster.memory.trainer import CONTEXT
+from slime.config import Config, make_config
+from slime.errors import UserError
+
+PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "fixtures" / "model_configs.json").read_text())
+DENSE, MOE = "Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model directories with nothing but a config.json."""
+    found = {}
+    for name in (DENSE, MOE, "deepseek-ai/DeepSeek-V3"):
+        found[name] = tmp_path_factory.mktemp("model")
+        (found[name] / "config.json").write_text(json.dumps(PUBLISHED[name]["config"]))
+    return found
+
+
+def config_of(folder: Path, **flags: Any) -> Config:
+    base: dict[str, Any] = {
+        "hf_checkpoint": str(folder), "bf16": True, "rollout_engine": "sglang", "rollout_max_context_len": 4096,
+        "use_dynamic_batch_size": True, "max_tokens_per_gpu": 8192, "rollout_batch_size": 64,
+    }  # fmt: skip
+    return make_config(**{**base, **flags})
+
+
+def gpu(size: float) -> DeviceMemory:
+    return DeviceMemory(size * 1e9, "test", on_gpu=True)
+
+
+def plan_of(folder: Path, size: float = 80, **flags: Any) -> MemoryPlan:
+    return MemoryPlan.of(config_of(folder, **flags), gpu(size))
+
+
+def phases(plan: MemoryPlan) -> dict[tuple[str, str], Phase]:
+    return {(phase.devices, phase.name): phase for phase in plan.phases}
+
+
+def owned(phase: Phase, owner: str) -> dict[str, float]:
+    return {use.what: use.nbytes for use in phase.uses if use.owner == owner}
+
+
+# -- who holds what ------------------------------------------------------------------------------------------------
+
+
+def test_colocated_one_side_sleeps_while_the_other_works(folders: dict[str, Path]) -> None:
+    plan = plan_of(folders[DENSE], colocate=True, sglang_mem_fraction_static=0.8)
+    found = phases(plan)
+    assert {name for _, name in found} == {"generate", "train", "push"} and {d for d, _ in found} == {"GPU 0"}
+    generate, train, push = (found["GPU 0", name] for name in ("generate", "train", "push"))
+    assert owned(generate, "trainer").keys() == {"asleep (CUDA context, NCCL)"}
+    assert owned(train, "engine").keys() == {"asleep (CUDA context and graphs)"}
+    assert owned(push, "trainer").keys() == {"weights", "CUDA context, NCCL"}
+    assert not any("KV cache" in what for what in owned(push, "engine"))
+    static = owned(generate, "engine")
+    cache = next(size for what, size in static.items() if "KV cache" in what)
+    assert cache + static["weights"] == pytest.approx(0.8 * 80e9)
+
+
+def test_without_sleep_both_are_always_there(folders: dict[str, Path]) -> None:
+    flags = {"colocate": True, "sglang_mem_fraction_static": 0.4}
+    awake = phases(plan_of(folders[DENSE], offload_train=False, offload_rollout=False, **flags))
+    asleep = phases(plan_of(folders[DENSE], **flags))
+    assert "optimizer moments" in owned(awake["GPU 0", "generate"], "trainer")
+    assert "KV cache" in owned(awake["GPU 0", "train"], "engine")
+    assert all(awake[key].total > asleep[key].total for key in asleep)
+
+
+def test_apart_each_gpu_has_its_own_phases(folders: dict[str, Path]) -> None:
+    plan = plan_of(folders[DENSE], actor_num_gpus_per_node=2, rollout_num_gpus=2)
+    assert [(p.devices, p.name) for p in plan.phases] == [
+        ("GPU 0-1", "train"), ("GPU 0-1", "push"), ("GPU 2-3", "generate"), ("GPU 2-3", "push"),
+    ]  # fmt: skip
+    found = phases(plan)
+    assert {use.owner for use in found["GPU 0-1", "train"].uses} == {"trainer"}
+    assert {use.owner for use in found["GPU 2-3", "generate"].uses} == {"engine"}
+
+
+def test_pipeline_stages_differ(folders: dict[str, Path]) -> None:
+    plan = plan_of(folders[DENSE], actor_num_gpus_per_node=4, pipeline_model_parallel_size=2, rollout_num_gpus=1)
+    found = phases(plan)
+    first, last = found["GPU 0-1", "train"], found["GPU 2-3", "train"]
+    assert owned(first, "trainer")["activations"] == 2 * owned(last, "trainer")["activations"]
+    assert "blocks of logits" in owned(last, "trainer") and "blocks of logits" not in owned(first, "trainer")
+
+
+def test_the_reference_comes_to_the_gpu_for_its_log_probs_only(folders: dict[str, Path]) -> None:
+    plan = plan_of(folders[DENSE], 141, use_kl_loss=True, kl_loss_coef=0.1)
+    found = phases(plan)
+    scoring = owned(found["GPU 0", "log-probs"], "trainer")
+    assert scoring["weights of the reference"] == scoring["weights"]
+    assert "weights of the reference" not in owned(found["GPU 0", "train"], "trainer")
+    assert plan.host == scoring["weights"]
+
+
+def test_sft_and_one_half_alone(folders: dict[str, Path]) -> None:
+    trainer = plan_of(folders[DENSE], 141, loss_type="sft_loss")
+    assert [phase.name for phase in trainer.phases] == ["train"]
+    engines = plan_of(folders[DENSE], debug_rollout_only=True, rollout_num_gpus=2)
+    assert [(phase.devices, phase.name) for phase in engines.phases] == [("GPU 0-1", "generate")]
+
+
+def test_states_of_mixed_precision_are_18_bytes_per_parameter(folders: dict[str, Path]) -> None:
+    states = owned(phases(plan_of(folders[DENSE], loss_type="sft_loss"))["GPU 0", "train"], "trainer")
+    parts = [states[name] for name in ("weights", "gradients", "master weights", "optimizer moments")]
+    parameters = states["weights"] / 2
+    assert [part / parameters for part in parts] == [2, 4, 4, 8]
+    assert parameters == pytest.approx(4.02e9, rel=0.01)
+
+
+def test_offloaded_states_are_in_host_memory(folders: dict[str, Path]) -> None:
+    here = plan_of(folders[DENSE], loss_type="sft_loss")
+    there = plan_of(folders[DENSE], loss_type="sft_loss", offload_optimizer_states=True)
+    moments = owned(here.peak, "trainer")["optimizer moments"]
+    assert there.host == moments and "optimizer moments" not in owned(there.peak, "trainer")
+    everything = plan_of(folders[DENSE], loss_type="sft_loss", optimizer_cpu_offload=True)
+    assert everything.host == moments * 1.5 and "master weights" not in owned(everything.peak, "trainer")
+
+
+def test_a_sequence_above_the_limit_is_a_micro_batch_of_its_own(folders: dict[str, Path]) -> None:
+    def tokens(**flags: Any) -> int:
+        trainer = plan_of(folders[DENSE], **flags).facts.trainer
+        assert trainer is not None
+        return trainer.tokens
+
+    assert tokens() == 8192
+    assert tokens(rollout_max_context_len=16384) == 16384
+    assert tokens(rollout_max_context_len=16384, context_parallel_size=2, actor_num_gpus_per_node=2) == 8192
+    assert tokens(max_tokens_per_gpu=5000) == 5120  # padded to a multiple of 128
+    assert tokens(use_dynamic_batch_size=False, max_tokens_per_gpu=None, micro_batch_size=4) == 4 * 4096
+
+
+def test_ranges() -> None:
+    assert ranges([3]) == "3" and ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_cannot_fit_is_refused_with_the_largest_parts_and_what_shrinks_them(
+    folders: dict[str, Path],
+) -> None:
+    config = config_of(folders[DENSE], colocate=True, max_tokens_per_gpu=32768, tensor_model_parallel_size=1)
+    with pytest.raises(UserError) as refused:
+        check_memory(config, gpu(80))
+    text = str(refused.value)
+    assert "train needs" in text and "on GPU 0" in text and "limit 76.8 GB" in text
+    assert re.search(r"activations \d+\.\d GB, optimizer moments 32\.\d GB", text)
+    assert "--recompute-activations" in text and "--max-tokens-per-gpu 32768 → 16384" in text
+    assert "--memory-plan warn" in text and refused.value.check_id == "memory_plan"
+    assert len(text.splitlines()) <= 8
+
+
+def test_those_who_know_better_are_warned(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(folders[DENSE], colocate=True, memory_plan="warn")
+    with caplog.at_level(logging.WARNING, "slime"):
+        check_memory(config, gpu(40))
+    assert "the memory plan does not fit" in caplog.text
+
+
+def test_too_small_a_kv_cache_is_refused(folders: dict[str, Path]) -> None:
+    config = config_of(
+        folders[DENSE], rollout_num_gpus=1, sglang_mem_fraction_static=0.105, offload_optimizer_states=True
+    )
+    plan = MemoryPlan.of(config, gpu(80))
+    assert plan.starved and not plan.fits
+    text = str(refuse(dataclasses.replace(plan, phases=())))
+    assert "less than one sequence of 4,096" in text and "--sglang-mem-fraction-static 0.105 →" in text
+    assert "147 kB" in text
+
+
+#: Flags of a remedy as keyword arguments.
+WORDS = {
+    "--recompute-activations": ("recompute_activations", bool),
+    "--sequence-parallel": ("sequence_parallel", bool),
+    "--offload-optimizer-states": ("offload_optimizer_states", bool),
+    "--max-tokens-per-gpu": ("max_tokens_per_gpu", int),
+    "--tensor-model-parallel-size": ("tensor_model_parallel_size", int),
+    "--pipeline-model-parallel-size": ("pipeline_model_parallel_size", int),
+    "--expert-model-parallel-size": ("expert_model_parallel_size", int),
+    "--sglang-mem-fraction-static": ("sglang_mem_fraction_static", float),
+    "--rollout-num-gpus-per-engine": ("rollout_num_gpus_per_engine", int),
+    "--expert-tensor-parallel-size": ("expert_tensor_parallel_size", int),
+}
+
+
+def flags_of(text: str) -> dict[str, Any] | None:
+    """What "--a 1 → 2 --b" asks for; None for a remedy that is not flags alone."""
+    found: dict[str, Any] = {}
+    for part in text.replace(" and ", " ").split("--")[1:]:
+        name, *values = part.split()
+        if f"--{name}" not in WORDS or "," in part:
+            return None
+        dest, kind = WORDS[f"--{name}"]
+        found[dest] = True if kind is bool else kind(values[-1])
+    return found or None
+
+
+@given(
+    model=st.sampled_from([DENSE, MOE]),
+    size=st.sampled_from([16, 24, 40, 80]),
+    colocate=st.booleans(),
+    tokens=st.sampled_from([8192, 32768]),
+    tensor=st.sampled_from([1, 2, 4]),
+    fraction=st.sampled_from([0.5, 0.8, 0.97]),
+)
+@settings(deadline=None, max_examples=25)
+def test_remedies_do_what_they_say(
+    model: str, size: int, colocate: bool, tokens: int, tensor: int, fraction: float, folders: dict[str, Path]
+) -> None:
+    """Each remedy, given as flags, leads to the plan that was promised."""
+    flags: dict[str, Any] = {
+        "actor_num_gpus_per_node": 8, "rollout_num_gpus": 8, "colocate": colocate, "max_tokens_per_gpu": tokens,
+        "tensor_model_parallel_size": tensor, "sglang_mem_fraction_static": fraction,
+    }  # fmt: skip
+    plan = plan_of(folders[model], size, **flags)
+    if not plan.overfull:
+        return
+    assert str(refuse(plan))
+    for text, peak in remedies(plan):
+        changed = flags_of(text)
+        if changed is not None:
+            after = plan_of(folders[model], size, **{**flags, **changed})
+            assert after.peak.total == pytest.approx(peak, rel=0.01), text
+
+
+# -- how it is shown -------------------------------------------------------------------------------------------------
+
+
+def test_table_and_summary(folders: dict[str, Path]) -> None:
+    plan = plan_of(folders[MOE], 141, actor_num_gpus_per_node=8, colocate=True, expert_model_parallel_size=8,
+                   expert_tensor_parallel_size=1, recompute_activations=True)  # fmt: skip
+    text = table(plan)
+    assert text.splitlines()[1].split() == ["devices", "phase", "of", "what", "GB", "total", "limit"]
+    assert "GPU 0-7" in text and "KV cache (" in text and "activations of uneven experts" in text
+    assert "!" not in text and plan.fits
+    for phase in plan.phases:
+        assert f"{phase.total / 1e9:.1f}" in text
+    lines = summary(plan)
+    assert "8 GPUs of 141.0 GB" in lines[0] and "generate" in lines[1] and "limit 135.4" in lines[1]
+    assert len(lines) <= 4
+    assert "135.4 !" not in text and " !" in table(plan_of(folders[MOE], 40))
+
+
+def test_assumptions_are_told(folders: dict[str, Path]) -> None:
+    text = table(plan_of(folders[DENSE], rollout_max_context_len=None, rollout_max_response_len=1000))
+    assert "sequences of 2024 tokens are assumed" in text and "SGLang's own choice" in text
+
+
+def test_what_was_measured_is_compared_with_the_plan(
+    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_of(folders[DENSE], 141, colocate=True, use_kl_loss=True, kl_loss_coef=0.1)
+    tensors = {what: size for what, size in owned(phases(plan)["GPU 0", "train"], "trainer").items() if what != CONTEXT}
+    planned, metric = sum(tensors.values()) / 1e9, "perf/forward_backward_peak_memory_gb"
+    measured = Measured(plan)
+    with caplog.at_level(logging.INFO, "slime"):
+        assert measured.look({metric: planned * 0.9, "train/loss": 1.0}) == []
+    assert f"{planned * 0.9:.1f} GB measured, {planned:.1f} GB planned" in caplog.text
+    assert measured.look({metric: planned * 0.91}) == [] and measured.look({}) == []
+    [warning] = measured.look({metric: planned * 1.2})
+    assert "memory of train" in warning and f"{planned * 0.9:.1f} GB in the steps before" in warning
+    assert measured.look({metric: planned * 1.2}) == []  # said once
+    [warning] = measured.look({"perf/trainer_asleep_gb": 9.0})
+    assert "the sleeping trainer: 9.0 GB measured" in warning
+
+
+# -- what there is ---------------------------------------------------------------------------------------------------
+
+
+def test_gpu_memory_is_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\necho 143771\necho 81559\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLIME_NUM_GPUS", "2")
+    seen = device_memory(make_config(hf_checkpoint="m"))
+    assert seen.nbytes == 81559 * 2**20 and seen.on_gpu and seen.source == "nvidia-smi"
+    assert device_memory(make_config(hf_checkpoint="m", gpu_memory_gb=141)).nbytes == 141e9
+    script.write_text("#!/bin/sh\nexit 9\n")
+    assert device_memory(make_config(hf_checkpoint="m")).nbytes == 80e9
+
+
+def test_a_size_that_no_gpu_has_is_refused() -> None:
+    with pytest.raises(UserError, match="--gpu-memory-gb is 0"):
+        device_memory(make_config(hf_checkpoint="m", gpu_memory_gb=0))
+
+
+def test_host_memory_respects_the_limit_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, used = tmp_path / "max", tmp_path / "current"
+    monkeypatch.setattr(hardware, "_CGROUPS", ((limit, used),))
+    whole = hardware.host_memory()
+    assert hardware.free_host_memory() <= whole
+    limit.write_text("1000000\n")
+    used.write_text("400000\n")
+    assert (hardware.host_memory(), hardware.free_host_memory()) == (1e6, 6e5)
+    limit.write_text("max\n")
+    assert hardware.host_memory() == whole
+
+
+def test_without_gpus_the_host_is_planned_for_and_never_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLIME_NUM_GPUS", "0")
+    config = config_of(folders[DENSE], rollout_engine="embedded", actor_num_gpus_per_node=2, colocate=True)
+    plan = MemoryPlan.of(config, DeviceMemory(20e9, "free on this host", on_gpu=False))
+    [phase] = plan.phases
+    assert phase.devices == "host" and not plan.fits
+    both = sum(use.nbytes for use in phase.uses if (use.owner, use.what) == ("trainer", "weights"))
+    assert both == pytest.approx(2 * 4.02e9 * 2, rel=0.01)
+    with caplog.at_level(logging.WARNING, "slime"):
+        judge(config, plan)
+    assert "this run may need" in caplog.text

@@ -1,0 +1,85 @@
+"""The recipes for GPUs: each one's dry run prints a memory plan that fits the GPUs that its page asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests" / "fixtures" / "model_configs.json").read_text())
+
+#: recipe → (configuration, model, GPUs of a host, GB of a GPU, command, further flags)
+RECIPES: dict[str, tuple[str, str, int, int, str, list[str]]] = {
+    "0.6B on 1": ("qwen3-0.6b/config.yaml", "Qwen/Qwen3-0.6B", 1, 80, "train", []),
+    "4B on 4": ("qwen3-4b/config.yaml", "Qwen/Qwen3-4B", 4, 80, "train", []),
+    "4B on 2+2": ("qwen3-4b/apart.yaml", "Qwen/Qwen3-4B", 4, 80, "train-async", []),
+    "30B on 8": ("qwen3-30b-a3b/config.yaml", "Qwen/Qwen3-30B-A3B", 8, 141, "train", []),
+    "30B on 8 smaller": (
+        "qwen3-30b-a3b/config.yaml", "Qwen/Qwen3-30B-A3B", 8, 80, "train",
+        ["--offload-optimizer-states", "--sglang-mem-fraction-static", "0.8"],
+    ),
+    "30B on 2 x 8": ("qwen3-30b-a3b-2nodes/config.yaml", "Qwen/Qwen3-30B-A3B", 8, 80, "train", []),
+}  # fmt: skip
+
+
+def arguments(folder: Path, recipe: str) -> list[str]:
+    """The command of a recipe's dry run, with a model directory that holds its config.json alone."""
+    path, model, _, size, command, more = RECIPES[recipe]
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[model]["config"]))
+    data = folder / "train.jsonl"
+    data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
+    flags = ["--config", ROOT / "recipes" / path, "--hf-checkpoint", folder, "--prompt-data", data]
+    return [command, "--dry-run", *map(str, flags), "--gpu-memory-gb", str(size), *more]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_plan_fits(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLIME_NUM_GPUS", str(RECIPES[recipe][2]))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments(tmp_path, recipe)) == 0
+    printed = capsys.readouterr()
+    assert "memory plan: " in printed.out and "generate" in printed.out and "train" in printed.out
+    assert " !" not in printed.out
+    assert "weights are missing" in printed.out and "tokenizer is missing" in printed.out
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize("recipe", ["4B on 4", "30B on 8"])
+def test_smaller_gpus_are_refused(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLIME_NUM_GPUS", str(RECIPES[recipe][2]))
+    assert main([*arguments(tmp_path, recipe), "--gpu-memory-gb", "48"]) == 2
+    printed = capsys.readouterr()
+    assert "the memory plan does not fit" in printed.err and " !" in printed.out
+    assert main([*arguments(tmp_path, recipe), "--gpu-memory-gb", "48", "--memory-plan", "warn"]) == 0
+
+
+def test_every_recipe_for_gpus_is_tried_here() -> None:
+    found = {str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes").glob("qwen3-*/*.yaml")}
+    assert found == {recipe[0] for recipe in RECIPES.values()}
+    for folder in {(ROOT / "recipes" / name).parent for name in found}:
+        assert (folder / "README.md").is_file() and os.access(folder / "run.sh", os.X_OK)
+
+
+def test_a_dry_run_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
+    code = (
+        "import sys; from slime.__main__ import main; status = main(sys.argv[1:]);"
+        "print('heavy:', *sorted({'ray', 'torch', 'transformers', 'megatron'} & set(sys.modules))); sys.exit(status)"
+    )
+    env = {**os.environ, "SLIME_NUM_GPUS": "4"}
+    command = [sys.executable, "-c", code, *arguments(tmp_path, "4B on 4")]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("heavy:")
