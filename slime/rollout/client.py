@@ -28,6 +28,8 @@ logger = get_logger(__name__)
 
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 5.0
 _FIRST_POLL, _LONGEST_POLL = 0.02, 1.0
+#: Fields of a request that sglang-router 0.3.2 leaves out of what it forwards (it reads requests into a fixed form).
+_NOT_FORWARDED = ("return_routed_experts", "routed_experts_start_len")
 
 
 class RequestRefused(EngineError):
@@ -42,6 +44,8 @@ class InFlight:
     started: float
     num_input_tokens: int = 0
     attempt: int = 1
+    url: str = ""
+    """The engine that it was sent to; empty where the router chooses."""
 
 
 @dataclass
@@ -132,7 +136,8 @@ class RolloutClient:
             rid: names the request on the engine; a retry gets ``-r1``, ``-r2``, … appended, since the engine may
                 still know the first one.
             routing_key: the session, for policies with affinity.
-            extra: further fields of the request body.
+            extra: further fields of the request body. With one that the router would leave out, the request goes
+                straight to the engine that has the fewest of our requests.
         Raises:
             RequestRefused: HTTP 4xx; carries the engine's message.
             EngineError: still failing after the retries, or no answer within the deadline.
@@ -141,7 +146,10 @@ class RolloutClient:
         if rid:
             body["rid"] = rid
         headers = {ROUTING_KEY_HEADER: routing_key} if routing_key and self.send_routing_key else None
-        answer = await self.post("/generate", body, headers=headers, name=rid, num_input_tokens=len(input_ids))
+        past_router = any(extra.get(name) for name in _NOT_FORWARDED)
+        answer = await self.post(
+            "/generate", body, headers=headers, name=rid, num_input_tokens=len(input_ids), past_router=past_router
+        )
         return _aborted_result() if answer is None else GenerateResult.from_json(answer)
 
     async def post(
@@ -154,9 +162,12 @@ class RolloutClient:
         name: str = "",
         num_input_tokens: int = 0,
         retry: bool = True,
+        past_router: bool = False,
     ) -> dict[str, Any] | None:
-        """POST with retries, counted as in flight; None when it was not sent because of an abort under way."""
-        engine = await self.engine(url)
+        """POST with retries, counted as in flight; None when it was not sent because of an abort under way.
+
+        ``past_router``: each try goes to an engine that is chosen here.
+        """
         request = InFlight(name or path, time.monotonic(), num_input_tokens)
         end = request.started + self.request_timeout
         first_failure: float | None = None
@@ -166,6 +177,9 @@ class RolloutClient:
                 if request.attempt > 1 and name:
                     body = {**body, "rid": f"{name}-r{request.attempt - 1}"}
                 try:
+                    if past_router:
+                        request.url = await self._least_busy(request)
+                    engine = await self.engine(request.url or url)
                     left = max(0.001, end - time.monotonic())
                     return await engine.request("POST", path, body, timeout=left, headers=headers)
                 except EngineError as error:
@@ -181,6 +195,21 @@ class RolloutClient:
                 await self._sleep_unless_aborting(backoff * random.uniform(0.8, 1.2))
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
             return None
+
+    async def _least_busy(self, request: InFlight) -> str:
+        """URL of the healthy engine with the fewest other requests of ours.
+
+        Raises:
+            EngineError: the router does not answer, or has no healthy engine.
+        """
+        workers = await list_workers(await self.engine())
+        counts = {worker.url: 0 for worker in workers if worker.healthy}
+        if not counts:
+            raise EngineError(self.base_url, "the router has no healthy engine", 503)
+        for other in self.in_flight.values():
+            if other is not request and other.url in counts:
+                counts[other.url] += 1
+        return min(counts, key=lambda url: counts[url])
 
     def _raise_if_final(self, error: EngineError) -> None:
         """Raise what a retry cannot mend: refusals, and the deadline (which already includes the retries)."""

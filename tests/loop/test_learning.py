@@ -76,6 +76,32 @@ def test_trainer_and_engine_agree_on_every_token(family: RunResult) -> None:
     assert all(0 < m <= worst <= TOLERANCE for m, worst in zip(mean, largest)), (mean, largest)
 
 
+#: One optimizer step, so that all of it is compared with the weights that generated.
+REPLAY = [
+    "--use-rollout-routing-replay",
+    "--colocate",
+    "--num-rollout",
+    2,
+    *("--custom-rm-path", "tests.loop.toy.distinct_share"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_they_agree_with_the_engines_experts(run: Run, family: str) -> None:
+    """In samples of two turns that end with the answer of a tool, which no engine computed."""
+    flags = [*REPLAY, "--custom-generate-function-path", "tests.loop.toy.with_a_tool"]
+    largest = run(f"replay-{family}", *GRPO, *flags, model=family).series(f"{MISMATCH}_max")
+    assert len(largest) == 2 and 0 < max(largest) <= TOLERANCE, largest
+
+
+@pytest.mark.full
+def test_the_experts_that_samples_bring_are_those_that_are_used(run: Run) -> None:
+    flags = [*REPLAY, "--custom-generate-function-path", "tests.loop.toy.with_other_experts"]
+    largest = run("replay-others", *GRPO, *flags, model="qwen3_moe").series(f"{MISMATCH}_max")
+    assert min(largest) > TOLERANCE, largest
+
+
 def test_they_agree_during_the_whole_run(lock_step: RunResult, one_ahead: RunResult) -> None:
     assert max(lock_step.series(f"{MISMATCH}_max")) <= TOLERANCE
     assert one_ahead.series(MISMATCH)[0] < 0.01, "bfloat16 on both sides, before any sample is stale"

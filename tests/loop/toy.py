@@ -114,6 +114,23 @@ def distinct_share(args: Any, sample: Sample, **_: Any) -> float:
     return len(set(response)) / max(1, len(response))
 
 
+async def with_a_tool(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Two turns of the model, a tool's answer after each."""
+    from slime.rollout.generate import generate
+
+    for length in (3, 8):
+        sample = await generate(args, sample, {**sampling_params, "max_new_tokens": length})
+        sample.append_response_tokens(tokens=[VOCABULARY["="], VOCABULARY["1"]], trainable=False)
+    return sample
+
+
+async def with_other_experts(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """`with_a_tool`, and experts (of four) that the engine did not choose."""
+    sample = await with_a_tool(args, sample, sampling_params)
+    sample.rollout_routed_experts = 3 - sample.rollout_routed_experts
+    return sample
+
+
 def group_rank(args: Any, samples: list[Sample], **_: Any) -> list[float]:
     """A reward of the whole group: each sample's rank by `digit_share`, from 0 to 1."""
     shares = [digit_share(args, sample) for sample in samples]
