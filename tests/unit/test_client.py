@@ -248,6 +248,37 @@ def test_real_router_registers_routes_aborts_and_removes() -> None:
         asyncio.run(asyncio.wait_for(main(url), timeout=60))
 
 
+def test_requests_for_experts_go_past_the_real_router_which_drops_the_field() -> None:
+    async def main(url: str) -> None:
+        async with FakeEngine() as a, FakeEngine() as b, EngineClient(url) as api:
+            await api.wait_healthy(30)
+            await register_workers(url, [a.url, b.url], timeout=20)
+            async with RolloutClient(url, max_concurrency=8) as client:
+                body = {"input_ids": [5], "sampling_params": PARAMS, "return_routed_experts": True}
+                await client.post("/generate", body)
+                assert "return_routed_experts" not in (a.bodies + b.bodies)[0], "the way past it is no longer needed"
+                a.hold.clear()
+                b.hold.clear()
+                tasks = [
+                    asyncio.create_task(client.generate([i], PARAMS, return_routed_experts=True)) for i in range(6)
+                ]
+                while a.in_flight + b.in_flight < 6:
+                    await asyncio.sleep(0.01)
+                assert (a.in_flight, b.in_flight) == (3, 3)
+                assert all(body["return_routed_experts"] for engine in (a, b) for body in engine.bodies[-3:])
+                with client.abort_scope():
+                    await client.abort_all(timeout=10)
+                    await asyncio.gather(*tasks)
+                a.hold.set()
+                b.hold.set()
+                a.failures, b.failures = 1, 1
+                await client.generate([7], PARAMS, return_routed_experts=True)
+                assert client.counters.retries >= 1
+
+    with router("round_robin") as url:
+        asyncio.run(asyncio.wait_for(main(url), timeout=60))
+
+
 def test_real_router_keeps_a_session_on_one_engine_under_the_manual_policy() -> None:
     async def main(url: str) -> None:
         async with FakeEngine() as a, FakeEngine() as b, EngineClient(url) as api:
