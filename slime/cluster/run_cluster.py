@@ -21,6 +21,7 @@ from typing import Any
 import ray
 
 from slime.cluster.engine_group import EngineGroup
+from slime.cluster.memory.check import check_memory_of_cluster
 from slime.cluster.placement import Slots, reserve
 from slime.cluster.plan import PlacementPlan, has_evaluation
 from slime.cluster.ray_session import start_ray
@@ -107,6 +108,8 @@ class Cluster:
         self._started_ray = start_ray(config, num_local_slots=self.plan.total)
         clock.lap("ray")
         self._slots = reserve(self.plan, config.cluster.placement_timeout, self._should_stop)
+        if not self._started_ray:  # on a Ray of its own the launch has looked at this host already
+            check_memory_of_cluster(config, self._slots.gpu_memory, on_gpu=self._slots.on_gpu)
         clock.lap("placement")
         self._rollout = ray.remote(RolloutActor).options(num_cpus=0, max_concurrency=16).remote(config, self.run_path)
         coming_up = {_ROLLOUT: self._rollout.setup.remote()}
