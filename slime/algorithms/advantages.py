@@ -60,8 +60,8 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
 
     Whitening over the whole batch has to follow (``--normalize-advantages``).
 
-    Raises:
-        ValueError: a sample without a trained token, which has no place for its reward.
+    A sample without a trained token (``remove_sample``) has no place for its reward, and returns of 0.
+
     Source: Hu et al., "REINFORCE++" (arXiv:2501.03262).
 
     Example (the last token is not trained, so the reward 1 sits on the second):
@@ -71,10 +71,11 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
         [0.95, 1.0, 0.0]
     """
     returns = []
-    for i, (reward, kl, mask) in enumerate(zip(inputs.rewards, inputs.kl, inputs.loss_masks)):
+    for reward, kl, mask in zip(inputs.rewards, inputs.kl, inputs.loss_masks):
         trained = torch.nonzero(mask)
         if trained.numel() == 0:
-            raise ValueError(f"sample {i} of the batch has no trained token to carry its reward")
+            returns.append(torch.zeros_like(kl))
+            continue
         token_rewards = -inputs.kl_coef * kl * mask
         token_rewards[trained[-1, 0]] += reward
         returns.append(discounted_returns(token_rewards, inputs.gamma))

@@ -222,7 +222,6 @@ def _backward_rows(
     grad_hidden = torch.zeros(hidden.shape, dtype=accumulate, device=hidden.device) if need_hidden else None
     grad_log_probs = grad_log_probs.to(dtype) * plan.scale
     local = targets - shard.start
-    index = torch.arange(n, device=hidden.device)
     step = plan.columns(hidden.device, n)
     for lo in range(0, shard.size, step):
         hi = min(lo + step, shard.size)
@@ -234,9 +233,8 @@ def _backward_rows(
             slope = (x + entropy[:, None]).mul_(grad_entropy.to(dtype)[:, None] * plan.scale)
             grad = x.exp_().mul_(slope.add_(grad_log_probs[:, None]).neg_())
         here = (local >= lo) & (local < hi)
-        grad.index_put_(
-            (index, (local - lo).clamp(0, hi - lo - 1)), torch.where(here, grad_log_probs, 0.0), accumulate=True
-        )
+        column = (local - lo).clamp(0, hi - lo - 1)[:, None]  # one per row: nothing to accumulate, nothing to sort
+        grad.scatter_(1, column, grad.gather(1, column) + torch.where(here, grad_log_probs, 0.0)[:, None])
         grad = grad.to(hidden.dtype)
         if weight_sink is not None:
             _add_product(weight_sink[lo:hi], grad.t(), hidden)

@@ -69,9 +69,11 @@ def test_discounted_returns_follow_the_recurrence(length: int, gamma: float) -> 
     assert torch.allclose(returns, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_reinforce_plus_plus_needs_a_trained_token() -> None:
-    with pytest.raises(ValueError, match="sample 0"):
-        reinforce_plus_plus(AdvantageInputs([1.0], [torch.zeros(2)], [torch.zeros(2)]))
+def test_reinforce_plus_plus_of_a_sample_that_is_not_trained_is_zero() -> None:
+    kl, masks = [torch.ones(2), torch.ones(2)], [torch.zeros(2), torch.ones(2)]
+    advantages, returns = reinforce_plus_plus(AdvantageInputs([1.0, 1.0], kl, masks))
+    assert advantages[0].tolist() == returns[0].tolist() == [0.0, 0.0]
+    assert advantages[1].tolist() == [1.0, 1.0]
 
 
 @given(lengths=lists_of_lengths, cut=st.integers(0, 6), seed=st.integers(0, 50))

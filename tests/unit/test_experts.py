@@ -342,6 +342,26 @@ def test_balance_losses_do_not_depend_on_the_layout(kind: str, model: Path, rank
                 assert worst(found[name], gradient) <= TOLERANCE, (layout, name)
 
 
+def clip_job(info: Any, model: Path, flags: dict[str, Any], batches: list[TrainBatch]) -> float:
+    """This rank's share of Σ of the squares of Adam's first moments after one step."""
+    from slime.train.megatron.optimizer import torch_optimizers
+
+    settings = {"hf_checkpoint": str(model), "clip_grad": 0.01, "adam_beta1": 0.5, "rollout_batch_size": 12}
+    backend = MegatronBackend(trainer_config(**settings, **flags, actor_num_gpus_per_node=info.world_size), info)
+    backend.setup()
+    assert backend.train(batches[backend.data_parallel_rank])["train/grad_norm"] > 0.1, "there is something to clip"
+    states = [state for inner in torch_optimizers(backend.optimizer) for state in inner.state.values()]
+    return sum(float(state["exp_avg"].square().sum()) for state in states)
+
+
+def test_adam_clips_dense_and_expert_gradients_by_one_norm(model: Path, ranks: Pools) -> None:
+    """Of moments that started at 0, the norm after a step is (1 - beta1) times that of the clipped gradient."""
+    batch = make_batch(MICRO_BATCHES)
+    batches = [shard(batch, members, plan) for members, plan in DATA_PARALLEL[2]]
+    for shares in (ranks.run(1, clip_job, model, {}, [batch]), ranks.run(2, clip_job, model, EP2 | ETP1, batches)):
+        assert sum(shares) ** 0.5 == pytest.approx(0.5 * 0.01, rel=1e-3)
+
+
 def bias_job(info: Any, model: Path, flags: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
     config = trainer_config(hf_checkpoint=str(model), optimizer="sgd", lr=0.0, **flags)

@@ -7,8 +7,10 @@ own (discarded) rows see it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,10 +90,15 @@ class PackedSelfAttention(SelfAttention):
         return self.linear_proj(out.reshape(out.size(0), 1, -1))
 
 
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
 def _flash_packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    accepted = inspect.signature(varlen_attn).parameters
+    accepted = _parameters(varlen_attn)
     options: dict[str, Any] = {"scale": scale}
     if "window_size" in accepted:  # torch >= 2.12
         options["window_size"] = (-1, 0)
