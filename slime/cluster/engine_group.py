@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
+from slime.cluster.engine_placement import EnginePart, engine_parts
 from slime.cluster.placement import Slots
 from slime.cluster.plan import PlacementPlan
 from slime.cluster.ports import PortReservation, node_ip, reserve_port
@@ -18,41 +20,95 @@ from slime.cluster.waiting import Watch, wait_for
 from slime.config import Config
 from slime.errors import RunFailed, UserError
 from slime.observe.log import get_logger, log_to_file_only
+from slime.rollout.engines.api import EngineError
+from slime.weights.engine_fleet import EngineFleet
+from slime.weights.transport import EngineSlots
 
 logger = get_logger(__name__)
 
 _COLOCATED_SHARE = 0.2
 _PORT_TRIES = 5
+_PAIR = ("prefill", "decode")
+_IDLE_SECONDS = 10.0  # for requests that were aborted to end
+_MEMORY_SECONDS = 300.0  # a copy of the weights to the host or back, and the end of the last requests
+
+
+class DisaggregatedWorkers(NamedTuple):
+    """Prefill servers with their bootstrap ports, and decode servers."""
+
+    prefill: list[tuple[str, int]]
+    decode: list[str]
 
 
 class EngineActor:
     """Owns one engine server process, or the router. The process dies with this actor."""
 
-    def __init__(self, config: Config, name: str, run_path: Path, num_threads: int) -> None:
-        self.config, self.name, self.num_threads = config, name, num_threads
+    def __init__(
+        self, config: Config, name: str, run_path: Path, num_threads: int, part: EnginePart | None = None
+    ) -> None:
+        self.config, self.name, self.num_threads, self.part = config, name, num_threads, part
         self.log_path = run_path / "logs" / f"{name}.log"
         self._process: ServerProcess | None = None
         self._port: PortReservation | None = None
+        self._held: list[PortReservation] = []
+        self._bootstrap_port: int | None = None
         log_to_file_only(config, name, run_path / "logs")
 
-    def start(self, model_path: str) -> str:
+    def rendezvous(self) -> str:
+        """host:port where the nodes of this engine meet; held until the engine is stopped."""
+        host = node_ip()
+        self._held.append(reserve_port(host))
+        return f"{host}:{self._held[-1].port}"
+
+    def start(self, model_path: str, dist_init_addr: str | None = None) -> str:
         """Start the engine server; returns its base URL once it answers.
 
+        Args:
+            dist_init_addr: where the nodes of an engine meet that has several.
         Raises:
             UserError: it did not come up; carries its last log lines.
         """
-        from slime.rollout.engines.launch import embedded_command, sglang_command
+        from slime.rollout.engines.launch import LaunchSpec, embedded_command, sglang_command
 
-        kind = self.config.engine.rollout_engine
-        command = sglang_command if kind == "sglang" else embedded_command
         host = node_ip()
-        return self._serve(lambda port: command(self.config, model_path, host, port), host)
 
-    def start_router(self, worker_urls: list[str]) -> str:
-        from slime.rollout.engines.launch import router_command
+        def sglang(port: int) -> LaunchSpec:
+            assert self.part is not None
+            self._held.append(reserve_port(host))
+            place = dataclasses.replace(
+                self.part.place,
+                nccl_port=self._held[-1].port,
+                dist_init_addr=dist_init_addr,
+                overrides={**self.part.place.overrides, **self._disaggregation(host)},
+            )
+            return sglang_command(self.config, model_path, host, port, place)
+
+        if self.config.engine.rollout_engine == "sglang":
+            return self._serve(sglang, host)
+        return self._serve(lambda port: embedded_command(self.config, model_path, host, port), host)
+
+    def bootstrap_port(self) -> int | None:
+        """Where decode servers fetch the cache of this prefill server; None for servers of another kind."""
+        return self._bootstrap_port
+
+    def _disaggregation(self, host: str) -> dict[str, Any]:
+        """Options of a prefill or decode server."""
+        kind = self.part.group.worker_type if self.part is not None else "regular"
+        if kind not in ("prefill", "decode"):
+            return {}
+        if kind == "decode":
+            return {"disaggregation_mode": kind}
+        self._held.append(reserve_port(host))
+        self._bootstrap_port = self._held[-1].port
+        return {"disaggregation_mode": kind, "disaggregation_bootstrap_port": self._bootstrap_port}
+
+    def start_router(self, worker_urls: list[str], pairs: DisaggregatedWorkers | None = None) -> str:
+        from slime.rollout.engines.launch import disaggregated_router_command, router_command
         from slime.rollout.router import register_workers
 
         host = node_ip()
+        if pairs is not None:
+            return self._serve(lambda port: disaggregated_router_command(self.config, host, port, *pairs), host)
         url = self._serve(lambda port: router_command(self.config, host, port, worker_urls), host)
         policy = self.config.engine.router.get("policy") or "cache_aware"
         asyncio.run(register_workers(url, worker_urls, timeout=60.0, policy=policy))
@@ -70,9 +126,9 @@ class EngineActor:
                 self._process.wait_ready()
                 return url
             except ServerDied as died:
-                self._port.release()
+                self._give_ports_back()
                 if died.is_port_clash and attempt + 1 < _PORT_TRIES:
-                    logger.warning("%s: port %d was taken meanwhile, trying another", self.name, self._port.port)
+                    logger.warning("%s: one of its ports was taken meanwhile, trying others", self.name)
                     continue
                 raise UserError(
                     f"{died.name} {died.what}",
@@ -93,9 +149,12 @@ class EngineActor:
         if self._process is not None:
             self._process.stop()
             self._process = None
-        if self._port is not None:
-            self._port.release()
-            self._port = None
+        self._give_ports_back()
+
+    def _give_ports_back(self) -> None:
+        for reservation in [*([self._port] if self._port is not None else []), *self._held]:
+            reservation.release()
+        self._port, self._held = None, []
 
 
 def _raise_obituary(name: str, obituary: tuple[str, str] | None) -> None:
@@ -116,35 +175,115 @@ def _indent(text: str) -> str:
 
 
 class EngineGroup:
-    """All engines of a run, and the router in front of them."""
+    """All engines of a run, and the router in front of them.
+
+    Attributes:
+        parts: what was started where; an engine over several nodes has a part on each.
+        urls: base URLs of the engines, one each, once they run.
+    """
 
     def __init__(self, config: Config, plan: PlacementPlan, slots: Slots, run_path: Path, num_threads: int) -> None:
         share = _COLOCATED_SHARE if config.cluster.colocate else 1.0
         actor: Any = ray.remote(EngineActor)  # Ray makes the methods remote; its types do not say so
         self.config, self.plan = config, plan
+        self.parts = engine_parts(config, plan, slots)
         self.engines = [
-            actor.options(
-                max_restarts=0, **slots.options(plan.rollout_offset + i * plan.slots_per_engine, share)
-            ).remote(config, f"engine-{i}", run_path, num_threads)
-            for i in range(plan.num_engines)
+            actor.options(max_restarts=0, **slots.options(part.slot, share)).remote(
+                config, part.name, run_path, num_threads, part
+            )
+            for part in self.parts
         ]
-        first_slots = range(plan.rollout_offset, plan.rollout_offset + plan.num_rollout, plan.slots_per_engine)
-        self.nodes = {slots.places[slot].node for slot in first_slots}
+        self.nodes = {slots.places[part.slot].node for part in self.parts}
         self._router = actor.options(num_cpus=0, max_restarts=0).remote(config, "router", run_path, 1)
         self.urls: list[str] = []
         self.router_url = ""
-        self.names = [f"engine-{i}" for i in range(plan.num_engines)]
+        self.names = [part.name for part in self.parts]
         self.servers = dict(zip(self.names, self.engines)) | {"router": self._router}
+        self._fleet: EngineFleet | None = None
+        self._paused = False
+
+    @property
+    def layout(self) -> list[EngineSlots]:
+        """Which slots each engine's ranks stand on, in the order of ``urls``."""
+        slots: dict[int, tuple[int, ...]] = {}
+        for part in self.parts:
+            slots[part.place.number] = (*slots.get(part.place.number, ()), *part.slots)
+        firsts = [part for part in self.parts if part.is_first]
+        return [EngineSlots(url, slots[part.place.number]) for url, part in zip(self.urls, firsts, strict=True)]
 
     def begin_start(self, model_path: str) -> dict[str, ray.ObjectRef]:
         """Start all engines at once; a reference by name for each, whose values go to `put_router_in_front`."""
-        return {name: engine.start.remote(model_path) for name, engine in zip(self.names, self.engines)}
+        meeting: dict[int, Any] = {}
+        refs = {}
+        for part, engine in zip(self.parts, self.engines):
+            number = part.place.number
+            if part.place.num_nodes > 1 and part.is_first:
+                meeting[number] = engine.rendezvous.remote()  # resolved by Ray before the others' `start` runs
+            refs[part.name] = engine.start.remote(model_path, meeting.get(number))
+        return refs
 
     def put_router_in_front(self, urls: list[str], should_stop: Callable[[], bool]) -> None:
-        self.urls = urls
-        ref = self._router.start_router.remote(urls)
+        """Args: urls: what the references of `begin_start` held, in their order."""
+        by_part = list(zip(self.parts, self.engines, urls, strict=True))
+        self.urls = [url for part, _, url in by_part if part.is_first]
+        of_kind = {kind: [x for x in by_part if x[0].is_first and x[0].group.worker_type == kind] for kind in _PAIR}
+        pairs = None
+        if all(of_kind.values()):
+            ports = [engine.bootstrap_port.remote() for _, engine, _ in of_kind["prefill"]]
+            names = [part.name for part, _, _ in of_kind["prefill"]]
+            ports = wait_for(ports, "asking for bootstrap ports", 60, should_stop, names=names)
+            prefill = [(url, port) for (_, _, url), port in zip(of_kind["prefill"], ports)]
+            pairs = DisaggregatedWorkers(prefill, [url for _, _, url in of_kind["decode"]])
+        ref = self._router.start_router.remote(self.urls, pairs)
         [self.router_url] = wait_for([ref], "starting", 120, should_stop, names=["router"])
-        logger.info("%d engine(s) behind %s", len(urls), self.router_url)
+        logger.info("%d engine(s) behind %s", len(self.urls), self.router_url)
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Have every engine give up what is tagged, once it has ended its last request.
+
+        Raises:
+            RunFailed: an engine refused or did not answer.
+        """
+        with self._naming_engines("giving memory up"):
+            fleet = self._connected()
+            try:
+                fleet.flush_cache(_IDLE_SECONDS)
+            except EngineError as error:
+                # a rollout that was given up still sends requests; on memory that is gone they would kill the engine
+                logger.warning("engines are paused, because they are not idle: %s", error)
+                fleet.post("/pause_generation", {"mode": "abort"}, _MEMORY_SECONDS)
+                self._paused = True
+                fleet.flush_cache(_MEMORY_SECONDS)
+            fleet.post("/release_memory_occupation", {"tags": list(tags)}, _MEMORY_SECONDS)
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Have every engine take memory for what is tagged; the contents are those of before or none."""
+        with self._naming_engines("taking memory back"):
+            self._connected().post("/resume_memory_occupation", {"tags": list(tags)}, _MEMORY_SECONDS)
+            if self._paused and "kv_cache" in tags:
+                self._connected().post("/continue_generation", {}, _MEMORY_SECONDS)
+                self._paused = False
+
+    def _connected(self) -> EngineFleet:
+        if self._fleet is None:
+            self._fleet = EngineFleet(self.urls)
+        return self._fleet
+
+    @contextmanager
+    def _naming_engines(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as error:
+            raise RunFailed(
+                f"{what}: {error}",
+                why="trainer and engines share GPUs and take turns; the next phase would run out of memory",
+                fix="read the engine's log; on out of memory lower --sglang-mem-fraction-static",
+                check_id="engine-memory",
+            ) from error
+
+    # -- death -----------------------------------------------------------------------------------------
 
     def raise_if_dead(self) -> None:
         """Raise a `RunFailed` when a server process has ended; answers now, for errors that this would explain."""
@@ -158,6 +297,8 @@ class EngineGroup:
         return Watch(self.servers, "obituary", _raise_obituary)
 
     def close(self, timeout: float) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
         actors = list(self.servers.values())
         refs = [actor.stop.remote() for actor in actors]
         ray.wait(refs, num_returns=len(refs), timeout=timeout)

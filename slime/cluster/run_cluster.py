@@ -21,6 +21,7 @@ from typing import Any
 import ray
 
 from slime.cluster.engine_group import EngineGroup
+from slime.cluster.hand_over import HandOver
 from slime.cluster.memory.check import check_memory_of_cluster
 from slime.cluster.placement import Slots, reserve
 from slime.cluster.plan import PlacementPlan, has_evaluation
@@ -31,6 +32,7 @@ from slime.cluster.waiting import ActorDied, DeadlinePassed, StopRequested, Watc
 from slime.config import Config
 from slime.errors import RunFailed
 from slime.observe.log import get_logger
+from slime.rollout.engines.sglang.command import STARTUP_SECONDS
 from slime.samples.types import TrainLayout
 from slime.weights.shared_memory import remove_stale
 
@@ -86,6 +88,7 @@ class Cluster:
         self._rollout: Any = None
         self._trainers: TrainerGroup | None = None
         self._engines: EngineGroup | None = None
+        self._hand_over: HandOver | None = None
         self._watches: list[Watch] = []
         self._progress: Watch | None = None
         self._seconds_limit = config.cluster.distributed_timeout_minutes * 60.0
@@ -117,16 +120,23 @@ class Cluster:
             threads = threads_per_process(self.plan.num_engines, self._take_turns)
             self._engines = EngineGroup(config, self.plan, self._slots, self.run_path, threads)
             coming_up |= self._engines.begin_start(str(config.checkpoint.hf_checkpoint))
-        if self.plan.num_train:
-            threads = threads_per_process(self._trainers_per_node(), self._take_turns)
-            self._trainers = TrainerGroup(config, self.plan, self._slots, self.run_path, threads)
-            coming_up |= self._trainers.start_setup(self._should_stop)
 
         def wait(names: Sequence[str], what: str) -> list[Any]:
             """For these; but whoever fails first ends it."""
             refs = [coming_up[name] for name in names]
             look = partial(raise_failed, coming_up, "while the run came up")
-            return wait_for(refs, what, self._seconds_limit, self._should_stop, look, names)
+            return wait_for(refs, what, self._start_limit(), self._should_stop, look, names)
+
+        if self._engines is not None and self._takes_memory_turns(self._slots):
+            # engines first, alone on the GPUs: they measure how much memory there is for their caches
+            self._engines.put_router_in_front(wait(self._engines.names, "starting"), self._should_stop)
+            self._hand_over = self._new_hand_over(self._engines)
+            self._hand_over.before_trainer()
+            clock.lap("engines")
+        if self.plan.num_train:
+            threads = threads_per_process(self._trainers_per_node(), self._take_turns)
+            self._trainers = TrainerGroup(config, self.plan, self._slots, self.run_path, threads)
+            coming_up |= self._trainers.start_setup(self._should_stop)
 
         [num_prompts] = wait([_ROLLOUT], "reading the data")
         clock.lap("data")
@@ -135,8 +145,9 @@ class Cluster:
             start = self._trainers.agreed_start(wait(self._trainers.names, "setting up"))
         clock.lap("trainer")
         if self._engines is not None:
-            self._engines.put_router_in_front(wait(self._engines.names, "starting"), self._should_stop)
-            clock.lap("engines")
+            if self._hand_over is None:
+                self._engines.put_router_in_front(wait(self._engines.names, "starting"), self._should_stop)
+                clock.lap("engines")
             self._call_rollout("connect", self._engines.router_url, what="connecting to the router")
         self._restore(start)
         self._begin_watching()
@@ -150,7 +161,7 @@ class Cluster:
             version = int(start.extra_state.get("weight_version", 0))
             self._trainers.call(
                 "connect_engines",
-                self._engines.urls,
+                self._engines.layout,
                 self._engines.nodes == {self._trainers.nodes[0]},
                 version,
                 what="connecting trainer and engines",
@@ -193,6 +204,8 @@ class Cluster:
 
     def start_generating(self, rollout_id: int) -> Pending:
         """Begin a rollout; collect it with `collect`."""
+        if self._hand_over is not None:
+            self._hand_over.to_engines()
         method = "load_dump" if self.config.debug.load_debug_rollout_data else "generate"
         layout = self._trainers.layout if self._trainers is not None else TrainLayout()
         return Pending(rollout_id, getattr(self._rollout, method).remote(rollout_id, layout))
@@ -207,9 +220,11 @@ class Cluster:
 
     def train(self, batch: RolloutResult) -> dict[str, float]:
         """Train on a rollout; afterwards its prompts count as consumed."""
+        self._give_trainers_memory()
         metrics = self._call_trainers("train", batch.shards, what="training")
         self._call_rollout("mark_consumed", batch.rollout_id, what="noting consumed prompts")
-        return metrics[self._trainers.reporting_rank] if self._trainers is not None else {}
+        turns = self._hand_over.metrics() if self._hand_over is not None else {}
+        return metrics[self._trainers.reporting_rank] | turns if self._trainers is not None else {}
 
     def failed_step(self) -> list[Any]:
         """What each trainer rank kept of a step with NaN or Inf; to be asked for right after that failure."""
@@ -225,12 +240,16 @@ class Cluster:
     def update_weights(self) -> dict[str, float]:
         if self._engines is None or self._trainers is None:
             return {}
+        if self._hand_over is not None:
+            self._hand_over.to_push()
         return self._call_trainers("update_weights", what="pushing weights")[0]
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Metrics ``eval/…``; {} when there is nothing to evaluate."""
         if self._engines is None or not has_evaluation(self.config):
             return {}
+        if self._hand_over is not None:
+            self._hand_over.to_engines()
         ref = self._rollout.evaluate.remote(rollout_id)
         limit = self.config.rollout.rollout_timeout
         return self._wait_rollout(ref, "evaluating", limit)
@@ -239,6 +258,7 @@ class Cluster:
         """Checkpoint after training ``rollout_id``, with the data position that training has reached."""
         source = self._call_rollout("state_dict", what="asking for the data position")
         state = {"source": source, "weight_version": weight_version}
+        self._give_trainers_memory()
         self._call_trainers("save", rollout_id, state, what="saving a checkpoint")
 
     def finish_saving(self) -> None:
@@ -246,6 +266,30 @@ class Cluster:
         self._call_trainers("finish_saving", what="finishing the checkpoint")
 
     # -- inside --------------------------------------------------------------------------------------------
+
+    def _takes_memory_turns(self, slots: Slots) -> bool:
+        """Whether trainer and engines hand GPU memory to each other. Without GPUs only SGLang has any to give."""
+        cluster = self.config.cluster
+        shares = cluster.colocate and (cluster.offload_train or cluster.offload_rollout) and self.plan.num_train > 0
+        return shares and (slots.on_gpu or self.config.engine.rollout_engine == "sglang")
+
+    def _new_hand_over(self, engines: EngineGroup) -> HandOver:
+        cluster = self.config.cluster
+        return HandOver(
+            engines,
+            self._call_trainers,
+            offload_train=cluster.offload_train,
+            offload_rollout=cluster.offload_rollout,
+        )
+
+    def _give_trainers_memory(self) -> None:
+        if self._hand_over is not None:
+            self._hand_over.to_trainer()
+
+    def _start_limit(self) -> float:
+        """Seconds for everything to come up: SGLang compiles and captures graphs for minutes."""
+        slow = self._engines is not None and self.config.engine.rollout_engine == "sglang"
+        return max(self._seconds_limit, STARTUP_SECONDS if slow else 0.0)
 
     def _trainers_per_node(self) -> int:
         return min(self.plan.num_train, self.config.cluster.actor_num_gpus_per_node)

@@ -103,12 +103,13 @@ class ServerProcess:
         """
         limit = deadline if deadline is not None else self.spec.startup_timeout
         end = time.monotonic() + limit
+        health_url = self.url + self.spec.health_path
         delay = 0.02
         while time.monotonic() < end:
             if not self.is_alive():
                 raise ServerDied(self.name, f"{self.how_it_ended()} before it was ready", self.log_tail())
             try:
-                with urllib.request.urlopen(self.url + self.spec.health_path, timeout=5) as answer:
+                with urllib.request.urlopen(health_url, timeout=self.spec.health_timeout) as answer:
                     if answer.status == 200:
                         return
             except (urllib.error.URLError, OSError):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -18,6 +18,9 @@ from slime.cluster.waiting import Watch, wait_for
 from slime.config import Config
 from slime.observe.log import get_logger, log_to_file_only
 from slime.samples.types import TrainLayout
+
+if TYPE_CHECKING:
+    from slime.weights.transport import EngineSlots
 
 logger = get_logger(__name__)
 
@@ -72,7 +75,7 @@ class TrainerActor:
     def set_run_length(self, num_rollout: int) -> None:
         self.backend.set_run_length(num_rollout)
 
-    def connect_engines(self, urls: list[str], on_this_node: bool, version: int) -> None:
+    def connect_engines(self, engines: list[EngineSlots], on_this_node: bool, version: int) -> None:
         from slime.weights.sync import WeightSync
 
         assert self.backend.hf_config is not None
@@ -84,13 +87,22 @@ class TrainerActor:
             world_size=self.world_size,
             start_version=version,
         )
-        self.sync.connect(urls, on_this_node=on_this_node)
+        self.sync.connect(engines, on_this_node=on_this_node)
 
     def update_weights(self) -> dict[str, float]:
         """Push the current weights to every engine. Collective."""
         with self._phase("update_weights"):
             receipt = self.sync.push()
         return receipt.metrics()
+
+    def sleep(self, keep_weights: bool) -> dict[str, float]:
+        """Free the GPU for the engines; returns what was measured."""
+        return self.backend.sleep(keep_weights=keep_weights)
+
+    def wake(self) -> dict[str, float]:
+        """Take the GPU's memory back; returns what was measured."""
+        with self._phase("wake"):
+            return self.backend.wake()
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """Running out of memory inside is explained."""

@@ -40,7 +40,7 @@ def check(draft: Draft) -> None:
     """
     for step in (
         _ranges, _needs, _entry, _host, _placement, _parallel, _batches, _lengths, _algorithm, _evaluation, _debug,
-        check_training,
+        _run_name, check_training,
     ):  # fmt: skip
         step(draft)
 
@@ -138,13 +138,6 @@ def _host(draft: Draft) -> None:
             why="torch's variable-length flash attention is used" if on_gpu else "torch's own attention is used",
             fix="pass auto or flash" if on_gpu else "pass auto, unfused or local",
         )
-    for dest in ("offload", "offload_train", "offload_rollout"):
-        if on_gpu and draft.is_given(dest) and draft[dest]:
-            raise UserError(
-                f"{_option(dest)} is not supported in this version",
-                why="trainer and engines do not yet hand GPU memory to each other between phases",
-                fix="leave it out; --offload-optimizer-states keeps Adam's moments in host memory all the time",
-            )
 
 
 def _placement(draft: Draft) -> None:
@@ -156,9 +149,21 @@ def _placement(draft: Draft) -> None:
         )
     per_node = draft["num_gpus_per_node"]
     if draft.is_given("num_gpus_per_node") and per_engine > per_node:
+        if draft["rollout_engine"] != "sglang":
+            raise UserError(
+                f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {per_node}",
+                why="the embedded engine does not reach over nodes",
+                fix="pass --rollout-engine sglang",
+            )
+        if per_engine % per_node:
+            raise UserError(
+                f"--rollout-num-gpus-per-engine {per_engine} is not a multiple of --num-gpus-per-node {per_node}",
+                why="an engine that reaches over nodes has the same number of GPUs on each",
+            )
+    if draft["rollout_engine"] != "sglang" and draft["sglang_config"] is not None:
         raise UserError(
-            f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {per_node}",
-            why="engines that reach over nodes are not in this version",
+            "--sglang-config describes SGLang servers, and the engines of this run are embedded ones",
+            fix="pass --rollout-engine sglang, or leave --sglang-config out",
         )
     for dest in ("offload_train", "offload_rollout"):
         if draft[dest] and not draft["colocate"]:
@@ -320,6 +325,23 @@ def _evaluation(draft: Draft) -> None:
     if draft["eval_interval"] is not None and not has_data and draft["eval_function_path"] is None:
         raise UserError(
             "--eval-interval needs evaluation data", fix="pass --eval-prompt-data NAME PATH or --eval-config"
+        )
+    samples, most = draft["n_samples_per_eval_prompt"], max(draft["eval_pass_k"] or (0,))
+    if most > samples and has_data and not draft["eval_config"]:
+        raise UserError(
+            f"--eval-pass-k {most} needs at least as many samples of each evaluation prompt",
+            why=f"--n-samples-per-eval-prompt is {samples}",
+            fix=f"pass --n-samples-per-eval-prompt {most} or more, or a smaller --eval-pass-k",
+        )
+
+
+def _run_name(draft: Draft) -> None:
+    name = draft.values.get("run_name")
+    if name is not None and (name in ("", ".", "..") or "/" in name):
+        raise UserError(
+            f"--run-name {name!r} is no name of a folder",
+            why="the run folder is --output-dir/--run-name, one level deep, so that tensorboard finds all runs",
+            fix="leave the slash out, or put the path into --output-dir",
         )
 
 

@@ -205,10 +205,10 @@ class EngineConfig:
     `slime.config.foreign.to_argv`: ``router["policy"]`` is --router-policy, for example.
     """
 
-    rollout_engine: Literal["auto", "sglang", "embedded"] = flag(
-        "auto", refused_values={"sglang": "SGLang engines are not in this version; use embedded"}
+    rollout_engine: Literal["auto", "sglang", "embedded"] = derived(
+        "auto: sglang where this host has a GPU and SGLang is installed, else embedded"
     )
-    """Engine implementation; auto is the embedded engine in this version."""
+    """Engine implementation."""
     embedded_dtype: Literal["auto", "bfloat16", "float32"] = flag("auto")
     """Weights of the embedded engine; auto: as the trainer's."""
     embedded_max_slots: int = flag(64)
@@ -223,9 +223,9 @@ class EngineConfig:
     """Port of that router."""
     sglang_router_request_timeout_secs: int = flag(14400)
     """Seconds after which the router gives a request up."""
-    sglang_config: str | None = flag(None, refused="server groups (--sglang-config) are not in this version")
+    sglang_config: str | None = flag(None)
     """YAML file of server groups."""
-    prefill_num_servers: int | None = flag(None, refused="prefill-decode separation is not in this version")
+    prefill_num_servers: int | None = flag(None, refused="prefill and decode servers are groups of --sglang-config")
     """Number of prefill servers."""
     sglang_custom_pull_weights_pre_read_hook: str | None = flag(None, refused="needs a patched SGLang")
     """Engine-side hook before weights are read from disk."""

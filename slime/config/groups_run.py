@@ -28,7 +28,7 @@ class ClusterConfig:
     rollout_num_gpus_per_engine: int = flag(1)
     """GPUs of one engine (its tensor-parallel times pipeline-parallel size)."""
     num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU")
-    """GPUs of a node; an engine does not reach over nodes."""
+    """GPUs of a node. An SGLang engine of more reaches over several nodes; an embedded one cannot."""
     colocate: bool = flag(False)
     """Trainer and engines share the same GPUs and take turns."""
     offload: bool = flag(False)

@@ -5,6 +5,7 @@ given values ─► defaults ─► derive_* (each in its order) ─► check_* 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from dataclasses import dataclass, field
@@ -208,6 +209,14 @@ def _references(draft: Draft) -> None:
 
 
 def _engine(draft: Draft) -> None:
+    there = num_gpus() > 0 and importlib.util.find_spec("sglang") is not None
+    chosen = "sglang" if there else "embedded"
+    why = "a GPU and SGLang are there" if there else "this host has no GPU, or SGLang is not installed"
+    draft.derive("rollout_engine", chosen, why)
+    if draft["rollout_engine"] == "auto":
+        draft.values["rollout_engine"] = chosen
+    if draft["rollout_engine"] == "sglang":
+        return
     ignored = [all_flags()[dest].option for dest in draft.given.values if all_flags()[dest].sections == ("sglang",)]
     if ignored:
         draft.warnings.append(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import platform
 import socket
 from pathlib import Path
 from typing import Any
@@ -92,9 +91,14 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
 def check_engine(config: Config) -> None:
     """Engines of the kind that is asked for can be started here."""
     if config.engine.rollout_engine == "sglang" and needs_engines(config):
-        from slime.rollout.engines.launch import sglang_command
+        from slime.rollout.engines.sglang.command import check_sglang
+        from slime.rollout.engines.sglang.groups import server_groups
+        from slime.rollout.engines.sglang.versions import check_version, installed_version
 
-        sglang_command(config, str(config.checkpoint.hf_checkpoint), platform.node(), 0)
+        check_sglang(config)
+        server_groups(config)
+        if not joins_cluster(config):  # whose nodes look for themselves when they start an engine
+            check_version(installed_version())
 
 
 def check_transformer_engine(config: Config) -> None:

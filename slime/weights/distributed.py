@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,7 +32,7 @@ class DistributedTransport:
         buffer_size: bytes per bucket.
         dtype: of the engines' floating-point weights.
         backend: "nccl" or "gloo".
-        ranks_per_engine: processes of each engine that hold weights.
+        ranks_per_engine: processes that hold weights, by engine; one each by default.
         timeout: seconds that NCCL or gloo itself waits for a member (``NCCL_TIMEOUT`` or the flag).
     Raises:
         EngineError: an engine did not join; names it and what it said.
@@ -43,22 +44,23 @@ class DistributedTransport:
         buffer_size: int,
         dtype: torch.dtype,
         backend: str = "gloo",
-        ranks_per_engine: int = 1,
+        ranks_per_engine: Sequence[int] | None = None,
         timeout: float = 600.0,
     ) -> None:
         self.name = f"{backend} broadcast"
         self._fleet, self._buffer_size, self._dtype, self._timeout = fleet, buffer_size, dtype, timeout
         # a fresh name per group: an engine that still knows a former one must not mix them up
         self._group_name = f"slime-{secrets.token_hex(4)}"
-        world_size = 1 + ranks_per_engine * len(fleet.urls)
-        address = _own_address(fleet.urls)
+        ranks = list(ranks_per_engine or [1] * len(fleet.urls))
+        world_size = 1 + sum(ranks)
+        address = own_address(fleet.urls)
         store = ExternalGroup.open_store(address, world_size, _JOIN_SECONDS)
         joining = fleet.start(
             "/init_weights_update_group",
             lambda number: {
                 "master_address": address,
                 "master_port": store.port,
-                "rank_offset": 1 + number * ranks_per_engine,
+                "rank_offset": 1 + sum(ranks[:number]),
                 "world_size": world_size,
                 "group_name": self._group_name,
                 "backend": backend,
@@ -75,17 +77,22 @@ class DistributedTransport:
         fleet.wait(joining, _JOIN_SECONDS)
 
     def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
+        """While the engines load a bucket, the next one is gathered and packed, and this one fingerprinted."""
         num_tensors = nbytes = 0
+        loading: Future[list[dict[str, Any]]] | None = None
+        limit = 0.0
         for bucket in pack(tensors, self._buffer_size, self._dtype):
+            if loading is not None:
+                self._fleet.wait(loading, limit)
+            limit = deadline_for(bucket.nbytes)
+            request = _request(bucket, self._group_name, version)
+            loading = self._fleet.start("/update_weights_from_distributed", request, limit)
+            self._broadcast(bucket, loading, limit)
             for name, tensor in bucket.tensors():
                 observe(name, tensor)
-            limit = deadline_for(bucket.nbytes)
-            answers = self._fleet.start(
-                "/update_weights_from_distributed", _request(bucket, self._group_name, version), limit
-            )
-            self._broadcast(bucket, answers, limit)
-            self._fleet.wait(answers, limit)
             num_tensors, nbytes = num_tensors + len(bucket.entries), nbytes + bucket.nbytes
+        if loading is not None:
+            self._fleet.wait(loading, limit)
         return Transferred(num_tensors, nbytes)
 
     def _broadcast(self, bucket: Bucket, answers: Future[list[dict[str, Any]]], limit: float) -> None:
@@ -116,7 +123,7 @@ def _request(bucket: Bucket, group_name: str, version: int) -> dict[str, Any]:
     }
 
 
-def _own_address(urls: tuple[str, ...]) -> str:
+def own_address(urls: tuple[str, ...]) -> str:
     """An address of this host that every engine can reach: loopback only if all engines are here."""
     if all(is_local(url) for url in urls):
         return "127.0.0.1"

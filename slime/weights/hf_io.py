@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import nn
 
 from slime.errors import UserError
-from slime.weights.buckets import dtype_in, dtype_name, dtype_of
+from slime.weights.buckets import dtype_in, dtype_name
 from slime.weights.convert import Match, ModelFamily, family_of
 from slime.weights.convert.layouts import Shard, VocabParallel
 from slime.weights.convert.spec import HfConfig, ModelSpec
+from slime.weights.gathering import Held, batches, gather
 from slime.weights.hf_files import HfReader, HfWriter
 from slime.weights.megatron_names import Placement, global_parameters
 
@@ -179,17 +180,6 @@ def _collective_device() -> torch.device:
 # -- export ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A parameter that some rank of this pipeline (and expert) group holds: everything the others must know."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    pp_rank: int
-    ep_rank: int
-
-
 class HfExporter:
     """The model's weights as Hugging Face tensors. Building one and iterating are collective.
 
@@ -211,65 +201,58 @@ class HfExporter:
             match = _match(self.family, name, self.spec, tensor)
             if match is not None:
                 self._matches[name] = match
-        self._held = self._exchange()
+        self._plan = [(held, self._match_of(held.name)) for held in self._exchange()]
+        self._names = [name for _, match in self._plan for name in match.exports]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, whole tensor), the same on every rank: embedding, layers in order, final norm, output.
 
         On one rank the tensors are views of the parameters where the layout allows: use them before the next
-        optimizer step, or copy.
+        optimizer step, or copy. On several they are views of buffers that hold a batch of them: copy what is kept.
         """
-        for held in self._held:
-            match = self._matches.get(held.name) or self.family.match_megatron(held.name, self.spec)
-            assert match is not None
-            if not match.exports:
-                continue
-            with torch.no_grad():
-                tensors = match.rule.layout.export(self._pieces(held, match), self.spec)
-            yield from zip(match.exports, tensors, strict=True)
+        exported = {held.name: match for held, match in self._plan if match.exports}
+        plan = [held for held, match in self._plan if match.exports]
+        for batch in batches(plan, self.placement):
+            pieces = gather(batch, self._local, self.placement, self._device())
+            for held in batch:
+                match = exported[held.name]
+                with torch.no_grad():
+                    tensors = match.rule.layout.export(pieces[held.name], self.spec)
+                yield from zip(match.exports, tensors, strict=True)
 
     def names(self) -> list[str]:
         """Names of all tensors that `tensors` yields, in order."""
-        matches = (self.family.match_megatron(held.name, self.spec) for held in self._held)
-        return [name for match in matches if match is not None for name in match.exports]
+        return self._names
 
-    def _exchange(self) -> list[_Held]:
+    def _match_of(self, name: str) -> Match:
+        match = self._matches.get(name) or self.family.match_megatron(name, self.spec)
+        assert match is not None
+        return match
+
+    def _exchange(self) -> list[Held]:
         """Who holds what, over pipeline stages and expert ranks, in the order of export."""
         place = self.placement
         mine = [
-            _Held(
-                name, tuple(self._local[name].shape), dtype_name(self._local[name].dtype), place.pp_rank, place.ep_rank
+            Held(
+                name,
+                tuple(self._local[name].shape),
+                dtype_name(self._local[name].dtype),
+                place.pp_rank,
+                place.ep_rank,
+                match.rule.is_expert,
+                match.rule.layout.tp_axis is not None,
             )
-            for name in self._matches
+            for name, match in self._matches.items()
         ]
         for group in (place.ep_group, place.pp_group):
             if group is not None:
-                gathered: list[list[_Held]] = [[] for _ in range(group.size())]
+                gathered: list[list[Held]] = [[] for _ in range(group.size())]
                 dist.all_gather_object(gathered, mine, group=group)
                 mine = [held for part in gathered for held in part]
-        first: dict[str, _Held] = {}
+        first: dict[str, Held] = {}
         for held in mine:
             first.setdefault(held.name, held)
         return sorted(first.values(), key=lambda held: _export_order(held.name))
-
-    def _pieces(self, held: _Held, match: Match) -> list[torch.Tensor]:
-        """The tensor-parallel pieces of one parameter, brought here from the stage and expert rank that hold it."""
-        place = self.placement
-        tensor = self._local.get(held.name)
-        if tensor is None:
-            tensor = torch.empty(held.shape, dtype=dtype_of(held.dtype), device=self._device())
-        tensor = tensor.detach()
-        if place.pp_group is not None and (not match.rule.is_expert or held.ep_rank == place.ep_rank):
-            tensor = _broadcast(tensor, held.pp_rank, place.pp_group)
-        if place.ep_group is not None and match.rule.is_expert:
-            tensor = _broadcast(tensor, held.ep_rank, place.ep_group)
-        group = place.etp_group if match.rule.is_expert else place.tp_group
-        if group is None or match.rule.layout.tp_axis is None:
-            return [tensor]
-        flat = _bytes(tensor)
-        pieces = [torch.empty_like(flat) for _ in range(group.size())]
-        dist.all_gather(pieces, flat, group=group)
-        return [piece.view(tensor.dtype).view(tensor.shape) for piece in pieces]
 
     def _device(self) -> torch.device:
         return next(iter(self._local.values())).device if self._local else _collective_device()
@@ -280,17 +263,6 @@ def iter_hf_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """One pass over the model's weights as Hugging Face tensors; see `HfExporter`. Collective."""
     return HfExporter(model_chunks, hf_config, model_name=model_name).tensors()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """As uint8: gloo does not know every dtype, and nothing is computed here."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    flat = _bytes(tensor)
-    dist.broadcast(flat, group=group, group_src=source)
-    return flat.view(tensor.dtype).view(tensor.shape)
 
 
 def _export_order(name: str) -> tuple[int, list[int | str]]:

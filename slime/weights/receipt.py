@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -72,11 +73,13 @@ class Sampler:
     Attributes:
         share: of the last push's duration that may be spent here.
         floor: seconds that may be spent in any case. Both sides hash, so half of it is this side's.
+        digest: what is kept of a tensor; its fingerprint, or those of the slices that the engines have.
     """
 
     share: float = 0.1
     floor: float = 0.05
-    fingerprints: dict[str, str] = field(default_factory=dict)
+    digest: Callable[[str, torch.Tensor], Any] = lambda name, tensor: fingerprint(tensor)
+    fingerprints: dict[str, Any] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     _cursor: int = 0
     _left: float = 0.0
@@ -94,7 +97,7 @@ class Sampler:
         started = time.perf_counter()
         due = position >= self._cursor and (self._left > 0 or position == self._cursor)
         if self._full or due:
-            self.fingerprints[name] = fingerprint(tensor)
+            self.fingerprints[name] = self.digest(name, tensor)
             self._left -= time.perf_counter() - started
             self._taken_up_to = position + 1
 

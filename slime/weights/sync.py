@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +25,14 @@ from slime.rollout.engines.api import EngineError
 from slime.weights.buckets import dtype_of
 from slime.weights.convert.spec import HfConfig, read_hf_config
 from slime.weights.disk import DiskTransport
-from slime.weights.distributed import DistributedTransport
+from slime.weights.distributed import DistributedTransport, own_address
+from slime.weights.engine_check import EngineCheck, SliceCheck, WholeTensorCheck
 from slime.weights.engine_fleet import EngineFleet, is_local
 from slime.weights.hf_io import HfExporter
-from slime.weights.receipt import Receipt, Sampler, WeightMismatch, compare
+from slime.weights.ipc import IpcTransport
+from slime.weights.receipt import Receipt, Sampler, WeightMismatch
 from slime.weights.shared_memory_transport import SharedMemoryTransport
-from slime.weights.transport import NamedTensors, Transport, deadline_for
+from slime.weights.transport import EngineSlots, NamedTensors, Transport, deadline_for
 
 logger = logging.getLogger(__name__)
 
@@ -64,22 +67,37 @@ class WeightSync:
         self._sampler = Sampler()
         self._fleet: EngineFleet | None = None
         self._transport: Transport | None = None
+        self._check: EngineCheck | None = None
+        self._route: Route | None = None
+        self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
         self._last_seconds = 0.0
 
-    def connect(self, engine_urls: Sequence[str], *, on_this_node: bool = True) -> None:
+    def connect(self, engines: Sequence[str | EngineSlots], *, on_this_node: bool = True) -> None:
         """Reach the engines and set the way of transfer up. Collective; call again when the engines change.
 
         Args:
+            engines: base URLs, or with them the slots that the engines stand on (needed for ``--colocate`` with SGLang
+                and for engines of several GPUs).
             on_this_node: the engines may be on the cluster node of rank 0; false when it is known that they are not,
                 though their addresses look like it (containers on one host's network, rehearsals of a cluster).
         Raises:
             UserError: an engine cannot be reached, or the wanted transport is not possible.
         """
         self.close()
+        found = [EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines]
         with self._shared_outcome("connecting trainer and engines"):
             if self.rank == 0:
-                self._connect(engine_urls, on_this_node)
+                self._reach(found, on_this_node)
+        route = self._route = self._from_rank_0(self._route)
+        shapes = self._shapes() if route.asks_ranks else {}  # collective, hence outside of the block that follows
+        gloo = self._gloo_group() if route.kind == "ipc" else None
+        with self._shared_outcome("connecting trainer and engines"):
+            if self.rank == 0:
+                self._connect(found, shapes, gloo)
+            elif route.kind == "ipc":
+                size = self.config.sync.update_weight_buffer_size
+                self._transport = IpcTransport(None, found, gloo, size, route.dtype)
 
     def push(self) -> Receipt:
         """Bring the current weights to every engine as version ``self.version + 1``. Collective.
@@ -96,6 +114,8 @@ class WeightSync:
             try:
                 if self.rank == 0:
                     receipt[0] = self._push(tensors, self.version + 1)
+                elif isinstance(self._transport, IpcTransport):
+                    self._transport.follow(tensors)
             finally:
                 if self.world_size > 1:
                     for _ in tensors:  # the other ranks count on rank 0 in every gather, also after a failure
@@ -111,25 +131,58 @@ class WeightSync:
         """Give up shared memory, groups and connections."""
         if self._transport is not None:
             self._transport.close()
+        if self._check is not None:
+            self._check.close()
         if self._fleet is not None:
             self._fleet.close()
-        self._transport = self._fleet = None
+        self._transport = self._fleet = self._check = None
+
+    def _from_rank_0(self, value: Any) -> Any:
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def _gloo_group(self) -> dist.ProcessGroup | None:
+        """All trainer ranks on CPU: what is exchanged there are words, and NCCL would need the GPU for them."""
+        if self.world_size == 1:
+            return None
+        if self._gloo is None:
+            self._gloo = dist.new_group(backend="gloo")
+        return self._gloo
+
+    def _shapes(self) -> dict[str, list[int]]:
+        """Of everything that a push sends; one gathering of all weights, which also sets the communicators up."""
+        return {name: list(tensor.shape) for name, tensor in self._exporter.tensors()}
 
     # -- rank 0 --------------------------------------------------------------------------------------------
 
-    def _connect(self, engine_urls: Sequence[str], on_this_node: bool) -> None:
-        self._fleet = EngineFleet(engine_urls)
-        try:
+    def _reach(self, engines: Sequence[EngineSlots], on_this_node: bool) -> None:
+        self._fleet = EngineFleet([engine.url for engine in engines])
+        with _naming_engine():
             infos = dict(zip(self._fleet.urls, self._fleet.get("/server_info", 30), strict=True))
-            embedded = all(str(info.get("version")).startswith("slime-embedded") for info in infos.values())
-            dtype = _engine_dtype(infos, self._hf_config)
-            shares = embedded and on_this_node and all(is_local(url) for url in self._fleet.urls)
-            self._transport = choose_transport(self.config, self._fleet, dtype, shares)
-        except EngineError as error:
-            raise UserError(
-                f"engine {error.url} cannot be reached for weight updates", str(error), _REMEDIES
-            ) from error
-        logger.info("weights go to %d engine(s) by %s", len(engine_urls), self._transport.name)
+        embedded = all(str(info.get("version")).startswith("slime-embedded") for info in infos.values())
+        local = on_this_node and all(is_local(url) for url in self._fleet.urls)
+        dtype = _engine_dtype(infos, self._hf_config)
+        self._route = Route(choose_route(self.config, embedded=embedded, local=local), dtype, asks_ranks=not embedded)
+
+    def _connect(
+        self, engines: Sequence[EngineSlots], shapes: dict[str, list[int]], gloo: dist.ProcessGroup | None
+    ) -> None:
+        assert self._fleet is not None and self._route is not None
+        with _naming_engine():
+            self._transport = _open_transport(self.config, self._route, self._fleet, engines, gloo)
+            if self._route.asks_ranks:
+                slices = SliceCheck(self._fleet, engines, own_address(self._fleet.urls), shapes)
+                if slices.unknown:
+                    some = ", ".join(slices.unknown[:4])
+                    logger.warning("%d tensors are not compared after pushes: %s", len(slices.unknown), some)
+                self._check = slices
+            else:
+                self._check = WholeTensorCheck(self._fleet)
+        self._sampler = Sampler(digest=self._check.digest)
+        logger.info("weights go to %d engine(s) by %s", len(engines), self._transport.name)
 
     def _push(self, tensors: NamedTensors, version: int) -> Receipt:
         assert self._fleet is not None and self._transport is not None, "push before connect"
@@ -168,15 +221,13 @@ class WeightSync:
             raise
 
     def _compare(self, version: int, nbytes: int, verify_all: bool) -> None:
-        assert self._fleet is not None
+        assert self._check is not None
         sampler = self._sampler
         unsent = sorted(set(self._exporter.names()) - set(sampler.names))
         if unsent:
             raise WeightMismatch(version, [f"{name} was not sent" for name in unsent])
-        body = {"action": "fingerprint", "names": None if verify_all else list(sampler.fingerprints)}
-        answers = self._fleet.post("/weights_checker", body, deadline_for(nbytes))
-        held = {url: answer["fingerprints"] for url, answer in zip(self._fleet.urls, answers, strict=True)}
-        wrong = compare(sampler.fingerprints, held, sampler.names if verify_all else None)
+        complete = sampler.names if verify_all else None
+        wrong = self._check.wrong(sampler.fingerprints, complete, deadline_for(nbytes))
         if wrong:
             raise WeightMismatch(version, wrong)
 
@@ -224,24 +275,50 @@ _REMEDIES = (
 )
 
 
-def choose_transport(config: Config, fleet: EngineFleet, dtype: torch.dtype, shares: bool) -> Transport:
+@dataclass(frozen=True)
+class Route:
+    """How weights travel in a run; known to every rank.
+
+    Attributes:
+        kind: see `choose_route`.
+        dtype: of the engines' floating-point weights.
+        asks_ranks: the engines' ranks are asked for their slices (SGLang), not the engines for whole tensors.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    asks_ranks: bool
+
+
+def choose_route(config: Config, *, embedded: bool, local: bool) -> str:
     """Which way the weights go.
 
-    =========================================  =====================================================================
-    ``--update-weight-transport disk``         a Hugging Face directory
-    embedded engines on this host, and either  shared memory (NCCL cannot join two processes of one GPU, and between
-    no GPU or ``--colocate``                   CPUs it is the fastest)
-    anything else                              broadcast: NCCL between GPUs, gloo between CPUs
-    =========================================  =====================================================================
-
-    Args:
-        shares: all engines are embedded ones on this host, which read shared memory; SGLang does not.
-    Raises:
-        UserError: the disk transport has no directory; SGLang shares the trainer's GPUs.
-        EngineError: an engine did not join the broadcast group.
+    ==============  ===============================================  =====================================
+    "disk"          ``--update-weight-transport disk``               a Hugging Face directory
+    "shm"           embedded engines on this host, and either no     shared memory (between CPUs it is the
+                    GPU or ``--colocate``                            fastest; NCCL cannot join two
+                                                                     processes of one GPU)
+    "ipc"           SGLang with ``--colocate``                       handles of the trainer's buffers
+    "broadcast"     anything else                                    NCCL between GPUs, gloo between CPUs
+    ==============  ===============================================  =====================================
     """
-    flags, on_gpu = config.sync, torch.cuda.is_available()
-    if flags.update_weight_transport == "disk":
+    if config.sync.update_weight_transport == "disk":
+        return "disk"
+    if embedded and local and (not torch.cuda.is_available() or config.cluster.colocate):
+        return "shm"
+    return "ipc" if config.cluster.colocate and not embedded else "broadcast"
+
+
+def _open_transport(
+    config: Config, route: Route, fleet: EngineFleet, engines: Sequence[EngineSlots], gloo: dist.ProcessGroup | None
+) -> Transport:
+    """Raises:
+    UserError: the disk transport has no directory; memory cannot be shared with an engine.
+    EngineError: an engine did not join the broadcast group.
+    """
+    flags, dtype = config.sync, route.dtype
+    size = flags.update_weight_buffer_size
+    if route.kind == "disk":
         if flags.update_weight_disk_dir is None or config.checkpoint.hf_checkpoint is None:
             raise UserError(
                 "--update-weight-transport disk has no directory",
@@ -249,18 +326,22 @@ def choose_transport(config: Config, fleet: EngineFleet, dtype: torch.dtype, sha
             )
         keep, assets = flags.update_weight_disk_keep_files, config.checkpoint.hf_checkpoint
         return DiskTransport(fleet, flags.update_weight_disk_dir, dtype, assets, keep)
-    if shares and (not on_gpu or config.cluster.colocate):
-        return SharedMemoryTransport(fleet, flags.update_weight_buffer_size, dtype)
-    if on_gpu and config.cluster.colocate:
-        raise UserError(
-            "weights cannot be pushed to SGLang engines on the trainer's own GPUs yet",
-            why="that takes CUDA IPC, and NCCL refuses two processes on one GPU",
-            fix="pass --update-weight-transport disk, or give the engines GPUs of their own (no --colocate)",
-        )
+    if route.kind == "shm":
+        return SharedMemoryTransport(fleet, size, dtype)
+    if route.kind == "ipc":
+        return IpcTransport(fleet, engines, gloo, size, dtype)
     timeout = 60.0 * config.cluster.distributed_timeout_minutes
-    ranks = config.cluster.rollout_num_gpus_per_engine
-    backend = "nccl" if on_gpu else "gloo"
-    return DistributedTransport(fleet, flags.update_weight_buffer_size, dtype, backend, ranks, timeout)
+    ranks = [max(1, len(engine.slots)) if route.asks_ranks else 1 for engine in engines]
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    return DistributedTransport(fleet, size, dtype, backend, ranks, timeout)
+
+
+@contextmanager
+def _naming_engine() -> Iterator[None]:
+    try:
+        yield
+    except EngineError as error:
+        raise UserError(f"engine {error.url} cannot be reached for weight updates", str(error), _REMEDIES) from error
 
 
 def _engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) -> torch.dtype:

@@ -24,6 +24,14 @@ class Transferred:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class EngineSlots:
+    """An engine and the slots (GPUs, numbered through the run) of its tensor-parallel ranks, in their order."""
+
+    url: str
+    slots: tuple[int, ...]
+
+
 class Transport(Protocol):
     """One way to bring named tensors to all engines.
 

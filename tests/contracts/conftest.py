@@ -13,6 +13,19 @@ from embedded_models import save_tiny_model
 from servers import ENGINES, Server
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("engines")
+    group.addoption("--engine", choices=["sglang"], help="run the shared contract against this engine only")
+    group.addoption("--model", help="Hugging Face directory that it serves; default: a tiny random one")
+    group.addoption("--engine-flags", default="", help="more flags for its server")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --engine, only the tests that hold for every engine."""
+    if config.getoption("--engine", default=None) is not None:
+        items[:] = [item for item in items if item.path.name == "test_shared_contract.py"]
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3")

@@ -304,7 +304,7 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_config(attention_backend="flash", distributed_backend="nccl") is not None
     refused("--attention-backend unfused is not there on GPUs", attention_backend="unfused")
     assert make_config(offload_optimizer_states=True) is not None
-    refused("hand GPU memory to each other", offload_train=True, colocate=True)
+    assert make_config(offload_train=True, colocate=True).cluster.offload_train
     engine = make_config(transformer_impl="transformer_engine", attention_backend="fused")
     assert engine.train.attention_backend == "fused"
 
@@ -340,6 +340,8 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--save-interval has no effect without --save", {"save_interval": 2}),
         ("--ckpt-step has no effect without --load", {"ckpt_step": 2}),
         ("--eval-interval needs evaluation data", {"eval_interval": 2}),
+        ("--eval-pass-k 4 needs", {"eval_prompt_data": ["a", "b"], "eval_pass_k": [2, 4]}),
+        ("is no name of a folder", {"run_name": "../x"}),
         ("needs --update-weight-disk-dir", {"update_weight_transport": "disk"}),
         ("no effect without --update-weight-transport disk", {"update_weight_disk_dir": "d"}),
         ("--rollout-temperature is 0", {"rollout_temperature": 0}),

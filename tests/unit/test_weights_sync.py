@@ -18,7 +18,7 @@ from slime.weights import sync as sync_module
 from slime.weights.convert import family_of
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
 from slime.weights.shared_memory import SHM_DIR
-from slime.weights.sync import WeightSync
+from slime.weights.sync import WeightSync, choose_route
 from tests.fake_weight_engine import FakeWeightEngine
 from tests.megatron_stub import MegatronStub, random_hf
 from tests.unit.test_weights_convert import config_of
@@ -87,7 +87,7 @@ def test_broadcast(engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPa
     if why == "another host":
         monkeypatch.setattr(sync_module, "is_local", lambda url: False)
     else:
-        engines[1].version = "0.5.16"
+        monkeypatch.setattr(sync_module, "choose_route", lambda *args, **kinds: "broadcast")
     sync = connected(engines, update_weight_buffer_size=300)
     for version in ("1", "2"):
         sync.push()
@@ -139,11 +139,17 @@ def test_auto_dtype_is_the_configs(engines: list[FakeWeightEngine], monkeypatch:
         connected(engines)
 
 
-def test_a_colocated_gpu_engine_of_another_kind_is_refused(engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    engines[0].version = "0.5.16"
-    with pytest.raises(UserError, match="CUDA IPC"):
-        connected(engines[:1], colocate=True)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_way_of_the_weights(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    apart, shared = make_config(), make_config(colocate=True)
+    assert choose_route(shared, embedded=True, local=True) == "shm"
+    assert choose_route(shared, embedded=False, local=True) == "ipc"
+    assert choose_route(apart, embedded=False, local=True) == "broadcast"
+    assert choose_route(apart, embedded=True, local=True) == ("broadcast" if gpu else "shm")
+    assert choose_route(apart, embedded=True, local=False) == "broadcast"
+    disk = make_config(update_weight_transport="disk", update_weight_disk_dir="d", colocate=True)
+    assert choose_route(disk, embedded=False, local=True) == "disk"
 
 
 def test_a_resumed_run_counts_on(engines: list[FakeWeightEngine]) -> None:

@@ -36,6 +36,9 @@ POST_ROUTES = (
     "/v1/chat/completions",
 )
 
+#: Dotted path of the function that SGLang engines are started with, to report what they hold.
+WEIGHT_PROBE = "slime.rollout.engines.sglang.weight_probe.report"
+
 
 class EngineError(Exception):
     """An engine (or the router) did not do what was asked: HTTP status, time-out or a body with success=false."""

@@ -5,13 +5,21 @@ What is described here is started, watched and stopped by `slime.cluster`; nothi
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slime.errors import UserError
+from slime.rollout.engines.sglang.command import (
+    HEALTH_SECONDS,
+    ONE_GPU,
+    STARTUP_SECONDS,
+    EnginePlace,
+    sglang_argv,
+    sglang_environment,
+)
 from slime.rollout.router import router_flags
 
 if TYPE_CHECKING:
@@ -29,12 +37,14 @@ class LaunchSpec:
         env: variables set on top of the caller's environment.
         health_path: answers 200 as soon as the server can work.
         startup_timeout: seconds until then, at most.
+        health_timeout: seconds that one answer may take.
     """
 
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
     health_path: str = "/health"
     startup_timeout: float = 600.0
+    health_timeout: float = 5.0
 
 
 def embedded_command(config: Config, model_path: str, host: str, port: int) -> LaunchSpec:
@@ -55,16 +65,19 @@ def embedded_command(config: Config, model_path: str, host: str, port: int) -> L
     return LaunchSpec(argv, startup_timeout=300.0)
 
 
-def sglang_command(config: Config, model_path: str, host: str, port: int) -> LaunchSpec:
-    """A stock SGLang server.
+def sglang_command(config: Config, model_path: str, host: str, port: int, place: EnginePlace = ONE_GPU) -> LaunchSpec:
+    """A stock SGLang server, or one node's part of it.
 
     Raises:
-        UserError: always, in this version.
+        UserError: SGLang is not installed, in no supported version, or cannot do what a flag asks for.
     """
-    raise UserError(
-        "SGLang engines are not in this version",
-        why=f"--rollout-engine is 'sglang' for {model_path}",
-        fix="pass --rollout-engine embedded",
+    return LaunchSpec(
+        sglang_argv(config, model_path, host, port, place),
+        env=sglang_environment(config, place),
+        # the other nodes of an engine serve nothing but this
+        health_path="/health" if place.node_rank else "/health_generate",
+        startup_timeout=STARTUP_SECONDS,
+        health_timeout=HEALTH_SECONDS,
     )
 
 
@@ -91,6 +104,23 @@ def router_command(config: Config, host: str, port: int, worker_urls: list[str] 
     flags = {**router_flags(flags.pop("policy"), worker_urls or []), **flags}
     argv = [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
     return LaunchSpec([*argv, *_as_flags(flags)], health_path="/liveness", startup_timeout=60.0)
+
+
+def disaggregated_router_command(
+    config: Config, host: str, port: int, prefill: list[tuple[str, int]], decode: list[str]
+) -> LaunchSpec:
+    """The router in front of pairs of servers: one computes the prompt's cache, the other decodes.
+
+    Args:
+        prefill: URL and bootstrap port of each prefill server; decode: URLs of the decode servers.
+    """
+    spec = router_command(config, host, port)
+    pairs = ["--pd-disaggregation"]
+    for url, bootstrap_port in prefill:
+        pairs += ["--prefill", url, str(bootstrap_port)]
+    for url in decode:
+        pairs += ["--decode", url]
+    return dataclasses.replace(spec, argv=[*spec.argv, *pairs])
 
 
 def _as_flags(values: Mapping[str, Any]) -> list[str]:

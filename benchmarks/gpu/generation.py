@@ -1,0 +1,106 @@
+"""Generation through the router and our client, against the same SGLang server driven directly with the same payload.
+
+    python -m benchmarks.gpu.generation --in-flight 256 1024 --new-tokens 512 --out generation.json
+    python -m benchmarks.gpu.generation --engine embedded --shape tiny --in-flight 4 --new-tokens 8 --rounds 1   # dry
+
+Both sides send ``input_ids`` with ``return_logprob`` and keep ``--in-flight`` requests open, twice that many in all;
+they take turns, so that a slow minute of the host meets both. Tokens per second: those of the answers over wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+
+from benchmarks.gpu.setting import add_arguments, engines, make_model, median, publish, router, workspace
+from slime.config import make_config
+
+Send = Callable[[list[int]], Awaitable[int]]
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    with workspace() as folder:
+        model = make_model(args, folder)
+        flags = {"rollout_engine": args.engine, "hf_checkpoint": str(model), "rollout_batch_size": 1, "num_rollout": 1}
+        config = make_config(**flags, embedded_max_slots=max(args.in_flight))
+        with engines(args, config, model, folder) as [engine], router(config, folder, [engine]) as front:
+            for in_flight in args.in_flight:
+                asyncio.run(measure(args, engine, front, in_flight))
+
+
+async def measure(args: argparse.Namespace, engine: str, front: str, in_flight: int) -> None:
+    from slime.rollout.client import RolloutClient
+
+    generator = random.Random(0)
+    prompts = [[generator.randrange(256) for _ in range(args.prompt_tokens)] for _ in range(2 * in_flight)]
+    params = {"temperature": 1.0, "max_new_tokens": args.new_tokens, "ignore_eos": True}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(3600)) as session,
+        RolloutClient(front, max_concurrency=in_flight) as client,
+    ):
+
+        async def directly(prompt: list[int]) -> int:
+            body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+            async with session.post(f"{engine}/generate", json=body) as answer:
+                meta: Any = (await answer.json())["meta_info"]
+            return len(meta["output_token_logprobs"])
+
+        async def through_us(prompt: list[int]) -> int:
+            return len((await client.generate(prompt, params)).token_ids)
+
+        speeds: dict[str, list[float]] = {"direct": [], "slime": []}
+        await speed_of(directly, prompts[:in_flight], in_flight)  # warm-up
+        for number in range(args.rounds):
+            sides = [("direct", directly), ("slime", through_us)]
+            for name, send in sides if number % 2 == 0 else reversed(sides):
+                await client_flush(session, engine)
+                speeds[name].append(await speed_of(send, prompts, in_flight))
+    ratio = median(speeds["slime"]) / median(speeds["direct"])
+    publish(
+        args,
+        {
+            "what": "generation", "in_flight": in_flight, "new_tokens": args.new_tokens,
+            "prompt_tokens": args.prompt_tokens, "direct_tok_s": median(speeds["direct"]),
+            "slime_tok_s": median(speeds["slime"]), "ratio": ratio, "raw": speeds,
+        },
+    )  # fmt: skip
+
+
+async def client_flush(session: aiohttp.ClientSession, engine: str) -> None:
+    """Empty the prefix cache, which would answer prompts that the other side has sent."""
+    async with session.post(f"{engine}/flush_cache?timeout=30") as answer:
+        await answer.read()
+
+
+async def speed_of(send: Send, prompts: list[list[int]], in_flight: int) -> float:
+    """Tokens per second with ``in_flight`` requests open."""
+    gate = asyncio.Semaphore(in_flight)
+
+    async def one(prompt: list[int]) -> int:
+        async with gate:
+            return await send(prompt)
+
+    started = time.perf_counter()
+    counts = await asyncio.gather(*(one(prompt) for prompt in prompts))
+    return sum(counts) / (time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    main()

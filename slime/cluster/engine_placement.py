@@ -1,0 +1,82 @@
+"""Which engine stands on which slots, node by node: from the server groups and the reserved places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.cluster.placement import Slots
+from slime.cluster.plan import PlacementPlan
+from slime.config import Config
+from slime.errors import UserError
+from slime.rollout.engines.sglang.command import EnginePlace
+from slime.rollout.engines.sglang.groups import ServerGroup, server_groups
+
+
+@dataclass(frozen=True)
+class EnginePart:
+    """One node's part of an engine; an engine on one node has one part.
+
+    Attributes:
+        name: "engine-3", "engine-3-node-1".
+        slot: the first of its slots; the actor that owns the server process stands there.
+        slots: all of them, in the order of the engine's ranks.
+        group: what kind of server it is.
+        place: as the command line needs it; ports are added where it is started.
+    """
+
+    name: str
+    slot: int
+    slots: tuple[int, ...]
+    group: ServerGroup
+    place: EnginePlace
+
+    @property
+    def is_first(self) -> bool:
+        return self.place.node_rank == 0
+
+
+def engine_parts(config: Config, plan: PlacementPlan, slots: Slots) -> list[EnginePart]:
+    """All engines of a run; parts of one engine follow each other, its first node first.
+
+    Raises:
+        UserError: the slots of an engine lie unevenly over nodes.
+    """
+    if config.engine.rollout_engine != "sglang":
+        whole = ServerGroup("regular", plan.num_rollout, plan.slots_per_engine)
+        return _parts_of(whole, 0, plan.rollout_offset, slots)
+    parts: list[EnginePart] = []
+    slot, number = plan.rollout_offset, 0
+    for group in server_groups(config):
+        found = _parts_of(group, number, slot, slots)
+        parts += found
+        number, slot = number + group.num_engines, slot + group.num_gpus
+    return parts
+
+
+def _parts_of(group: ServerGroup, first_number: int, first_slot: int, slots: Slots) -> list[EnginePart]:
+    parts = []
+    for index in range(group.num_engines):
+        number = first_number + index
+        begin = first_slot + index * group.num_gpus_per_engine
+        by_node: dict[str, list[int]] = {}
+        for slot in range(begin, begin + group.num_gpus_per_engine):
+            by_node.setdefault(slots.places[slot].node, []).append(slot)
+        if len({len(own) for own in by_node.values()}) > 1:
+            uneven = ", ".join(f"{len(own)} on {slots.places[own[0]].ip}" for own in by_node.values())
+            raise UserError(
+                f"engine {number} would have {uneven} of its {group.num_gpus_per_engine} GPUs",
+                why="SGLang wants the same number on every node",
+                fix="choose --rollout-num-gpus-per-engine so that it divides the GPUs of a node, or is a multiple",
+            )
+        for rank, own in enumerate(by_node.values()):
+            place = EnginePlace(
+                number=number,
+                gpus=tuple(slots.places[slot].gpu for slot in own) if slots.on_gpu else (),
+                num_gpus=group.num_gpus_per_engine,
+                num_nodes=len(by_node),
+                node_rank=rank,
+                overrides=group.overrides,
+            )
+            name = f"engine-{number}" if rank == 0 else f"engine-{number}-node-{rank}"
+            parts.append(EnginePart(name, own[0], tuple(own), group, place))
+    return parts

@@ -1,0 +1,160 @@
+"""The command line of a stock SGLang server, from the run's configuration and the engine's place in the cluster.
+
+--sglang-<name> VALUE   goes through as --<name> VALUE
+what must agree with the rest of the run (model, ports, seed, parallel sizes, memory saver) is set here and wins
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from slime.config.foreign import to_argv
+from slime.errors import UserError
+from slime.rollout.engines.api import WEIGHT_PROBE
+from slime.rollout.engines.sglang.versions import check_version, installed_version
+
+if TYPE_CHECKING:
+    from slime.config import Config
+
+#: A model of hundreds of gigabytes on a cold disk; 126 s were seen for a small one, most of it graph capture.
+STARTUP_SECONDS = 1800.0
+#: One answer of /health_generate: it generates a token, the very first of the server, and sleeps a second meanwhile.
+HEALTH_SECONDS = 30.0
+
+#: Algorithms whose drafts come from no trained weights, so that a push leaves nothing behind.
+_DRAFTS_WITHOUT_WEIGHTS = ("NGRAM",)
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """Where one engine, or one node's part of it, runs.
+
+    Attributes:
+        number: of the engine in the run; its seed follows from it.
+        gpus: ids of the GPUs on this node, as CUDA_VISIBLE_DEVICES spells them; () leaves the environment alone.
+        num_gpus: of the whole engine, over all its nodes.
+        nccl_port: reserved for the engine's own process group; None lets SGLang choose.
+        num_nodes, node_rank: of an engine that reaches over nodes.
+        dist_init_addr: host:port on its first node; needed then.
+        overrides: SGLang options of the server group (--sglang-config), over those of the command line.
+        model_path: of the server group, when it is not the run's.
+    """
+
+    number: int = 0
+    gpus: tuple[str, ...] = ()
+    num_gpus: int = 1
+    nccl_port: int | None = None
+    num_nodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    model_path: str | None = None
+
+
+#: The first engine, on one GPU that the environment names.
+ONE_GPU = EnginePlace()
+
+
+def check_sglang(config: Config) -> None:
+    """Refuse what an SGLang engine could not do for this run. Looks at flags only.
+
+    Raises:
+        UserError: names the flag.
+    """
+    flags = config.engine.sglang
+    algorithm = flags.get("speculative_algorithm")
+    if algorithm is not None and str(algorithm).upper() not in _DRAFTS_WITHOUT_WEIGHTS:
+        raise UserError(
+            f"--sglang-speculative-algorithm {algorithm} cannot follow the weights of a training run",
+            why="its draft model is no part of what the trainer trains, so that no push would update it, and fewer and"
+            " fewer of its drafts would be accepted",
+            fix="pass --sglang-speculative-algorithm NGRAM, which drafts without weights, or leave the flag out",
+        )
+    if flags.get("disaggregation_mode") not in (None, "null"):
+        raise UserError(
+            f"--sglang-disaggregation-mode {flags['disaggregation_mode']} would make every engine one half of a pair",
+            fix="give server groups with --sglang-config, or leave the flag out",
+        )
+    num_gpus, stages = config.cluster.rollout_num_gpus_per_engine, int(flags.get("pp_size") or 1)
+    if num_gpus % stages:
+        raise UserError(
+            f"--rollout-num-gpus-per-engine {num_gpus} is not a multiple of --sglang-pp-size {stages}",
+            why="an engine's tensor-parallel size is the former divided by the latter",
+        )
+    if stages > 1:
+        raise UserError(
+            f"--sglang-pp-size {stages}: weights cannot be pushed to engines with pipeline stages",
+            why="stock SGLang numbers the members of a weight-update group by tensor-parallel rank only",
+            fix="leave it out; --rollout-num-gpus-per-engine makes engines tensor-parallel",
+        )
+    if int(flags.get("dp_size") or 1) > 1 and not flags.get("enable_dp_attention"):
+        raise UserError(
+            f"--sglang-dp-size {flags['dp_size']} without --sglang-enable-dp-attention cannot take weight pushes",
+            why="stock SGLang refuses them",
+            fix="start more engines instead: raise --rollout-num-gpus, or add --sglang-enable-dp-attention",
+        )
+
+
+def sglang_options(config: Config, model_path: str, host: str, port: int, place: EnginePlace) -> dict[str, Any]:
+    """All options by name: the user's, those of the server group, then ours."""
+    given = {**config.engine.sglang, **place.overrides}
+    stages = int(given.get("pp_size") or 1)
+    ours: dict[str, Any] = {
+        "model_path": place.model_path or model_path,
+        "host": host,
+        "port": port,
+        "tp_size": place.num_gpus // stages,
+        "random_seed": config.rollout.rollout_seed + place.number,
+        "trust_remote_code": True,
+        "skip_server_warmup": True,
+        "custom_weight_loader": (*(given.get("custom_weight_loader") or ()), WEIGHT_PROBE),
+    }
+    defaults: dict[str, Any] = {
+        "dtype": "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16",
+        "log_level": config.observe.log_level.lower(),
+        "weight_version": "0",
+        "dist_timeout": int(60 * config.cluster.distributed_timeout_minutes),
+    }
+    if config.cluster.offload_rollout:
+        ours["enable_memory_saver"] = True
+        # between two pushes the engines must find again what they held when they were put to sleep
+        if config.sync.update_weights_interval > 1:
+            defaults["enable_weights_cpu_backup"] = True
+    if config.rollout.deterministic:
+        defaults["enable_deterministic_inference"] = True
+    if config.train.use_rollout_routing_replay:
+        ours["enable_return_routed_experts"] = True
+    if place.nccl_port is not None:
+        ours["nccl_port"] = place.nccl_port
+    if place.num_nodes > 1:
+        assert place.dist_init_addr is not None, "an engine over several nodes has a meeting point"
+        ours |= {"nnodes": place.num_nodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
+    return {**defaults, **given, **ours}
+
+
+def sglang_argv(config: Config, model_path: str, host: str, port: int, place: EnginePlace) -> list[str]:
+    """``python -m sglang.launch_server …``.
+
+    Raises:
+        UserError: SGLang is not installed here, or not in a supported version; a flag that cannot work.
+    """
+    check_sglang(config)
+    check_version(installed_version())
+    options = sglang_options(config, model_path, host, port, place)
+    return [sys.executable, "-m", "sglang.launch_server", *to_argv(options)]
+
+
+def sglang_environment(config: Config, place: EnginePlace) -> dict[str, str]:
+    """What the server's processes need in their environment, on top of the run's."""
+    environment = {}
+    if place.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+    if config.cluster.offload_rollout:
+        # memory that NCCL maps itself is not given back by the memory saver, and expandable segments defeat it
+        environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "0")
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = ""
+    return environment

@@ -1,0 +1,57 @@
+"""Which SGLang is installed here, and whether it is one that this system works with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+from slime.errors import UserError
+
+OLDEST, NEWEST = (0, 5, 12), (0, 5, 16)
+_INSTALL = "pip install 'slime-rl[sglang]'"
+
+
+def installed_version() -> str | None:
+    """Version of the installed SGLang, found without importing it (which takes half a minute); None without one."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """The release part of a version.
+
+    Example:
+        >>> version_of("0.5.12.post1")
+        (0, 5, 12)
+    """
+    found = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in found.group(0).split(".")) if found else ()
+
+
+def check_version(version: str | None) -> str:
+    """The version, if it is supported.
+
+    Raises:
+        UserError: SGLang is not installed, or it is older or newer than what was tried.
+    """
+    oldest, newest = (".".join(map(str, limit)) for limit in (OLDEST, NEWEST))
+    if version is None:
+        raise UserError(
+            "SGLang is not installed in this environment",
+            why="--rollout-engine sglang starts python -m sglang.launch_server with this interpreter",
+            fix=f"{_INSTALL} (versions {oldest} to {newest}), or pass --rollout-engine embedded",
+            check_id="sglang-version",
+        )
+    number = version_of(version)[:3]
+    if OLDEST <= number <= NEWEST:
+        return version
+    older = number < OLDEST
+    missing = "pausing with a mode, flat buckets and weight checksums" if older else "nothing newer has been tried"
+    raise UserError(
+        f"SGLang {version} is not supported: {oldest} to {newest} are",
+        why=f"{missing}; SGLang {oldest} is the first that has it" if older else missing,
+        fix=f"{_INSTALL}, or pass --rollout-engine embedded",
+        check_id="sglang-version",
+    )

@@ -1,0 +1,173 @@
+"""The proof that engines hold what was sent, for either kind of engine.
+
+    embedded engine   its own ``/weights_checker {"action": "fingerprint"}``: whole tensors under the names sent
+    SGLang            `slime.rollout.engines.sglang.weight_probe` in its processes: each rank's slice of a tensor, which
+                      is wherever SGLang's fused and sharded parameters have it
+
+Both compare xxh3-128 of bytes. SGLang's own checker is used for ``reset_tensors`` only: it hashes all parameters of a
+model at once, under its fused names, and the trainer would need the same kernel to say what the hashes should be.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from slime.rollout.engines.api import WEIGHT_PROBE, EngineError
+from slime.weights.buckets import fingerprint
+from slime.weights.engine_fleet import EngineFleet
+from slime.weights.process_group import ExternalGroup
+from slime.weights.receipt import compare
+from slime.weights.transport import EngineSlots
+
+_ANSWER_SECONDS = 120.0
+
+Slice = tuple[int, int, int]
+"""dim, start, stop."""
+
+
+class EngineCheck(Protocol):
+    """Says what a tensor's digest is on the trainer's side, and asks the engines for theirs."""
+
+    def digest(self, name: str, tensor: torch.Tensor) -> Any: ...
+
+    def wrong(self, sent: Mapping[str, Any], complete: Collection[str] | None, timeout: float) -> list[str]:
+        """One line per tensor and engine that is not as sent.
+
+        Args:
+            sent: name → `digest`.
+            complete: all names that were sent, in a full check, where what else an engine holds is an error too.
+        """
+
+    def close(self) -> None: ...
+
+
+class WholeTensorCheck:
+    """Engines that know fingerprints: the embedded one."""
+
+    def __init__(self, fleet: EngineFleet) -> None:
+        self._fleet = fleet
+
+    def digest(self, name: str, tensor: torch.Tensor) -> str:
+        return fingerprint(tensor)
+
+    def wrong(self, sent: Mapping[str, Any], complete: Collection[str] | None, timeout: float) -> list[str]:
+        body = {"action": "fingerprint", "names": None if complete is not None else list(sent)}
+        answers = self._fleet.post("/weights_checker", body, timeout)
+        held = {url: answer["fingerprints"] for url, answer in zip(self._fleet.urls, answers, strict=True)}
+        return compare(sent, held, complete)
+
+    def close(self) -> None: ...
+
+
+class SliceCheck:
+    """SGLang engines, asked through their custom weight loader.
+
+    Args:
+        engines: as many tensor-parallel ranks each as they have slots.
+        address: of this process, as the engines reach it.
+        shapes: of all tensors that pushes send, by name.
+    Raises:
+        EngineError: an engine cannot run the probe.
+    """
+
+    def __init__(
+        self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str, shapes: Mapping[str, Sequence[int]]
+    ) -> None:
+        self._fleet, self._engines, self._address = fleet, engines, address
+        self._shapes = {name: list(shape) for name, shape in shapes.items()}
+        self._store = ExternalGroup.open_store(address, 1, _ANSWER_SECONDS)
+        layouts = self._ask("layout", self._shapes, _ANSWER_SECONDS)
+        self._slices = [[_slices(rank) for rank in ranks] for ranks in layouts]
+        self._others = [sorted(set.intersection(*(set(rank["others"]) for rank in ranks))) for ranks in layouts]
+        self.unknown = sorted(name for name in self._shapes if not self._is_whole(name))
+        """Tensors that no comparison covers, because an engine's form of them is not known here."""
+
+    def digest(self, name: str, tensor: torch.Tensor) -> dict[Slice, str]:
+        """Of each slice that some rank of some engine has."""
+        wanted = {found for ranks in self._slices for rank in ranks if (found := rank.get(name)) is not None}
+        return {(dim, a, b): fingerprint(_narrow(tensor, dim, a, b)) for dim, a, b in sorted(wanted)}
+
+    def wrong(self, sent: Mapping[str, Any], complete: Collection[str] | None, timeout: float) -> list[str]:
+        lines = []
+        answers = self._ask("fingerprint", {name: self._shapes[name] for name in sent}, timeout)
+        for engine, slices, ranks in zip(self._engines, self._slices, answers, strict=True):
+            for number, (held, answer) in enumerate(zip(slices, ranks, strict=True)):
+                where = engine.url if len(ranks) == 1 else f"{engine.url} (rank {number})"
+                for name, expected in sent.items():
+                    part = held.get(name)
+                    if part is None:
+                        continue
+                    there = answer["fingerprints"].get(name, "nothing")
+                    if there != expected[part]:
+                        lines.append(f"{name} differs on {where} (sent {expected[part][:8]}…, holds {there[:8]}…)")
+        if complete is not None:
+            for engine, others in zip(self._engines, self._others, strict=True):
+                lines += [f"{name} on {engine.url} was never sent" for name in others]
+        return lines
+
+    def close(self) -> None:
+        del self._store  # the listening socket goes with it
+
+    def _is_whole(self, name: str) -> bool:
+        """On every engine the ranks' slices make up the whole tensor."""
+        return all(_covers([rank.get(name) for rank in ranks], self._shapes[name]) for ranks in self._slices)
+
+    def _ask(self, action: str, shapes: Mapping[str, Sequence[int]], timeout: float) -> list[list[dict[str, Any]]]:
+        """Every rank's answer, by engine."""
+        key = secrets.token_hex(4)
+
+        def body(number: int) -> dict[str, Any]:
+            request = {"action": action, "tensors": shapes, "host": self._address, "port": self._store.port}
+            raw = json.dumps(request | {"key": f"{key}/{number}"}).encode()
+            payload = serialized(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+            count = max(1, len(self._engines[number].slots))
+            return {"serialized_named_tensors": [payload] * count, "load_format": WEIGHT_PROBE, "flush_cache": False}
+
+        self._fleet.post("/update_weights_from_tensor", body, timeout)
+        return [[self._answer(f"{key}/{n}/{rank}", n) for rank in range(max(1, len(engine.slots)))]
+                for n, engine in enumerate(self._engines)]  # fmt: skip
+
+    def _answer(self, key: str, number: int) -> dict[str, Any]:
+        url = self._engines[number].url
+        try:
+            self._store.wait([key], timedelta(seconds=_ANSWER_SECONDS))
+        except RuntimeError as error:
+            raise EngineError(url, f"a rank did not report its weights within {_ANSWER_SECONDS:.0f} s") from error
+        answer: dict[str, Any] = json.loads(self._store.get(key))
+        self._store.delete_key(key)
+        if "error" in answer:
+            raise EngineError(url, f"its weights cannot be reported: {answer['error']}\n{answer['traceback']}")
+        return answer
+
+
+def serialized(tensor: torch.Tensor) -> str:
+    """One payload of ``serialized_named_tensors`` with the bytes of a small CPU tensor in it."""
+    return base64.b64encode(pickle.dumps([("request", tensor)])).decode()
+
+
+def _slices(answer: Mapping[str, Any]) -> dict[str, Slice | None]:
+    return {name: None if part is None else (part[0], part[1], part[2]) for name, part in answer["slices"].items()}
+
+
+def _narrow(tensor: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
+    return tensor.narrow(dim, start, stop - start) if tensor.dim() else tensor
+
+
+def _covers(parts: Sequence[Slice | None], shape: Sequence[int]) -> bool:
+    held = [part for part in parts if part is not None]
+    if not held:
+        return False
+    reached = 0
+    for dim, start, stop in sorted(held):
+        if dim != held[0][0] or start > reached:
+            return False
+        reached = max(reached, stop)
+    return reached >= (shape[held[0][0]] if shape else 1)

@@ -1,0 +1,139 @@
+"""Bringing parameters here from the ranks that hold them, many at a time.
+
+A model of experts has ten thousand parameters and more, and each collective costs the same few dozen microseconds
+whatever its size. So parameters that travel the same way travel in one flat buffer:
+
+    pipeline   one broadcast per stage that holds some of the batch
+    experts    one broadcast per expert-parallel rank that holds some of it
+    tensor     one all-gather of everything that is cut, experts and the rest apart
+
+Only bytes are moved: what arrives is bit for bit what was sent. Every rank of the groups calls it with the same batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from slime.weights.buckets import dtype_of
+from slime.weights.megatron_names import Placement
+
+#: Bytes of whole tensors that are brought here at a time.
+BATCH_BYTES = 128 << 20
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter that some rank of this pipeline (and expert) group holds: everything the others must know.
+
+    Attributes:
+        shape, dtype: of the holder's own piece.
+        is_expert: whether it is divided over expert-parallel ranks.
+        is_cut: whether the tensor-parallel ranks hold a piece each.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pp_rank: int
+    ep_rank: int
+    is_expert: bool
+    is_cut: bool
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+def batches(held: Sequence[Held], placement: Placement, limit: int = BATCH_BYTES) -> Iterator[list[Held]]:
+    """Consecutive parameters whose whole tensors have at most ``limit`` bytes together; a larger one comes alone."""
+    batch: list[Held] = []
+    size = 0
+    for one in held:
+        pieces = (placement.etp_size if one.is_expert else placement.tp_size) if one.is_cut else 1
+        if batch and size + pieces * one.nbytes > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(one)
+        size += pieces * one.nbytes
+    if batch:
+        yield batch
+
+
+def gather(
+    batch: Sequence[Held], local: Mapping[str, torch.Tensor], place: Placement, device: torch.device
+) -> dict[str, list[torch.Tensor]]:
+    """The tensor-parallel pieces of each parameter, in the order of the ranks; views of shared buffers.
+
+    Args:
+        local: this rank's own parameters.
+    """
+    here = {one.name: local[one.name].detach() for one in batch if one.name in local}
+    if place.pp_group is not None:
+        mine = [one for one in batch if not one.is_expert or one.ep_rank == place.ep_rank]
+        _spread(mine, {one.name: one.pp_rank for one in mine}, here, place.pp_group, device)
+    if place.ep_group is not None:
+        experts = [one for one in batch if one.is_expert]
+        _spread(experts, {one.name: one.ep_rank for one in experts}, here, place.ep_group, device)
+    pieces = {one.name: [here[one.name]] for one in batch}
+    for group, of_experts in ((place.tp_group, False), (place.etp_group, True)):
+        cut = [one for one in batch if one.is_cut and one.is_expert == of_experts]
+        if group is not None and cut:
+            pieces |= _all_gather(cut, here, group, device)
+    return pieces
+
+
+def _spread(
+    held: Sequence[Held],
+    sources: Mapping[str, int],
+    here: dict[str, torch.Tensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Broadcast each parameter from its source in the group; ``here`` has all of them afterwards."""
+    for source in sorted(set(sources.values())):
+        own = [one for one in held if sources[one.name] == source]
+        flat = _flat(own, here, device) if group.rank() == source else _empty(own, device)
+        dist.broadcast(flat, group=group, group_src=source)
+        if group.rank() != source:
+            here.update(_unpacked(own, flat))
+
+
+def _all_gather(
+    held: Sequence[Held], here: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, list[torch.Tensor]]:
+    flat = _flat(held, here, device)
+    parts = [torch.empty_like(flat) for _ in range(group.size())]
+    dist.all_gather(parts, flat, group=group)
+    by_rank = [dict(_unpacked(held, part)) for part in parts]
+    return {one.name: [found[one.name] for found in by_rank] for one in held}
+
+
+def _offsets(held: Iterable[Held]) -> tuple[list[int], int]:
+    """Where each parameter begins in a flat buffer, aligned for any dtype, and the buffer's size."""
+    offsets, end = [], 0
+    for one in held:
+        offsets.append(end)
+        end += -(-one.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+def _empty(held: Sequence[Held], device: torch.device) -> torch.Tensor:
+    return torch.empty(_offsets(held)[1], dtype=torch.uint8, device=device)
+
+
+def _flat(held: Sequence[Held], tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    flat = _empty(held, device)
+    for name, view in _unpacked(held, flat):
+        view.copy_(tensors[name])
+    return flat
+
+
+def _unpacked(held: Sequence[Held], flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    for one, offset in zip(held, _offsets(held)[0]):
+        yield one.name, flat[offset : offset + one.nbytes].view(dtype_of(one.dtype)).view(one.shape)

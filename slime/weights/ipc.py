@@ -1,0 +1,233 @@
+"""Weights to engines on the trainer's own GPUs: each rank packs a flat bucket, engines read it through a handle.
+
+    trainer rank r, on GPU r   gather ─► pack into buffer 0 or 1 ─► handle ─┐
+    rank 0                     one handle per engine rank, from the trainer rank on its GPU ─► POST to every engine
+    engine rank, on GPU r      open the handle, load from it in place, close it
+
+Nothing but handles leaves a GPU. Stock SGLang reads them as ``serialized_named_tensors`` in the format
+``flattened_bucket``: a pickle of one uint8 tensor (a CUDA IPC handle; on hosts without GPUs a file in shared memory)
+and a table. While engines load one bucket the next is gathered and packed; a buffer is written to again only when every
+engine has answered for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import reductions
+
+from slime.errors import UserError
+from slime.weights.buckets import Bucket, dtype_of, pack
+from slime.weights.engine_fleet import EngineFleet
+from slime.weights.transport import EngineSlots, NamedTensors, Observer, Transferred, deadline_for
+
+_DEVICE_ARGUMENT = 6  # of `reductions.rebuild_cuda_tensor`
+
+
+class IpcTransport:
+    """One trainer rank's side; `send` on rank 0 and `follow` on the others, at the same time.
+
+    Args:
+        fleet: the engines; rank 0 only.
+        engines: their slots; slot s is the GPU of trainer rank s.
+        group: gloo group of all trainer ranks; None for one rank alone.
+        buffer_size: bytes per bucket; two are held during a push.
+        dtype: of the engines' floating-point weights.
+    Raises:
+        UserError: an engine stands on a GPU without a trainer rank, or this process's memory cannot be shared.
+    """
+
+    name = "IPC handles"
+
+    def __init__(
+        self,
+        fleet: EngineFleet | None,
+        engines: Sequence[EngineSlots],
+        group: dist.ProcessGroup | None,
+        buffer_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._fleet, self._engines, self._group = fleet, engines, group
+        self._buffer_size, self._dtype = buffer_size, dtype
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._turn = 0
+        self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}  # buffer number → engines' answers
+        self._failure: BaseException | None = None
+        _check_sharing(engines, group.size() if group is not None else 1)
+
+    def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
+        """A failure does not end the loop: the other ranks are in its collectives. It is raised at the end."""
+        assert self._fleet is not None
+        num_tensors = nbytes = 0
+        for bucket, handles in self._shared_buckets(tensors):
+            num_tensors, nbytes = num_tensors + len(bucket.entries), nbytes + bucket.nbytes
+            if self._failure is not None:
+                continue
+            try:
+                for name, tensor in bucket.tensors():
+                    observe(name, tensor)
+                limit = deadline_for(bucket.nbytes)
+                answers = self._fleet.start(
+                    "/update_weights_from_tensor", self._requests(bucket, handles, version), limit
+                )
+                self._reading[self._turn] = answers, limit
+            except Exception as error:  # raised below
+                self._failure = error
+        if self._failure is not None:
+            raise self._failure
+        return Transferred(num_tensors, nbytes)
+
+    def follow(self, tensors: NamedTensors) -> None:
+        """The part of a rank other than 0."""
+        for _ in self._shared_buckets(tensors):
+            pass
+
+    def close(self) -> None:
+        """Nothing is held between pushes."""
+
+    # -- inside --------------------------------------------------------------------------------------------
+
+    def _shared_buckets(self, tensors: NamedTensors) -> Iterator[tuple[Bucket, list[Handle]]]:
+        """Buckets, the same on every rank, and on rank 0 the handles of all ranks' copies; leaves nothing held."""
+        self._failure, self._turn = None, 1
+        try:
+            for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate):
+                yield bucket, self._gather(handle_of(bucket.buffer))
+            for number in (0, 1):
+                self._wait_for_readers(number)
+        finally:
+            self._buffers = [None, None]
+            if torch.cuda.is_available():
+                torch.cuda.ipc_collect()  # engines have closed them all
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        self._turn = 1 - self._turn
+        self._wait_for_readers(self._turn)
+        buffer = self._buffers[self._turn]
+        if buffer is None or buffer.numel() < nbytes:
+            self._buffers[self._turn] = buffer = None  # give the smaller one back first
+            buffer = torch.empty(max(nbytes, self._buffer_size), dtype=torch.uint8, device=_own_device())
+            self._buffers[self._turn] = buffer
+        return buffer[:nbytes]
+
+    def _wait_for_readers(self, number: int) -> None:
+        """Returns on all ranks when no engine reads the buffer any more."""
+        if number in self._reading:
+            assert self._fleet is not None
+            answers, limit = self._reading.pop(number)
+            try:
+                self._fleet.wait(answers, limit)
+            except Exception as error:  # raised by `send`, once the other ranks are through
+                self._failure = self._failure or error
+        if self._group is not None:
+            dist.barrier(self._group)
+
+    def _gather(self, handle: Handle) -> list[Handle]:
+        if self._group is None:
+            return [handle]
+        gathered: list[Any] | None = [None] * self._group.size() if self._group.rank() == 0 else None
+        dist.gather_object(handle, gathered, group=self._group, group_dst=0)
+        return gathered or []
+
+    def _requests(self, bucket: Bucket, handles: list[Handle], version: int) -> Callable[[int], dict[str, Any]]:
+        """By engine: a payload for each of its ranks."""
+        table = [_row(entry.name, entry.shape, entry.dtype, entry.offset, entry.nbytes) for entry in bucket.entries]
+        payloads: dict[int, str] = {}
+
+        def payload(slot: int) -> str:
+            if slot not in payloads:
+                content = {"flattened_tensor": _Opened(handles[slot]), "metadata": table}
+                payloads[slot] = base64.b64encode(pickle.dumps(content)).decode()
+            return payloads[slot]
+
+        def request(number: int) -> dict[str, Any]:
+            return {
+                "serialized_named_tensors": [payload(slot) for slot in self._engines[number].slots],
+                "load_format": "flattened_bucket",
+                "weight_version": str(version),
+                "flush_cache": False,  # once for all buckets, by `WeightSync`
+            }
+
+        return request
+
+
+# -- handles -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Handle:
+    """How to open memory in another process: a call, as data. Arguments may be handles themselves."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+class _Opened:
+    """Pickles as the call of a handle: whoever unpickles it has the memory opened."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = tuple(_Opened(x) if isinstance(x, Handle) else x for x in self._handle.arguments)
+        return self._handle.function, arguments
+
+
+def handle_of(buffer: torch.Tensor) -> Handle:
+    """What another process on this host can open as the same memory. The buffer must live until it has done so."""
+    if buffer.is_cuda:
+        function, arguments = reductions.reduce_tensor(buffer)
+        # GPUs are numbered anew in every process (CUDA_VISIBLE_DEVICES); SGLang's reader understands their UUIDs
+        uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
+        return Handle(function, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :]))
+    storage: Any = buffer.untyped_storage()
+    manager, name, nbytes = storage._share_filename_cpu_()
+    storage._shared_incref()  # the reader takes it back
+    untyped = Handle(reductions.rebuild_storage_filename, (torch.UntypedStorage, manager, name, nbytes))
+    typed = Handle(reductions.rebuild_typed_storage, (untyped, torch.uint8))
+    place = (buffer.storage_offset(), buffer.size(), buffer.stride(), False)
+    return Handle(reductions.rebuild_tensor, (torch.Tensor, typed, place))
+
+
+def _row(name: str, shape: tuple[int, ...], dtype: str, offset: int, nbytes: int) -> SimpleNamespace:
+    """A row of the table, with the attributes that SGLang's reader looks at."""
+    return SimpleNamespace(
+        name=name,
+        shape=torch.Size(shape),
+        dtype=dtype_of(dtype),
+        start_idx=offset,
+        end_idx=offset + nbytes,
+        numel=nbytes,
+    )
+
+
+def _own_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _check_sharing(engines: Sequence[EngineSlots], num_ranks: int) -> None:
+    for engine in engines:
+        beyond = [slot for slot in engine.slots if slot >= num_ranks]
+        if beyond or not engine.slots:
+            raise UserError(
+                f"engine {engine.url} stands on GPU {beyond[0] if beyond else '?'} of the run, without a trainer rank",
+                why="with --colocate weights go to engines through the memory of the GPU that they share",
+                fix=f"pass --rollout-num-gpus {num_ranks} (as many as the trainer has), or "
+                "--update-weight-transport disk",
+            )
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if torch.cuda.is_available() and "expandable_segments:True" in settings:
+        raise UserError(
+            "memory in expandable segments cannot be shared with engines",
+            why=f"PYTORCH_CUDA_ALLOC_CONF is {settings}",
+            fix="leave expandable_segments out for runs with --colocate",
+        )

@@ -1,0 +1,272 @@
+"""What rollout and weight sync rely on, of every engine: the embedded one, SGLang's stand-in, and a real SGLang.
+
+    pytest tests/contracts/test_shared_contract.py                                  # both that run on a CPU
+    pytest tests/contracts --engine sglang --model DIR                              # a real one, on a GPU
+    pytest tests/contracts --engine sglang --model DIR --engine-flags "--mem-fraction-static 0.5"
+
+Only this file's tests are run against another engine than the embedded one; comparisons leave room for its precision.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from embedded_models import save_tiny_model
+from safetensors.torch import load_file
+from servers import Server, num_running, start_embedded, wait_until
+from servers import long_generation as long_request
+
+from slime.cluster.ports import reserve_port
+from slime.config import make_config
+from slime.rollout.engines.api import GenerateResult
+from slime.rollout.engines.launch import sglang_command
+from slime.rollout.engines.sglang.command import EnginePlace
+from slime.weights.convert import family_of
+from slime.weights.sync import WeightSync
+from slime.weights.transport import EngineSlots
+from tests.cluster_processes import running_server
+from tests.megatron_stub import MegatronStub
+from tests.unit.sglang_servers import fake_sglang
+
+PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
+NUM_TOKENS = 6
+
+
+@contextmanager
+def embedded(model: Path, folder: Path) -> Iterator[Server]:
+    with start_embedded(model, folder / "log") as server:
+        yield server
+
+
+@contextmanager
+def stand_in(model: Path, folder: Path) -> Iterator[Server]:
+    config = sglang_config(model, fp32=True)
+    with fake_sglang(config, model, folder, EnginePlace()) as [engine]:
+        yield Server(engine.url, engine.process._process, folder / "0.log")
+
+
+@contextmanager
+def sglang(model: Path, folder: Path, flags: str = "") -> Iterator[Server]:
+    held = [reserve_port("127.0.0.1"), reserve_port("127.0.0.1")]
+    port = held[0].port
+    spec = sglang_command(sglang_config(model), str(model), "127.0.0.1", port, EnginePlace(nccl_port=held[1].port))
+    spec.argv.extend(flags.split())
+    with running_server(spec, f"http://127.0.0.1:{port}", folder / "sglang.log") as process:
+        yield Server(f"http://127.0.0.1:{port}", process, folder / "sglang.log")
+
+
+def sglang_config(model: Path, **flags: Any) -> Any:
+    more = {"rollout_batch_size": 4, "num_rollout": 1, "hf_checkpoint": str(model), "rollout_engine": "sglang"}
+    return make_config(**more, colocate=True, **flags)
+
+
+@pytest.fixture(scope="module", params=["embedded", "stand-in"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Which engine; ``--engine`` on the command line leaves the first of these, and puts that one in its place."""
+    chosen = request.config.getoption("--engine", default=None)
+    if chosen is None:
+        return str(request.param)
+    if request.param != "embedded":
+        pytest.skip("--engine names one engine")
+    return str(chosen)
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    given = request.config.getoption("--model", default=None)
+    if given is not None:
+        return Path(given)
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def server(
+    request: pytest.FixtureRequest, kind: str, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    if kind == "sglang":
+        flags = request.config.getoption("--engine-flags", default="") or ""
+        with sglang(model, folder, flags) as running:
+            yield running
+        return
+    with {"embedded": embedded, "stand-in": stand_in}[kind](model, folder) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(server: Server) -> Server:
+    server.ok("/continue_generation")
+    server.ok("/flush_cache")
+    return server
+
+
+def log_probs(engine: Server, tokens: list[int]) -> list[float]:
+    body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+    meta = engine.ok("/generate", body | {"logprob_start_len": 0})["meta_info"]
+    return [entry[0] for entry in meta["input_token_logprobs"][1:]]
+
+
+def is_close(one: list[float], other: list[float], engine: Server) -> bool:
+    """Within what bfloat16 and another batch size do to log-probs."""
+    room = 1e-4 if engine.get("/server_info").json["dtype"] == "float32" else 0.15
+    return all(abs(a - b) < room for a, b in zip(one, other, strict=True))
+
+
+# -- generation ------------------------------------------------------------------------------------------------
+
+
+def test_it_says_what_it_is(engine: Server, model: Path) -> None:
+    info = engine.get("/server_info").json
+    assert {"version", "dtype", "tp_size", "random_seed"} <= info.keys()
+    assert engine.get("/model_info").json["model_path"] == str(model)
+    assert engine.get("/health").status == 200
+
+
+def test_tokens_in_tokens_and_log_probs_out(engine: Server) -> None:
+    answer = engine.generate(PROMPT, max_new_tokens=NUM_TOKENS, temperature=1.0)
+    result = GenerateResult.from_json(answer)
+    assert len(result.token_ids) == len(result.log_probs) == NUM_TOKENS and result.finish_reason == "length"
+    assert all(math.isfinite(p) and p <= 0 for p in result.log_probs)
+    assert answer["output_ids"] == result.token_ids
+    meta = result.meta_info
+    assert meta["prompt_tokens"] == len(PROMPT) and meta["completion_tokens"] == NUM_TOKENS
+    assert isinstance(meta["weight_version"], str) and meta["cached_tokens"] >= 0
+    scored = log_probs(engine, PROMPT + result.token_ids)[len(PROMPT) - 1 :]
+    assert is_close(result.log_probs, scored, engine)
+
+
+def test_temperature_scales_what_is_reported(engine: Server) -> None:
+    """Training divides logits by the temperature; the engine's log-probs must mean the same."""
+    sampling = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 20}
+    found = []
+    for temperature in (1.0, 2.0):
+        answer = engine.ok("/generate", {**body, "sampling_params": {**sampling, "temperature": temperature}})
+        found.append({token: value for value, token, _ in answer["meta_info"]["output_top_logprobs"][0]})
+    plain, tempered = found
+    one, other = [token for token in plain if token in tempered][:2]
+    assert tempered[one] - tempered[other] == pytest.approx((plain[one] - plain[other]) / 2, abs=0.1)
+
+
+def test_a_stop_token_ends_it_and_is_returned(engine: Server) -> None:
+    free = engine.generate(PROMPT, max_new_tokens=12, temperature=0.0)["output_ids"]
+    stop = free[4]
+    ends = {"stop_token_ids": [stop], "no_stop_trim": True, "ignore_eos": False}
+    answer = engine.generate(PROMPT, max_new_tokens=12, temperature=0.0, **ends)
+    assert answer["output_ids"] == free[: free.index(stop) + 1]
+    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+def test_an_aborted_request_returns_what_it_has(engine: Server) -> None:
+    request = long_request(engine, "abort-me")
+    wait_until(lambda: num_running(engine) == 1)
+    engine.ok("/abort_request", {"abort_all": True})
+    answer = request.join()
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    wait_until(lambda: num_running(engine) == 0)
+
+
+def test_a_pause_aborts_and_holds_new_requests(engine: Server) -> None:
+    running = long_request(engine, "under-way")
+    wait_until(lambda: num_running(engine) == 1)
+    engine.ok("/pause_generation", {"mode": "abort"})
+    assert running.join()["meta_info"]["finish_reason"]["type"] == "abort"
+    held = long_request(engine, "held", count=4)
+    engine.ok("/flush_cache")
+    assert held.is_alive
+    engine.ok("/continue_generation")
+    assert held.join()["meta_info"]["finish_reason"]["type"] == "length"
+
+
+# -- weights ---------------------------------------------------------------------------------------------------
+
+
+def stub_of(model: Path, scale: float) -> tuple[MegatronStub, dict[str, Any]]:
+    """A trainer with the model's weights, its last norm scaled: another model whose log-probs are known."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        tensors |= load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * scale
+    hf_config = json.loads((model / "config.json").read_text())
+    family = family_of(hf_config)
+    return MegatronStub(family, family.model_spec(hf_config), tensors), hf_config
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "handles": {"colocate": True},
+    "broadcast": {},
+    "disk": {"update_weight_transport": "disk", "colocate": True},
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_pushed_weights_are_the_ones_that_answer(
+    engine: Server, kind: str, model: Path, way: str, tmp_path: Path
+) -> None:
+    if way == "broadcast" and torch.cuda.device_count() == 1:
+        pytest.skip("NCCL refuses two processes on one GPU")
+    flags = dict(WAYS[way]) | ({"update_weight_disk_dir": str(tmp_path)} if way == "disk" else {})
+    before = log_probs(engine, PROMPT)
+    for scale in (0.5, 1.0):
+        stub, hf_config = stub_of(model, scale)
+        config = make_config(hf_checkpoint=str(model), rollout_batch_size=1, num_rollout=1, **flags)
+        sync = WeightSync(config, [stub], hf_config, start_version=int(10 * scale))
+        sync.connect([EngineSlots(engine.url, (0,))])
+        try:
+            receipt = sync.push()
+        finally:
+            sync.close()
+        assert receipt.checked and receipt.version == int(10 * scale) + 1
+        answer = engine.generate(PROMPT, max_new_tokens=1)
+        assert answer["meta_info"]["weight_version"] == str(receipt.version)
+        assert is_close(log_probs(engine, PROMPT), before, engine) is (scale == 1.0)
+
+
+def test_every_weight_is_verified(engine: Server, model: Path) -> None:
+    stub, hf_config = stub_of(model, 1.0)
+    config = make_config(
+        hf_checkpoint=str(model), check_weight_update_equal=True, colocate=True, rollout_batch_size=1, num_rollout=1
+    )
+    before = log_probs(engine, PROMPT)
+    sync = WeightSync(config, [stub], hf_config)
+    sync.connect([EngineSlots(engine.url, (0,))])
+    receipt = sync.push()  # resets the engine's weights to noise beforehand
+    sync.close()
+    assert receipt.full and len(receipt.checked) == receipt.num_tensors
+    assert is_close(log_probs(engine, PROMPT), before, engine)
+
+
+def test_memory_goes_and_comes_by_tags(engine: Server, model: Path) -> None:
+    before = log_probs(engine, PROMPT)
+    engine.ok("/release_memory_occupation", {"tags": ["kv_cache", "weights", "cuda_graph"]})
+    engine.ok("/resume_memory_occupation", {"tags": ["weights"]})
+    stub, hf_config = stub_of(model, 1.0)  # what comes back may be anything, until it is pushed
+    config = make_config(hf_checkpoint=str(model), colocate=True, rollout_batch_size=1, num_rollout=1)
+    sync = WeightSync(config, [stub], hf_config)
+    sync.connect([EngineSlots(engine.url, (0,))])
+    sync.push()
+    sync.close()
+    engine.ok("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+    assert is_close(log_probs(engine, PROMPT), before, engine)
+
+
+def test_a_bad_flag_ends_the_server_with_its_name(kind: str, model: Path) -> None:
+    if kind == "embedded":
+        argv = [sys.executable, "-m", "slime.rollout.engines.embedded", "--model-path", str(model)]
+    else:
+        argv = sglang_command(sglang_config(model), str(model), "127.0.0.1", 30000).argv
+    path = os.pathsep.join([*([str(Path(__file__).parents[1] / "fake_sglang")] if kind == "stand-in" else []),
+                            os.environ.get("PYTHONPATH", "")])  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": path}
+    ended = subprocess.run([*argv, "--no-such-flag"], capture_output=True, text=True, timeout=300, env=env, check=False)
+    assert ended.returncode != 0 and "--no-such-flag" in ended.stderr

@@ -1,0 +1,221 @@
+"""The embedded engine's server, turned into one that takes and refuses what stock SGLang takes and refuses.
+
+Its extensions go (shared memory, fingerprints by name), SGLang's ways come: pickles with an allow list and one payload
+per tensor-parallel rank, custom weight loaders on modules with SGLang's fused and sharded parameters, one group member
+per rank, memory tags that must be released before they are taken back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import importlib
+import io
+import json
+import os
+import pickle
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from aiohttp import web
+
+from sglang import __version__
+from sglang.modules import sharded_model
+from slime.rollout.engines.embedded.state import json_response
+from slime.rollout.engines.embedded.weight_update import WeightUpdater
+from slime.rollout.engines.embedded.weights import WeightError, WeightStore
+from slime.weights.buckets import entries_of, unpack
+from slime.weights.process_group import ExternalGroup
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+#: Modules that SGLang's reader of pickles lets through, by the beginnings of their names.
+ALLOWED = ("builtins.", "collections.", "copyreg.", "functools.", "itertools.", "operator.", "types.", "weakref.",
+           "torch.", "multiprocessing.resource_sharer.", "multiprocessing.reduction.", "pickletools.", "peft.",
+           "transformers.", "huggingface_hub.", "sglang.srt.")  # fmt: skip
+_JOIN_SECONDS = 60.0
+
+
+class SGLangUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if not any((module + ".").startswith(prefix) for prefix in ALLOWED):
+            raise RuntimeError(f"Blocked unsafe class loading ({module}.{name})")
+        return super().find_class(module, name)
+
+
+class SGLangUpdater:
+    """Replaces the methods of `WeightUpdater` by SGLang's behaviour."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.groups: dict[str, list[ExternalGroup]] = {}
+        self.lock = threading.Lock()
+
+    def from_tensor(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
+        payloads, load_format = body["serialized_named_tensors"], body.get("load_format")
+        assert len(payloads) == self.args.tp_size, f"{len(payloads)} payloads for {self.args.tp_size} ranks"
+        contents = [SGLangUnpickler(io.BytesIO(base64.b64decode(p, validate=True))).load() for p in payloads]
+        with self.lock:
+            if load_format in (self.args.custom_weight_loader or ()):
+                self._run_loader(own._engine.store, load_format, contents)
+                return "Success"
+            assert load_format in (None, "flattened_bucket"), f"Unknown load_format={load_format}"
+            ranks = [_pairs(content, load_format) for content in contents]
+            for other in ranks[1:]:
+                assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ranks[0], other, strict=True))
+            return own._apply(ranks[0], body)
+
+    def _run_loader(self, store: WeightStore, path: str, contents: list[Any]) -> None:
+        module, _, name = path.rpartition(".")
+        loader = getattr(importlib.import_module(module), name)
+        real = dist.is_initialized, dist.get_rank
+        for rank, content in enumerate(contents):
+            dist.is_initialized, dist.get_rank = (lambda: True), (lambda rank=rank: rank)
+            try:
+                loader(sharded_model(store.named, store.arch, rank, self.args.tp_size), content)
+            finally:
+                dist.is_initialized, dist.get_rank = real
+
+    def join_group(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
+        count = self.args.tp_size
+
+        def join(rank: int) -> ExternalGroup:
+            return ExternalGroup.join(
+                body["master_address"], body["master_port"], body["group_name"], body["backend"],
+                body["rank_offset"] + rank, body["world_size"], _JOIN_SECONDS,
+            )  # fmt: skip
+
+        with ThreadPoolExecutor(count) as pool:
+            self.groups[body["group_name"]] = list(pool.map(join, range(count)))
+        return "Succeeded to initialize custom process group."
+
+    def leave_group(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
+        if body["group_name"] not in self.groups:
+            raise WeightError("The group to be destroyed does not exist.")
+        for group in self.groups.pop(body["group_name"]):
+            group.close()
+        return "Succeeded to destroy custom process group."
+
+    def from_distributed(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
+        group_name = body.get("group_name", "weight_update_group")
+        if group_name not in self.groups:
+            raise WeightError(f"Group {group_name} not in {list(self.groups)}.")
+        entries = entries_of(body["names"], body["dtypes"], body["shapes"])
+        assert body.get("load_format") == "flattened_bucket"
+
+        def receive(group: ExternalGroup) -> list[tuple[str, torch.Tensor]]:
+            buffer = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8)
+            group.broadcast(buffer, _JOIN_SECONDS)
+            return list(unpack(buffer, entries))
+
+        groups = self.groups[group_name]
+        with ThreadPoolExecutor(len(groups)) as pool:
+            ranks = list(pool.map(receive, groups))
+        return own._apply(ranks[0], body)
+
+
+def _pairs(content: Any, load_format: str | None) -> list[tuple[str, torch.Tensor]]:
+    if load_format is None:
+        return list(content)
+    flat = content["flattened_tensor"]
+    return [
+        (row.name, flat[row.start_idx : row.end_idx].view(row.dtype).reshape(row.shape)) for row in content["metadata"]
+    ]
+
+
+def install(args: argparse.Namespace) -> None:
+    """From now on `embedded.serve` behaves as SGLang started with ``args``."""
+    updater = SGLangUpdater(args)
+    for name in ("from_tensor", "from_distributed", "join_group", "leave_group"):
+        method = getattr(updater, name)
+        setattr(WeightUpdater, name, lambda own, body, method=method: method(own, body))
+    from slime.rollout.engines.embedded import server as embedded  # its routes take the methods as they are now
+
+    plain, calls, released = embedded._errors, Calls(args), set[str]()
+
+    @web.middleware
+    async def as_sglang(request: web.Request, handler: Handler) -> web.StreamResponse:
+        body = await _body(request)
+        path = request.path
+        calls.note(path, body)
+        if "memory_occupation" in path:
+            problem = _memory(path, body, released, args)
+            if problem:
+                print(problem, flush=True)
+                os._exit(1)  # SGLang's scheduler dies of the exception, and the server with it
+        elif path.startswith("/update_weights") and "weights" in released and not _looks_only(body, args):
+            return json_response({"success": False, "message": "weights are released"}, status=400)
+        elif path == "/weights_checker":
+            action = body.get("action", "checksum")
+            if action not in ("snapshot", "reset_tensors", "compare", "checksum"):
+                return json_response({"success": False, "message": f"Unsupported action='{action}'"}, status=400)
+        elif path in ("/server_info", "/get_server_info"):
+            answer = await plain(request, handler)
+            known = json.loads(answer.body) if isinstance(answer, web.Response) else {}
+            return json_response({**known, **vars(args), "version": __version__})
+        return await plain(request, handler)
+
+    embedded._errors = as_sglang
+    if args.enable_memory_saver and not args.enable_weights_cpu_backup:
+        WeightStore.resume = _resume_with_rubbish  # type: ignore[method-assign]
+
+
+def _looks_only(body: Mapping[str, Any], args: argparse.Namespace) -> bool:
+    """A custom loader may look at shapes while the memory is away."""
+    return body.get("load_format") in (args.custom_weight_loader or ())
+
+
+def _memory(path: str, body: Mapping[str, Any], released: set[str], args: argparse.Namespace) -> str:
+    tags = set(body.get("tags") or ("kv_cache", "weights", "cuda_graph"))
+    if not args.enable_memory_saver:
+        return "memory saver is not enabled"
+    if path == "/release_memory_occupation":
+        if tags & released:
+            return f"{tags & released} are released already"
+        released |= tags
+    else:
+        if tags - released:
+            return f"KeyError: {tags - released}"
+        released -= tags
+    return ""
+
+
+_resume = WeightStore.resume
+
+
+def _resume_with_rubbish(self: WeightStore) -> None:
+    """Without a backup on the host, weights that come back are whatever the memory holds."""
+    _resume(self)
+    self.reset()
+
+
+class Calls:
+    """Appends steering calls to a file, for tests to look at their order."""
+
+    STEERING = ("pause", "continue", "update", "memory", "flush", "checker", "group")
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._path, self._port = os.environ.get("FAKE_SGLANG_CALLS"), args.port
+
+    def note(self, path: str, body: Mapping[str, Any]) -> None:
+        if self._path is None or not (path == "/generate" or any(word in path for word in self.STEERING)):
+            return
+        row = {"at": time.monotonic(), "port": self._port, "path": path, "tags": body.get("tags")}
+        row |= {key: body[key] for key in ("load_format", "weight_version", "action", "mode") if key in body}
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    if request.method != "POST" or not request.can_read_body:
+        return {}
+    try:
+        found = json.loads(await request.read())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

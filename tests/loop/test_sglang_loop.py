@@ -1,0 +1,141 @@
+"""The whole loop through the code paths of SGLang engines, with the stand-in of `tests/fake_sglang`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_fixtures import ROOT, World, start
+
+FAKE = ROOT / "tests" / "fake_sglang"
+ALL = {"kv_cache", "weights", "cuda_graph"}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World.create(tmp_path_factory.mktemp("sglang"))
+
+
+def environment(calls: Path, **more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(FAKE), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path, "FAKE_SGLANG_CALLS": str(calls), **more}
+
+
+def calls_by_engine(file: Path) -> list[list[dict[str, Any]]]:
+    by_port: dict[int, list[dict[str, Any]]] = {}
+    for line in file.read_text().splitlines():
+        call = json.loads(line)
+        by_port.setdefault(call["port"], []).append(call)
+    return list(by_port.values())
+
+
+def phases(calls: list[dict[str, Any]]) -> list[str]:
+    """The calls of one engine as words, repetitions left out."""
+    words: list[str] = []
+    for call in calls:
+        path = call["path"]
+        if "memory_occupation" in path:
+            word = path.split("_")[0].strip("/") + " " + " ".join(sorted(call["tags"]))
+        elif path == "/generate":
+            word = "generate"
+        elif path == "/pause_generation":
+            word = "pause"
+        elif path == "/continue_generation":
+            word = "continue"
+        elif call.get("load_format") == "flattened_bucket":
+            word = "bucket " + call["weight_version"]
+        else:
+            continue
+        if not words or words[-1] != word:
+            words.append(word)
+    return words
+
+
+def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path) -> None:
+    """Two trainer ranks, an engine on the slot of each: weights through handles, memory handed over and back."""
+    calls = tmp_path / "calls.jsonl"
+    flags = world.flags("turns", "--rollout-engine", "sglang", "--actor-num-gpus-per-node", 2, "--num-gpus-per-node", 8)
+    driver = start(flags, world.outputs / "turns", **environment(calls))
+    try:
+        assert driver.end() == 0, driver.stderr
+        assert driver.steps() == [1, 2]
+        engines = calls_by_engine(calls)
+        assert len(engines) == 2
+        push = ["resume weights", "pause", "bucket {}", "continue", "resume cuda_graph kv_cache", "generate"]
+        release = "release cuda_graph kv_cache weights"
+        expected = [release, *push, release, *push, release, *push[:4]]
+        versions = iter("123")
+        expected = [word.format(next(versions)) if "{}" in word else word for word in expected]
+        for engine in engines:
+            assert phases(engine) == expected
+        rows = driver.rows()
+        assert all(row["perf/release_engines_time"] >= 0 for row in rows if "rollout/raw_reward" in row)
+        assert "IPC handles" in "".join(log.read_text() for log in (driver.path / "logs").glob("trainer-0*"))
+        driver.leaves_nothing()
+    finally:
+        driver.clean_up()
+
+
+@pytest.mark.full
+def test_engines_of_their_own_get_broadcasts(world: World, tmp_path: Path) -> None:
+    """train_async, one trainer, one engine of two ranks and another group's of one."""
+    calls, groups = tmp_path / "calls.jsonl", tmp_path / "groups.yaml"
+    groups.write_text(
+        "sglang:\n  - name: policy\n    server_groups:\n"
+        "      - {worker_type: regular, num_gpus: 2, num_gpus_per_engine: 2}\n"
+        "      - {worker_type: regular, num_gpus: 1, overrides: {max_running_requests: 3}}\n"
+    )
+    flags = [flag for flag in world.flags("apart") if flag != "--colocate"]
+    flags += ["--rollout-engine", "sglang", "--rollout-num-gpus", "3", "--sglang-config", str(groups)]
+    driver = start(flags, world.outputs / "apart", script="train_async.py", **environment(calls))
+    try:
+        assert driver.end() == 0, driver.stderr
+        assert driver.steps() == [1, 2]
+        engines = calls_by_engine(calls)
+        assert len(engines) == 2
+        for engine in engines:
+            assert next(word for word in phases(engine) if word.startswith("bucket")) == "bucket 1"
+            assert not any("memory_occupation" in call["path"] for call in engine)
+    finally:
+        driver.clean_up()
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "said"),
+    [
+        ((), {"FAKE_SGLANG_CRASH": "torch.OutOfMemoryError: CUDA out of memory"}, "CUDA out of memory"),
+        pytest.param(("--sglang-dtype", "half"), {"FAKE_SGLANG_CRASH": "no"}, "engine-0 ended", marks=pytest.mark.full),
+    ],
+)
+def test_an_engine_that_does_not_start_ends_the_run_with_its_words(
+    world: World, tmp_path: Path, flags: tuple[str, ...], env: dict[str, str], said: str
+) -> None:
+    driver = start(
+        world.flags("dead", "--rollout-engine", "sglang", *flags, "--output-dir", tmp_path),
+        tmp_path / "dead",
+        **environment(tmp_path / "calls", **env),
+    )
+    try:
+        assert driver.end() == 2
+        text = "\n".join(driver.error())
+        assert said in text and "engine-0 ended with exit status 1 before it was ready" in text
+        assert "--sglang-mem-fraction-static" in text
+    finally:
+        driver.clean_up()
+
+
+def test_without_sglang_the_run_is_refused_before_anything_starts(world: World, tmp_path: Path) -> None:
+    driver = start(
+        world.flags("none", "--rollout-engine", "sglang", "--output-dir", tmp_path),
+        tmp_path / "none",
+        PYTHONPATH=os.environ.get("PYTHONPATH", ""),
+    )
+    try:
+        assert driver.end() == 2
+        assert "pip install 'slime-rl[sglang]'" in "\n".join(driver.error())
+        assert not (tmp_path / "none").exists()
+    finally:
+        driver.clean_up()

@@ -1,0 +1,62 @@
+"""SGLang's stand-in as a server process, started as a run starts SGLang."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.cluster.ports import PortReservation, reserve_port
+from slime.cluster.server_process import ServerProcess
+from slime.config import Config
+from slime.rollout.engines.launch import sglang_command
+from slime.rollout.engines.sglang.command import EnginePlace
+
+FAKE = Path(__file__).parents[1] / "fake_sglang"
+sys.path.append(str(FAKE))  # so that SGLang "is installed" for this process, too
+_reservations: list[PortReservation] = []
+
+
+@dataclass
+class FakeSGLang:
+    url: str
+    process: ServerProcess
+    calls_file: Path
+
+    def calls(self) -> list[dict[str, Any]]:
+        lines = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def forget(self) -> None:
+        self.calls_file.write_text("")
+
+
+def process_of(config: Config, model: Path, folder: Path, place: EnginePlace, **env: str) -> FakeSGLang:
+    reservation = reserve_port("127.0.0.1")  # held as long as this process lives
+    _reservations.append(reservation)
+    port, calls = reservation.port, folder / f"calls-{place.number}.jsonl"
+    spec = sglang_command(config, str(model), "127.0.0.1", port, place)
+    path = os.pathsep.join([str(FAKE), str(FAKE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    spec.env.update({"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FAKE_SGLANG_CALLS": str(calls), **env})
+    url = f"http://127.0.0.1:{port}"
+    return FakeSGLang(url, ServerProcess(f"engine-{place.number}", spec, url, folder / f"{place.number}.log"), calls)
+
+
+@contextmanager
+def fake_sglang(config: Config, model: Path, folder: Path, *places: EnginePlace) -> Iterator[list[FakeSGLang]]:
+    """Servers for the places, ready."""
+    servers = [process_of(config, model, folder, place) for place in places]
+    try:
+        for server in servers:
+            server.process.start()
+        for server in servers:
+            server.process.wait_ready(120)
+        yield servers
+    finally:
+        for server in servers:
+            server.process.stop()

@@ -1,0 +1,226 @@
+"""SGLang's command line and groups of servers: what goes through, what is set here, what is refused and how."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.cluster.engine_placement import engine_parts
+from slime.cluster.placement import Place, Slots
+from slime.cluster.plan import PlacementPlan
+from slime.cluster.server_process import ServerDied
+from slime.config import make_config
+from slime.config.engine_flags import stored_sglang_args
+from slime.errors import UserError
+from slime.rollout.engines.api import WEIGHT_PROBE
+from slime.rollout.engines.launch import disaggregated_router_command, sglang_command
+from slime.rollout.engines.sglang import command, versions
+from slime.rollout.engines.sglang.command import EnginePlace
+from slime.rollout.engines.sglang.groups import server_groups
+from tests.unit.embedded_models import save_tiny_model
+from tests.unit.sglang_servers import process_of
+
+parse_args = importlib.import_module("sglang.launch_server").parse_args  # the stand-in's: SGLang's table of flags
+
+
+def config_of(**flags: Any) -> Any:
+    defaults = {"rollout_batch_size": 4, "num_rollout": 1, "hf_checkpoint": "m", "rollout_engine": "sglang"}
+    return make_config(**{**defaults, **flags})
+
+
+def parsed(place: EnginePlace = command.ONE_GPU, **flags: Any) -> Any:
+    return parse_args(sglang_command(config_of(**flags), "/models/m", "10.0.0.1", 31000, place).argv[3:])
+
+
+def test_what_is_set_here() -> None:
+    place = EnginePlace(number=3, gpus=("4", "5"), num_gpus=2, nccl_port=20001)
+    args = parsed(place, rollout_num_gpus=8, rollout_num_gpus_per_engine=2, rollout_seed=7)
+    assert (args.model_path, args.host, args.port, args.nccl_port) == ("/models/m", "10.0.0.1", 31000, 20001)
+    assert (args.tp_size, args.random_seed, args.dtype, args.weight_version) == (2, 10, "bfloat16", "0")
+    assert args.skip_server_warmup and args.trust_remote_code and args.custom_weight_loader == [WEIGHT_PROBE]
+    assert not args.enable_memory_saver and not args.enable_deterministic_inference
+    spec = sglang_command(config_of(), "m", "h", 1, place)
+    assert spec.env["CUDA_VISIBLE_DEVICES"] == "4,5" and spec.health_path == "/health_generate"
+    assert spec.startup_timeout >= 600 and spec.health_timeout >= 10
+
+
+def test_what_follows_from_the_run() -> None:
+    args = parsed(colocate=True, deterministic_rollout=True, fp32=True, distributed_timeout_minutes=3)
+    assert args.enable_memory_saver and args.enable_deterministic_inference and args.dtype == "float32"
+    assert args.dist_timeout == 180 and not args.enable_weights_cpu_backup
+    assert parsed(colocate=True, update_weights_interval=2).enable_weights_cpu_backup
+    several = EnginePlace(num_gpus=16, num_nodes=2, node_rank=1, dist_init_addr="10.0.0.1:25000")
+    args = parsed(several, rollout_num_gpus_per_engine=16, rollout_num_gpus=16)
+    assert (args.nnodes, args.node_rank, args.dist_init_addr, args.tp_size) == (2, 1, "10.0.0.1:25000", 16)
+    assert sglang_command(config_of(), "m", "h", 1, several).health_path == "/health"
+
+
+def test_the_users_options_go_through_by_name_and_type_and_ours_win() -> None:
+    args = parsed(
+        sglang_mem_fraction_static=0.7,
+        sglang_disable_cuda_graph=True,
+        sglang_cuda_graph_bs=(1, 2, 4),
+        sglang_dtype="float16",
+        sglang_custom_weight_loader=("a.b",),
+        sglang_host="1.2.3.4",
+    )
+    assert args.mem_fraction_static == 0.7 and args.disable_cuda_graph and args.cuda_graph_bs == [1, 2, 4]
+    assert args.dtype == "float16" and args.host == "10.0.0.1"
+    assert args.custom_weight_loader == ["a.b", WEIGHT_PROBE]
+
+
+_PLAIN = [a for a in stored_sglang_args()[1] if a.kind in ("int", "float") and not (a.choices or a.many)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(_PLAIN), st.integers(1, 64))
+def test_any_override_of_a_group_reaches_the_server(argument: Any, value: int) -> None:
+    if argument.name in ("tp_size", "port", "random_seed", "pp_size"):
+        return
+    args = parsed(EnginePlace(overrides={argument.name: value}))
+    assert getattr(args, argument.name) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"sglang_speculative_algorithm": "EAGLE"}, "--sglang-speculative-algorithm EAGLE cannot follow"),
+        ({"sglang_pp_size": 2, "rollout_num_gpus_per_engine": 2}, "--sglang-pp-size 2"),
+        ({"sglang_dp_size": 2}, "--sglang-dp-size 2 without --sglang-enable-dp-attention"),
+        ({"sglang_disaggregation_mode": "prefill"}, "--sglang-disaggregation-mode prefill"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(flags: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        sglang_command(config_of(**flags), "m", "h", 1)
+
+
+def test_drafts_without_weights_are_accepted() -> None:
+    assert parsed(sglang_speculative_algorithm="NGRAM").speculative_algorithm == "NGRAM"
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [(None, "pip install 'slime-rl"), ("0.5.11", "0.5.12 is the first"), ("0.5.17", "0.5.12 to 0.5.16 are")],
+)
+def test_versions(monkeypatch: pytest.MonkeyPatch, version: str | None, said: str) -> None:
+    monkeypatch.setattr(command, "installed_version", lambda: version)
+    with pytest.raises(UserError) as caught:
+        sglang_command(config_of(), "m", "h", 1)
+    assert said in str(caught.value)
+    assert versions.check_version("0.5.12.post1") == "0.5.12.post1"
+
+
+def test_auto_is_sglang_where_a_gpu_and_sglang_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config_of(rollout_engine="auto").engine.rollout_engine == "embedded"
+    monkeypatch.setenv("SLIME_NUM_GPUS", "1")
+    config = config_of(rollout_engine="auto")
+    assert config.engine.rollout_engine == "sglang" and "SGLang are there" in config.origins["rollout_engine"]
+    monkeypatch.setattr("slime.config.resolve.importlib.util.find_spec", lambda name: None)
+    assert config_of(rollout_engine="auto").engine.rollout_engine == "embedded"
+
+
+# -- server groups ---------------------------------------------------------------------------------------------
+
+
+def groups_file(folder: Path, *groups: dict[str, Any], **model: Any) -> str:
+    path = folder / "groups.yaml"
+    path.write_text(yaml.safe_dump({"sglang": [{"name": "policy", **model, "server_groups": list(groups)}]}))
+    return str(path)
+
+
+def test_groups_become_engines(tmp_path: Path) -> None:
+    path = groups_file(
+        tmp_path,
+        {"worker_type": "regular", "num_gpus": 2, "overrides": {"mem-fraction-static": 0.6}},
+        {"worker_type": "placeholder", "num_gpus": 1},
+        {"worker_type": "regular", "num_gpus": 4, "num_gpus_per_engine": 2},
+    )
+    config = config_of(sglang_config=path, rollout_num_gpus=7)
+    assert [group.num_engines for group in server_groups(config)] == [2, 0, 2]
+    parts = engine_parts(config, PlacementPlan.of(config), slots_on(8))
+    assert [part.slots for part in parts] == [(1,), (2,), (4, 5), (6, 7)]
+    assert [part.name for part in parts] == [f"engine-{i}" for i in range(4)]
+    assert parts[0].place.overrides == {"mem_fraction_static": 0.6} and parts[2].place.gpus == ("4", "5")
+
+
+def slots_on(*gpus_per_node: int) -> Slots:
+    places = [
+        Place(sum(gpus_per_node[:node]) + gpu, f"10.0.0.{node}", f"node{node}", str(gpu))
+        for node, count in enumerate(gpus_per_node)
+        for gpu in range(count)
+    ]
+    return Slots(None, places, on_gpu=True)  # type: ignore[arg-type]
+
+
+def test_an_engine_over_two_nodes_has_a_part_on_each() -> None:
+    config = config_of(
+        rollout_num_gpus=16,
+        rollout_num_gpus_per_engine=16,
+        num_gpus_per_node=8,
+        actor_num_gpus_per_node=8,
+        rollout_batch_size=8,
+    )
+    plan = PlacementPlan.of(config)
+    parts = engine_parts(config, plan, slots_on(8, 8, 8))
+    assert [(p.name, p.slot, p.place.node_rank, p.place.num_nodes) for p in parts] == [
+        ("engine-0", 8, 0, 2),
+        ("engine-0-node-1", 16, 1, 2),
+    ]
+    with pytest.raises(UserError, match=r"4 on 10\.0\.0\.0, 8 on 10\.0\.0\.1"):
+        engine_parts(config, plan, slots_on(12, 8, 4))
+
+
+@pytest.mark.parametrize(
+    ("groups", "model", "expected"),
+    [
+        ([{"num_gpus": 3}], {}, "have 3 GPUs, --rollout-num-gpus is 2"),
+        ([{"num_gpus": 2, "kind": "x"}], {}, "unknown key 'kind'"),
+        ([{"num_gpus": 2, "overrides": {"port": 1}}], {}, "cannot override port"),
+        ([{"num_gpus": 2, "overrides": {"no_such": 1}}], {}, "SGLang 0.5.16 does not have"),
+        ([{"num_gpus": 2, "worker_type": "encoder"}], {}, "worker_type encoder"),
+        ([{"num_gpus": 2, "worker_type": "prefill"}], {}, "no decode group"),
+        ([{"num_gpus": 2, "worker_type": "placeholder"}], {}, "has no servers"),
+        ([{"num_gpus": 2}], {"model_path": "other"}, "is not --hf-checkpoint"),
+    ],
+)
+def test_wrong_groups_are_refused_by_name(tmp_path: Path, groups: list, model: dict, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        server_groups(config_of(sglang_config=groups_file(tmp_path, *groups, **model), rollout_num_gpus=2))
+
+
+def test_pairs_of_servers_are_named_to_the_router() -> None:
+    from sglang_router.launch_router import parse_router_args
+
+    spec = disaggregated_router_command(config_of(), "h", 1, [("http://a:1", 9), ("http://b:1", 8)], ["http://c:1"])
+    args = parse_router_args(spec.argv[3:])
+    assert args.pd_disaggregation and args.prefill_urls == [("http://a:1", 9), ("http://b:1", 8)]
+    assert args.decode_urls == ["http://c:1"]
+
+
+# -- what goes wrong at the start --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "said"),
+    [
+        ({}, {"FAKE_SGLANG_CRASH": "torch.OutOfMemoryError: CUDA out of memory"}, "CUDA out of memory"),
+        ({"sglang_chunked_prefill_size": 3}, {"FAKE_SGLANG_CRASH": "[Errno 98] address already in use"}, "Errno 98"),
+    ],
+)
+def test_a_server_that_does_not_come_up_shows_its_last_words(
+    tmp_path: Path, flags: dict[str, Any], env: dict[str, str], said: str
+) -> None:
+    model = save_tiny_model(tmp_path / "tiny", "qwen3")
+    server = process_of(config_of(**flags), model, tmp_path, command.ONE_GPU, **env)
+    server.process.start()
+    with pytest.raises(ServerDied, match="ended with exit status 1 before it was ready") as caught:
+        server.process.wait_ready(60)
+    assert said in caught.value.log_tail and caught.value.is_port_clash is ("98" in said)
+    server.process.stop()

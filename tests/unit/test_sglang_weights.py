@@ -1,0 +1,128 @@
+"""Weights to SGLang engines in SGLang's own words: handles, broadcasts, files; and the proof that they arrived."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.config import Config, make_config
+from slime.errors import UserError
+from slime.rollout.engines.sglang.command import EnginePlace
+from slime.weights import ipc
+from slime.weights.convert import family_of
+from slime.weights.receipt import WeightMismatch
+from slime.weights.sync import WeightSync
+from slime.weights.transport import EngineSlots
+from tests.megatron_stub import MegatronStub
+from tests.unit.embedded_models import save_tiny_model
+from tests.unit.sglang_servers import FakeSGLang, fake_sglang
+
+WORDS = {"rollout_engine": "sglang", "fp32": True, "rollout_batch_size": 4, "num_rollout": 1}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3")
+
+
+def config_of(model_dir: Path, **flags: object) -> Config:
+    return make_config(**WORDS, hf_checkpoint=str(model_dir), **flags)
+
+
+@pytest.fixture(scope="module")
+def servers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FakeSGLang]]:
+    """One engine of one rank, one of two."""
+    places = EnginePlace(number=0), EnginePlace(number=1, num_gpus=2)
+    with fake_sglang(config_of(model_dir, colocate=True), model_dir, tmp_path_factory.mktemp("log"), *places) as found:
+        yield found
+
+
+def trained(model_dir: Path, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    start = load_file(model_dir / "model.safetensors")
+    return {name: torch.randn(tensor.shape, generator=generator) for name, tensor in start.items()}
+
+
+def sync_of(model_dir: Path, tensors: dict[str, torch.Tensor], **flags: object) -> WeightSync:
+    hf_config = json.loads((model_dir / "config.json").read_text())
+    family = family_of(hf_config)
+    stub = MegatronStub(family, family.model_spec(hf_config), tensors)
+    return WeightSync(config_of(model_dir, **flags), [stub], hf_config)
+
+
+SLOTS = {0: (0,), 1: (1, 2)}
+
+
+def played_by_one_rank(self: ipc.IpcTransport, handle: ipc.Handle) -> list[ipc.Handle]:
+    """Handles of three trainer ranks, all from this one; each is good for one reader."""
+    return [handle, *(ipc.handle_of(self._buffers[self._turn]) for _ in range(2))]
+
+
+@pytest.mark.parametrize(("kind", "flags"), [
+    ("IPC handles", {"colocate": True}),
+    ("gloo broadcast", {}),
+    ("disk", {"update_weight_transport": "disk"}),
+])  # fmt: skip
+def test_a_push_arrives_and_is_proved(
+    servers: list[FakeSGLang], model_dir: Path, tmp_path: Path, monkeypatch, kind: str, flags: dict
+) -> None:
+    monkeypatch.setattr(ipc, "_check_sharing", lambda engines, num_ranks: None)
+    monkeypatch.setattr(ipc.IpcTransport, "_gather", played_by_one_rank)
+    if kind == "disk":
+        flags = {**flags, "update_weight_disk_dir": str(tmp_path / "push")}
+    new = trained(model_dir, seed=len(kind))
+    sync = sync_of(model_dir, new, update_weight_buffer_size=20_000, check_weight_update_equal=True, **flags)
+    sync.connect([EngineSlots(server.url, SLOTS[number]) for number, server in enumerate(servers)])
+    for server in servers:
+        server.forget()
+    receipt = sync.push()
+    assert receipt.transport == kind and receipt.full and set(receipt.checked) == set(new)
+    assert sync._check.unknown == [] and sync._check._others == [[], []]
+    for server in servers:
+        paths = [call["path"] for call in server.calls()]
+        assert paths[0] == "/pause_generation" and paths[-1] == "/continue_generation"
+        assert paths.index("/weights_checker") == 1  # reset: nothing old can pass for new
+        assert {c["weight_version"] for c in server.calls() if c.get("weight_version")} == {"1"}
+        assert all(c["load_format"] != "shared_memory" for c in server.calls() if "load_format" in c)
+    sync.close()
+
+
+def test_what_did_not_arrive_is_named(servers: list[FakeSGLang], model_dir: Path, monkeypatch) -> None:
+    new = trained(model_dir, seed=3)
+    sync = sync_of(model_dir, new, check_weight_update_equal=True)
+    sync.connect([EngineSlots(servers[1].url, (0, 1))])
+    lost = "model.layers.1.self_attn.q_proj.weight"
+
+    def without(tensors, version, observe, send=sync._transport.send):
+        def damaged():
+            for name, tensor in tensors:
+                yield (
+                    name,
+                    tensor.clone().index_fill_(0, torch.tensor([tensor.shape[0] - 1]), 0) if name == lost else tensor,
+                )
+
+        def observe_whole(name, tensor):
+            observe(name, new[name] if name == lost else tensor)
+
+        return send(damaged(), version, observe_whole)
+
+    monkeypatch.setattr(sync._transport, "send", without)
+    with pytest.raises(WeightMismatch) as caught:
+        sync.push()
+    [line] = caught.value.mismatches  # the last row is on the second rank
+    assert line.startswith(f"{lost} differs on {servers[1].url} (rank 1)")
+    monkeypatch.undo()
+    sync.push()
+    sync.close()
+
+
+def test_engines_beyond_the_trainers_gpus_are_refused(servers: list[FakeSGLang], model_dir: Path) -> None:
+    sync = sync_of(model_dir, trained(model_dir, seed=4), colocate=True)
+    with pytest.raises(UserError, match="without a trainer rank"):
+        sync.connect([EngineSlots(servers[1].url, (0, 1))])
+    sync.close()
