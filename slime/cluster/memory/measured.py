@@ -16,10 +16,9 @@ from slime.observe.log import get_logger
 
 logger = get_logger(__name__)
 
-_PHASES = {
-    "perf/forward_backward_peak_memory_gb": "train",
-    "perf/ref_log_probs_peak_memory_gb": "log-probs",
-}
+#: Phase of an update, as the trainer names it → phase of the plan.
+_TRAINER_PHASES = {"forward_backward": "train", "ref_log_probs": "log-probs"}
+_PHASES = {f"perf/{name}_peak_memory_gb": phase for name, phase in _TRAINER_PHASES.items()}
 _ASLEEP = "perf/trainer_asleep_gb"
 _TOLERANCE = 1.05  # of the plan, and of what was measured before
 
