@@ -247,16 +247,24 @@ class MegatronBackend:
             self.reference_iteration = batch.rollout_id
         return metrics
 
-    def sleep(self, *, keep_weights: bool = False) -> None:
-        """Give the GPU's memory to others until `wake`. Without a GPU there is none to give."""
-        if device.has_gpu():
-            freed = self._offloader().sleep(keep_weights=keep_weights)
-            logger.info("trainer asleep: %.1f GB freed", freed / 1e9)
+    def sleep(self, *, keep_weights: bool = False) -> dict[str, float]:
+        """Give the GPU's memory to others until `wake`; without a GPU there is none to give. Can be called twice,
+        first keeping the weights. Returns ``perf/trainer_asleep_gb``: what torch still holds on the GPU."""
+        if not device.has_gpu():
+            return {}
+        freed = self._offloader().sleep(keep_weights=keep_weights)
+        held = torch.cuda.memory_reserved() / 1e9
+        logger.info("trainer asleep: %.1f GB freed, %.1f GB held", freed / 1e9, held)
+        return {"perf/trainer_asleep_gb": held}
 
-    def wake(self) -> None:
-        """Take the memory back; weights and optimizer are the same bits as before."""
-        if device.has_gpu():
-            self._offloader().wake()
+    def wake(self) -> dict[str, float]:
+        """Take the memory back; weights and optimizer are the same bits as before. Returns what the GPU had free
+        beforehand (``perf/free_before_wake_gb``): what the engines left."""
+        if not device.has_gpu():
+            return {}
+        free, _ = torch.cuda.mem_get_info()
+        self._offloader().wake()
+        return {"perf/free_before_wake_gb": free / 1e9}
 
     def _offloader(self) -> Offloader:
         if self.offloader is None:

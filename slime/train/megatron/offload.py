@@ -7,6 +7,7 @@ buffers, shards in the optimizer) stays valid. The pinned host copies are kept: 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -16,55 +17,76 @@ from slime.train.megatron import device
 from slime.train.megatron.optimizer import megatron_optimizers
 
 
+@dataclass
+class _Away:
+    """A storage that is empty at present.
+
+    Attributes:
+        nbytes: its size when it is there.
+        copy: its contents; None for gradients.
+    """
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    copy: Tensor | None
+
+
 class Offloader:
-    """Moves a trainer's memory out and back.
+    """Moves a trainer's memory out and back, in one step or in two.
 
     Gradients are not copied: they are zeroed before they are used anyway.
+
+        sleep(keep_weights=True)   gradients and optimizer state go; the weights can still be pushed
+        sleep()                    what is left goes
+        wake()                     everything is back, bit for bit
     """
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> None:
         self.chunks = chunks
         self.optimizer = optimizer
         self._copies: dict[int, Tensor] = {}
-        self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        """Pinned copies by storage, kept from sleep to sleep."""
+        self._away: list[_Away] = []
 
     @property
     def is_asleep(self) -> bool:
         return bool(self._away)
 
+    @property
+    def bytes_away(self) -> int:
+        return sum(part.nbytes for part in self._away)
+
     @torch.no_grad()
     def sleep(self, *, keep_weights: bool = False) -> int:
         """Empty gradients, optimizer state and (unless kept) weights; returns the bytes freed. Idempotent."""
-        if self.is_asleep:
-            return 0
-        gradients = dict.fromkeys(s.data_ptr() for s in _storages(_gradients(self.chunks)))
+        gradients = {s.data_ptr() for s in _storages(_gradients(self.chunks))}
         kept = {s.data_ptr() for s in _storages(_weights(self.chunks))} if keep_weights else set()
         everything = [*_gradients(self.chunks), *_weights(self.chunks), *_optimizer_tensors(self.optimizer)]
-        freed = 0
-        for storage in _storages(everything):
-            if storage.data_ptr() in kept:
-                continue
-            size = storage.nbytes()
-            copy = None if storage.data_ptr() in gradients else self._copy_of(storage)
-            self._away.append((storage, size, copy))
-            freed += size
+        going = []
+        for storage in _storages(everything):  # those that went before are empty, and not among them
+            if storage.data_ptr() not in kept:
+                copy = None if storage.data_ptr() in gradients else self._copy_of(storage)
+                going.append(_Away(storage, storage.nbytes(), copy))
+        if not going:
+            return 0
         device.synchronize()
-        for storage, _, _ in self._away:
-            storage.resize_(0)
+        for part in going:
+            part.storage.resize_(0)
+        self._away += going
         if device.has_gpu():
             torch.cuda.empty_cache()
-        return freed
+        return sum(part.nbytes for part in going)
 
     @torch.no_grad()
     def wake(self) -> None:
         """Everything back, bit for bit; gradients are 0. Idempotent."""
-        for storage, size, copy in self._away:
-            storage.resize_(size)
-            view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            if copy is None:
+        for part in self._away:
+            part.storage.resize_(part.nbytes)
+            view = torch.empty(0, dtype=torch.uint8, device=part.storage.device).set_(part.storage)
+            if part.copy is None:
                 view.zero_()
             else:
-                view.copy_(copy, non_blocking=True)
+                view.copy_(part.copy, non_blocking=True)
         self._away.clear()
         device.synchronize()
 
