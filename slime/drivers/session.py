@@ -54,6 +54,7 @@ class Session:
         """Weight version → rollouts that had been trained on when it was pushed."""
         self._memory = Measured(MemoryPlan.of(config)) if is_on_gpu(config) else None
         self._last_trained: int | None = None
+        self._not_logged: dict[str, float] = {}
         self._last_saved: int | None = None
         self._state = "failed"
 
@@ -109,9 +110,11 @@ class Session:
             self.sinks.log(self.step, metrics)
         for line in self._memory.look(metrics) if self._memory is not None else ():
             logger.warning("%s", line)
+        self._not_logged = {}
 
-    def trained(self, rollout_id: int) -> None:
-        self._last_trained = rollout_id
+    def trained(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        """Rollout ``rollout_id`` was trained on. Its metrics may grow until they are logged, or the run is left."""
+        self._last_trained, self._not_logged = rollout_id, metrics
 
     def update_weights(self) -> dict[str, float]:
         with self.sinks.phase("update_weights"):
@@ -196,6 +199,7 @@ class Session:
         """After SIGTERM: keep the last completed step, unless it is on disk already."""
         self._stop.clear()  # the save must be waited for
         self._state = "stopped"
+        self.log(self._not_logged)
         if self._last_trained is not None and self._last_saved != self._last_trained and self._saves:
             self.save(self._last_trained)
             logger.info("saved rollout %d before leaving", self._last_trained)
@@ -252,14 +256,18 @@ def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
     session = Session(config, take_turns=take_turns, resuming=plan.is_resume or _saves_where_it_loads(config))
     on_sigterm = signal.signal(signal.SIGTERM, session.on_sigterm)
     on_sigint = signal.getsignal(signal.SIGINT)
+    launched = False
     try:
         try:
             session.launch()
+            launched = True
             yield session
             session.finish_saving()
             session.ended("finished")
         except StopRequested:
             session.leave()
+            if not launched:  # the caller's block has nothing to run on; a context manager cannot skip it otherwise
+                raise SystemExit(0) from None
     except KeyboardInterrupt:
         session.ended("stopped")
         raise

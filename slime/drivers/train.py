@@ -38,7 +38,7 @@ def train(config: Config, session: Session) -> None:
             batch = cluster.generate(rollout_id)
         with phase("train"):
             metrics = batch.metrics | session.staleness(batch.versions) | cluster.train(batch)
-        session.trained(rollout_id)
+        session.trained(rollout_id, metrics)
 
         if session.should_save(rollout_id):
             session.save(rollout_id)

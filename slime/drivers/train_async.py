@@ -49,7 +49,7 @@ def train_async(config: Config, session: Session) -> None:
             to_start += 1
         with phase("train"):
             metrics = batch.metrics | session.staleness(batch.versions) | cluster.train(batch)
-        session.trained(rollout_id)
+        session.trained(rollout_id, metrics)
 
         if session.should_save(rollout_id):
             session.save(rollout_id)

@@ -73,7 +73,7 @@ def check_closed(ports: set[int]) -> None:
 @pytest.mark.parametrize("script", ["train.py", pytest.param("train_async.py", marks=pytest.mark.full)])
 def test_sigterm_saves_and_the_same_command_goes_on(begin: Start, hold: Path, script: str) -> None:
     (hold / "hold-1").touch()
-    name, apart = f"sigterm-{script}", ["--no-colocate"] if "async" in script else []
+    name, apart = f"sigterm-{script}", ["--async-save", *(["--no-colocate"] if "async" in script else [])]
     driver = begin(name, *apart, script=script)
     wait_held(driver, hold, 1)
     ports = driver.ports()
