@@ -98,6 +98,19 @@ def sglang_args() -> tuple[str, list[ForeignArg]]:
     return distribution.version, sglang_args_of(source.read_text(encoding="utf-8"))
 
 
+def sglang_that_has(option: str) -> tuple[str, str] | None:
+    """(installed version, version that has it) for an option of SGLang that the installed one lacks, else None.
+
+    Args:
+        option: "sglang-mem-fraction-static".
+    """
+    version, arguments = sglang_args()
+    stored_version, stored = stored_sglang_args()
+    name = option.removeprefix("sglang-").replace("-", "_")
+    here, there = ({x for arg in table for x in (arg.name, *arg.aliases)} for table in (arguments, stored))
+    return (version, stored_version) if name in there - here else None
+
+
 @functools.lru_cache(maxsize=1)
 def sglang_flags() -> dict[str, FlagSpec]:
     """``--sglang-<name>`` for everything SGLang's server accepts, by dest."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config.engine_flags import router_flags, sglang_flags
+from slime.config.engine_flags import router_flags, sglang_flags, sglang_that_has
 from slime.config.megatron_lm import SHORTHANDS, lm_flags
 from slime.config.native import native_flags
 from slime.config.specs import FlagSpec, own_flags
@@ -62,6 +62,12 @@ def unknown_name(name: str, where: str) -> UserError:
     dashed = name.replace("_", "-")
     if dashed in known:
         return UserError(f"{where}there is no flag --{name}", fix=f"write --{dashed}, with dashes")
+    other = sglang_that_has(dashed) if dashed.startswith("sglang-") else None
+    if other is not None:
+        here, there = other
+        return UserError(
+            f"{where}SGLang {here} does not have --{dashed}", why=f"SGLang {there} has it", fix="install that version"
+        )
     starts = [n for n in known if n.startswith(dashed)]
     near = starts if 0 < len(starts) <= 4 else nearest(dashed, known)
     shown = " or ".join(f"--{n}" for n in near)

@@ -18,8 +18,19 @@ from slime.rollout.engines.launch import sglang_command
 from slime.rollout.engines.sglang.command import EnginePlace
 
 FAKE = Path(__file__).parents[1] / "fake_sglang"
-sys.path.append(str(FAKE))  # so that SGLang "is installed" for this process, too
 _reservations: list[PortReservation] = []
+
+
+@contextmanager
+def sglang_installed() -> Iterator[None]:
+    """Within the block SGLang "is installed" for this process; a real one comes first."""
+    sys.path.append(str(FAKE))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(FAKE))
+        for name in [name for name in sys.modules if name == "sglang" or name.startswith("sglang.")]:
+            del sys.modules[name]
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from slime.cluster.plan import PlacementPlan
 from slime.cluster.server_process import ServerDied
 from slime.config import make_config
 from slime.config.engine_flags import stored_sglang_args
+from slime.config.registry import unknown_name
 from slime.errors import UserError
 from slime.rollout.engines.api import WEIGHT_PROBE
 from slime.rollout.engines.launch import disaggregated_router_command, sglang_command
@@ -24,9 +27,18 @@ from slime.rollout.engines.sglang import command, versions
 from slime.rollout.engines.sglang.command import EnginePlace
 from slime.rollout.engines.sglang.groups import server_groups
 from tests.unit.embedded_models import save_tiny_model
-from tests.unit.sglang_servers import process_of
+from tests.unit.sglang_servers import process_of, sglang_installed
 
-parse_args = importlib.import_module("sglang.launch_server").parse_args  # the stand-in's: SGLang's table of flags
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> Iterator[None]:
+    with sglang_installed():
+        yield
+
+
+def parse_args(argv: list[str]) -> Any:
+    """With the stand-in's parser: SGLang's own table of flags."""
+    return importlib.import_module("sglang.launch_server").parse_args(argv)
 
 
 def config_of(**flags: Any) -> Any:
@@ -118,12 +130,14 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, version: str | None, said: st
 
 
 def test_auto_is_sglang_where_a_gpu_and_sglang_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert config_of(rollout_engine="auto").engine.rollout_engine == "embedded"
+    flags = {"rollout_batch_size": 4, "num_rollout": 1, "hf_checkpoint": "m"}
+    assert make_config(**flags).engine.rollout_engine == "embedded"
     monkeypatch.setenv("SLIME_NUM_GPUS", "1")
-    config = config_of(rollout_engine="auto")
+    config = make_config(**flags)
     assert config.engine.rollout_engine == "sglang" and "SGLang are there" in config.origins["rollout_engine"]
+    assert make_config(**flags, rollout_engine="auto").engine.rollout_engine == "sglang"
     monkeypatch.setattr("slime.config.resolve.importlib.util.find_spec", lambda name: None)
-    assert config_of(rollout_engine="auto").engine.rollout_engine == "embedded"
+    assert make_config(**flags).engine.rollout_engine == "embedded"
 
 
 # -- server groups ---------------------------------------------------------------------------------------------
@@ -224,3 +238,13 @@ def test_a_server_that_does_not_come_up_shows_its_last_words(
         server.process.wait_ready(60)
     assert said in caught.value.log_tail and caught.value.is_port_clash is ("98" in said)
     server.process.stop()
+
+
+def test_a_flag_of_another_version_names_that_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    version, arguments = stored_sglang_args()
+    newer = dataclasses.replace(arguments[0], name="no_such")
+    monkeypatch.setattr("slime.config.engine_flags.sglang_args", lambda: ("0.5.12", arguments))
+    monkeypatch.setattr("slime.config.engine_flags.stored_sglang_args", lambda: (version, [*arguments, newer]))
+    error = unknown_name("sglang-no-such", "")
+    assert "SGLang 0.5.12 does not have" in str(error) and f"SGLang {version} has it" in str(error)
+    assert "did you mean --sglang-dtype" in str(unknown_name("sglang-dtipe", ""))
