@@ -56,6 +56,7 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
         preflight.check_weights(config, load)
     else:
         remarks.append(f"weights are missing: {folder} has a config.json and no *.safetensors; a launch needs them")
+    preflight.check_engine_flags(config)
     preflight.check_flags(config)
     if _has_any(folder, _TOKENIZER_FILES):
         preflight.check_data(config)

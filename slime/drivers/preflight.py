@@ -39,6 +39,7 @@ def preflight(config: Config) -> LoadPlan:
     plan = resolve_load(config)
     check_architecture(config)
     check_weights(config, plan)
+    check_engine_flags(config)
     check_engine(config)
     check_transformer_engine(config)
     check_flags(config)
@@ -88,17 +89,22 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
         HfReader(folder, names_only=True).verify(family, family.model_spec(folder))
 
 
-def check_engine(config: Config) -> None:
-    """Engines of the kind that is asked for can be started here."""
+def check_engine_flags(config: Config) -> None:
+    """SGLang engines can do for this run what the flags ask of them."""
     if config.engine.rollout_engine == "sglang" and needs_engines(config):
         from slime.rollout.engines.sglang.command import check_sglang
         from slime.rollout.engines.sglang.groups import server_groups
-        from slime.rollout.engines.sglang.versions import check_version, installed_version
 
         check_sglang(config)
         server_groups(config)
-        if not joins_cluster(config):  # whose nodes look for themselves when they start an engine
-            check_version(installed_version())
+
+
+def check_engine(config: Config) -> None:
+    """Engines of the kind that is asked for can be started here; the nodes of a cluster look for themselves."""
+    if config.engine.rollout_engine == "sglang" and needs_engines(config) and not joins_cluster(config):
+        from slime.rollout.engines.sglang.versions import check_version, installed_version
+
+        check_version(installed_version())
 
 
 def check_transformer_engine(config: Config) -> None:

@@ -10,8 +10,9 @@ from slime.cluster.memory.parameters import Parameter, layer_parameters, outer_p
 from slime.config import Config
 from slime.weights.convert.spec import ModelSpec
 
-#: What SGLang chooses on a GPU of this generation when ``--sglang-mem-fraction-static`` is not set.
-AUTOMATIC_FRACTION = 0.88
+#: What SGLang about chooses when ``--sglang-mem-fraction-static`` is not set: on a small GPU it leaves at least these
+#: bytes, beside a part of all.
+_AUTOMATIC_FRACTION, _AUTOMATIC_PART, _AUTOMATIC_REST = 0.88, 0.95, 5.0e9
 
 #: CUDA context, kernels, CUDA graphs and the workspace of a prefill; part of them stays while the engine sleeps.
 AWAKE_BYTES, ASLEEP_BYTES = 3.5e9, 2.0e9
@@ -28,8 +29,7 @@ class EngineSettings:
     tensor, pipeline: how the engine's GPUs divide the model.
     attention: ranks that divide the attention: fewer than ``tensor`` with data-parallel attention.
     element, kv_element: bytes of a weight and of an entry of the KV cache.
-    fraction: of the GPU's memory for weights and KV cache together.
-    fraction_is_set: by the user, not SGLang's own choice.
+    fraction: of the GPU's memory for weights and KV cache together; None: SGLang chooses.
     sequences: requests that the embedded engine keeps at once.
     longest: tokens of the longest sequence, prompt and response.
     """
@@ -41,8 +41,7 @@ class EngineSettings:
     attention: int
     element: int
     kv_element: float
-    fraction: float
-    fraction_is_set: bool
+    fraction: float | None
     sequences: int
     longest: int
 
@@ -65,9 +64,8 @@ class EngineSettings:
             attention=max(1, tensor // replicas),
             element=element,
             kv_element=kv_element,
-            fraction=float(fraction) if fraction is not None else AUTOMATIC_FRACTION,
-            fraction_is_set=fraction is not None,
-            sequences=config.engine.embedded_max_slots,
+            fraction=float(fraction) if fraction is not None else None,
+            sequences=min(config.engine.embedded_max_slots, _requests_at_once(config)),
             longest=longest,
         )
 
@@ -109,16 +107,29 @@ class EngineSettings:
             width = 2 * groups * self.spec.head_dim
         return layers * width * self.kv_element
 
+    def static_fraction(self, memory: float) -> float:
+        """Of a device of ``memory`` bytes: as the user set it, or as SGLang would about choose."""
+        if self.fraction is not None:
+            return self.fraction
+        return max(0.0, round(min(_AUTOMATIC_FRACTION, _AUTOMATIC_PART - _AUTOMATIC_REST / memory), 3))
+
     def kv_cache(self, memory: float) -> float:
         """Bytes of the KV cache on a device of ``memory`` bytes: what the fraction leaves, or, of the embedded engine,
         what its sequences need at most."""
         if not self.is_sglang:
             return self.sequences * self.longest * self.kv_per_token
-        return max(0.0, self.fraction * memory - self.weights)
+        return max(0.0, self.static_fraction(memory) * memory - self.weights)
 
     def kv_tokens(self, memory: float) -> int:
         """How many tokens that is, over all running requests of one engine."""
         return int(self.kv_cache(memory) / self.kv_per_token)
+
+
+def _requests_at_once(config: Config) -> int:
+    """Most requests that one engine gets at a time."""
+    rollout, cluster = config.rollout, config.cluster
+    engines = max(1, (cluster.rollout_num_gpus or 1) // cluster.rollout_num_gpus_per_engine)
+    return -(-rollout.over_sampling_batch_size * rollout.n_samples_per_prompt // engines)
 
 
 def _engine_dtype(config: Config, is_sglang: bool) -> str:

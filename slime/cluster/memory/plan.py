@@ -72,6 +72,7 @@ class Facts:
         trainer_sleeps, engine_sleeps: they give their memory away while the other works.
         bucket: bytes of a bucket of a weight push.
         ranks_per_node: trainer ranks of a node.
+        server_groups: engines are not all alike (--sglang-config).
     """
 
     trainer: TrainerSettings | None
@@ -82,6 +83,7 @@ class Facts:
     engine_sleeps: bool
     bucket: float
     ranks_per_node: int
+    server_groups: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,14 @@ class MemoryPlan:
         device = device or device_memory(config)
         facts = facts_of(config, on_gpu=device.on_gpu)
         if not device.on_gpu:
-            return MemoryPlan(facts, device, (host_phase(facts),), notes=_notes(facts))
+            return MemoryPlan(facts, device, (host_phase(facts),), notes=_notes(facts, device.nbytes))
         return MemoryPlan(
-            facts, device, tuple(gpu_phases(facts, device.nbytes)), pinned(facts), _host_limit(device), _notes(facts)
+            facts,
+            device,
+            tuple(gpu_phases(facts, device.nbytes)),
+            pinned(facts),
+            _host_limit(device),
+            _notes(facts, device.nbytes),
         )
 
     @property
@@ -165,20 +172,22 @@ def facts_of(config: Config, *, on_gpu: bool) -> Facts:
         engine_sleeps=bool(cluster.offload_rollout),
         bucket=float(config.sync.update_weight_buffer_size),
         ranks_per_node=min(placement.num_train, cluster.actor_num_gpus_per_node),
+        server_groups=config.engine.sglang_config is not None,
     )
 
 
-def _notes(facts: Facts) -> tuple[str, ...]:
+def _notes(facts: Facts, memory: float) -> tuple[str, ...]:
     found = []
     trainer, engine = facts.trainer, facts.engine
     if trainer is not None and trainer.assumed_length:
         found.append(
             f"no flag bounds the prompt: sequences of {trainer.longest} tokens are assumed (--rollout-max-context-len)"
         )
-    if engine is not None and engine.is_sglang and not engine.fraction_is_set:
-        found.append(
-            f"--sglang-mem-fraction-static is SGLang's own choice; {engine_side.AUTOMATIC_FRACTION} is assumed"
-        )
+    if engine is not None and engine.is_sglang and engine.fraction is None:
+        fraction = engine.static_fraction(memory)
+        found.append(f"--sglang-mem-fraction-static is SGLang's own choice; {fraction:g} is assumed")
+    if facts.server_groups:
+        found.append("the server groups of --sglang-config are planned as if they had no overrides")
     return tuple(found)
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from slime.cluster.memory.activations import Recompute
 from slime.cluster.memory.parameters import Layout
-from slime.cluster.memory.plan import Facts, MemoryPlan, Phase, Use, gpu_phases
+from slime.cluster.memory.plan import Facts, MemoryPlan, Use, gpu_phases
 from slime.cluster.memory.table import gb
 from slime.cluster.memory.trainer import TrainerSettings
 from slime.cluster.plan import PlacementPlan
 from slime.errors import UserError
 
-_SHOWN, _MOST_TOGETHER = 4, 6
+_SHOWN, _MOST_TOGETHER = 4, 5
 _WORTH_IT = 0.02  # of a device's memory
 _SMALLEST_FRACTION = 0.2
 
@@ -34,10 +34,13 @@ def refuse(plan: MemoryPlan) -> UserError:
     if not plan.overfull:
         return _starved(plan, goes_on)
     phase = plan.overfull[0]
-    others = [f"{other.name} on {other.devices}" for other in plan.overfull[1:]]
     largest = ", ".join(f"{_named(use)} {gb(use.nbytes)} GB" for use in phase.largest[:4])
-    also = f"; nor fits {', '.join(others)}" if others else ""
-    lines = [f"{text}: then {gb(peak)} GB" for text, peak in remedies(plan)]
+    names = list(dict.fromkeys(other.name for other in plan.overfull))
+    also = f"; nor fits {' and '.join(names[1:])}" if len(names) > 1 else ""
+    lines = []
+    for rank, name in enumerate(names):
+        for text, peak in remedies(plan, name)[: _SHOWN if rank == 0 else 1]:
+            lines.append(f"{text}: {name} {gb(peak)} GB")
     return UserError(
         f"the memory plan does not fit: {phase.name} needs {gb(phase.total)} GB on {phase.devices}, limit "
         f"{gb(plan.limit)} GB (of {gb(plan.device.nbytes)} GB)",
@@ -51,51 +54,54 @@ def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
     engine = plan.facts.engine
     assert engine is not None
     memory = plan.device.nbytes
+    fraction = engine.static_fraction(memory)
     wanted = (engine.weights + 4 * engine.longest * engine.kv_per_token) / memory
     ways = []
     if wanted < 0.9:
         raised = math.ceil(wanted * 100 + 1) / 100
-        ways.append(f"--sglang-mem-fraction-static {engine.fraction:g} → {raised:g}: room for four sequences")
+        ways.append(f"--sglang-mem-fraction-static {fraction:g} → {raised:g}: room for four sequences")
     size = engine.tensor * engine.pipeline
     ways.append(f"--rollout-num-gpus-per-engine {size} → {2 * size}: half of the weights on each GPU")
     return UserError(
         f"the memory plan does not fit: the KV cache of an engine holds {engine.kv_tokens(memory):,} tokens, less than "
         f"one sequence of {engine.longest:,}",
-        why=f"--sglang-mem-fraction-static {engine.fraction:g} of {gb(memory)} GB is {gb(engine.fraction * memory)} GB,"
+        why=f"--sglang-mem-fraction-static {fraction:g} of {gb(memory)} GB is {gb(fraction * memory)} GB,"
         f" of which the weights take {gb(engine.weights)} GB; a token takes {engine.kv_per_token / 1e3:.0f} kB",
         fix="\n       ".join([*ways, goes_on]),
         check_id="memory_plan",
     )
 
 
-def remedies(plan: MemoryPlan) -> list[tuple[str, float]]:
-    """(change of the flags, the worst phase's bytes with it): the changes that suffice alone; where none does, those
-    that help, and as many of them together as it takes."""
-    worst = plan.overfull[0].total
-    tried = [(change.text, _peak(plan, change.facts)) for change in changes(plan.facts, plan)]
-    useful = [(text, peak) for text, peak in tried if worst - peak > _WORTH_IT * plan.device.nbytes]
-    enough = [(text, peak) for text, peak in useful if peak <= plan.limit]
+def remedies(plan: MemoryPlan, name: str) -> list[tuple[str, float]]:
+    """For the phase ``name`` that does not fit: (change of the flags, the phase's bytes with it).
+
+    The changes that suffice alone; where none does, as many together as it takes, and then each that helps.
+    """
+    worst = _total(plan, plan.facts, name)
+    tried = [(change.text, _total(plan, change.facts, name)) for change in changes(plan, plan.facts, name)]
+    useful = [(text, total) for text, total in tried if worst - total > _WORTH_IT * plan.device.nbytes]
+    enough = [(text, total) for text, total in useful if total <= plan.limit]
     if enough:
-        return enough[:_SHOWN]
-    together = _together(plan)
-    return [*useful[:_SHOWN], *([together] if together else [])]
+        return enough
+    together = _together(plan, name)
+    return [*([together] if together else []), *useful]
 
 
-def _together(plan: MemoryPlan) -> tuple[str, float] | None:
-    """The changes on top of each other, the cheapest first, each where it helps, until the plan fits."""
-    facts, peak, texts = plan.facts, plan.overfull[0].total, list[str]()
+def _together(plan: MemoryPlan, name: str) -> tuple[str, float] | None:
+    """The changes on top of each other, the cheapest first, each where it helps, until the phase fits."""
+    facts, total, texts = plan.facts, _total(plan, plan.facts, name), list[str]()
     for _ in range(_MOST_TOGETHER):
-        for change in changes(facts, plan):
-            lower = _peak(plan, change.facts)
-            if peak - lower > _WORTH_IT * plan.device.nbytes and _flag(change.text) not in map(_flag, texts):
-                facts, peak = change.facts, lower
+        for change in changes(plan, facts, name):
+            lower = _total(plan, change.facts, name)
+            if total - lower > _WORTH_IT * plan.device.nbytes and _flag(change.text) not in map(_flag, texts):
+                facts, total = change.facts, lower
                 texts.append(change.text)
                 break
         else:
             break
-        if peak <= plan.limit:
+        if total <= plan.limit:
             break
-    return (" and ".join(texts), peak) if len(texts) > 1 else None
+    return (" and ".join(texts), total) if len(texts) > 1 else None
 
 
 def _flag(text: str) -> str:
@@ -107,17 +113,21 @@ def _peak(plan: MemoryPlan, facts: Facts) -> float:
     return max(phase.total for phase in gpu_phases(facts, plan.device.nbytes))
 
 
-def changes(facts: Facts, plan: MemoryPlan) -> Iterator[Change]:
-    """All that may help, the cheapest first."""
-    worst = plan.overfull[0] if plan.overfull else plan.peak
-    if facts.trainer is not None and worst.name != "generate":
+def _total(plan: MemoryPlan, facts: Facts, name: str) -> float:
+    """Bytes of the phase on the devices that have most."""
+    return max(phase.total for phase in gpu_phases(facts, plan.device.nbytes) if phase.name == name)
+
+
+def changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Change]:
+    """All that may help in a phase, the cheapest first."""
+    if facts.colocate:
+        yield from _sleeping(facts)
+    if facts.engine is not None and name in ("generate", "push"):
+        yield from _engine_changes(plan, facts, name)
+    if facts.trainer is not None and name != "generate":
         for text, trainer in _trainer_changes(facts.trainer):
             placement = _with_trainers(facts, trainer.layout.world)
             yield Change(text, dataclasses.replace(facts, trainer=trainer, placement=placement))
-    if facts.colocate:
-        yield from _sleeping(facts)
-    if facts.engine is not None:
-        yield from _engine_changes(facts, plan, worst)
 
 
 def _with_trainers(facts: Facts, count: int) -> PlacementPlan:
@@ -209,19 +219,19 @@ def _sleeping(facts: Facts) -> Iterator[Change]:
         yield Change("--offload-rollout", dataclasses.replace(facts, engine_sleeps=True))
 
 
-def _engine_changes(facts: Facts, plan: MemoryPlan, worst: Phase) -> Iterator[Change]:
-    engine = facts.engine
+def _engine_changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Change]:
+    engine, memory = facts.engine, plan.device.nbytes
     assert engine is not None
-    held = [use for use in worst.uses if use.owner == "engine" and use.what.startswith("KV cache")]
-    if engine.is_sglang and held:
-        over = (worst.total - plan.limit) / plan.device.nbytes
-        lower = math.floor((engine.fraction - over) * 100) / 100
+    if engine.is_sglang:
+        over = (_total(plan, facts, name) - plan.limit) / memory
+        fraction = engine.static_fraction(memory)
+        lower = math.floor((fraction - over) * 100) / 100
         smaller = dataclasses.replace(engine, fraction=lower)
-        if lower >= _SMALLEST_FRACTION and smaller.kv_tokens(plan.device.nbytes) >= engine.longest:
-            text = f"--sglang-mem-fraction-static {engine.fraction:g} → {lower:g}"
+        if over > 0 and lower >= _SMALLEST_FRACTION and smaller.kv_tokens(memory) >= engine.longest:
+            text = f"--sglang-mem-fraction-static {fraction:g} → {lower:g}"
             yield Change(text, dataclasses.replace(facts, engine=smaller))
     size = engine.tensor * engine.pipeline
-    if worst.name in ("generate", "push") and facts.placement.num_rollout % (2 * size) == 0:
+    if facts.placement.num_rollout % (2 * size) == 0:
         wider = dataclasses.replace(engine, tensor=2 * engine.tensor, attention=2 * engine.attention)
         text = f"--rollout-num-gpus-per-engine {size} → {2 * size}"
         yield Change(text, dataclasses.replace(facts, engine=wider))
