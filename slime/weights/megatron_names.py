@@ -96,9 +96,14 @@ def global_parameters(
 
 
 def _unstacked(weights: torch.Tensor) -> Iterator[nn.Parameter]:
-    """[experts, out, in] → each expert's [out, in], on the same memory: what is copied into it is in the model."""
-    for weight in weights.detach():
-        yield nn.Parameter(weight, requires_grad=False)
+    """[experts, out, in] → each expert's [out, in], on the same memory: what is copied into it is in the model.
+
+    ``stacked_in`` tells the parameter that it is a view of, and its place there.
+    """
+    for place, weight in enumerate(weights.detach()):
+        expert = nn.Parameter(weight, requires_grad=False)
+        expert.stacked_in = (weights, place)  # type: ignore[attr-defined]
+        yield expert
 
 
 def _layer_numbers(chunk: nn.Module) -> dict[int, int]:

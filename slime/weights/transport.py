@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:  # the launch describes engines with this file, before anything needs torch
+    import torch
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
+NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 
-Observer = Callable[[str, torch.Tensor], None]
+Observer = Callable[[str, "torch.Tensor"], None]
 """Called with each tensor as it is sent, in the engine's dtype; the tensor is only valid during the call."""
 
 #: A transfer is given up on when it is slower than this, in bytes per second, plus `FLOOR_SECONDS`.

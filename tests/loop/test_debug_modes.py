@@ -11,7 +11,7 @@ import torch
 
 from tests.loop.process_fixtures import World, start
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -156,7 +156,14 @@ def test_kill_9_of_the_driver(begin: Start, hold: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "victim", "name", "told"),
     [
-        pytest.param("train.py", "ray::TrainerActor", "trainer-0", "its process ended without a word", id="trainer"),
+        pytest.param(
+            "train.py",
+            "ray::TrainerActor",
+            "trainer-0",
+            "its process ended without a word",
+            id="trainer",
+            marks=pytest.mark.full,
+        ),
         pytest.param("train.py", "slime.rollout.engines.embedded", "engine-0", "--use-fault-tolerance", id="engine"),
         pytest.param(
             "train_async.py", "sglang::router", "router", "last lines of its log", id="router", marks=pytest.mark.full

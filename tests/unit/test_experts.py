@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,39 @@ def test_balance_losses_do_not_depend_on_the_layout(kind: str, model: Path, rank
             assert ours == pytest.approx(metrics, rel=1e-5)
             for name, gradient in expected.items():
                 assert worst(found[name], gradient) <= TOLERANCE, (layout, name)
+
+
+def freeze_job(info: Any, model: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """Weights after a step with frozen experts, and the names of the gradients that are found not to be finite."""
+    from slime.train.megatron.optimizer import nonfinite_gradients
+    from slime.weights.hf_io import iter_hf_tensors
+
+    settings = {"hf_checkpoint": str(model), "freeze_params_name_list": [r"layers.1.mlp.experts"]}
+    backend = MegatronBackend(trainer_config(**settings), info)
+    backend.setup()
+    backend.train(make_batch(MICRO_BATCHES))
+    for parameter in backend.model_chunks[0].parameters():
+        if parameter.dim() == 3 and parameter.requires_grad:
+            parameter.main_grad[3] = float("nan")
+    bad = [name for name, _, _ in nonfinite_gradients(backend.model_chunks)]
+    return {n: t.clone() for n, t in iter_hf_tensors(backend.model_chunks, backend.hf_config)}, bad
+
+
+def test_frozen_experts_stay_and_bad_gradients_of_others_are_named(model: Path, ranks: Pools) -> None:
+    [(weights, bad)] = ranks.run(1, freeze_job, model)
+    for name, before in load_file(model / "model.safetensors").items():
+        frozen = "layers.1.mlp.experts" in name
+        assert torch.equal(weights[name], before) == frozen, name
+    assert bad and all(re.search(r"layers\.[23]\.mlp\.experts\.linear_fc[12]\.weight3$", name) for name in bad)
+
+
+def test_some_experts_of_a_layer_cannot_be_frozen() -> None:
+    from slime.train.megatron.optimizer import _check_experts
+
+    name = "decoder.layers.1.mlp.experts.linear_fc1.weight"
+    _check_experts({f"{name}0": True, f"{name}1": True})
+    with pytest.raises(UserError, match="some experts of"):
+        _check_experts({f"{name}0": True, f"{name}1": False})
 
 
 def clip_job(info: Any, model: Path, flags: dict[str, Any], batches: list[TrainBatch]) -> float:

@@ -111,6 +111,8 @@ class EngineSettings:
         """Of a device of ``memory`` bytes: as the user set it, or as SGLang would about choose."""
         if self.fraction is not None:
             return self.fraction
+        if memory <= 0:  # a server without a GPU, as tests start it
+            return 0.0
         return max(0.0, round(min(_AUTOMATIC_FRACTION, _AUTOMATIC_PART - _AUTOMATIC_REST / memory), 3))
 
     def kv_cache(self, memory: float) -> float:

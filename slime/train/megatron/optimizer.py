@@ -48,7 +48,7 @@ def freeze(chunks: Sequence[PolicyModel], config: Config) -> int:
         found = any(re.search(pattern, name) for pattern in patterns)
         seen[name] = found if only else not found
         if not seen[name]:
-            parameter.requires_grad_(False)
+            _whole(parameter)[0].requires_grad_(False)
             frozen += 1
     everywhere: list[Any] = [seen]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -56,6 +56,7 @@ def freeze(chunks: Sequence[PolicyModel], config: Config) -> int:
         dist.all_gather_object(everywhere, seen)
     trained = {name: is_trained for part in everywhere for name, is_trained in part.items()}
     _check_expressions(patterns, trained)
+    _check_experts(trained)
     logger.info("%d of %d parameters are frozen", len(trained) - sum(trained.values()), len(trained))
     return frozen
 
@@ -68,6 +69,24 @@ def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Par
         if isinstance(tensor, nn.Parameter):
             is_copy = name == "output_layer.weight" and hasattr(tensor, "shared_embedding")
             yield (_EMBEDDING if is_copy else name), tensor
+
+
+def _whole(parameter: nn.Parameter) -> tuple[nn.Parameter, Any]:
+    """What the optimizer sees of it, and the index of ``parameter`` in that: experts are stacked in one."""
+    return parameter.stacked_in if hasattr(parameter, "stacked_in") else (parameter, ...)  # type: ignore[return-value]
+
+
+def _check_experts(trained: dict[str, bool]) -> None:
+    """The experts of a layer are frozen together."""
+    layers: dict[str, bool] = {}
+    for name, is_trained in trained.items():
+        stacked = re.fullmatch(r"(.*\.experts\.linear_fc[12]\.weight)\d+", name)
+        if stacked and layers.setdefault(stacked[1], is_trained) != is_trained:
+            raise UserError(
+                f"some experts of {stacked[1]} would be frozen and others trained",
+                why="the experts of a layer are one parameter",
+                fix="let the expression match all experts of a layer, or none",
+            )
 
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -347,9 +366,10 @@ def nonfinite_gradients(chunks: Sequence[nn.Module]) -> list[tuple[str, int, int
     """(global name, entries that are NaN or Inf, entries) of this rank's accumulated gradients that have any."""
     found = []
     for name, parameter in _named_parameters(chunks):
-        if not parameter.requires_grad:
+        whole, place = _whole(parameter)
+        if not whole.requires_grad:
             continue
-        gradient = parameter.main_grad  # type: ignore[attr-defined]
+        gradient = whole.main_grad[place]  # type: ignore[attr-defined]
         bad = gradient.numel() - int(torch.isfinite(gradient).sum())
         if bad:
             found.append((name, bad, gradient.numel()))
