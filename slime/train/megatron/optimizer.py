@@ -73,7 +73,7 @@ def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Par
 
 def _whole(parameter: nn.Parameter) -> tuple[nn.Parameter, Any]:
     """What the optimizer sees of it, and the index of ``parameter`` in that: experts are stacked in one."""
-    return parameter.stacked_in if hasattr(parameter, "stacked_in") else (parameter, ...)  # type: ignore[return-value]
+    return parameter.stacked_in if hasattr(parameter, "stacked_in") else (parameter, ...)
 
 
 def _check_experts(trained: dict[str, bool]) -> None:
