@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -57,11 +58,11 @@ class PackedMicroBatch:
     """See the module's drawing. N = sum of ``response_lengths``; all tensors on the trainer's device.
 
     Attributes:
+        samples: indices into the `TrainBatch` of this rank; rows and targets are in their order.
+        response_lengths: int64 [samples].
         num_tokens: T, over all ranks of a context-parallel group.
         origins: int64 [T], in host memory: which of the samples' tokens (one after the other, last ones included) each
             token is, -1 for padding.
-        samples: indices into the `TrainBatch` of this rank; rows and targets are in their order.
-        response_lengths: int64 [samples].
     """
 
     samples: list[int]
@@ -122,20 +123,64 @@ def pack(
     for i, response in zip(samples, responses):
         if response >= tokens[i].numel():
             raise ValueError(f"sample {i} of the batch has {response} response tokens but {tokens[i].numel()} in all")
-    prompts = [tokens[i][: tokens[i].numel() - response] for i, response in zip(samples, responses)]
-    families = _families(prompts, responses, options.pair_cost)
+    stream = _lay_out(samples, tokens, responses, options)
+    targets = torch.cat([_NONE, *(tokens[i][tokens[i].numel() - r :] for i, r in zip(samples, responses))])
+    num_tokens, place = stream.tokens.numel(), options.context
+    sequences = _describe(stream.branches, options)
+    if place.size > 1:
+        split = ContextSplit.of(place, stream.rows)
+        targets = split.mine(targets)
+        stream = stream.stripe(split)
+        sequences.context = ContextSplit(place, [order.to(options.device) for order in split.order])
+    sequences.positions = stream.positions.to(options.device)
+    return PackedMicroBatch(
+        samples=list(samples),
+        tokens=stream.tokens[None].to(options.device),
+        sequences=sequences,
+        rows=stream.rows.to(options.device),
+        targets=targets.to(options.device),
+        response_lengths=torch.tensor(responses, dtype=torch.long, device=options.device),
+        num_tokens=num_tokens,
+        origins=stream.origins,
+    )
 
+
+_NONE = torch.zeros(0, dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The tokens of a micro-batch one after the other, in host memory; see `PackedMicroBatch` for the attributes."""
+
+    tokens: Tensor
+    positions: Tensor
+    origins: Tensor
+    rows: Tensor
+    branches: list[list[int]]
+
+    def stripe(self, split: ContextSplit) -> _Stream:
+        """What a rank of a context-parallel group holds of it."""
+        place = split.place
+        per_token = (place.stripe(values) for values in (self.tokens, self.positions, self.origins))
+        return _Stream(*per_token, split.mine(self.rows) // place.size, self.branches)
+
+
+def _lay_out(
+    samples: Sequence[int], tokens: Sequence[Tensor], responses: list[int], options: PackingOptions
+) -> _Stream:
+    """Prompts, the responses behind them, and the padding."""
+    lengths = [tokens[i].numel() for i in samples]
+    before = list(accumulate(lengths, initial=0))
+    prompts = [tokens[i][: length - response] for i, length, response in zip(samples, lengths, responses)]
     pieces: list[Tensor] = []
     positions: list[Tensor] = []
     origins: list[Tensor] = []
-    before = [sum(tokens[i].numel() for i in samples[:k]) for k in range(len(samples))]
-    rows: list[Tensor] = [torch.zeros(0, dtype=torch.long)] * len(responses)
+    rows = [_NONE] * len(responses)
     branches: list[list[int]] = []
     start = 0
-    for members in families:
-        prompt = prompts[members[0]]
-        length = prompt.numel()
-        pieces.append(prompt)
+    for members in _families(prompts, responses, options.pair_cost):
+        length = prompts[members[0]].numel()
+        pieces.append(prompts[members[0]])
         positions.append(torch.arange(length))
         origins.append(before[members[0]] + positions[-1])
         branch_lengths = [length]
@@ -157,44 +202,7 @@ def pack(
         positions.append(torch.arange(padding))
         origins.append(torch.full((padding,), -1))
         branches.append([padding])
-    empty = torch.zeros(0, dtype=torch.long)
-    targets = [tokens[i][tokens[i].numel() - response :] for i, response in zip(samples, responses)]
-    stream = torch.cat(pieces)
-    return _assemble(
-        samples, stream, torch.cat(positions), torch.cat(origins), torch.cat([empty, *rows]),
-        torch.cat([empty, *targets]), branches, responses, options,
-    )  # fmt: skip
-
-
-def _assemble(
-    samples: Sequence[int],
-    stream: Tensor,
-    positions: Tensor,
-    origins: Tensor,
-    rows: Tensor,
-    targets: Tensor,
-    branches: list[list[int]],
-    responses: list[int],
-    options: PackingOptions,
-) -> PackedMicroBatch:
-    """Describe the whole stream, keep this rank's stripe of it, move everything to the device."""
-    num_tokens, place = stream.numel(), options.context
-    split = None
-    if place.size > 1:
-        split = ContextSplit.of(place, rows)
-        stream, positions, origins = place.stripe(stream), place.stripe(positions), place.stripe(origins)
-        rows, targets = split.mine(rows) // place.size, split.mine(targets)
-        split = ContextSplit(place, [order.to(options.device) for order in split.order])
-    return PackedMicroBatch(
-        samples=list(samples),
-        tokens=stream[None].to(options.device),
-        sequences=_describe(branches, positions, split, options),
-        rows=rows.to(options.device),
-        targets=targets.to(options.device),
-        response_lengths=torch.tensor(responses, dtype=torch.long, device=options.device),
-        num_tokens=num_tokens,
-        origins=origins,
-    )
+    return _Stream(torch.cat(pieces), torch.cat(positions), torch.cat(origins), torch.cat([_NONE, *rows]), branches)
 
 
 def _families(prompts: list[Tensor], responses: list[int], pair_cost: float | None) -> list[list[int]]:
@@ -230,9 +238,8 @@ def branches_per_prompt(prompt: int, response: float, siblings: int, pair_cost: 
     return min(range(1, siblings + 1), key=cost)
 
 
-def _describe(
-    branches: list[list[int]], positions: Tensor, context: ContextSplit | None, options: PackingOptions
-) -> PackedSequences:
+def _describe(branches: list[list[int]], options: PackingOptions) -> PackedSequences:
+    """The whole stream, as attention sees it; positions are a rank's own."""
     lengths = [sum(family) for family in branches]
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return PackedSequences(
@@ -242,7 +249,5 @@ def _describe(
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         lengths=lengths,
-        positions=positions.to(options.device),
         padded=padded_layout(branches).to(options.device) if options.dense else None,
-        context=context,
     )
