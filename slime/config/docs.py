@@ -89,8 +89,9 @@ def _off_of(spec: FlagSpec) -> tuple[str, ...]:
 
 
 def _status(spec: FlagSpec) -> str:
-    if spec.meta.refused:
-        return f"refused: {spec.meta.refused}"
+    reason = spec.meta.refused or spec.meta.refused_at_launch
+    if reason:
+        return f"refused: {reason}"
     refused = "; ".join(f"`{value}` refused: {reason}" for value, reason in spec.meta.refused_values.items())
     return f"works; {refused}" if refused else "works"
 

@@ -29,6 +29,8 @@ class FlagMeta:
         append: the flag may be repeated; each occurrence adds to the list.
         derived: formula of the default that `resolve` computes; empty when the default is a constant.
         refused: why setting this flag is not supported in this version; empty when it works.
+        refused_at_launch: the same for a flag that can be parsed, as launch scripts of other systems have it, and
+            stops the launch.
         refused_values: the same for single values of a flag that otherwise works.
     """
 
@@ -38,6 +40,7 @@ class FlagMeta:
     append: bool = False
     derived: str = ""
     refused: str = ""
+    refused_at_launch: str = ""
     refused_values: dict[Any, str] = dataclasses.field(default_factory=dict)
 
 

@@ -138,6 +138,27 @@ REFUSED_FIELDS: dict[str, str] = {
     "moe_layer_recompute": "use --recompute-granularity selective --recompute-modules moe",
 }
 
+_DROPS_TOKENS = "tokens are never dropped here, so that a token's log-prob depends on its own sample alone"
+
+#: Fields that launch scripts of other systems set, and that can be read here but not trained with: what they ask for
+#: would be ignored. `slime.train.expert_rules` refuses them.
+REFUSED_AT_LAUNCH: dict[str, str] = {
+    "moe_permute_fusion": "tokens are permuted by gathers alone, which give the same bits every time: what the flag is "
+    "wanted for",
+    "moe_router_fusion": "the router is computed by operations of torch alone, with Transformer Engine too",
+    "moe_expert_capacity_factor": _DROPS_TOKENS,
+    "moe_pad_expert_input_to_capacity": _DROPS_TOKENS,
+    "moe_token_dropping": _DROPS_TOKENS,
+    "moe_enable_deepep": "DeepEP's exchange is not in this version",
+    "moe_shared_expert_overlap": "shared experts are computed after the routed ones",
+    "moe_input_jitter_eps": "log-probs would not be reproducible",
+    "moe_router_force_load_balancing": "it routes at random",
+    "moe_apply_probs_on_input": "expert outputs are weighted, not their inputs",
+    "moe_latent_size": "no model family here has it",
+    "moe_use_legacy_grouped_gemm": "it needs the grouped_gemm package; products are grouped anyway",
+    "overlap_moe_expert_parallel_comm": "the exchange is not overlapped in this version",
+}
+
 
 @dataclass(frozen=True)
 class Shorthand:

@@ -9,7 +9,6 @@ from typing import Any
 from slime.errors import UserError
 
 _FP8 = "low-precision matrix products are Transformer Engine's"
-_FUSED = "the fused kernel is Transformer Engine's"
 
 #: dest → why; any value but None and False needs it, or the one in `_ONLY`.
 NEEDS: dict[str, str] = {
@@ -19,11 +18,9 @@ NEEDS: dict[str, str] = {
     "fp4_format": _FP8,
     "fp8_param_gather": _FP8,
     "use_precision_aware_optimizer": "optimizer states in lower precision need Transformer Engine's FusedAdam",
-    "moe_permute_fusion": _FUSED,
-    "moe_router_fusion": _FUSED,
     "tp_comm_overlap": "overlapped tensor-parallel communication uses Transformer Engine's user buffers",
     "delay_wgrad_compute": "its linear layers alone can delay weight gradients",
-    "symmetric_ar_type": _FUSED,
+    "symmetric_ar_type": "the fused kernel is Transformer Engine's",
     "fine_grained_activation_offloading": "activations are moved by Transformer Engine's hooks",
 }
 #: Flags of which one value needs it.
@@ -47,9 +44,9 @@ def missing(values: Mapping[str, Any], *, installed: bool) -> UserError | None:
         values: by dest; a dest that is not there is unset.
 
     Example:
-        >>> print(missing({"moe_permute_fusion": True}, installed=False).what)
-        --moe-permute-fusion needs Transformer Engine
-        >>> missing({"moe_permute_fusion": True}, installed=True) is None
+        >>> print(missing({"attention_backend": "fused"}, installed=False).what)
+        --attention-backend fused needs Transformer Engine
+        >>> missing({"attention_backend": "fused"}, installed=True) is None
         True
     """
     for dest, why in NEEDS.items():

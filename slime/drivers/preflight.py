@@ -19,6 +19,7 @@ from slime.config.host import num_cpus, num_gpus
 from slime.config.te_flags import is_installed, missing
 from slime.errors import UserError
 from slime.hooks import check_hooks, check_signature, load_function
+from slime.train.expert_rules import check_experts
 from slime.train.layout_rules import check_layout
 from slime.weights.load_plan import LoadPlan, resolve_load, resolve_reference
 
@@ -59,14 +60,14 @@ def check_flags(config: Config) -> None:
 
 
 def check_architecture(config: Config) -> None:
-    """The model is of a known family, no flag contradicts it, and the parallel layout fits it. Needs its config.json
-    only."""
+    """The model is of a known family, no flag contradicts it or would be ignored, and the parallel layout fits it.
+    Needs its config.json only."""
     from slime.weights.convert import family_of
 
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
     spec = family_of(flags.hf_checkpoint, flags.model_name).model_spec(flags.hf_checkpoint)
-    merge_transformer(spec.transformer, config.megatron.transformer)
+    check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
 
 

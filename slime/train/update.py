@@ -352,8 +352,8 @@ def _check_alignment(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) 
     if worst > 0:
         logger.warning(
             "rollout %d: log_probs and ref_log_probs differ by up to %.2e although both come from the same weights, "
-            "so the KL of the first step is not 0. Usual causes: kernels that are not deterministic (with Transformer "
-            "Engine, pass --attention-backend flash; with experts, --moe-permute-fusion), a dropout that is not 0, or "
+            "so the KL of the first step is not 0. Usual causes: kernels that are not deterministic (pass "
+            "--deterministic-mode; with Transformer Engine, --attention-backend flash), a dropout that is not 0, or "
             "--ref-load pointing to other weights than --load",
             batch.rollout_id, worst,
         )  # fmt: skip

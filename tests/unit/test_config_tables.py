@@ -23,7 +23,15 @@ from slime.config.engine_flags import (
 )
 from slime.config.foreign import to_argv
 from slime.config.help import print_help
-from slime.config.megatron_lm import ALWAYS, NAMES, REFUSED_FIELDS, REFUSED_NAMES, SHORTHANDS, SKIPPED_FIELDS
+from slime.config.megatron_lm import (
+    ALWAYS,
+    NAMES,
+    REFUSED_AT_LAUNCH,
+    REFUSED_FIELDS,
+    REFUSED_NAMES,
+    SHORTHANDS,
+    SKIPPED_FIELDS,
+)
 from slime.config.native import native_fields
 from slime.config.registry import all_flags, spellings
 from slime.config.specs import GROUPS, field_docs, own_flags
@@ -107,6 +115,7 @@ def test_native_fields_are_those_of_the_installed_classes() -> None:
 def test_tables_name_only_fields_that_exist() -> None:
     fields = {name for _, name in native_fields()}
     assert set(NAMES) <= fields and set(REFUSED_FIELDS) <= fields and fields >= SKIPPED_FIELDS
+    assert set(REFUSED_AT_LAUNCH) <= fields - set(REFUSED_FIELDS)
     for shorthand in SHORTHANDS.values():
         assert set(shorthand.sets) <= set(all_flags())
     assert not set(REFUSED_NAMES) & set(ALWAYS)

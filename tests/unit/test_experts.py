@@ -19,6 +19,8 @@ from test_parity import DATA_PARALLEL, MICRO_BATCHES, parity_job, worst
 from torch import Tensor
 from trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
+from slime.config.te_flags import missing
+from slime.drivers.preflight import check_architecture
 from slime.errors import UserError
 from slime.samples.types import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
@@ -70,9 +72,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["experts", "moe_dispatch", "moe_router"])
+@pytest.mark.parametrize("module", ["expert_rules", "megatron.experts", "megatron.moe_dispatch", "megatron.moe_router"])
 def test_examples_in_docstrings(module: str) -> None:
-    found = doctest.testmod(importlib.import_module(f"slime.train.megatron.{module}"), extraglobs={"torch": torch})
+    found = doctest.testmod(
+        importlib.import_module(f"slime.train.{module}"),
+        extraglobs={"torch": torch},
+        optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL,
+    )
     assert found.failed == 0
 
 
@@ -343,6 +349,43 @@ def test_balance_losses_do_not_depend_on_the_layout(kind: str, model: Path, rank
                 assert worst(found[name], gradient) <= TOLERANCE, (layout, name)
 
 
+GLOBAL_SHARDS = {
+    1: [(range(6), [[0, 1, 2, 3], [4, 5]])],
+    2: [([0, 1, 4], [[0, 1], [2]]), ([2, 3, 5], [[0, 1], [2]])],
+    4: [([0, 4], [[0], [1]]), ([1, 5], [[0], [1]]), ([2], [[0], []]), ([3], [[0], []])],
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "data_parallel", "layout"),
+    [
+        (2, 2, {}),
+        (2, 2, EP2 | ETP1),
+        (2, 1, TP2 | EP2 | ETP1),
+        pytest.param(2, 1, CP2, marks=pytest.mark.full),
+        pytest.param(4, 4, EP2 | ETP1 | DYNAMIC, marks=pytest.mark.full),
+        pytest.param(4, 2, TP2 | SP | EP2 | ETP1, marks=pytest.mark.full),
+    ],
+    ids=["DP2", "EP2 over DP2", "TP2 x EP2", "CP2", "DP4, EP2", "DP2 x TP2+SP, EP2"],
+)
+def test_the_global_balance_loss_is_that_of_all_replicas_in_one_micro_batch(
+    size: int, data_parallel: int, layout: dict[str, Any], model: Path, ranks: Pools
+) -> None:
+    """The k-th micro-batches of all replicas count as one; by its own alone a replica has another loss."""
+    batch = make_batch()
+    flags = balanced(model, "global_aux_loss", use_distributed_optimizer=False)
+    whole, *_ = [shard(batch, members, plan) for members, plan in GLOBAL_SHARDS[1]]
+    [[(expected, metrics)]] = ranks.run(1, gradient_job, flags, [whole])
+    batches = [shard(batch, members, plan) for members, plan in GLOBAL_SHARDS[data_parallel]]
+    for ((found, ours),) in ranks.run(size, gradient_job, {**flags, **layout}, batches):
+        assert ours == pytest.approx(metrics, rel=1e-5)
+        for name, gradient in expected.items():
+            assert worst(found[name], gradient) <= TOLERANCE, name
+    if layout == EP2 | ETP1:
+        by_itself = ranks.run(size, gradient_job, {**flags, **layout, **balanced(model, "aux_loss")}, batches)
+        assert by_itself[0][0][1]["load_balancing_loss"] != pytest.approx(metrics["load_balancing_loss"], rel=1e-3)
+
+
 def freeze_job(info: Any, model: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Weights after a step with frozen experts, and the names of the gradients that are found not to be finite."""
     from slime.train.megatron.optimizer import nonfinite_gradients
@@ -423,17 +466,25 @@ def test_expert_bias_moves_only_when_asked(ranks: Pools, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ({"moe_permute_fusion": True}, "Transformer Engine"),
+        ({"moe_permute_fusion": True}, "gathers alone"),
+        ({"moe_router_fusion": True}, "Transformer Engine too"),
         ({"moe_expert_capacity_factor": 1.0}, "never dropped"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "seq_aux_loss"),
         ({"moe_token_dispatcher_type": "flex"}, "all-to-all"),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(setting: dict[str, Any], said: str) -> None:
-    assert expert_arguments(setting) == {}, "a dense model has nothing to refuse"
-    with pytest.raises(UserError) as caught:
-        expert_arguments({"num_moe_experts": 4, **setting})
-    assert said in str(caught.value)
+    for model in ({}, {"num_moe_experts": 4}):
+        with pytest.raises(UserError) as caught:
+            expert_arguments(model | setting)
+        assert "--" + next(iter(setting)).replace("_", "-") in caught.value.what and said in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["moe_permute_fusion", "moe_router_fusion"])
+def test_fused_kernels_are_refused_before_anything_starts(flag: str, model: Path) -> None:
+    assert missing({flag: True}, installed=False) is None, "Transformer Engine would be no help"
+    with pytest.raises(UserError, match=flag.replace("_", "-")):
+        check_architecture(trainer_config(hf_checkpoint=str(model), **{flag: True}))
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,6 @@ def test_what_is_not_deterministic_is_refused(monkeypatch: pytest.MonkeyPatch) -
 NEEDY = [
     {"transformer_impl": "transformer_engine"},
     {"fp8_format": "hybrid"},
-    {"moe_permute_fusion": True},
     {"use_precision_aware_optimizer": True},
     {"tp_comm_overlap": True},
 ]

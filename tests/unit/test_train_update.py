@@ -57,7 +57,7 @@ def test_misalignment_is_told_with_its_causes(backend: MegatronBackend, caplog: 
     backend.reference.tensors[0].add_(0.01)
     with caplog.at_level(logging.WARNING):
         backend.train(make_batch())
-    assert "--attention-backend flash" in caplog.text and "--moe-permute-fusion" in caplog.text
+    assert "--deterministic-mode" in caplog.text and "--attention-backend flash" in caplog.text
 
 
 def test_reused_log_probs_are_those_of_a_pass_of_their_own(backend: MegatronBackend) -> None:

@@ -1,4 +1,4 @@
-"""The layer of experts in Megatron's slot for it, and what of its settings can be honoured.
+"""The layer of experts in Megatron's slot for it, and the settings of Megatron's that it implies.
 
     hidden [T, 1, H] ─► (its part of the tokens) ─► router ─► dispatch ─► experts ─► sum ─► (all tokens) ─► + shared
 
@@ -20,17 +20,17 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import HAVE_TE, get_default_pg_collection
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from slime.errors import UserError
+from slime.train.expert_rules import check_experts
 from slime.train.megatron.experts import GroupedExperts
 from slime.train.megatron.layers import SwiGLUActivation
 from slime.train.megatron.moe_dispatch import ExpertPlace, dispatch
-from slime.train.megatron.moe_router import LOAD_BALANCING, Router, Routing
+from slime.train.megatron.moe_router import Router, Routing
 
 # Megatron knows its own MoELayer by identity, and says at every layer that it does not know a subclass
 logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
@@ -123,30 +123,6 @@ def _hand_over_routing(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     experts.routing = None if sequences is None else sequences.routing
 
 
-_TE_ONLY = "it is a kernel of Transformer Engine, which is not installed"
-_DROPS_TOKENS = "tokens are never dropped here, so that a token's log-prob depends on its own sample alone"
-#: Settings of Megatron's layers of experts that ours does not have, with the reason and what to do.
-_REFUSED: dict[str, tuple[str, str]] = {
-    "moe_permute_fusion": (
-        _TE_ONLY,
-        "leave it out: tokens are permuted by gathers alone, which give the same bits every time (what the flag is "
-        "wanted for); or install transformer-engine",
-    ),
-    "moe_router_fusion": (_TE_ONLY, "leave it out, or install transformer-engine"),
-    "moe_expert_capacity_factor": (_DROPS_TOKENS, "leave it out"),
-    "moe_pad_expert_input_to_capacity": (_DROPS_TOKENS, "leave it out"),
-    "moe_token_dropping": (_DROPS_TOKENS, "leave it out"),
-    "moe_enable_deepep": ("DeepEP's exchange is not in this version", "leave it out"),
-    "moe_shared_expert_overlap": ("shared experts are computed after the routed ones", "leave it out"),
-    "moe_input_jitter_eps": ("log-probs would not be reproducible", "leave it out"),
-    "moe_router_force_load_balancing": ("it routes at random", "leave it out"),
-    "moe_apply_probs_on_input": ("expert outputs are weighted, not their inputs", "leave it out"),
-    "moe_latent_size": ("no model family here has it", "leave it out"),
-    "moe_use_legacy_grouped_gemm": ("it needs the grouped_gemm package", "leave it out: products are grouped anyway"),
-    "overlap_moe_expert_parallel_comm": ("the exchange is not overlapped in this version", "leave it out"),
-}
-
-
 def expert_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """``TransformerConfig`` arguments of a model with experts, with our defaults; {} changes for a dense model.
 
@@ -156,29 +132,13 @@ def expert_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: a setting that would be ignored, or a balance loss that there is not.
     """
+    check_experts(arguments)
     if not arguments.get("num_moe_experts"):
         return {}
-    for name, (why, fix) in _REFUSED.items():
-        if arguments.get(name) and not (HAVE_TE and why is _TE_ONLY):
-            raise UserError(f"--{name.replace('_', '-')} cannot be honoured", why=why, fix=fix)
-    kind = arguments.get("moe_router_load_balancing_type", "aux_loss")
-    if kind not in LOAD_BALANCING:
-        raise UserError(
-            f"--moe-router-load-balancing-type {kind} cannot be honoured", fix=f"one of: {', '.join(LOAD_BALANCING)}"
-        )
-    dispatcher = arguments.get("moe_token_dispatcher_type", "alltoall")
-    if dispatcher != "alltoall":
-        raise UserError(
-            f"--moe-token-dispatcher-type {dispatcher} cannot be honoured",
-            why="experts exchange tokens by all-to-all, with splits of any size",
-            fix="leave it out, or pass alltoall",
-        )
     return {
         "moe_grouped_gemm": True,
         "moe_router_dtype": arguments.get("moe_router_dtype") or "fp32",
         "moe_router_bias_update_rate": arguments.get("moe_router_bias_update_rate", 0.0),
-        "moe_permute_fusion": False,
-        "moe_router_fusion": False,
     }
 
 

@@ -26,9 +26,6 @@ if not moe_utils.HAVE_TE:
     # the name its gating asks for is only defined by an import that needs Transformer Engine
     moe_utils.te_general_gemm = None
 
-#: Balance losses and the ranks over whose tokens the experts' shares are counted.
-LOAD_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
-
 
 @dataclass
 class Routing:

@@ -1,0 +1,44 @@
+"""What is asked of layers of experts and cannot be done. Looks at values alone, so that a launch can ask first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slime.config.megatron_lm import REFUSED_AT_LAUNCH
+from slime.errors import UserError
+
+#: Balance losses; each counts the experts' shares over other ranks' tokens (`slime.train.megatron.moe_router`).
+LOAD_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+def check_experts(arguments: Mapping[str, Any]) -> None:
+    """Refuse settings that would be ignored, of dense models too.
+
+    Args:
+        arguments: of Megatron's ``TransformerConfig``; what is not there has its default.
+    Raises:
+        UserError: names the flag.
+
+    Example:
+        >>> check_experts({"num_moe_experts": 8, "moe_router_load_balancing_type": "seq_aux_loss"})
+        >>> check_experts({"moe_permute_fusion": True})
+        Traceback (most recent call last):
+        slime.errors.UserError: --moe-permute-fusion cannot be honoured
+    """
+    for name, why in REFUSED_AT_LAUNCH.items():
+        if arguments.get(name):
+            raise UserError(f"--{name.replace('_', '-')} cannot be honoured", why=why, fix="leave it out")
+    balancing = arguments.get("moe_router_load_balancing_type", "aux_loss")
+    if balancing not in LOAD_BALANCING:
+        raise UserError(
+            f"--moe-router-load-balancing-type {balancing} cannot be honoured",
+            fix=f"one of: {', '.join(LOAD_BALANCING)}",
+        )
+    dispatcher = arguments.get("moe_token_dispatcher_type", "alltoall")
+    if dispatcher != "alltoall":
+        raise UserError(
+            f"--moe-token-dispatcher-type {dispatcher} cannot be honoured",
+            why="experts exchange tokens by all-to-all, with splits of any size",
+            fix="leave it out, or pass alltoall",
+        )
