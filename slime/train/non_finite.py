@@ -97,8 +97,7 @@ def failed_step(
     """What explains the step, on the CPU: this rank's samples with every tensor of theirs, losses, bad gradients."""
     current: list[Tensor | None] = [None] * len(batch.tokens)
     for result in results:
-        lengths = [batch.response_lengths[i] for i in result.samples]
-        for i, values in zip(result.samples, result.log_probs.split(lengths) if lengths else []):
+        for i, values in result.by_sample(batch.response_lengths):
             current[i] = values
     speaks = trainer.speaks_for_shard
     return FailedStep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,6 +63,7 @@ class MicroBatchResult:
     """One micro-batch's forward pass in training.
 
     Attributes:
+        samples: indices into the rank's `TrainBatch`.
         metrics: 0-dimensional, already weighted: their sum over micro-batches and ranks is the step's value.
         log_probs: detached, flat [N].
     """
@@ -69,6 +71,10 @@ class MicroBatchResult:
     samples: list[int]
     metrics: dict[str, Tensor]
     log_probs: Tensor
+
+    def by_sample(self, response_lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """(sample, its log-probs [R_i]); ``response_lengths`` are those of all samples of the rank."""
+        return zip(self.samples, self.log_probs.split([response_lengths[i] for i in self.samples]))
 
 
 @dataclass

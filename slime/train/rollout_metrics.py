@@ -50,8 +50,7 @@ def collect_log_probs(data: RolloutTensors, results: Sequence[MicroBatchResult],
     if data.log_probs is None:
         data.log_probs = [torch.zeros_like(mask) for mask in data.loss_masks]
     for result in results:
-        lengths = [batch.response_lengths[i] for i in result.samples]
-        for i, values in zip(result.samples, result.log_probs.split(lengths) if lengths else []):
+        for i, values in result.by_sample(batch.response_lengths):
             data.log_probs[i] = values
 
 
