@@ -83,7 +83,7 @@ def _expert_rules(spec: ModelSpec, config: Config) -> list[tuple[int, int, str, 
     """(what is divided, by what, what it is, the flags that say so).
 
     Raises:
-        UserError: expert parallelism of a model without experts.
+        UserError: expert parallelism or routing replay of a model without experts.
     """
     megatron = config.megatron
     experts, shards = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
@@ -91,6 +91,10 @@ def _expert_rules(spec: ModelSpec, config: Config) -> list[tuple[int, int, str, 
         for flag, size in (("--expert-model-parallel-size", experts), ("--expert-tensor-parallel-size", shards or 1)):
             if size > 1:
                 raise UserError(f"{flag} {size}, but the model has no experts", fix="leave the flag out")
+        for dest in ("use_rollout_routing_replay", "use_routing_replay"):  # the first implies the second
+            if getattr(config.train, dest):
+                flag = "--" + dest.replace("_", "-")
+                raise UserError(f"{flag}, but the model has no experts", fix="leave the flag out")
         return []
     cut = shards or megatron.tensor_model_parallel_size
     cut_by = "--tensor-model-parallel-size" if shards is None else "--expert-tensor-parallel-size"

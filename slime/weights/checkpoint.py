@@ -28,11 +28,12 @@ from slime.weights.load_plan import LoadPlan
 from slime.weights.megatron_names import unwrapped
 from slime.weights.optimizer_state import ensure_state, optimizer_tensors, restore, sharded_optimizer_state
 from slime.weights.random_state import (
-    can_go_on,
     random_layout,
     random_state,
+    seed_after,
     set_random_state,
     sharded_random_state,
+    why_not_continued,
 )
 from slime.weights.sharded_store import StateDict, read, read_common, read_contents
 
@@ -77,12 +78,13 @@ class LoadedCheckpoint:
     report: LoadReport
 
 
-def load(plan: LoadPlan, state: TrainerState) -> LoadedCheckpoint:
+def load(plan: LoadPlan, state: TrainerState, *, seed: int = 0) -> LoadedCheckpoint:
     """Fill the trainer from a Megatron checkpoint. Collective.
 
     Args:
         plan: of kind "megatron".
         state: as for `save`; saved at any parallel layout. ``reference`` is read if it is given.
+        seed: --seed. A run that goes on without the saved random states is seeded by it and the iteration.
     Raises:
         UserError: a file is corrupt, a tensor is missing, left over or does not fit.
     """
@@ -111,9 +113,13 @@ def load(plan: LoadPlan, state: TrainerState) -> LoadedCheckpoint:
     if state.reference is not None:
         read({"wanted": _reference_state(state)}, plan.path)  # in place
         parts.append(f"reference model of rollout {common['reference_iteration']}")
-    if plan.load_rng and can_go_on(common.get("layout")):
-        set_random_state(read({"rng_state": sharded_random_state(None)}, plan.path)["rng_state"])
-        parts.append("random states")
+    if plan.iteration is not None:
+        because = why_not_continued(common.get("layout")) if plan.load_rng else "--no-load-rng"
+        if because is None:
+            set_random_state(read({"rng_state": sharded_random_state(None)}, plan.path)["rng_state"])
+            parts.append("random states")
+        else:
+            seed_after(plan.iteration, seed, because)
     report = replace(report, parts=tuple(parts), seconds=time.perf_counter() - started)
     logger.info("%s", report)
     return LoadedCheckpoint(read_extra_state(plan.path) if plan.iteration is not None else {}, report)

@@ -1,4 +1,8 @@
-"""Random number generators of a trainer rank, in and out of a checkpoint."""
+"""Random number generators of a trainer rank: seeded, and in and out of a checkpoint.
+
+Nothing of the trainer's own draws numbers while it trains: dropout is 0, and router jitter and random routing are
+refused. Hooks may draw (a loss that samples, a model with dropout), and they must be able to rely on it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +68,55 @@ def set_random_state(states: list[dict[str, Any]]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
 
 
-def can_go_on(saved_layout: dict[str, Any] | None) -> bool:
-    """Are random states in a checkpoint, and were they saved at this layout? At another one the run draws new numbers
-    and says so."""
-    if saved_layout is None or not saved_layout["has_rng_state"]:
-        return False
+def why_not_continued(saved_layout: dict[str, Any] | None) -> str | None:
+    """Why the random states of a checkpoint cannot go on at this layout; None: they can.
+
+    Args:
+        saved_layout: what `random_layout` was when they were saved, and ``has_rng_state``; None: nobody noted it.
+    """
+    if saved_layout is None:
+        return "the checkpoint does not say at which layout its random states were saved"
+    if not saved_layout["has_rng_state"]:
+        return "the checkpoint was saved without random states"
     here = random_layout()
     there = {name: saved_layout.get(name, 1) for name in here}
     if here != there:
-        logger.info("random states were saved at %s and not loaded at %s", _described(there), _described(here))
-    return here == there
+        return f"the random states were saved at {_described(there)} and this is {_described(here)}"
+    return None
+
+
+# -- seeding -----------------------------------------------------------------------------------------------
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python, NumPy, torch, and Megatron's tracker, which adds a rank's place to it.
+
+    Args:
+        seed: below 2³².
+    """
+    from megatron.core import tensor_parallel
+
+    random.seed(seed)
+    np.random.seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(seed)
+
+
+def seed_after(iteration: int, seed: int, because: str) -> None:
+    """Go on after ``iteration`` where no saved state can: with numbers of its own, the same ones at each attempt."""
+    seed_generators(seed_of(seed, iteration))
+    if dist.get_rank() == 0:
+        logger.info("random numbers start anew from --seed %d and iteration %d: %s", seed, iteration, because)
+
+
+def seed_of(seed: int, iteration: int) -> int:
+    """A seed below 2³² from both. Not their sum: Megatron adds a rank's place, so iterations would share numbers.
+
+    Example:
+        >>> seed_of(1234, 0) == seed_of(1234, 0), seed_of(1234, 0) == seed_of(1234, 1)
+        (True, False)
+    """
+    return int(np.random.SeedSequence((seed, iteration)).generate_state(1)[0])
 
 
 def _described(sizes: dict[str, int]) -> str:

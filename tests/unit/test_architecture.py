@@ -33,6 +33,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "weights.checkpoint_writer",
         "weights.load_plan",
         "weights.megatron_names",
+        "weights.random_state",
         "samples.routed_experts",
     ),
     "weights": ("rollout.engines.api",),

@@ -13,9 +13,11 @@ import pytest
 import torch
 from test_experts import CP2, EP2, ETP1, EXPERTS, PP2, RECOMPUTE, SP, TOPK, TP2, VIRTUAL, save_moe
 from test_parity import parity_job, worst
+from test_train_model import save_tiny
 from torch import Tensor
-from trainer_ranks import Pools, free_port, make_batch, tiny_spec, trainer_config
+from trainer_ranks import Pools, free_port, make_batch, trainer_config
 
+from slime.drivers.preflight import check_architecture
 from slime.errors import UserError
 from slime.samples.columns import _optional
 from slime.samples.types import Sample, TrainBatch
@@ -95,9 +97,7 @@ def train_pass(backend: MegatronBackend, batch: TrainBatch) -> None:
     data.log_probs = data.rollout_log_probs
     update_module.compute_advantages(backend, batch, data)
     step = batch.steps[0]
-    backend.forward_backward(
-        batch, step, lambda samples: update_module._loss_inputs(backend, batch, data, step, samples)
-    )
+    backend.forward_backward(batch, 0, lambda samples: update_module._loss_inputs(backend, batch, data, step, samples))
 
 
 @pytest.mark.parametrize("flags", [{}, RECOMPUTE, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}])
@@ -301,13 +301,12 @@ def test_experts_that_cannot_be_replayed_are_refused(experts: Any, said: str, gu
     assert said in str(caught.value)
 
 
-def test_replay_needs_a_model_with_experts() -> None:
-    backend = MegatronBackend(trainer_config(use_routing_replay=True), RankInfo(0, 1, 0, "127.0.0.1", free_port()))
-    try:
-        with pytest.raises(UserError, match="no experts"):
-            backend.setup(spec=tiny_spec(), initialise=True)
-    finally:
-        backend.close()
+@pytest.mark.parametrize("flag", ["use_routing_replay", "use_rollout_routing_replay"])
+def test_replay_of_a_dense_model_is_refused_before_anything_starts(flag: str, model: Path, tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    with pytest.raises(UserError, match=f"--{flag.replace('_', '-')}, but the model has no experts"):
+        check_architecture(trainer_config(hf_checkpoint=str(tmp_path), **{flag: True}))
+    check_architecture(trainer_config(hf_checkpoint=str(model), **{flag: True}))
 
 
 def test_the_engines_experts_imply_replay() -> None:

@@ -156,7 +156,7 @@ class MegatronBackend:
             self._load_weights(plan)
         self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, self.config)
         if plan.kind == "megatron":
-            self.extra_state = load_checkpoint(plan, self._checkpoint_state()).extra_state
+            self.extra_state = load_checkpoint(plan, self._checkpoint_state(), seed=self.config.train.seed).extra_state
             for inner in optimizer.torch_optimizers(self.optimizer):
                 states = host_states_of(inner)
                 if states is not None:

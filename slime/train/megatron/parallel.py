@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from torch import Tensor
 
 from slime.config import Config
@@ -16,6 +16,7 @@ from slime.errors import UserError
 from slime.samples.types import TrainLayout
 from slime.train.megatron import device
 from slime.train.megatron.context import ContextGroup
+from slime.weights.random_state import seed_generators
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,7 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, int(config.cluster.distributed_timeout_minutes)),
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
-    torch.manual_seed(config.train.seed)
+    seed_generators(config.train.seed)
     return chosen
 
 

@@ -197,20 +197,14 @@ class RoutingGuide:
 
 
 def guide_for(chunks: Sequence[nn.Module], spec: ModelSpec, config: Config) -> RoutingGuide | None:
-    """The guide of a model with experts, None for a dense one.
-
-    Raises:
-        UserError: routing replay for a dense model.
-    """
+    """The guide of a model with experts, None for a dense one."""
+    if not spec.num_experts:
+        return None
     flags = config.train
     source: Source = "none"
     if flags.use_rollout_routing_replay:
         source = "engine"
     elif flags.use_routing_replay:
         source = "policy"
-    if not spec.num_experts:
-        if source != "none":
-            raise UserError("routing replay was asked for, but the model has no experts", fix="leave the flag out")
-        return None
     topk = int(spec.transformer["moe_router_topk"])
     return RoutingGuide(list(expert_layers(chunks)), source, spec.num_layers, spec.num_experts, topk)
