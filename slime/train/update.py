@@ -67,12 +67,13 @@ class Trainer(Protocol):
         ...
 
     def forward_backward(
-        self, batch: TrainBatch, step: StepPlan, inputs_of: Callable[[list[int]], LossInputs]
+        self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
     ) -> list[MicroBatchResult]:
-        """Gradients of the whole step, accumulated; results on ranks with output layer, in micro-batch order."""
+        """Gradients of ``batch.steps[step_id]``, accumulated; results on ranks with output layer, in micro-batch
+        order."""
         ...
 
-    def optim_step(self, rollout_id: int, step_id: int, step: StepPlan, *, skip: bool) -> StepOutcome: ...
+    def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome: ...
 
     def sum_over_data_parallel(self, values: Tensor) -> Tensor: ...
 
@@ -126,8 +127,8 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
 
     steps: list[dict[str, float]] = []
     with timers.measure("actor_train"):
-        for step_id, step in enumerate(batch.steps):
-            steps.append(_train_step(trainer, batch, data, memory, step_id, step))
+        for step_id in range(len(batch.steps)):
+            steps.append(_train_step(trainer, batch, data, memory, step_id))
     _dump(trainer, batch, data)
     metrics = {**batch.global_stats, **rollout_metrics(trainer, batch, data)}
     metrics |= mean_of_steps(steps, first_only=flags.use_rollout_logprobs)
@@ -191,12 +192,13 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
 
 
 def _train_step(
-    trainer: Trainer, batch: TrainBatch, data: RolloutTensors, memory: PhaseMemory, step_id: int, step: StepPlan
+    trainer: Trainer, batch: TrainBatch, data: RolloutTensors, memory: PhaseMemory, step_id: int
 ) -> dict[str, float]:
     """One optimizer step: gradients of all micro-batches, checked, applied."""
+    step = batch.steps[step_id]
     with memory.phase("forward_backward"):
         results = trainer.forward_backward(
-            batch, step, lambda samples: _loss_inputs(trainer, batch, data, step, samples)
+            batch, step_id, lambda samples: _loss_inputs(trainer, batch, data, step, samples)
         )
     _note_log_probs(trainer, batch, data, results, step_id)
     sums = sum_metrics(trainer, results)
@@ -205,7 +207,7 @@ def _train_step(
     if step_id == 0:
         _check_alignment(trainer, batch, data)
     with memory.phase("optimizer"):
-        outcome = trainer.optim_step(batch.rollout_id, step_id, step, skip=loss_is_bad)
+        outcome = trainer.optim_step(step, skip=loss_is_bad)
     if not outcome.applied:
         _not_applied(trainer, batch, data, results, step_id, outcome, bad)
     lrs = {f"train/lr-pg_{i}": lr for i, lr in enumerate(trainer.learning_rates())}

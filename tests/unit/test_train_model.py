@@ -108,7 +108,7 @@ def gradients(backend: MegatronBackend, batch: TrainBatch) -> dict[str, Tensor]:
     data.ref_log_probs = backend.log_probs(batch, reference=True)
     module.compute_advantages(backend, batch, data)
     step = batch.steps[0]
-    backend.forward_backward(batch, step, lambda samples: module._loss_inputs(backend, batch, data, step, samples))
+    backend.forward_backward(batch, 0, lambda samples: module._loss_inputs(backend, batch, data, step, samples))
     return {
         name: parameter.main_grad.clone()
         for chunk in backend.model_chunks

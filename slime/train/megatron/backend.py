@@ -317,7 +317,6 @@ class MegatronBackend:
         self.optimizer.zero_grad()  # in float32 the parameters' .grad is the buffer itself, which would add to itself
         hook = self.config.train.custom_megatron_before_train_step_hook_path
         if hook:
-            step_id = next(k for k, planned in enumerate(batch.steps) if planned is step)
             load_function(hook)(
                 self.hooks.args, batch.rollout_id, step_id, self.model_chunks, self.optimizer, self.scheduler
             )
@@ -333,7 +332,7 @@ class MegatronBackend:
             **self._score_options(True),
         )
 
-    def optim_step(self, rollout_id: int, step_id: int, step: StepPlan, *, skip: bool) -> StepOutcome:
+    def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
         """Apply the accumulated gradients and advance the schedule; ``skip`` leaves both alone. Collective."""
         balance = self.routing.step_metrics() if self.routing is not None else {}
         if skip:
