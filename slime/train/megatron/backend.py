@@ -307,10 +307,10 @@ class MegatronBackend:
         return by_sample
 
     def forward_backward(
-        self, batch: TrainBatch, step: StepPlan, inputs_of: Callable[[list[int]], LossInputs]
+        self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
     ) -> list[MicroBatchResult]:
-        """Accumulate the gradients of one optimizer step. Collective."""
-        packed = self._pack(batch, step.micro_batches)
+        """Accumulate the gradients of ``batch.steps[step_id]``. Collective."""
+        packed = self._pack(batch, batch.steps[step_id].micro_batches)
         gradient_scale = float(len(packed) * parallel_state.get_data_parallel_world_size())
         if self.routing is not None:
             self.routing.prepare(batch, packed, "train", gradient_scale)
