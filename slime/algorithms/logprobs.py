@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.algorithms.fusion import fused
+
 _ROWS_PER_BLOCK = 8192
 _BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 _MIN_COLUMNS = 512
@@ -156,36 +158,41 @@ class _LinearLogProbs(torch.autograd.Function):
         return grad_hidden, returned, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
-    block = (hidden @ weight.t()).to(_softmax_dtype(hidden))
-    return block.mul_(scale) if scale != 1.0 else block
-
-
 def _running_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) -> Tensor:
     """max, Σ exp(x - max), target logit (0 if another rank holds it) and Σ exp(x - max)·(x - max): [4, rows]."""
     n, shard = hidden.size(0), plan.shard
-    dtype = _softmax_dtype(hidden)
-    top = torch.full((n,), _LOWEST, dtype=dtype, device=hidden.device)
-    total, target, weighted = (torch.zeros(n, dtype=dtype, device=hidden.device) for _ in range(3))
+    stats = torch.zeros(4, n, dtype=_softmax_dtype(hidden), device=hidden.device)
+    stats[0] = _LOWEST
     local = targets - shard.start
     step = plan.columns(hidden.device, n)
+    # in one kernel the entropy is free, and log-probs computed with and without it have the same bits
+    with_entropy = plan.with_entropy or hidden.is_cuda
     for lo in range(0, shard.size, step):
         hi = min(lo + step, shard.size)
-        x = _logits(hidden, weight[lo:hi], plan.scale)
-        here = (local >= lo) & (local < hi)
-        picked = x.gather(1, (local - lo).clamp(0, hi - lo - 1)[:, None])[:, 0]
-        target = torch.where(here, picked, target)
-        new_top = torch.maximum(top, x.amax(dim=1))
-        x.sub_(new_top[:, None])
-        rescale = torch.exp(top - new_top)
-        if plan.with_entropy:
-            p = torch.exp(x)
-            weighted = rescale * (weighted + (top - new_top) * total) + torch.linalg.vecdot(p, x)
-        else:
-            p = x.exp_()
-        total = rescale * total + p.sum(dim=1)
-        top = new_top
-    return torch.stack([top, total, target, weighted])
+        stats = _absorb(hidden @ weight[lo:hi].t(), local - lo, stats, plan.scale, with_entropy)
+    return stats
+
+
+@fused
+def _absorb(logits: Tensor, targets: Tensor, stats: Tensor, scale: float, with_entropy: bool) -> Tensor:
+    """The statistics of `_running_softmax` with one more block of logits, which is overwritten."""
+    top, total, target, weighted = stats.unbind()
+    width = logits.size(1)
+    picked = logits.gather(1, targets.clamp(0, width - 1)[:, None])[:, 0].to(stats.dtype) * scale
+    target = torch.where((targets >= 0) & (targets < width), picked, target)
+    x = logits.to(stats.dtype)
+    if scale != 1.0:
+        x = x.mul_(scale)
+    new_top = torch.maximum(top, x.amax(dim=1))
+    x = x.sub_(new_top[:, None])
+    fallen = top - new_top
+    rescale = torch.exp(fallen)
+    if with_entropy:
+        p = torch.exp(x)
+        weighted = rescale * (weighted + fallen * total) + torch.linalg.vecdot(p, x)
+    else:
+        p = x.exp_()
+    return torch.stack([new_top, rescale * total + p.sum(dim=1), target, weighted])
 
 
 def _combine(stats: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,29 +225,46 @@ def _backward_rows(
     """
     n, shard = hidden.size(0), plan.shard
     dtype = _softmax_dtype(hidden)
-    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
-    grad_hidden = torch.zeros(hidden.shape, dtype=accumulate, device=hidden.device) if need_hidden else None
-    grad_log_probs = grad_log_probs.to(dtype) * plan.scale
+    grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
+    grad_log_probs = grad_log_probs.to(dtype)[:, None]
+    per_row = [log_sum[:, None], grad_log_probs, *(part.to(dtype)[:, None] for part in entropy_part or ())]
     local = targets - shard.start
     step = plan.columns(hidden.device, n)
     for lo in range(0, shard.size, step):
         hi = min(lo + step, shard.size)
-        x = _logits(hidden, weight[lo:hi], plan.scale).sub_(log_sum[:, None])
-        if entropy_part is None:
-            grad = x.exp_().mul_(-grad_log_probs[:, None])
-        else:
-            grad_entropy, entropy = entropy_part
-            slope = (x + entropy[:, None]).mul_(grad_entropy.to(dtype)[:, None] * plan.scale)
-            grad = x.exp_().mul_(slope.add_(grad_log_probs[:, None]).neg_())
-        here = (local >= lo) & (local < hi)
+        logits = hidden @ weight[lo:hi].t()
+        here = ((local >= lo) & (local < hi))[:, None]
         column = (local - lo).clamp(0, hi - lo - 1)[:, None]  # one per row: nothing to accumulate, nothing to sort
-        grad.scatter_(1, column, grad.gather(1, column) + torch.where(here, grad_log_probs, 0.0)[:, None])
-        grad = grad.to(hidden.dtype)
+        at_target = _slope(logits.gather(1, column).to(dtype), plan.scale, *per_row)
+        at_target += torch.where(here, grad_log_probs * plan.scale, 0.0)
+        grad = _slope(logits, plan.scale, *per_row).scatter_(1, column, at_target.to(hidden.dtype))
         if weight_sink is not None:
             _add_product(weight_sink[lo:hi], grad.t(), hidden)
         if grad_hidden is not None:
             _add_product(grad_hidden, grad, weight[lo:hi])
     return grad_hidden
+
+
+@fused
+def _slope(
+    logits: Tensor,
+    scale: float,
+    log_sum: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> Tensor:
+    """The gradient of logits that are no row's target, in their dtype; they are overwritten. Others are [rows, 1]."""
+    x = logits.to(log_sum.dtype)
+    if scale != 1.0:
+        x = x.mul_(scale)
+    x = x.sub_(log_sum)
+    if grad_entropy is None or entropy is None:
+        grad = x.exp_().mul_(grad_log_probs * -scale)
+    else:
+        slope = (x + entropy).mul_(grad_entropy * scale).add_(grad_log_probs * scale).neg_()
+        grad = x.exp_().mul_(slope)
+    return grad.to(logits.dtype)
 
 
 def _add_product(sink: Tensor, a: Tensor, b: Tensor) -> None:

@@ -81,3 +81,17 @@ def test_installing_twice_changes_nothing() -> None:
 
 def test_nothing_else_branches_on_compile() -> None:
     assert torch.compile.__module__.startswith("torch")  # put back after megatron was imported
+
+
+def test_without_a_c_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if torch.compiler.is_compiling() else x * 3
+
+    monkeypatch.setattr(device.shutil, "which", lambda name: None)
+    try:
+        device._run_eagerly_without_compiler()
+        assert torch.compile(double, backend="eager")(torch.ones(1)).item() == 3
+    finally:
+        device._run_eagerly_without_compiler.cache_clear()
+        torch.compiler.set_stance("default")
+    assert torch.compile(double, backend="eager")(torch.ones(1)).item() == 2

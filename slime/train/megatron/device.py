@@ -28,12 +28,17 @@ import functools
 import importlib
 import logging
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils._device
+
+from slime.observe.log import get_logger
+
+logger = get_logger(__name__)
 
 CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "randperm", "linspace")
@@ -54,6 +59,7 @@ def install() -> torch.device:
     global _installed
     _quiet_megatron()
     if has_gpu():
+        _run_eagerly_without_compiler()
         return torch.device("cuda", torch.cuda.current_device())
     if not _installed:
         _installed = True
@@ -91,6 +97,7 @@ def set_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")  # others add up in the order of arrival
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # kernels chosen by rule, not by timing them
     torch.use_deterministic_algorithms(True)
     # it would find reads of garbage, for a pass over every new tensor
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -101,6 +108,18 @@ def _quiet_megatron() -> None:
     """Drop what megatron-core says at every import about packages that slime does not need."""
     for said in (".*Apex", "full scope is deprecated", ".*tensor` is deprecated. Please use"):
         warnings.filterwarnings("ignore", message=said)
+
+
+@functools.cache
+def _run_eagerly_without_compiler() -> None:
+    """Triton builds what launches its kernels with a C compiler; without one, ``torch.compile`` must not be tried."""
+    if any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
+        return
+    torch.compiler.set_stance("force_eager")
+    logger.warning(
+        "no C compiler (gcc, clang or $CC) on this host: softmax, rotary embedding and activations run unfused, "
+        "which costs speed and memory; install gcc"
+    )
 
 
 # -- the stand-ins ---------------------------------------------------------------------------------------------

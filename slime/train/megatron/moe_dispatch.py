@@ -26,6 +26,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_to_all
 from torch import Tensor
 
+from slime.algorithms.fusion import fused
+
 
 @dataclass(frozen=True)
 class ExpertPlace:
@@ -162,6 +164,7 @@ def sum_rows(values: Tensor, index: Tensor, table: Tensor) -> Tensor:
     return result
 
 
+@fused
 def _summed(values: Tensor, table: Tensor) -> Tensor:
     picked = values.index_select(0, table.reshape(-1))
     return picked if table.size(1) == 1 else picked.view(*table.shape, -1).sum(dim=1)

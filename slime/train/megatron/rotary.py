@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.algorithms.fusion import fused
 from slime.errors import UserError
 
 
@@ -117,6 +118,7 @@ class Rotate(torch.autograd.Function):
         return rotate(grad, cos, -sin, ctx.interleaved), None, None, None
 
 
+@fused
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """[x1, x2] → [x1·cos - x2·sin, x2·cos + x1·sin] for each pair of rotated dimensions.
 
