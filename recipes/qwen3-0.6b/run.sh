@@ -1,12 +1,4 @@
 #!/usr/bin/env bash
 # GSM8K with Qwen3-0.6B on one GPU.
 #   MODEL=path/to/Qwen3-0.6B GSM8K=path/to/gsm8k recipes/qwen3-0.6b/run.sh [any flag of slime train; --dry-run shows the memory plan]
-set -euo pipefail
-here=$(pwd)
-model=$(realpath -m "${MODEL:-models/Qwen3-0.6B}")
-data=$(realpath -m "${GSM8K:-data/gsm8k}")
-cd "$(dirname "$0")/../.."
-[ -n "${PYTHON:-}" ] || make --quiet install
-python=${PYTHON:-.venv/bin/python}
-exec $python train.py --config recipes/qwen3-0.6b/config.yaml --hf-checkpoint "$model" --prompt-data "$data/train.jsonl" \
-    --eval-prompt-data gsm8k "$data/test.jsonl@[0:500]" --eval-interval 20 --output-dir "$here/outputs" "$@"
+exec "$(dirname "$0")/../gsm8k.sh" train.py qwen3-0.6b/config.yaml Qwen3-0.6B "$@"
