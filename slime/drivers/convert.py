@@ -177,6 +177,7 @@ def _dtype(options: argparse.Namespace) -> str:
 def _model(options: argparse.Namespace) -> Iterator[list[Any]]:
     """The model without weights, spread over the ranks of torchrun, or in a process group of one."""
     from slime.config import make_config
+    from slime.train.layout_rules import check_layout
     from slime.train.megatron import device
     from slime.weights.convert import family_of
 
@@ -189,9 +190,11 @@ def _model(options: argparse.Namespace) -> Iterator[list[Any]]:
         flags = _layout(options, info.world_size, spec.num_layers)
         flags[{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[_dtype(options)]] = True
         config = make_config(hf_checkpoint=str(options.hf_model_path), **flags)
+        spec = spec.padded(config.megatron.tensor_model_parallel_size)
+        check_layout(spec, config)
         try:
             initialise(info, config)
-            yield list(build_model_chunks(spec.padded(config.megatron.tensor_model_parallel_size), config))
+            yield list(build_model_chunks(spec, config))
         finally:
             shut_down()
 

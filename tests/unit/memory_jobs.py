@@ -51,12 +51,13 @@ def config_for(info: Any, **flags: Any) -> Config:
 @contextmanager
 def models(info: Any, names: list[str], flags: dict[str, Any]) -> Iterator[Iterator[tuple[str, list[nn.Module]]]]:
     """(family, its chunks on this rank) one after the other, in one set of process groups."""
+    from slime.train.layout_rules import virtual_stages
     from slime.train.megatron import backend, model, parallel, recompute
 
     assert backend is not None  # its import prepares megatron for this machine
     config = config_for(info, **flags)
     specs = {name: family_of(FAMILIES[name]).model_spec(FAMILIES[name]) for name in names}
-    parallel.initialise(info, config, model.virtual_stages(next(iter(specs.values())), config))
+    parallel.initialise(info, config, virtual_stages(next(iter(specs.values())), config))
 
     def build() -> Iterator[tuple[str, list[nn.Module]]]:
         for name, spec in specs.items():

@@ -23,6 +23,7 @@ from slime.config.te_flags import missing
 from slime.drivers.preflight import check_architecture
 from slime.errors import UserError
 from slime.samples.types import TrainBatch
+from slime.train.layout_rules import check_layout
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.experts import (
     grouped_linear,
@@ -31,7 +32,6 @@ from slime.train.megatron.experts import (
     looped_product,
     looped_weight_gradient,
 )
-from slime.train.megatron.model import check_layout
 from slime.train.megatron.moe_dispatch import ExpertPlace, dispatch
 from slime.train.megatron.moe_layer import expert_arguments
 from slime.train.megatron.moe_router import choose_experts, router_weights

@@ -108,7 +108,7 @@ def test_each_rank_gets_the_keys_of_its_queries(heads: int, groups: int, size: i
 
 def test_layouts_that_do_not_fit_are_refused_by_number(checkpoint: tuple[Path, Any]) -> None:
     from slime.errors import UserError
-    from slime.train.megatron.model import check_layout
+    from slime.train.layout_rules import check_layout
     from slime.weights.convert import family_of
 
     spec = family_of(checkpoint[0]).model_spec(checkpoint[0]).padded(1)
@@ -141,7 +141,7 @@ def test_megatrons_own_asserts_are_not_met(checkpoint: tuple[Path, Any], facts: 
 @pytest.mark.parametrize(("per_stage", "expected"), [(1, 2), (2, None)])
 def test_virtual_stages_by_layers(checkpoint: tuple[Path, Any], per_stage: int, expected: int | None) -> None:
     from slime.errors import UserError
-    from slime.train.megatron.model import virtual_stages
+    from slime.train.layout_rules import virtual_stages
     from slime.weights.convert import family_of
 
     def stages(num_layers: int) -> int | None:

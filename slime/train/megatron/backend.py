@@ -28,8 +28,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 
 from slime.train.dumps import Shard  # noqa: E402
 from slime.train.megatron import forward, optimizer, parallel, recompute, te_layers  # noqa: E402
+from slime.train.layout_rules import check_layout, virtual_stages  # noqa: E402
 from slime.train.megatron.host_states import host_states_of  # noqa: E402
-from slime.train.megatron.model import PolicyModel, build_model_chunks, check_layout, virtual_stages  # noqa: E402
+from slime.train.megatron.model import build_model_chunks  # noqa: E402
 from slime.train.megatron.moe_layer import uses_balance_losses  # noqa: E402
 from slime.train.megatron.offload import Offloader  # noqa: E402
 from slime.train.megatron.packed import PackedMicroBatch, PackingOptions  # noqa: E402
@@ -116,7 +117,7 @@ class MegatronBackend:
 
     def _set_up_model(self, initialise: bool) -> None:
         config = self.config
-        chunks = self._build(initialise)
+        chunks = build_model_chunks(self.spec, config, initialise=initialise)
         recompute.prepare(chunks)
         optimizer.freeze(chunks, config)
         self.model_chunks = optimizer.wrap_data_parallel(chunks, config)
@@ -139,9 +140,6 @@ class MegatronBackend:
         config = self.config
         spec = family_of(self.hf_config, config.checkpoint.model_name).model_spec(self.hf_config)
         return spec.padded(config.megatron.tensor_model_parallel_size)
-
-    def _build(self, initialise: bool) -> list[PolicyModel]:
-        return build_model_chunks(self.spec, self.config, initialise=initialise)
 
     def _load(self) -> int:
         """Weights of reference and policy, then the optimizer around the policy's, then its state if there is one."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from slime.algorithms.logprobs import VocabShard, linear_log_probs
 from slime.config import Config
 from slime.config.architecture import merge_transformer
-from slime.train.layout_rules import check_layout, virtual_stages
+from slime.train.layout_rules import virtual_stages
 from slime.train.megatron import te_layers
 from slime.train.megatron.attention import PackedAttention, PackedSelfAttention
 from slime.train.megatron.layers import Embedding, RMSNorm, SwiGLUActivation, leave_as_it_is
@@ -154,11 +154,11 @@ def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = Fa
     """This rank's pipeline stage(s) of the model, on the trainer's device, parameters not loaded yet.
 
     Args:
+        spec: fits the layout (`slime.train.layout_rules.check_layout`).
         initialise: draw random weights; without it parameters hold garbage until a checkpoint is loaded.
     Raises:
-        UserError: a layout that does not fit the model, with the number that does not divide.
+        UserError: a flag that contradicts the model or cannot be honoured, or a provider that built something else.
     """
-    check_layout(spec, config)
     transformer = transformer_config(spec, config, initialise=initialise)
     virtual = transformer.virtual_pipeline_model_parallel_size
 
