@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slime.config import Config
+from slime.train.layout_rules import virtual_stages
 from slime.weights.convert.spec import ModelSpec
 
 Cut = Literal["none", "tensor", "expert"]
@@ -54,17 +55,14 @@ class Layout:
 
     @staticmethod
     def of(config: Config, spec: ModelSpec) -> Layout:
-        """From the flags; they are known to divide what they must (`slime.config.checks`)."""
+        """From the flags, which fit the model (`slime.train.layout_rules.check_layout`)."""
         megatron, cluster = config.megatron, config.cluster
-        tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-        virtual = megatron.num_virtual_stages_per_pipeline_rank
-        if virtual is None and megatron.num_layers_per_virtual_pipeline_stage is not None:
-            virtual = spec.num_layers // pipeline // megatron.num_layers_per_virtual_pipeline_stage
+        tensor = megatron.tensor_model_parallel_size
         return Layout(
             world=cluster.actor_num_nodes * cluster.actor_num_gpus_per_node,
             tensor=tensor,
-            pipeline=pipeline,
-            virtual=max(1, virtual or 1),
+            pipeline=megatron.pipeline_model_parallel_size,
+            virtual=virtual_stages(spec, config) or 1,
             context=megatron.context_parallel_size,
             expert=megatron.expert_model_parallel_size,
             expert_tensor=megatron.expert_tensor_parallel_size or tensor,
