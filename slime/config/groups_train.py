@@ -101,6 +101,11 @@ class AlgorithmConfig:
     num_critic_only_steps: int = flag(0, refused=_NO_CRITIC)
     """Steps that train the critic alone."""
 
+    @property
+    def needs_reference(self) -> bool:
+        """Something compares the policy with the reference model: the KL loss, or the KL penalty in the reward."""
+        return self.loss_type != "sft_loss" and (self.use_kl_loss or self.kl_coef != 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:

@@ -76,13 +76,13 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
     from slime.weights.convert import family_of
     from slime.weights.hf_files import HfReader
 
-    flags, algorithm = config.checkpoint, config.algorithm
+    flags = config.checkpoint
     assert flags.hf_checkpoint is not None
     family = family_of(flags.hf_checkpoint, flags.model_name)
     folders = {Path(flags.hf_checkpoint)} if needs_engines(config) else set()
     if plan.kind == "hf":
         folders.add(plan.path)
-    if algorithm.loss_type != "sft_loss" and (algorithm.use_kl_loss or algorithm.kl_coef != 0):
+    if config.algorithm.needs_reference:
         reference = resolve_reference(config)
         if reference.kind == "hf":
             folders.add(reference.path)

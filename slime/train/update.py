@@ -115,7 +115,7 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     _check_batch(batch, trainer.config)
     data = _initial_tensors(trainer, batch)
 
-    if flags.loss_type != "sft_loss" and (flags.use_kl_loss or flags.kl_coef != 0):
+    if flags.needs_reference:
         with timers.measure("ref_log_probs"), memory.phase("ref_log_probs"):
             data.ref_log_probs = trainer.log_probs(batch, reference=True, store_prefix="ref_")
     if not reuses_log_probs(trainer.config, batch):

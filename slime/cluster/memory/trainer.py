@@ -107,7 +107,7 @@ class TrainerSettings:
             moments_on_host=on_host if cpu_offload else float(staged),
             master_on_host=on_host if cpu_offload else 0.0,
             staged=staged,
-            reference=algorithm.loss_type != "sft_loss" and (algorithm.use_kl_loss or algorithm.kl_coef != 0),
+            reference=algorithm.needs_reference,
             tokens=largest_micro_batch(config, layout, longest, on_gpu=on_gpu),
             longest=longest,
             assumed_length=assumed,

@@ -27,9 +27,9 @@ from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 from slime.train.dumps import Shard  # noqa: E402
-from slime.train.megatron import forward, optimizer, parallel, recompute, te_layers  # noqa: E402
 from slime.train.layout_rules import check_layout, virtual_stages  # noqa: E402
 from slime.train.megatron.host_states import host_states_of  # noqa: E402
+from slime.train.megatron import forward, optimizer, parallel, recompute, te_layers  # noqa: E402
 from slime.train.megatron.model import build_model_chunks  # noqa: E402
 from slime.train.megatron.moe_layer import uses_balance_losses  # noqa: E402
 from slime.train.megatron.offload import Offloader  # noqa: E402
@@ -124,7 +124,7 @@ class MegatronBackend:
         self.routing = guide_for(chunks, self.spec, config)
         if initialise:
             self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, config)
-            self.reference = WeightsCopy(self.model_chunks) if self._needs_reference() else None
+            self.reference = WeightsCopy(self.model_chunks) if config.algorithm.needs_reference else None
         self.next_rollout_id = 0 if initialise else self._load()
         if self.reference is not None:
             self.reference_is_policy = not self.any_rank(not self.reference.equals(self.model_chunks))
@@ -144,7 +144,7 @@ class MegatronBackend:
     def _load(self) -> int:
         """Weights of reference and policy, then the optimizer around the policy's, then its state if there is one."""
         plan = resolve_load(self.config)
-        if self._needs_reference():
+        if self.config.algorithm.needs_reference:
             self.reference_iteration = saved_reference(plan)
             if self.reference_iteration is None:
                 self._load_weights(resolve_reference(self.config))
@@ -209,10 +209,6 @@ class MegatronBackend:
     def finish_saving(self) -> None:
         """Wait for what ``--async-save`` still writes; raises what went wrong there."""
         self.writer.wait()
-
-    def _needs_reference(self) -> bool:
-        flags = self.config.algorithm
-        return flags.loss_type != "sft_loss" and (flags.use_kl_loss or flags.kl_coef != 0)
 
     # -- what others ask -----------------------------------------------------------------------------------------
 
