@@ -27,6 +27,9 @@ from slime.weights.megatron_names import Placement, global_parameters, unwrapped
 
 logger = get_logger(__name__)
 
+_EMBEDDING = "embedding.word_embeddings.weight"
+_ENDLESS = 1 << 40  # rollouts of a run whose length is not known yet
+
 
 def freeze(chunks: Sequence[PolicyModel], config: Config) -> int:
     """Switch off gradients by the regular expressions of the flags; returns how many parameters are frozen here.
@@ -87,9 +90,6 @@ def _check_experts(trained: dict[str, bool]) -> None:
                 why="the experts of a layer are one parameter",
                 fix="let the expression match all experts of a layer, or none",
             )
-
-
-_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def _check_expressions(patterns: Sequence[str], trained: dict[str, bool]) -> None:
@@ -243,9 +243,6 @@ def _move_states_to_host(inner: torch.optim.Optimizer) -> None:
             fix="use --optimizer-cpu-offload instead",
         )
     HostStates.install(inner)
-
-
-_ENDLESS = 1 << 40  # rollouts of a run whose length is not known yet
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
