@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -81,13 +81,15 @@ class PackedSelfAttention(SelfAttention):
         cos, sin = packed_seq_params.rotary
         query = Rotate.apply(query, cos, sin, self.config.rotary_interleaved)
         key = Rotate.apply(key, cos, sin, self.config.rotary_interleaved)
-        if self.checkpoint_core_attention and self.training:
-            out = tensor_parallel.checkpoint(
-                lambda q, k, v: self.core_attention(q, k, v, sequences), False, query, key, value
-            )
-        else:
-            out = self.core_attention(query, key, value, sequences)
+        out = attend(self, functools.partial(self.core_attention, sequences=sequences), query, key, value)
         return self.linear_proj(out.reshape(out.size(0), 1, -1))
+
+
+def attend(layer: Attention, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """``core(query, key, value)``; with ``--recompute-modules core_attn`` it is computed again going back."""
+    if layer.checkpoint_core_attention and layer.training:
+        return tensor_parallel.checkpoint(core, False, query, key, value)
+    return core(query, key, value)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ Transformer Engine.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime.train.megatron.attention import attend
 from slime.train.megatron.layers import RMSNorm
 from slime.train.megatron.packed import PackedSequences
 from slime.train.megatron.rotary import Rotate
@@ -70,10 +72,7 @@ class PackedMLASelfAttention(MLASelfAttention):
             )
         else:
             query, key, value = self._expanded(*latents, sequences)
-        if self.checkpoint_core_attention and self.training:
-            out = tensor_parallel.checkpoint(lambda q, k, v: self._attend(q, k, v, sequences), False, query, key, value)
-        else:
-            out = self._attend(query, key, value, sequences)
+        out = attend(self, partial(self._padded_core, sequences=sequences), query, key, value)
         out = out.reshape(out.size(0), 1, -1)
         if self.qkv_up_checkpoint is not None:
             self.qkv_up_checkpoint.discard_output_and_register_recompute(out)
@@ -125,7 +124,7 @@ class PackedMLASelfAttention(MLASelfAttention):
         key = torch.cat([key_plain, key_position.expand(-1, heads, -1)], dim=-1)
         return query, key, value.contiguous()
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+    def _padded_core(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         """[T, heads, v_head_dim]. The kernels want one head size: zeros behind the shorter ones change nothing."""
         own, common = value.size(-1), max(query.size(-1), value.size(-1))
         query, key, value = (F.pad(x, (0, common - x.size(-1))) if x.size(-1) < common else x
