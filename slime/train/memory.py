@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from slime.config import Config
@@ -255,7 +256,7 @@ def _sharing(config: Config, on_gpu: bool) -> list[str]:
 
 def _device_use(device: torch.device) -> str:
     if device.type != "cuda":
-        return f"resident memory of this process: {_resident() / _GB:.2f} GB"
+        return f"resident memory of this process: {psutil.Process().memory_info().rss / _GB:.2f} GB"
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device)
     used = torch.cuda.memory_allocated(device)
@@ -284,12 +285,5 @@ def _peak(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     found = re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE) if _STATUS.exists() else None
-    if found is None:
-        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
-    return float(found.group(1)) * 1024
-
-
-def _resident() -> float:
-    """Bytes."""
-    found = re.search(r"^VmRSS:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE) if _STATUS.exists() else None
-    return float(found.group(1)) * 1024 if found else 0.0
+    kilobytes = found.group(1) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(kilobytes) * 1024
