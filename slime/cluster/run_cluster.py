@@ -275,6 +275,23 @@ class Cluster:
 
     def _new_hand_over(self, engines: EngineGroup) -> HandOver:
         cluster = self.config.cluster
+    def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None:
+        """After a failure: let the ranks finish the checkpoint that --async-save is writing.
+
+        Their writers are threads, which go on also where a rank waits in vain for another one that failed in
+        training. So the ranks' answers are waited for, or for ``is_saved``, or for the deadline.
+
+        Raises:
+            UserError: the save failed. ActorDied: a rank is gone.
+        """
+        if self._trainers is None:
+            return
+        refs = self._trainers.begin("finish_saving")
+        pending, end = list(refs.values()), time.monotonic() + seconds
+        while pending and not is_saved() and not self._should_stop() and time.monotonic() < end:
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_SECONDS)
+        raise_failed(refs, "finishing the checkpoint")
+
         return HandOver(
             engines,
             self._call_trainers,
@@ -360,3 +377,4 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[name] = now - self._last
         self._last = now
+_POLL_SECONDS = 0.5

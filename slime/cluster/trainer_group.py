@@ -192,8 +192,12 @@ class TrainerGroup:
         on_poll: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Call ``method`` on every rank and wait for all."""
-        refs = [getattr(actor, method).remote(*args) for actor in self.actors]
-        return wait_for(refs, what, timeout, should_stop, on_poll, self.names)
+        refs = self.begin(method, *args)
+        return wait_for(list(refs.values()), what, timeout, should_stop, on_poll, self.names)
+
+    def begin(self, method: str, *args: Any) -> dict[str, ray.ObjectRef]:
+        """Call ``method`` on every rank and do not wait; a reference by name for each."""
+        return {name: getattr(actor, method).remote(*args) for name, actor in zip(self.names, self.actors)}
 
     def watch(self) -> Watch:
         """Raises an `ActorDied` soon after a rank is gone, also while the trainer is not needed."""

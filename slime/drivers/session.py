@@ -18,12 +18,16 @@ from slime.cluster.run_cluster import Cluster, Launch
 from slime.cluster.waiting import StopRequested
 from slime.config import Config
 from slime.drivers.preflight import joins_cluster, preflight
-from slime.errors import UserError
+from slime.errors import RunFailed, UserError
 from slime.observe.log import configure_logging, get_logger
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
+from slime.weights.checkpoint_dir import discard_partial, is_saved, iteration_name, newest_whole
 
 logger = get_logger(__name__)
+
+#: How long a run that failed waits for the checkpoint that is being written; the processes may be in any state.
+_SAVE_SECONDS = 600.0
 
 
 class Session:
@@ -55,7 +59,9 @@ class Session:
         self._memory = Measured(MemoryPlan.of(config)) if is_on_gpu(config) else None
         self._last_trained: int | None = None
         self._not_logged: dict[str, float] = {}
+        self._save_begun: int | None = None
         self._last_saved: int | None = None
+        """Handed over to be written; with --async-save not yet written."""
         self._state = "failed"
 
     # -- start and end ---------------------------------------------------------------------------------
@@ -97,6 +103,11 @@ class Session:
         """Leave nothing running. A second Ctrl-C meanwhile ends the driver at once; what it owns goes with it."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.cluster.close(politely=self._state == "finished")
+        flags = self.config.checkpoint
+        if flags.save is not None and self._save_begun is not None:  # whoever wrote it is gone now
+            final = Path(flags.save) / iteration_name(self._save_begun)
+            if discard_partial(final):
+                logger.warning("%s was not finished; what there was of it is removed", final)
         self.sinks.close(self._state)
 
     # -- steps -----------------------------------------------------------------------------------------
@@ -178,6 +189,7 @@ class Session:
         return number == self.num_rollout or epoch_end or (interval is not None and number % interval == 0)
 
     def save(self, rollout_id: int) -> None:
+        self._save_begun = rollout_id
         with self.sinks.phase("save_model"):
             self.cluster.save(rollout_id, self.weight_version)
         self._last_saved = rollout_id
@@ -187,6 +199,32 @@ class Session:
         if self._last_saved is not None and self.config.checkpoint.async_save:
             with self.sinks.phase("save_model"):
                 self.cluster.finish_saving()
+
+    def settle_save(self) -> None:
+        """The run ends early: give the checkpoint that --async-save is writing time to become whole."""
+        flags, rollout_id = self.config.checkpoint, self._last_saved
+        if not (flags.async_save and flags.save) or rollout_id is None or is_saved(Path(flags.save), rollout_id):
+            return
+        root = Path(flags.save)
+        logger.warning(
+            "the checkpoint of rollout %d is still being written: waiting for it, %.0f s at most; Ctrl-C gives it up",
+            rollout_id, _SAVE_SECONDS,
+        )  # fmt: skip
+        self._stop.clear()
+        try:
+            self.cluster.settle_save(lambda: is_saved(root, rollout_id), _SAVE_SECONDS)
+        except KeyboardInterrupt:
+            logger.warning("the checkpoint of rollout %d is given up", rollout_id)
+        except (UserError, RunFailed) as problem:
+            logger.error("the checkpoint of rollout %d is lost: %s", rollout_id, problem)
+
+    def _newest_checkpoint(self) -> str | None:
+        """For people: where the run can go on from. None for a run that has not trained, or saves nothing."""
+        root = self.config.checkpoint.save
+        if root is None or self._last_trained is None or not self.cluster.has_trainers:
+            return None
+        newest = newest_whole(Path(root))
+        return f"newest whole checkpoint: {newest}" if newest else f"there is no whole checkpoint in {root} yet"
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         with self.sinks.phase("evaluate"):
@@ -205,11 +243,21 @@ class Session:
             logger.info("saved rollout %d before leaving", self._last_trained)
         self.finish_saving()
 
+    def interrupted(self) -> None:
+        """After Ctrl-C: leave, but not without a checkpoint that is nearly there."""
+        self._state = "stopped"
+        self.settle_save()
+        if newest := self._newest_checkpoint():
+            logger.info("%s", newest)
+
     def failed(self, error: BaseException) -> None:
         """Keep what explains the failure, and say in the error where it is."""
         folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
         if folder is not None and "slime.train.non_finite" in sys.modules:  # imported by nothing here but such an error
             self._keep_failed_step(error, folder)
+        self.settle_save()
+        if newest := self._newest_checkpoint():
+            error.add_note(newest)
         error.add_note(f"details: {folder or 'not written, see above'}; every process's log: {self.run.logs}")
 
     def _keep_failed_step(self, error: BaseException, folder: Path) -> None:
@@ -269,7 +317,7 @@ def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
             if not launched:  # the caller's block has nothing to run on; a context manager cannot skip it otherwise
                 raise SystemExit(0) from None
     except KeyboardInterrupt:
-        session.ended("stopped")
+        session.interrupted()
         raise
     except SystemExit:
         raise

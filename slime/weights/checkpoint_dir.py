@@ -23,7 +23,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_LEFTOVER = re.compile(r"\.(iter_\d{7,}|release)\.(partial|replaced)")
+_LEFTOVER = re.compile(r"\.(iter_\d{7,}|release)\.(partial|replaced|discarded)")
 
 
 def iteration_name(iteration: int | str) -> str:
@@ -70,6 +70,24 @@ def iteration_dir(root: Path, iteration: int | str) -> Path:
 def is_leftover(name: str) -> bool:
     """Does the name belong to a save that did not finish?"""
     return bool(_LEFTOVER.fullmatch(name))
+
+
+def is_saved(root: Path, iteration: int) -> bool:
+    """Is the save of ``iteration`` complete? Also while it is saved once more, it is not."""
+    return read_tracker(root) == iteration and not _partial(root / iteration_name(iteration)).exists()
+
+
+def newest_whole(root: Path) -> Path | None:
+    """The checkpoint to go on from: the tracked one, or the newest other one where that is not complete."""
+    tracked = read_tracker(root)
+    for iteration in (*(() if tracked is None else (tracked,)), *reversed(saved_iterations(root))):
+        directory = iteration_dir(root, iteration)
+        try:
+            check_complete(directory)
+        except UserError:
+            continue
+        return directory
+    return None
 
 
 # -- completeness ------------------------------------------------------------------------------------------
@@ -213,7 +231,7 @@ def partial_dir(final: Path) -> Path:
     Raises:
         UserError: the place cannot be written to.
     """
-    path = final.with_name(f".{final.name}.partial")
+    path = _partial(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -224,6 +242,25 @@ def partial_dir(final: Path) -> Path:
             f"cannot write to {final.parent}", why=f"{error.strerror}", fix="pass a directory that you may write to"
         ) from error
     return path
+
+
+def _partial(final: Path) -> Path:
+    return final.with_name(f".{final.name}.partial")
+
+
+def discard_partial(final: Path) -> bool:
+    """Remove what a save that will not be finished has written; False when there is nothing to remove.
+
+    It gets another name first: a writer that is not quite dead can then no longer publish what is left of it.
+    """
+    discarded = final.with_name(f".{final.name}.discarded")
+    shutil.rmtree(discarded, ignore_errors=True)
+    try:
+        _partial(final).rename(discarded)
+    except OSError:  # not there, or the disk is in trouble: then the next save tries again
+        return False
+    shutil.rmtree(discarded, ignore_errors=True)
+    return True
 
 
 def publish(partial: Path, final: Path) -> None:

@@ -29,6 +29,21 @@ def reward(args: Any, sample: Sample, **_: Any) -> float:
     return float(len(sample.response))
 
 
+def hold_saves(args: Any) -> None:
+    """--custom-megatron-init-path: checkpoints wait (at most a minute) while <folder>/hold-save exists."""
+    from slime.weights.sharded_store import FingerprintedFile
+
+    folder, write = Path(os.environ["SLIME_TEST_HOLD"]), FingerprintedFile.write
+
+    def held(file: FingerprintedFile, data: Any) -> int:
+        end = time.monotonic() + 60
+        while (folder / "hold-save").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        return write(file, data)
+
+    FingerprintedFile.write = held  # type: ignore[method-assign]
+
+
 # -- what reaches which process ----------------------------------------------------------------------------
 
 

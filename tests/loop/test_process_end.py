@@ -94,13 +94,22 @@ def test_sigterm_saves_and_the_same_command_goes_on(begin: Start, hold: Path, sc
 
 
 def test_a_mistake_in_user_code_keeps_what_was_saved(begin: Start, hold: Path) -> None:
+    """Also what is still being written when it happens."""
     (hold / "raise-1").touch()
-    driver = begin("raises", "--save-interval", 1)
+    (hold / "hold-save").touch()
+    held = ("--save-interval", 1, "--async-save", "--custom-megatron-init-path", "tests.loop.hold.hold_saves")
+    driver = begin("raises", *held)
+    wait_until(
+        lambda: "still being written" in driver.stderr or driver.process.poll() is not None, "it waits for the save"
+    )
+    assert not (driver.path / "checkpoints" / "iter_0000000").exists() and driver.process.poll() is None
+    (hold / "hold-save").unlink()
     assert driver.end() == 2, driver.stderr
     error = driver.error()
     assert len(error) <= 8 and "Traceback" not in driver.stderr
     assert "tests.loop.hold.reward" in error[0] and "a mistake in the reward function" in "".join(error)
     assert str(driver.path / "crash") in error[-1]
+    assert f"newest whole checkpoint: {driver.path / 'checkpoints' / 'iter_0000000'}" in error[-2]
     driver.leaves_nothing()
     assert "rollout" in crash_of(driver)["note"] and state_of(driver) == "failed"
     assert (driver.path / "report.html").exists() and driver.steps() == [1]

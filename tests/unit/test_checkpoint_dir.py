@@ -252,3 +252,46 @@ def test_unwritable_places_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         ckpt.partial_dir(tmp_path / "file" / "iter_0000001")
+
+
+# -- after a run that failed -------------------------------------------------------------------------------
+
+
+def test_the_newest_whole_checkpoint(root: Path) -> None:
+    assert ckpt.newest_whole(root) is None
+    complete(root, 3)
+    complete(root, 7)
+    assert ckpt.newest_whole(root) == root / "iter_0000007"
+    complete(root, 9, track=False)
+    assert ckpt.newest_whole(root) == root / "iter_0000007", "where a resume would go on"
+    (root / "iter_0000007" / "data.distcp").unlink()
+    assert ckpt.newest_whole(root) == root / "iter_0000009"
+
+
+def test_a_save_counts_once_it_is_tracked_and_not_under_way_again(root: Path) -> None:
+    complete(root, 3, track=False)
+    assert not ckpt.is_saved(root, 3)
+    ckpt.set_latest(root, 3)
+    assert ckpt.is_saved(root, 3)
+    partial = ckpt.partial_dir(root / "iter_0000003")
+    assert not ckpt.is_saved(root, 3)
+    (partial / "data.distcp").write_text("half")
+    assert ckpt.discard_partial(root / "iter_0000003") and not ckpt.discard_partial(root / "iter_0000003")
+    assert ckpt.is_saved(root, 3) and sorted(path.name for path in root.iterdir()) == ["iter_0000003", ckpt.TRACKER]
+
+
+def test_a_discarded_save_cannot_be_published_by_a_writer_that_still_lives(root: Path) -> None:
+    final = root / "iter_0000004"
+    partial = ckpt.partial_dir(final)
+    ckpt.discard_partial(final)
+    with pytest.raises(FileNotFoundError):
+        ckpt.publish(partial, final)
+    assert list(root.iterdir()) == []
+
+
+def test_the_next_save_removes_what_could_not_be_discarded_whole(root: Path) -> None:
+    left = root / ".iter_0000004.discarded"
+    left.mkdir(parents=True)
+    complete(root, 5)
+    ckpt.retain(root, None)
+    assert not left.exists()

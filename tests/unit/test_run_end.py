@@ -1,0 +1,169 @@
+"""A run that ends early while a checkpoint is written behind training: it becomes whole or goes, and one is named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_checkpoint_dir import complete
+
+from slime.cluster import run_cluster
+from slime.cluster.run_cluster import Cluster, Launch
+from slime.config import make_config
+from slime.drivers import session as module
+from slime.errors import UserError
+from slime.weights.checkpoint_dir import partial_dir
+from slime.weights.load_plan import LoadPlan
+
+Behaviour = Callable[[Callable[[], bool]], None]
+NEWEST = "newest whole checkpoint: {}"
+
+
+class Trainers:
+    """In the cluster's place: a save goes on behind training, and ``settles`` says what becomes of it."""
+
+    has_trainers, has_engines = True, False
+
+    def __init__(self, root: Path, settles: Behaviour) -> None:
+        self.root, self.settles = root, settles
+        self.asked: list[float] = []
+
+    def launch(self) -> Launch:
+        return Launch(0, 0, {})
+
+    def update_weights(self) -> dict[str, float]:
+        return {}
+
+    def save(self, rollout_id: int, weight_version: int) -> None:
+        (partial_dir(self.root / f"iter_{rollout_id:07d}") / "data.distcp").write_text("half")
+
+    def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None:
+        self.asked.append(seconds)
+        assert not is_saved()
+        self.settles(is_saved)
+
+    def finish_saving(self) -> None:
+        self.settles(lambda: False)
+
+    def close(self, *, politely: bool) -> None:
+        self.has_trainers = False
+
+
+Run = Callable[..., Trainers]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """``run(error, settles)``: rollout 0 is saved whole, rollout 1 behind training, then ``error`` is raised."""
+
+    def start(error: BaseException, settles: Behaviour, **flags: Any) -> Trainers:
+        root = tmp_path / "checkpoints"
+        trainers = Trainers(root, settles)
+        monkeypatch.setattr(module, "Cluster", lambda *_, **__: trainers)
+        monkeypatch.setattr(module, "preflight", lambda config: LoadPlan("hf", root, None, 0, False, False, False, ""))
+        monkeypatch.setattr(module, "check_memory", lambda config: None)
+        monkeypatch.setattr(module, "configure_logging", lambda *_, **__: None)
+        given = {"save": str(root), "async_save": True, "num_rollout": 4, "output_dir": str(tmp_path), **flags}
+        config = make_config(rollout_batch_size=1, run_name="run", **given)
+        with module.open_session(config, take_turns=True) as session:
+            complete(root, 0)
+            session.trained(1, {})
+            session.save(1)
+            raise error
+        return trainers
+
+    return start
+
+
+def test_a_failure_waits_for_the_checkpoint_under_way(run: Run, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+
+    def finishes(is_saved: Callable[[], bool]) -> None:
+        complete(root, 1)
+        assert is_saved()
+
+    with pytest.raises(UserError) as caught:
+        run(UserError("a mistake in the reward function"), finishes)
+    assert caught.value.__notes__[0] == NEWEST.format(root / "iter_0000001")
+    assert "details: " in caught.value.__notes__[-1]
+
+
+def times_out(is_saved: Callable[[], bool]) -> None:
+    assert not is_saved()
+
+
+def fails(is_saved: Callable[[], bool]) -> None:
+    raise UserError("the disk is full")
+
+
+@pytest.mark.parametrize("settles", [times_out, fails])
+def test_what_is_not_finished_goes_and_the_one_before_is_named(
+    settles: Behaviour, run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "checkpoints"
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(ZeroDivisionError(), settles)
+    assert caught.value.__notes__[0] == NEWEST.format(root / "iter_0000000")
+    assert sorted(path.name for path in root.iterdir()) == ["iter_0000000", "latest_checkpointed_iteration.txt"]
+    assert "iter_0000001 was not finished" in caplog.text and ("disk is full" in caplog.text) == (settles is fails)
+
+
+def test_ctrl_c_waits_too_and_a_second_one_does_not(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    def again(is_saved: Callable[[], bool]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(KeyboardInterrupt(), again)
+    assert "the checkpoint of rollout 1 is given up" in caplog.text
+    assert NEWEST.format(tmp_path / "checkpoints" / "iter_0000000") in caplog.text
+
+
+def test_a_save_in_the_foreground_is_not_waited_for(run: Run, tmp_path: Path) -> None:
+    """It ended, well or not, before the failure; here with a rank that died in the middle of it."""
+
+    def never(is_saved: Callable[[], bool]) -> None:
+        raise AssertionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(ZeroDivisionError(), never, async_save=False)
+    assert "iter_0000000" in caught.value.__notes__[0]
+    assert not list((tmp_path / "checkpoints").glob(".iter*"))
+
+
+# -- waiting for ranks that may hang -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """Of one rank that never answers."""
+    cluster = Cluster(make_config(), tmp_path, take_turns=True)
+    cluster._trainers = SimpleNamespace(begin=lambda method: {"trainer-0": method})  # type: ignore[assignment]
+
+    def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        assert refs == ["finish_saving"] and timeout <= 1
+        time.sleep(0.01)
+        return [], refs
+
+    monkeypatch.setattr(run_cluster, "ray", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(run_cluster, "raise_failed", lambda refs, what: None)
+    return cluster
+
+
+def test_a_rank_that_hangs_does_not_keep_a_finished_save_waiting(cluster: Cluster) -> None:
+    looks = iter([False, False, True])
+    cluster.settle_save(lambda: next(looks), seconds=60)
+    assert next(looks, "all were used") == "all were used"
+
+
+def test_the_wait_has_a_deadline_and_listens_to_sigterm(cluster: Cluster) -> None:
+    cluster.settle_save(lambda: False, seconds=0.02)
+    asked = iter([False, True])
+    cluster._should_stop = lambda: next(asked)
+    cluster.settle_save(lambda: False, seconds=60)
+    assert next(asked, "all were used") == "all were used"
