@@ -26,7 +26,7 @@ from slime.train.records import RolloutTensors
 FORMAT_VERSION = 2
 
 #: Per-sample tensors [R_i] of `RolloutTensors`, under these names in the files.
-_TENSORS = ("log_probs", "ref_log_probs", "rollout_log_probs", "entropy", "kl", "advantages", "returns", "loss_masks")
+_TENSORS = ("log_probs", "ref_log_probs", "rollout_log_probs", "kl", "advantages", "returns")
 
 
 @dataclass
@@ -81,17 +81,15 @@ def _sample(batch: TrainBatch, data: RolloutTensors, i: int, more: dict[str, Any
         "weight_version": batch.weight_versions[i] if batch.weight_versions else None,
     }
     columns: dict[str, Any] = {name: getattr(data, name) for name in _TENSORS}
-    columns["teacher_log_probs"] = batch.teacher_log_probs
-    for name, values in {**columns, **more}.items():
+    columns |= {"loss_mask": data.loss_masks, "teacher_log_probs": batch.teacher_log_probs, **more}
+    for name, values in columns.items():
         if values is not None and values[i] is not None:
             value = values[i]
-            sample[name.removesuffix("s") if name == "loss_masks" else name] = (
-                value.detach().cpu().clone() if isinstance(value, Tensor) else value
-            )
+            sample[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
     return sample
 
 
-def joined(rollout_id: int, shards: Sequence[Shard], rank: int = 0) -> dict[str, Any]:
+def joined(rollout_id: int, shards: Sequence[Shard]) -> dict[str, Any]:
     """The shards of all data-parallel ranks as one record of the format above; duplicates of a rank are left out."""
     by_rank = {shard.data_parallel_rank: shard for shard in shards}
     ordered = [by_rank[r] for r in sorted(by_rank)]
@@ -99,7 +97,7 @@ def joined(rollout_id: int, shards: Sequence[Shard], rank: int = 0) -> dict[str,
     return {
         "format_version": FORMAT_VERSION,
         "rollout_id": rollout_id,
-        "rank": rank,
+        "rank": 0,
         "samples": samples,
         "dp_shards": [
             {

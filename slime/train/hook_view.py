@@ -37,6 +37,12 @@ def hook_view(batch: TrainBatch, data: RolloutTensors) -> dict[str, Any]:
 
 
 def advantages_of(view: dict[str, Any], path: str, masks: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """(advantages, returns) that the hook at ``path`` left in ``rollout_data``; returns it did not set are the
+    advantages.
+
+    Raises:
+        UserError: there are none, or not one per response token.
+    """
     advantages, returns = view.get("advantages"), view.get("returns")
     if advantages is None:
         raise UserError(f"{path} set no advantages", fix='assign rollout_data["advantages"] and ["returns"]')

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class LossHooks:
     loss: Callable[..., Any] | None = None
     tis: Callable[..., Any] | None = None
     reducer: Callable[..., Any] | None = None
-    per_token: bool = field(default=False)
+    per_token: bool = False
 
     @staticmethod
     def load(config: Config) -> LossHooks:

@@ -187,11 +187,11 @@ def _recompute(config: Config) -> list[str]:
 
 def _smaller_micro_batches(config: Config, largest: LargestMicroBatch | None) -> list[str]:
     train, context = config.train, config.megatron.context_parallel_size
-    single = largest is not None and len(largest.lengths) == 1
+    single = largest if largest is not None and len(largest.lengths) == 1 else None
     ways = []
-    if single and largest is not None:
+    if single is not None:
         ways.append(
-            f"the largest micro-batch is one sample of {largest.num_tokens} tokens, which no batch size can split: "
+            f"the largest micro-batch is one sample of {single.num_tokens} tokens, which no batch size can split: "
             f"--context-parallel-size {context} → {2 * context}, or shorter samples: --rollout-max-response-len "
             f"{config.rollout.rollout_max_response_len} → {max(1, config.rollout.rollout_max_response_len * 3 // 4)}"
         )
@@ -199,7 +199,7 @@ def _smaller_micro_batches(config: Config, largest: LargestMicroBatch | None) ->
         cap = train.max_tokens_per_gpu
         start = -(-config.rollout.rollout_max_response_len // context)
         lower = max(1, min(cap * 3 // 4, start) if start < cap else cap * 3 // 4)
-        if not single or (largest is not None and largest.num_tokens <= cap * context):
+        if single is None or single.num_tokens <= cap * context:
             ways.insert(
                 0,
                 f"--max-tokens-per-gpu {cap} → {lower} (a safe start is rollout_max_response_len ÷ "

@@ -95,25 +95,19 @@ def failed_step(
     parameters: list[tuple[str, int, int]],
 ) -> FailedStep:
     """What explains the step, on the CPU: this rank's samples with every tensor of theirs, losses, bad gradients."""
-    current: list[Tensor | None] = [None] * len(batch.tokens)
-    for result in results:
-        for i, values in result.by_sample(batch.response_lengths):
-            current[i] = values
-    speaks = trainer.speaks_for_shard
-    return FailedStep(
-        batch.rollout_id,
-        step_id,
-        trainer.data_parallel_rank,
-        outcome.grad_norm,
-        shard_of(batch, data, trainer.data_parallel_rank, step_id, training_log_probs=current) if speaks else None,
-        [
+    rank = trainer.data_parallel_rank
+    step = FailedStep(batch.rollout_id, step_id, rank, outcome.grad_norm, parameters=parameters)
+    if trainer.speaks_for_shard:
+        current: list[Tensor | None] = [None] * len(batch.tokens)
+        for result in results:
+            for i, values in result.by_sample(batch.response_lengths):
+                current[i] = values
+        step.shard = shard_of(batch, data, rank, step_id, training_log_probs=current)
+        step.micro_batches = [
             {
                 "sample_indices": [batch.sample_indices[i] for i in result.samples],
                 **{name: value.item() for name, value in result.metrics.items()},
             }
             for result in results
         ]
-        if speaks
-        else [],
-        parameters,
-    )
+    return step

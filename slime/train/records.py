@@ -89,7 +89,6 @@ class RolloutTensors:
     log_probs: list[Tensor] | None = None
     ref_log_probs: list[Tensor] | None = None
     rollout_log_probs: list[Tensor] | None = None
-    entropy: list[Tensor] | None = None
     kl: list[Tensor] | None = None
     advantages: list[Tensor] | None = None
     returns: list[Tensor] | None = None
@@ -105,7 +104,8 @@ class StepOutcome:
     """What applying the gradients did.
 
     Attributes:
-        grad_norm: global L2 norm before clipping; NaN or Inf when gradients are.
+        grad_norm: global L2 norm before clipping; NaN or Inf when gradients are, NaN when nobody looked at them as the
+            loss was not finite.
         applied: the weights changed; False when the step was skipped because of NaN or Inf.
         metrics: of the trainer's own, for the whole step ("moe_max_load", …).
     """

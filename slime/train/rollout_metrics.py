@@ -70,20 +70,18 @@ def rollout_metrics(trainer: Reducer, batch: TrainBatch, data: RolloutTensors) -
         "returns": data.returns,
         "kl": data.kl if data.ref_log_probs is not None else None,
     }
-    sums = {
-        name: weighted_sum(torch.cat(values), weights) if values else weights.new_zeros(())
-        for name, values in columns.items()
-        if values is not None
-    }
+    sums = {name: _weighted_sum(values, weights) for name, values in columns.items() if values is not None}
     if data.log_probs is not None:
-        of_these = _weights(trainer, batch, data, data.before_training)
-        sums["log_probs"] = (
-            weighted_sum(torch.cat(data.log_probs), of_these) if data.log_probs else of_these.new_zeros(())
-        )
+        sums["log_probs"] = _weighted_sum(data.log_probs, _weights(trainer, batch, data, data.before_training))
     if not sums:
         return {}
     totals = trainer.sum_over_data_parallel(torch.stack(list(sums.values())).float())
     return {f"rollout/{name}": value for name, value in zip(sums, totals.tolist())}
+
+
+def _weighted_sum(values: list[Tensor], weights: Tensor) -> Tensor:
+    """Of per-sample tensors and flat weights; 0 on a rank without samples."""
+    return weighted_sum(torch.cat(values), weights) if values else weights.new_zeros(())
 
 
 def _weights(trainer: Reducer, batch: TrainBatch, data: RolloutTensors, only: list[int] | None) -> Tensor:

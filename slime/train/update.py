@@ -105,7 +105,7 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
 
     Returns:
         (metrics of the rollout, ``train/`` values being means over its optimizer steps; the steps' own metrics).
-        Equal on every rank that holds the output layer; others return timings only.
+        Equal, but for timings, on every rank that holds the output layer; others lack what is measured there.
     Raises:
         NonFiniteTraining: NaN or Inf, unless ``--no-check-for-nan-in-loss-and-grad``.
         UserError: the loss asks for something that the samples do not have.

@@ -108,7 +108,6 @@ def test_sleep_frees_the_memory_and_wake_restores_the_bits(keep_weights: bool) -
             assert all(empty) is not keep_weights
             rest = offloader.sleep()  # a second sleep takes what the first one kept
             assert (rest > 0) is keep_weights and offloader.sleep() == 0
-            assert offloader.bytes_away == freed + rest
             offloader.wake()
         assert all(torch.equal(a, b) for a, b in zip(before, backend.model_chunks[0].parameters()))
         slept = backend.train(make_batch(seed=1))["train/grad_norm"]

@@ -219,6 +219,11 @@ def test_what_is_not_deterministic_is_refused(monkeypatch: pytest.MonkeyPatch) -
         make_config(deterministic_mode=True)
 
 
+def test_dropout_of_attention_is_refused() -> None:
+    with pytest.raises(UserError, match="--attention-dropout"):
+        trainer(attention_dropout=0.1)
+
+
 # -- Transformer Engine ----------------------------------------------------------------------------------------------
 
 NEEDY = [

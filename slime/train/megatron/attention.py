@@ -20,6 +20,7 @@ from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime.errors import UserError
 from slime.train.megatron.packed import PackedSequences
 from slime.train.megatron.padded import Block, PaddedLayout
 from slime.train.megatron.rotary import Rotate
@@ -37,7 +38,11 @@ class PackedAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         if config.attention_dropout:
-            raise ValueError("attention dropout is not supported in post-training; set attention_dropout to 0")
+            raise UserError(
+                f"--attention-dropout {config.attention_dropout} cannot be honoured",
+                why="attention to packed sequences has no dropout here",
+                fix="leave it out",
+            )
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:

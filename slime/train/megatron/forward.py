@@ -45,7 +45,7 @@ def score(chunks: list[nn.Module], micro_batches: Sequence[PackedMicroBatch], **
         output = model(next(batches), **options)
         return output, lambda scores, non_loss_data: scores
 
-    return _run(chunks, micro_batches, forward_step, forward_only=True, collect_non_loss_data=True)
+    return _run(chunks, micro_batches, forward_step, forward_only=True)
 
 
 def forward_backward(
@@ -78,7 +78,7 @@ def forward_backward(
 
     for chunk in chunks:
         chunk.zero_grad_buffer()  # type: ignore[operator]
-    return _run(chunks, micro_batches, forward_step, forward_only=False, collect_non_loss_data=False)
+    return _run(chunks, micro_batches, forward_step, forward_only=False)
 
 
 def _run(
@@ -87,7 +87,6 @@ def _run(
     forward_step: Callable[..., Any],
     *,
     forward_only: bool,
-    collect_non_loss_data: bool,
 ) -> list[Any]:
     """Each model chunk (virtual pipeline stage) walks over the micro-batches on its own iterator."""
     iterators = [iter(micro_batches) for _ in chunks]
@@ -99,5 +98,5 @@ def _run(
         seq_length=max(mb.num_tokens for mb in micro_batches),
         micro_batch_size=1,
         forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
+        collect_non_loss_data=forward_only,
     )

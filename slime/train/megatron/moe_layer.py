@@ -126,8 +126,7 @@ def _hand_over_routing(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 def expert_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """``TransformerConfig`` arguments of a model with experts, with our defaults; {} changes for a dense model.
 
-    ``moe_grouped_gemm`` is always on: products are grouped with or without the flag. The expert bias stays as it is
-    unless ``--moe-router-bias-update-rate`` asks for updates.
+    ``moe_grouped_gemm`` is always on: products are grouped with or without the flag.
 
     Raises:
         UserError: a setting that would be ignored, or a balance loss that there is not.
@@ -135,11 +134,7 @@ def expert_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     check_experts(arguments)
     if not arguments.get("num_moe_experts"):
         return {}
-    return {
-        "moe_grouped_gemm": True,
-        "moe_router_dtype": arguments.get("moe_router_dtype") or "fp32",
-        "moe_router_bias_update_rate": arguments.get("moe_router_bias_update_rate", 0.0),
-    }
+    return {"moe_grouped_gemm": True, "moe_router_dtype": arguments.get("moe_router_dtype") or "fp32"}
 
 
 def uses_balance_losses(config: TransformerConfig) -> bool:

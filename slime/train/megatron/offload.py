@@ -48,14 +48,6 @@ class Offloader:
         """Pinned copies by storage, kept from sleep to sleep."""
         self._away: list[_Away] = []
 
-    @property
-    def is_asleep(self) -> bool:
-        return bool(self._away)
-
-    @property
-    def bytes_away(self) -> int:
-        return sum(part.nbytes for part in self._away)
-
     @torch.no_grad()
     def sleep(self, *, keep_weights: bool = False) -> int:
         """Empty gradients, optimizer state and (unless kept) weights; returns the bytes freed. Idempotent."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
@@ -31,8 +31,8 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _ENDLESS = 1 << 40  # rollouts of a run whose length is not known yet
 
 
-def freeze(chunks: Sequence[PolicyModel], config: Config) -> int:
-    """Switch off gradients by the regular expressions of the flags; returns how many parameters are frozen here.
+def freeze(chunks: Sequence[PolicyModel], config: Config) -> None:
+    """Switch off gradients by the regular expressions of the flags.
 
     The expressions are searched in Megatron's names with the layers' global numbers, so that they mean the same at
     every layout. Collective, when there are expressions.
@@ -44,15 +44,13 @@ def freeze(chunks: Sequence[PolicyModel], config: Config) -> int:
     only, frozen_names = config.train.only_train_params_name_list, config.train.freeze_params_name_list
     patterns = [*only, *frozen_names]
     if not patterns:
-        return 0
-    frozen = 0
+        return
     seen: dict[str, bool] = {}  # name → is it trained
     for name, parameter in _named_parameters(chunks):
         found = any(re.search(pattern, name) for pattern in patterns)
         seen[name] = found if only else not found
         if not seen[name]:
             _whole(parameter)[0].requires_grad_(False)
-            frozen += 1
     everywhere: list[Any] = [seen]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everywhere = [None] * dist.get_world_size()
@@ -61,7 +59,6 @@ def freeze(chunks: Sequence[PolicyModel], config: Config) -> int:
     _check_expressions(patterns, trained)
     _check_experts(trained)
     logger.info("%d of %d parameters are frozen", len(trained) - sum(trained.values()), len(trained))
-    return frozen
 
 
 def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -142,7 +139,7 @@ def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[Da
     megatron = config.megatron
     options = {
         "grad_reduce_in_fp32": megatron.accumulate_allreduce_grads_in_fp32,
-        "overlap_grad_reduce": reduces_early(config),
+        "overlap_grad_reduce": megatron.overlap_grad_reduce,
         "overlap_param_gather": megatron.overlap_param_gather,
         "use_distributed_optimizer": is_distributed(config),
         "check_for_nan_in_grad": False,  # `apply_gradients` looks at the norm, which shows it on every rank at once
@@ -158,13 +155,13 @@ def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[Da
                 disable_bucketing=i > 0,
             )
         )
-        chunk.accumulates_into_main_grad(not reduces_early(config))
+        chunk.accumulates_into_main_grad(not megatron.overlap_grad_reduce)
         if wrapped[-1].use_forward_hook and chunk.post_process:
             _wait_for_output_layer(wrapped[-1], chunk)
     transformer = chunks[0].config
     transformer.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [w.no_sync for w in wrapped]
     transformer.finalize_model_grads_func = finalize_model_grads
-    if reduces_early(config):
+    if megatron.overlap_grad_reduce:
         starts = [w.start_grad_sync for w in wrapped]
         transformer.grad_sync_func = starts[0] if len(starts) == 1 else starts
     return wrapped
@@ -183,13 +180,6 @@ def gather_parameters(chunks: Sequence[DataParallel]) -> None:
     for chunk in chunks:
         if chunk.use_forward_hook:
             chunk.start_param_sync(force_sync=True)
-
-
-def reduces_early(config: Config) -> bool:
-    """Are gradients reduced while the backward pass still runs?"""
-    return bool(
-        {"overlap_grad_reduce": config.megatron.overlap_grad_reduce, **config.megatron.ddp}["overlap_grad_reduce"]
-    )
 
 
 def is_distributed(config: Config) -> bool:
@@ -309,7 +299,7 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 
 def megatron_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Megatron keeps one optimizer for dense and one for expert parameters, chained."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def reset_moments(optimizer: MegatronOptimizer) -> None:
