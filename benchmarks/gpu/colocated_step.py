@@ -10,17 +10,14 @@ lot. The goal is generation, log-probs and training at 90 % of the step or more;
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.setting import add_arguments, make_model, median, publish, workspace
-from slime.samples.types import Sample
+from benchmarks.gpu.report import Report, Row, at_least
+from benchmarks.gpu.setting import add_arguments, make_model, median, run_training, workspace
 
-ROOT = Path(__file__).parents[2]
-USEFUL = ("perf/rollout_time", "perf/train_time")
+USEFUL = ("rollout_time", "log_probs_time", "ref_log_probs_time", "actor_train_time")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -35,48 +32,33 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def reward(args: Any, sample: Sample) -> float:
-    """A coin, the same for the same response."""
-    return float(sum(sample.tokens) % 2)
-
-
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    report = Report("colocated step", args)
     with workspace() as folder:
-        model = make_model(args, folder)
-        data = folder / "prompts.jsonl"
-        rows = ({"prompt": f"Tell me about the number {i:06d}. " * 4, "label": ""} for i in range(4 * args.prompts))
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        command = [sys.executable, str(ROOT / "train.py"), *flags(args, model, data, folder), *args.more.split()]
-        subprocess.run(command, check=True, cwd=ROOT)
-        metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in metrics if "perf/step_time" in row and "perf/rollout_time" in row]
-    publish(args, {"what": "colocated step", **breakdown(steps[1:] or steps), "raw": steps})
+        report.case(f"{args.prompts} × {args.samples} × {args.new_tokens}", lambda: measure(args, folder))
+    return report.finish()
 
 
-def flags(args: argparse.Namespace, model: Path, data: Path, folder: Path) -> list[str]:
-    given = {
-        "--hf-checkpoint": model, "--prompt-data": data, "--input-key": "prompt", "--label-key": "label",
-        "--rollout-engine": args.engine, "--actor-num-gpus-per-node": args.gpus,
-        "--rollout-batch-size": args.prompts, "--n-samples-per-prompt": args.samples, "--num-rollout": args.steps,
-        "--rollout-max-response-len": args.new_tokens, "--max-tokens-per-gpu": 8 * (args.new_tokens + 256),
-        "--custom-rm-path": "benchmarks.gpu.colocated_step.reward", "--lr": "1e-6",
-        "--output-dir": folder, "--run-name": "run",
+def measure(args: argparse.Namespace, folder: Path) -> Row:
+    more = ["--colocate", "--actor-num-gpus-per-node", str(args.gpus), *args.more.split()]
+    stage = run_training("train.py", args, make_model(args, folder), folder, more)
+    steps = [row for row in stage.rows if "perf/step_time" in row and "perf/rollout_time" in row]
+    found = breakdown(steps[1:] or steps)  # the first one warms up
+    samples = args.prompts * args.samples / found["seconds"]["step_time"]
+    return {
+        "shape": str(args.model or args.shape), "gpus": args.gpus, **found, "samples_per_second": samples, "raw": steps,
+        "goals": [at_least("generation, log-probs and training, share of the step", found["useful_share"], 0.9)],
     }  # fmt: skip
-    words = ["--colocate", "--use-dynamic-batch-size"]
-    for flag, value in given.items():
-        words += [flag, str(value)]
-    return words
 
 
-def breakdown(steps: list[dict[str, float]]) -> dict[str, Any]:
-    """Median seconds by phase, and the share of the useful ones."""
+def breakdown(steps: list[dict[str, Any]]) -> Row:
+    """Median seconds by phase, and the median share of the useful ones."""
     names = sorted({name for row in steps for name in row if name.startswith("perf/") and name.endswith("_time")})
     seconds = {name.removeprefix("perf/"): median([row.get(name, 0.0) for row in steps]) for name in names}
-    total = seconds["step_time"]
-    useful = sum(seconds.get(name.removeprefix("perf/"), 0.0) for name in USEFUL)
-    return {"useful_share": useful / total if total else 0.0, "seconds": seconds}
+    shares = [sum(row.get(f"perf/{name}", 0.0) for name in USEFUL) / row["perf/step_time"] for row in steps]
+    return {"useful_share": median(shares), "seconds": seconds}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,13 +12,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import aiohttp
 
-from benchmarks.gpu.setting import add_arguments, engines, make_model, median, publish, router, workspace
+from benchmarks.gpu.report import Report, Row, at_least
+from benchmarks.gpu.setting import add_arguments, engine, make_model, median, router, workspace
 from slime.config import make_config
 
 Send = Callable[[list[int]], Awaitable[int]]
@@ -33,18 +37,30 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    with workspace() as folder:
-        model = make_model(args, folder)
-        flags = {"rollout_engine": args.engine, "hf_checkpoint": str(model), "rollout_batch_size": 1, "num_rollout": 1}
-        config = make_config(**flags, embedded_max_slots=max(args.in_flight))
-        with engines(args, config, model, folder) as [engine], router(config, folder, [engine]) as front:
-            for in_flight in args.in_flight:
-                asyncio.run(measure(args, engine, front, in_flight))
+    report = Report("generation", args)
+    with workspace() as folder, ExitStack() as stack:
+        servers: list[str] = []
+
+        def start() -> None:
+            model = make_model(args, folder)
+            flags = {"rollout_engine": args.engine, "hf_checkpoint": str(model), "rollout_batch_size": 1}
+            config = make_config(**flags, num_rollout=1, embedded_max_slots=max(args.in_flight))
+            servers.append(stack.enter_context(engine(args, config, model, folder)))
+            servers.append(stack.enter_context(router(config, folder, servers[0])))
+
+        report.case("start", start)
+        for in_flight in args.in_flight if len(servers) == 2 else []:
+            report.case(f"{in_flight} in flight", partial(run, args, servers[0], servers[1], in_flight))
+    return report.finish()
 
 
-async def measure(args: argparse.Namespace, engine: str, front: str, in_flight: int) -> None:
+def run(args: argparse.Namespace, engine_url: str, front: str, in_flight: int) -> Row:
+    return asyncio.run(measure(args, engine_url, front, in_flight))
+
+
+async def measure(args: argparse.Namespace, engine_url: str, front: str, in_flight: int) -> Row:
     from slime.rollout.client import RolloutClient
 
     generator = random.Random(0)
@@ -58,7 +74,7 @@ async def measure(args: argparse.Namespace, engine: str, front: str, in_flight: 
 
         async def directly(prompt: list[int]) -> int:
             body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
-            async with session.post(f"{engine}/generate", json=body) as answer:
+            async with session.post(f"{engine_url}/generate", json=body) as answer:
                 meta: Any = (await answer.json())["meta_info"]
             return len(meta["output_token_logprobs"])
 
@@ -70,23 +86,24 @@ async def measure(args: argparse.Namespace, engine: str, front: str, in_flight: 
         for number in range(args.rounds):
             sides = [("direct", directly), ("slime", through_us)]
             for name, send in sides if number % 2 == 0 else reversed(sides):
-                await client_flush(session, engine)
+                await empty_cache(session, engine_url)
                 speeds[name].append(await speed_of(send, prompts, in_flight))
     ratio = median(speeds["slime"]) / median(speeds["direct"])
-    publish(
-        args,
-        {
-            "what": "generation", "in_flight": in_flight, "new_tokens": args.new_tokens,
-            "prompt_tokens": args.prompt_tokens, "direct_tok_s": median(speeds["direct"]),
-            "slime_tok_s": median(speeds["slime"]), "ratio": ratio, "raw": speeds,
-        },
-    )  # fmt: skip
+    return {
+        "in_flight": in_flight, "new_tokens": args.new_tokens, "prompt_tokens": args.prompt_tokens,
+        "direct_tokens_per_second": median(speeds["direct"]), "slime_tokens_per_second": median(speeds["slime"]),
+        "raw": speeds, "goals": [at_least("tokens/s, slime ÷ direct", ratio, 0.97)],
+    }  # fmt: skip
 
 
-async def client_flush(session: aiohttp.ClientSession, engine: str) -> None:
-    """Empty the prefix cache, which would answer prompts that the other side has sent."""
-    async with session.post(f"{engine}/flush_cache?timeout=30") as answer:
-        await answer.read()
+async def empty_cache(session: aiohttp.ClientSession, engine_url: str) -> None:
+    """The prefix cache would answer prompts that the other side has sent; an engine that ends requests says no."""
+    for _ in range(50):
+        async with session.post(f"{engine_url}/flush_cache") as answer:
+            if answer.status == 200:
+                return
+        await asyncio.sleep(0.2)
+    raise RuntimeError("the engine does not empty its cache")
 
 
 async def speed_of(send: Send, prompts: list[list[int]], in_flight: int) -> float:
@@ -103,4 +120,4 @@ async def speed_of(send: Send, prompts: list[list[int]], in_flight: int) -> floa
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

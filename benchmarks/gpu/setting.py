@@ -1,10 +1,12 @@
-"""What the measurements of engines share: random weights, engines and routers as processes, results as JSON."""
+"""What the measurements of engines and of whole runs share: random weights, engines and routers as processes, runs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing as mp
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -12,42 +14,65 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import report
 from benchmarks.gpu.trainer import SHAPES
 from slime.cluster.ports import reserve_port
-from slime.cluster.server_process import ServerProcess
+from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.config import Config
+from slime.config.host import num_gpus
+from slime.observe.report.data import Stage, read_run
 from slime.rollout.engines.launch import LaunchSpec, embedded_command, router_command, sglang_command
 from slime.rollout.engines.sglang.command import EnginePlace
+from slime.samples.types import Sample
 
 HOST = "127.0.0.1"
+ROOT = Path(__file__).parents[2]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those that every measurement has."""
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b", help="random weights of this shape")
     parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of random weights")
+    parser.add_argument("--models", type=Path, help="keep random weights in this folder and use them again")
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
-    parser.add_argument("--engine-flags", default="", help="more flags for the engine's server, in one word")
+    parser.add_argument("--engine-flags", default="", help='of its server, in one word: "--attention-backend fa3"')
     parser.add_argument("--rounds", type=int, default=5, help="measurements; medians are reported (default: 5)")
-    parser.add_argument("--out", type=Path, help="append results to this file, one JSON object per line")
+    report.add_arguments(parser)
+
+
+# -- random weights ------------------------------------------------------------------------------------------
 
 
 def make_model(args: argparse.Namespace, folder: Path) -> Path:
     """``--model``, or a directory with random weights in bfloat16 and a byte tokenizer."""
     if args.model is not None:
         return Path(args.model)
+    path = (args.models or folder) / args.shape
+    if (path / "tokenizer.json").exists():  # it is written last
+        return path
+    if not num_gpus():
+        _write_model(args.shape, path)
+        return path
+    # in a process of its own, which gives back the GPU memory that it fills
+    process = mp.get_context("spawn").Process(target=_write_model, args=(args.shape, path))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"writing random weights ended with exit status {process.exitcode}")
+    return path
+
+
+def _write_model(shape: str, path: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = dict(SHAPES[args.shape])
+    settings = dict(SHAPES[shape])
     kind = settings.pop("model_type")
-    path = folder / args.shape
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         config = AutoConfig.for_model(kind, **settings, eos_token_id=257, bos_token_id=None)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(path)
     _byte_tokenizer().save_pretrained(path)
-    return path
 
 
 def _byte_tokenizer() -> Any:
@@ -57,43 +82,46 @@ def _byte_tokenizer() -> Any:
     vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocabulary |= {"<pad>": 256, "<eos>": 257}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 @contextmanager
 def workspace() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="slime-benchmark-") as folder:
+    with tempfile.TemporaryDirectory(prefix="slime-benchmark-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
+# -- servers -------------------------------------------------------------------------------------------------
+
+
 @contextmanager
-def engines(
-    args: argparse.Namespace, config: Config, model: Path, folder: Path, gpus: Sequence[tuple[str, ...]] = ((),)
-) -> Iterator[list[str]]:
-    """Base URLs of one engine for each entry of ``gpus`` (the ids that it sees; () for the environment's)."""
+def engine(
+    args: argparse.Namespace, config: Config, model: Path, folder: Path, gpus: tuple[str, ...] = (), tp: int = 1
+) -> Iterator[str]:
+    """Base URL of an engine.
+
+    Args:
+        gpus: ids of those that it sees; () for the environment's.
+        tp: its tensor-parallel size.
+    """
     with ExitStack() as stack:
-        started = []
-        for number, own in enumerate(gpus):
-            held = [reserve_port(HOST), reserve_port(HOST)]
-            for reservation in held:
-                stack.callback(reservation.release)
-            port = held[0].port
-            if args.engine == "sglang":
-                place = EnginePlace(number, own, max(1, len(own)), held[1].port)
-                spec = sglang_command(config, str(model), HOST, port, place)
-            else:
-                spec = embedded_command(config, str(model), HOST, port)
-            spec.argv.extend(args.engine_flags.split())
-            started.append(_start(stack, f"engine-{number}", spec, port, folder))
-        for process in started:
-            process.wait_ready()
-        yield [process.url for process in started]
+        held = [reserve_port(HOST), reserve_port(HOST)]
+        for reservation in held:
+            stack.callback(reservation.release)
+        port = held[0].port
+        if args.engine == "sglang":
+            spec = sglang_command(config, str(model), HOST, port, EnginePlace(0, gpus, tp, held[1].port))
+        else:
+            spec = embedded_command(config, str(model), HOST, port)
+        spec.argv.extend(args.engine_flags.split())
+        yield _served(stack, "engine", spec, port, folder)
 
 
 @contextmanager
-def router(config: Config, folder: Path, urls: list[str]) -> Iterator[str]:
+def router(config: Config, folder: Path, url: str) -> Iterator[str]:
+    """Base URL of a router in front of an engine."""
     import asyncio
 
     from slime.rollout.router import register_workers
@@ -101,34 +129,79 @@ def router(config: Config, folder: Path, urls: list[str]) -> Iterator[str]:
     with ExitStack() as stack:
         reservation = reserve_port(HOST)
         stack.callback(reservation.release)
-        spec = router_command(config, HOST, reservation.port, urls)
-        process = _start(stack, "router", spec, reservation.port, folder)
-        process.wait_ready()
-        asyncio.run(register_workers(process.url, urls, timeout=60.0))
-        yield process.url
+        spec = router_command(config, HOST, reservation.port, [url])
+        front = _served(stack, "router", spec, reservation.port, folder)
+        asyncio.run(register_workers(front, [url], timeout=60.0))
+        yield front
 
 
-def _start(stack: ExitStack, name: str, spec: LaunchSpec, port: int, folder: Path) -> ServerProcess:
+def _served(stack: ExitStack, name: str, spec: LaunchSpec, port: int, folder: Path) -> str:
     process = ServerProcess(name, spec, f"http://{HOST}:{port}", folder / f"{name}.log")
     process.start()
     stack.callback(process.stop)
-    return process
+    try:
+        process.wait_ready()
+    except ServerDied:
+        print(process.log_tail(60), file=sys.stderr, flush=True)
+        raise
+    return process.url
 
 
-def device_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+# -- whole runs ----------------------------------------------------------------------------------------------
 
 
-def publish(args: argparse.Namespace, row: dict[str, Any]) -> None:
-    """Print a result, and keep it with ``--out``."""
-    row = {"device": device_name(), "shape": str(args.model or args.shape), "engine": args.engine, **row}
-    json.dump(row, sys.stdout)
-    print(flush=True)
-    if args.out is not None:
-        with open(args.out, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+def reward(args: Any, sample: Sample) -> float:
+    """A coin, the same for the same response: random weights have nothing better to be judged by."""
+    return float(sum(sample.tokens) % 2)
+
+
+def run_training(script: str, args: argparse.Namespace, model: Path, folder: Path, more: Sequence[str]) -> Stage:
+    """``script`` (train.py, train_async.py) as users run it, on made-up prompts; the rows of its metrics.
+
+    Random weights answer with noise until the limit, so that every sample has the full length.
+
+    Args:
+        args: with ``prompts``, ``samples``, ``new_tokens``, ``steps`` beside those of `add_arguments`.
+        folder: for data and outputs; a fresh one.
+    Raises:
+        RuntimeError: the run failed; its last lines are on stderr.
+    """
+    data = folder / "prompts.jsonl"
+    rows = ({"prompt": f"Tell me about the number {i:06d}. " * 4, "label": ""} for i in range(4 * args.prompts))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {
+        "--hf-checkpoint": model, "--prompt-data": data, "--input-key": "prompt", "--label-key": "label",
+        "--rollout-engine": args.engine, "--rollout-batch-size": args.prompts, "--n-samples-per-prompt": args.samples,
+        "--num-rollout": args.steps, "--rollout-max-response-len": args.new_tokens,
+        "--rollout-max-context-len": args.new_tokens + 256, "--max-tokens-per-gpu": 8 * (args.new_tokens + 256),
+        "--custom-rm-path": "benchmarks.gpu.setting.reward", "--lr": "1e-6", "--output-dir": folder,
+        "--run-name": "run",
+    }  # fmt: skip
+    words = ["--use-dynamic-batch-size", *(str(word) for pair in given.items() for word in pair)]
+    command = [sys.executable, str(ROOT / script), *words, *engine_flags(args), *more]
+    with subprocess.Popen(command, cwd=ROOT) as driver:
+        try:
+            status = driver.wait()
+        except BaseException:  # the time is over: the driver ends its processes when it is asked to
+            driver.terminate()
+            try:
+                driver.wait(30)
+            finally:
+                driver.kill()
+            raise
+    if status:
+        for log in sorted((folder / "run" / "logs").glob("*.log")):
+            tail = log.read_text(errors="replace").splitlines()[-25:]
+            print(f"-- {log.name}\n" + "\n".join(tail), file=sys.stderr, flush=True)
+        raise RuntimeError(f"{script} ended with exit status {status}")
+    return read_run(folder / "run").stages[-1]
+
+
+def engine_flags(args: argparse.Namespace) -> list[str]:
+    """``--engine-flags`` as a run takes them: ``--attention-backend`` is its ``--sglang-attention-backend``."""
+    prefix = "--sglang-" if args.engine == "sglang" else "--"
+    words = args.engine_flags.split()
+    return [prefix + word.removeprefix("--") if word.startswith("--") else word for word in words]
 
 
 def median(values: Sequence[float]) -> float:

@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.trainer qwen3-0.6b qwen3-4b qwen3-moe-4b --out trainer.json
     python -m benchmarks.gpu.trainer qwen3-0.6b --peer --profile
-    python -m benchmarks.gpu.trainer qwen3-4b --gpus 2 --layout tensor_model_parallel_size=2 sequence_parallel=true
+    python -m benchmarks.gpu.trainer qwen3-4b --gpus 2 --tokens 32768 \\
+        --layout tensor_model_parallel_size=2 sequence_parallel=true --layout context_parallel_size=2
     python -m benchmarks.gpu.trainer tiny --tokens 512 --length 64        # a dry run, on a CPU too
 
 bfloat16, random weights, sequences of --length tokens, nearly all of them trained, a supervised loss, gradients and
@@ -16,13 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
-import socket
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from benchmarks.gpu import ranks
+from benchmarks.gpu.report import Report, Row, add_arguments, at_least, at_most
 
 WARM_UP_STEPS = 2
 PEER_ATTENTION = "packed_varlen"  # transformers looks for a package behind a name with "flash" in it
@@ -49,25 +51,26 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+#: Goals on one GPU, by shape: tokens per second, share of the matrix product's rate, peak memory in GB.
+LEAST_SPEED = {"qwen3-0.6b": 65_000.0}
+LEAST_SHARE = {"qwen3-4b": 0.55, "qwen3-moe-4b": 0.30}
+MOST_GB = {"qwen3-0.6b": 30.0, "qwen3-4b": 95.0}
+
 
 # -- one side in one process ---------------------------------------------------------------------------------
 
 
-def run_ours(rank: int, world: int, port: int, args: argparse.Namespace, shape: str, results: Any) -> None:
+def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace, shape: str) -> None:
     import torch
 
-    from slime.config import make_config
-    from slime.train.megatron.backend import MegatronBackend  # first: it prepares a host without a GPU
-    from slime.train.megatron.parallel import RankInfo
+    backend = ranks.trainer(
+        place, loss_type="sft_loss", bf16=True, lr=1e-5, rollout_batch_size=1, use_dynamic_batch_size=True,
+        max_tokens_per_gpu=args.max_tokens or args.tokens, **dict(_setting(word) for word in args.layout),
+    )  # fmt: skip
     from slime.weights.convert import family_of
 
-    layout = dict(_setting(word) for word in args.layout)
-    config = make_config(
-        loss_type="sft_loss", bf16=True, lr=1e-5, rollout_batch_size=1, num_rollout=1, use_dynamic_batch_size=True,
-        max_tokens_per_gpu=args.max_tokens or args.tokens, actor_num_gpus_per_node=world, **layout,
-    )  # fmt: skip
-    spec = family_of(SHAPES[shape]).model_spec(SHAPES[shape]).padded(config.megatron.tensor_model_parallel_size)
-    backend = MegatronBackend(config, RankInfo(rank, world, rank, "127.0.0.1", port))
+    tensor_parallel = backend.config.megatron.tensor_model_parallel_size
+    spec = family_of(SHAPES[shape]).model_spec(SHAPES[shape]).padded(tensor_parallel)
     backend.setup(spec=spec, initialise=True)
     layout_of = backend.layout
     batch = make_batch(args, spec.vocab_size, backend.data_parallel_rank, layout_of.data_parallel_size)
@@ -77,14 +80,14 @@ def run_ours(rank: int, world: int, port: int, args: argparse.Namespace, shape: 
         backend.synchronize()
 
     seconds = timed(step, args.steps)
-    if rank == 0:
-        results.put(report("slime", shape, args, world, seconds, _peak(torch)))
+    if place.rank == 0:
+        answer(measured("slime", shape, args, place.world, seconds, _peak(torch)))
     if args.profile:  # on every rank: a step is collective
-        profile(step, rank)
+        profile(step, place.rank)
     backend.close()
 
 
-def run_peer(rank: int, world: int, port: int, args: argparse.Namespace, shape: str, results: Any) -> None:
+def run_peer(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace, shape: str) -> None:
     import torch
     import torch.nn.functional as F
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -127,14 +130,14 @@ def run_peer(rank: int, world: int, port: int, args: argparse.Namespace, shape: 
             torch.nn.utils.clip_grad_norm_(masters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            torch._foreach_copy_(parameters, masters)
+            torch._foreach_copy_(list[torch.Tensor](parameters), list[torch.Tensor](masters))
         if device == "cuda":
             torch.cuda.synchronize()
 
     seconds = timed(step, args.steps)
-    results.put(report("transformers", shape, args, 1, seconds, _peak(torch)))
+    answer(measured("transformers", shape, args, 1, seconds, _peak(torch)))
     if args.profile:
-        profile(step, rank)
+        profile(step, place.rank)
 
 
 def packed_flash_attention(
@@ -185,9 +188,9 @@ def timed(step: Callable[[], None], steps: int) -> list[float]:
     return seconds
 
 
-def report(
+def measured(
     side: str, shape: str, args: argparse.Namespace, gpus: int, seconds: list[float], peak: float | None
-) -> dict[str, Any]:
+) -> Row:
     from slime.samples.flops import SequenceCost
 
     median = statistics.median(seconds)
@@ -249,57 +252,71 @@ def _setting(word: str) -> tuple[str, Any]:
     return name, json.loads(value)
 
 
-def launch(run: Callable[..., None], world: int, args: argparse.Namespace, shape: str) -> dict[str, Any]:
-    """One side in fresh processes; its result, or the exit status that there was none."""
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    processes = [context.Process(target=run, args=(r, world, port, args, shape, results)) for r in range(world)]
-    for process in processes:
-        process.start()
-    result: dict[str, Any] | None = None
-    while result is None and any(process.is_alive() for process in processes):
-        if not results.empty():
-            result = results.get()
-        if any(process.exitcode for process in processes):  # the others would wait for it until NCCL gives up
-            for process in processes:
-                process.kill()
-        time.sleep(0.1)
-    for process in processes:
-        process.join()
-    if result is None:
-        result = results.get() if not results.empty() else None
-    return result or {"shape": shape, "failed": [process.exitcode for process in processes]}
+def goals_of(row: Row) -> list[Row]:
+    """What is wanted of a shape on one GPU."""
+    shape, peak, goals = row["shape"], row["peak_gb"], []
+    if shape in LEAST_SPEED:
+        goals.append(at_least("tokens/s", row["tokens_per_second"], LEAST_SPEED[shape]))
+    if shape in LEAST_SHARE:
+        goals.append(at_least("share of the matrix product's rate", row["share_of_matmul"], LEAST_SHARE[shape]))
+    if shape in MOST_GB and peak is not None:
+        goals.append(at_most("peak memory", peak, MOST_GB[shape], "GB"))
+    return goals
 
 
-def main() -> None:
+def measure(report: Report, shape: str, args: argparse.Namespace) -> None:
+    """The cases of one shape: one GPU, the layouts on --gpus with as many tokens per GPU, the peer."""
+    speed: dict[str, float] = {}
+
+    def side(name: str, job: Callable[..., None], gpus: int, layout: Sequence[str]) -> None:
+        own = argparse.Namespace(**{**vars(args), "layout": layout, "tokens": args.tokens // args.gpus * gpus})
+
+        def publish(row: Row) -> None:
+            speed[name] = row["tokens_per_second"]
+            goals = goals_of(row) if name == alone else []
+            if gpus > 1 and alone in speed:
+                goals = [at_least("tokens/s per GPU ÷ that of one GPU", speed[name] / gpus / speed[alone], 0.85)]
+            if job is run_peer and alone in speed:
+                goals = [at_least("tokens/s, slime ÷ transformers", speed[alone] / speed[name], 1.3)]
+            report.add(name, {**row, "goals": goals})
+
+        def run() -> None:
+            ranks.run(job, gpus, own, shape, on_answer=publish)
+
+        report.case(name, run)
+
+    alone = f"{shape}, 1 GPU"
+    side(alone, run_ours, 1, args.layout[0] if args.gpus == 1 and args.layout else [])
+    if args.peer:
+        side(f"{shape}, transformers", run_peer, 1, [])
+    for layout in args.layout if args.gpus > 1 else []:
+        side(f"{shape}, {args.gpus} GPUs, {' '.join(layout)}", run_ours, args.gpus, layout)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="+", choices=SHAPES)
     parser.add_argument("--tokens", type=int, default=16384, help="per optimizer step, over all GPUs")
     parser.add_argument("--length", type=int, default=2048, help="of each sequence")
     parser.add_argument("--max-tokens", type=int, help="of a micro-batch; default: all in one")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--layout", nargs="*", default=[], metavar="NAME=VALUE", help="any flags of slime train")
+    parser.add_argument("--gpus", type=int, default=1, help="more than one: each --layout on these, and one GPU alone")
+    parser.add_argument(
+        "--layout", nargs="+", action="append", default=[], metavar="NAME=VALUE", help="any flags of slime train"
+    )
     parser.add_argument("--peer", action="store_true", help="also the plain transformers loop")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    rows = []
+    add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    report = Report("trainer", args)
     for shape in args.shapes:
-        rows.append(launch(run_ours, args.gpus, args, shape))
-        print(json.dumps(rows[-1]), flush=True)
-        if args.peer:
-            rows.append(launch(run_peer, 1, args, shape))
-            print(json.dumps(rows[-1]), flush=True)
-            if "failed" not in rows[-1] and "failed" not in rows[-2]:
-                ratio = rows[-2]["tokens_per_second"] / rows[-1]["tokens_per_second"]
-                print(f"{shape}: {ratio:.2f} times the plain loop's tokens per second", flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(rows, indent=2), encoding="utf-8")
+        measure(report, shape, args)
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,11 +12,15 @@ the engine has taken back its weights only, as in a run.
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import ranks
-from benchmarks.gpu.setting import add_arguments, engines, make_model, median, publish, workspace
+from benchmarks.gpu.report import Report, Row, at_most
+from benchmarks.gpu.setting import add_arguments, engine, make_model, median, workspace
 from slime.config import make_config
+from slime.config.host import num_gpus
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -31,58 +35,70 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    world = max(args.tp, args.ep) * args.pp
+    report = Report("weight sync", args)
     with workspace() as folder:
-        model = make_model(args, folder)
-        flags: dict[str, Any] = {
-            "hf_checkpoint": str(model),
-            "rollout_engine": args.engine,
-            "colocate": args.way == "colocated",
-            "tensor_model_parallel_size": args.tp,
-            "expert_model_parallel_size": args.ep,
-            "pipeline_model_parallel_size": args.pp,
-            "update_weight_buffer_size": args.buffer_mb << 20,
-            "check_weight_update_equal": args.verify,
-        }
-        config = make_config(
-            **flags, actor_num_gpus_per_node=world, rollout_num_gpus=args.tp, rollout_num_gpus_per_engine=args.tp,
-            rollout_batch_size=world, num_rollout=1,
-        )  # fmt: skip
-        first = 0 if args.way == "colocated" else world
-        gpus = _gpus(first, args.tp)
-        with engines(args, config, model, folder, [gpus]) as [url]:
-            if args.way == "colocated" and args.engine == "sglang":
-                _memory(url, "release", ["kv_cache", "weights", "cuda_graph"])
-            slots = tuple(range(first, first + args.tp))
-            receipts = ranks.run(push, world, flags, url, slots, args.rounds, args.way == "colocated", args.engine)
+        report.case(f"{args.way}, tp{args.tp} ep{args.ep} pp{args.pp}", lambda: measure(args, folder))
+    return report.finish()
+
+
+def measure(args: argparse.Namespace, folder: Path) -> Row:
+    world = max(args.tp, args.ep) * args.pp
+    first = 0 if args.way == "colocated" else world  # GPU of the engine
+    gpus = _gpus(first, args.tp)
+    model = make_model(args, folder)
+    flags: dict[str, Any] = {
+        "hf_checkpoint": str(model), "rollout_engine": args.engine, "colocate": args.way == "colocated",
+        "tensor_model_parallel_size": args.tp, "expert_model_parallel_size": args.ep,
+        "pipeline_model_parallel_size": args.pp, "update_weight_buffer_size": args.buffer_mb << 20,
+        "check_weight_update_equal": args.verify,
+    }  # fmt: skip
+    if args.way == "apart":
+        flags |= {"rollout_num_gpus": args.tp, "rollout_num_gpus_per_engine": args.tp}
+    elif args.engine == "sglang":
+        flags |= {"rollout_num_gpus_per_engine": args.tp}
+    config = make_config(**flags, actor_num_gpus_per_node=world, rollout_batch_size=world, num_rollout=1)
+    slots = tuple(range(first, first + args.tp))
+    with engine(args, config, model, folder, gpus, args.tp) as url:
+        if config.cluster.offload_rollout and args.engine == "sglang":
+            _memory(url, "release", ["kv_cache", "weights", "cuda_graph"])
+        receipts = ranks.run(push, world, flags, url, slots, args.rounds)
     totals = [receipt["total"] for receipt in receipts[1:]] or [receipts[0]["total"]]
-    row = {"what": "weight sync", "way": args.way, "tp": args.tp, "ep": args.ep, "pp": args.pp}
-    publish(args, row | {"buffer_mb": args.buffer_mb, "seconds": median(totals), "raw": receipts})
+    goal = 1.0 if args.ep > 1 else 0.2
+    return {
+        "shape": str(args.model or args.shape), "way": args.way, "tp": args.tp, "ep": args.ep, "pp": args.pp,
+        "buffer_mb": args.buffer_mb, "bytes": receipts[-1]["bytes"], "seconds": median(totals), "raw": receipts,
+        "goals": [at_most(f"pause to continue, {receipts[-1]['bytes'] / 1e9:.2f} GB", median(totals), goal, "s")],
+    }  # fmt: skip
 
 
-def push(backend: Any, rank: int, url: str, slots: tuple[int, ...], rounds: int, colocated: bool, engine: str) -> Any:
-    """On each trainer rank: connect, push, report the receipts."""
+def push(
+    place: ranks.Place, answer: ranks.Answer, flags: dict[str, Any], url: str, slots: tuple[int, ...], rounds: int
+) -> None:
+    """On each trainer rank: connect and push; rank 0 answers with the receipts."""
     import torch.distributed as dist
 
     from slime.weights.sync import WeightSync
     from slime.weights.transport import EngineSlots
 
-    world = dist.get_world_size()
-    sync = WeightSync(backend.config, backend.model_chunks, backend.hf_config, rank=rank, world_size=world)
+    backend = ranks.trainer(place, **flags)
+    backend.setup()
+    config = backend.config
+    sync = WeightSync(config, backend.model_chunks, backend.hf_config, rank=place.rank, world_size=place.world)
     sync.connect([EngineSlots(url, slots)])
-    if colocated:
+    if config.cluster.offload_train:
         backend.sleep(keep_weights=True)
-        if rank == 0 and engine == "sglang":
-            _memory(url, "resume", ["weights"])
-        dist.barrier()
+    if place.rank == 0 and config.cluster.offload_rollout and config.engine.rollout_engine == "sglang":
+        _memory(url, "resume", ["weights"])
+    dist.barrier()
     receipts = [sync.push() for _ in range(rounds + 1)]
+    if place.rank == 0:
+        answer(
+            [{**r.seconds, "bytes": r.nbytes, "transport": r.transport, "checked": len(r.checked)} for r in receipts]
+        )
     sync.close()
-    return [
-        {**receipt.seconds, "bytes": receipt.nbytes, "transport": receipt.transport, "checked": len(receipt.checked)}
-        for receipt in receipts
-    ]
+    backend.close()
 
 
 def _memory(url: str, verb: str, tags: list[str]) -> None:
@@ -94,15 +110,13 @@ def _memory(url: str, verb: str, tags: list[str]) -> None:
 
 
 def _gpus(first: int, count: int) -> tuple[str, ...]:
-    import torch
-
-    if not torch.cuda.is_available():
+    here = num_gpus()
+    if not here:
         return ()
-    here = torch.cuda.device_count()
     if first + count > here:
-        raise SystemExit(f"this takes {first + count} GPUs, {here} are here")
+        raise ValueError(f"this takes {first + count} GPUs, {here} are here")
     return tuple(str(number) for number in range(first, first + count))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
