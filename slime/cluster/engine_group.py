@@ -203,6 +203,18 @@ class EngineGroup:
         self._paused = False
 
     @property
+    def fleet(self) -> EngineFleet:
+        """Connections to the engines, past the router."""
+        if self._fleet is None:
+            self._fleet = EngineFleet(self.urls)
+        return self._fleet
+
+    @property
+    def answers_alone(self) -> bool:
+        """Whether an engine can generate by itself; prefill and decode servers only do in pairs, behind the router."""
+        return all(part.group.worker_type not in _PAIR for part in self.parts)
+
+    @property
     def layout(self) -> list[EngineSlots]:
         """Which slots each engine's ranks stand on, in the order of ``urls``."""
         slots: dict[int, tuple[int, ...]] = {}
@@ -247,7 +259,7 @@ class EngineGroup:
             RunFailed: an engine refused or did not answer.
         """
         with self._naming_engines("giving memory up"):
-            fleet = self._connected()
+            fleet = self.fleet
             try:
                 fleet.flush_cache(_IDLE_SECONDS)
             except EngineError as error:
@@ -261,15 +273,10 @@ class EngineGroup:
     def resume_memory(self, tags: Sequence[str]) -> None:
         """Have every engine take memory for what is tagged; the contents are those of before or none."""
         with self._naming_engines("taking memory back"):
-            self._connected().post("/resume_memory_occupation", {"tags": list(tags)}, _MEMORY_SECONDS)
+            self.fleet.post("/resume_memory_occupation", {"tags": list(tags)}, _MEMORY_SECONDS)
             if self._paused and "kv_cache" in tags:
-                self._connected().post("/continue_generation", {}, _MEMORY_SECONDS)
+                self.fleet.post("/continue_generation", {}, _MEMORY_SECONDS)
                 self._paused = False
-
-    def _connected(self) -> EngineFleet:
-        if self._fleet is None:
-            self._fleet = EngineFleet(self.urls)
-        return self._fleet
 
     @contextmanager
     def _naming_engines(self, what: str) -> Iterator[None]:

@@ -86,14 +86,16 @@ class HandOver:
         self._resume([WEIGHTS])
         self.holder = Holder.PUSH
 
-    def to_engines(self) -> None:
-        """The trainer frees everything, then the engines take what they lack."""
+    def to_engines(self) -> bool:
+        """The trainer frees everything, then the engines take what they lack; true when there was something."""
         if self.holder is Holder.ENGINES:
-            return
+            return False
         with self._timed("perf/sleep_time"):
             self._trainers("sleep", False)
+        lacking = bool(self._absent)
         self._resume([WEIGHTS, CACHE, GRAPHS])
         self.holder = Holder.ENGINES
+        return lacking
 
     def metrics(self) -> dict[str, float]:
         """Seconds spent since the last call, and memory as the trainer saw it: ``perf/…``."""

@@ -34,6 +34,7 @@ from slime.errors import RunFailed
 from slime.observe.log import get_logger
 from slime.rollout.engines.sglang.command import STARTUP_SECONDS
 from slime.samples.types import TrainLayout
+from slime.weights.canary import Canary
 from slime.weights.shared_memory import remove_stale
 
 logger = get_logger(__name__)
@@ -89,6 +90,7 @@ class Cluster:
         self._trainers: TrainerGroup | None = None
         self._engines: EngineGroup | None = None
         self._hand_over: HandOver | None = None
+        self._canary: Canary | None = None
         self._watches: list[Watch] = []
         self._progress: Watch | None = None
         self._seconds_limit = config.cluster.distributed_timeout_minutes * 60.0
@@ -167,6 +169,8 @@ class Cluster:
                 what="connecting trainer and engines",
                 timeout=self._seconds_limit,
             )
+            if self.config.debug.check_canary and self._engines.answers_alone:
+                self._canary = Canary(self.config, self._engines.fleet)
 
     def close(self, *, politely: bool = True) -> None:
         """Stop engines and router, end actors, give the slots back, stop a Ray that was started here.
@@ -204,8 +208,7 @@ class Cluster:
 
     def start_generating(self, rollout_id: int) -> Pending:
         """Begin a rollout; collect it with `collect`."""
-        if self._hand_over is not None:
-            self._hand_over.to_engines()
+        self._wake_engines()
         method = "load_dump" if self.config.debug.load_debug_rollout_data else "generate"
         layout = self._trainers.layout if self._trainers is not None else TrainLayout()
         return Pending(rollout_id, getattr(self._rollout, method).remote(rollout_id, layout))
@@ -238,18 +241,25 @@ class Cluster:
         self._call_trainers("set_run_length", num_rollout, what="setting the length of the run")
 
     def update_weights(self) -> dict[str, float]:
+        """Push the trainer's weights to the engines, which then say the same of the canary as the trainer."""
         if self._engines is None or self._trainers is None:
             return {}
         if self._hand_over is not None:
             self._hand_over.to_push()
-        return self._call_trainers("update_weights", what="pushing weights")[0]
+        if self._canary is None:
+            return self._call_trainers("update_weights", what="pushing weights")[0]
+        scores = self._call_trainers("score_canary", self._canary.tokens, what="scoring the canary")
+        metrics = self._call_trainers("update_weights", what="pushing weights")[0]
+        self._canary.expected = scores[self._trainers.reporting_rank]
+        if self._hand_over is not None:
+            self._hand_over.to_engines()  # without their caches they answer nothing
+        return metrics | self._canary.check("a weight push")
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Metrics ``eval/…``; {} when there is nothing to evaluate."""
         if self._engines is None or not has_evaluation(self.config):
             return {}
-        if self._hand_over is not None:
-            self._hand_over.to_engines()
+        self._wake_engines()
         ref = self._rollout.evaluate.remote(rollout_id)
         limit = self.config.rollout.rollout_timeout
         return self._wait_rollout(ref, "evaluating", limit)
@@ -298,6 +308,12 @@ class Cluster:
             offload_train=cluster.offload_train,
             offload_rollout=cluster.offload_rollout,
         )
+
+    def _wake_engines(self) -> None:
+        """Before they are asked anything. Those that were asleep must still compute what the trainer computed."""
+        woke = self._hand_over is not None and self._hand_over.to_engines()
+        if woke and self._canary is not None:
+            self._canary.check("taking its memory back")
 
     def _give_trainers_memory(self) -> None:
         if self._hand_over is not None:

@@ -95,6 +95,11 @@ class TrainerActor:
             receipt = self.sync.push()
         return receipt.metrics()
 
+    def score_canary(self, tokens: list[int]) -> list[float] | None:
+        """Log-probs of ``tokens[1:]`` by the current weights; None on a rank without output layer. Collective."""
+        with self._phase("update_weights"):
+            return self.backend.canary_log_probs(tokens)
+
     def sleep(self, keep_weights: bool) -> dict[str, float]:
         """Free the GPU for the engines; returns what was measured."""
         return self.backend.sleep(keep_weights=keep_weights)

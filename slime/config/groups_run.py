@@ -174,6 +174,8 @@ class DebugConfig:
     """What the profiler covers."""
     check_weight_update_equal: bool = flag(False)
     """Verify every weight on the engines after the first sync."""
+    check_canary: bool = flag(True)
+    """Compare trainer's and engines' log-probs of a few fixed tokens after every weight push and wake."""
     ci_test: bool = flag(False, refused="assertions live in the test suite, not in the product")
     """Assertions of the reference system's CI."""
     ci_disable_kl_checker: bool = flag(False, refused="see --ci-test")

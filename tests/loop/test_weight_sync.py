@@ -98,6 +98,14 @@ def test_a_full_check_covers_every_tensor(by_disk: RunResult) -> None:
     assert by_disk.series("perf/update_weights/checked_tensors") == [num_tensors] * ROLLOUTS
 
 
+@pytest.mark.parametrize("which", ["by_memory", "by_broadcast", "by_disk", "data_parallel"])
+def test_engines_agree_with_the_trainer_after_every_push(which: str, request: pytest.FixtureRequest) -> None:
+    result: RunResult = request.getfixturevalue(which)
+    for name in ("train/canary_logprob_abs_diff", "train/canary_logprob_abs_diff_max"):
+        values = result.series(name)
+        assert len(values) == len(result.steps()) and all(0 <= value <= 1e-4 for value in values)
+
+
 def test_every_sample_says_which_weights_made_it(by_memory: RunResult, by_broadcast: RunResult) -> None:
     for result in (by_memory, by_broadcast):
         for rollout_id in range(ROLLOUTS):

@@ -192,6 +192,10 @@ def push(info: Any, model: Path, layout: str, url: str) -> tuple[int, int]:
     return receipt.version, receipt.num_tensors
 
 
+def canary(info: Any, model: Path, layout: dict[str, Any], tokens: list[int]) -> list[float] | None:
+    return backend_of(info, model, **layout).canary_log_probs(tokens)
+
+
 def failing_push(info: Any, model: Path, url: str) -> str:
     from slime.errors import UserError
     from slime.weights.sync import WeightSync

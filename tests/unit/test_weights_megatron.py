@@ -17,6 +17,7 @@ from slime.errors import UserError
 from slime.rollout.engines.api import EngineClient
 from slime.rollout.engines.launch import embedded_command
 from slime.weights import sync as sync_module
+from slime.weights.canary import canary_tokens
 from slime.weights.convert.spec import read_hf_config
 from slime.weights.sync import WeightSync
 from tests.fake_weight_engine import FakeWeightEngine
@@ -113,6 +114,18 @@ def test_pushing_from_several_ranks(pool: RankPool, tmp_path: Path, layout: str)
     with FakeWeightEngine({name: torch.zeros_like(tensor) for name, tensor in original.items()}) as engine:
         assert pool.run(jobs.push, model, layout, engine.url) == [(1, len(original))] * 2
         assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in original.items())
+
+
+@pytest.mark.parametrize("layout", [*jobs.LAYOUTS, "cp2", "ep2"])
+def test_every_layout_scores_the_canary_alike(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    model = jobs.make_model(tmp_path / "model", "qwen3_moe" if layout == "ep2" else "qwen3")
+    more = {"cp2": {"context_parallel_size": 2}, "ep2": {"expert_model_parallel_size": 2}}
+    tokens = canary_tokens(97)
+    expected = transformers_log_probs(model, torch.tensor(tokens))
+    said = pool.run(jobs.canary, model, (jobs.LAYOUTS | more)[layout], tokens)
+    assert [log_probs is None for log_probs in said] == [layout.startswith("pp2"), False]
+    for log_probs in said:
+        assert log_probs is None or torch.allclose(torch.tensor(log_probs), expected, atol=1e-5)
 
 
 @pytest.mark.slow

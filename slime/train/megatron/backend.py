@@ -26,6 +26,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
+from slime.train.canary import canary_batch  # noqa: E402
 from slime.train.dumps import Shard  # noqa: E402
 from slime.train.layout_rules import check_layout, virtual_stages  # noqa: E402
 from slime.train.megatron.host_states import host_states_of  # noqa: E402
@@ -299,6 +300,16 @@ class MegatronBackend:
             for i, values in zip(micro_batch.samples, micro_batch.split(score.log_probs)):
                 by_sample[i] = values
         return by_sample
+
+    def canary_log_probs(self, tokens: list[int]) -> list[float] | None:
+        """Log-probs of ``tokens[1:]`` at temperature 1, by the weights and kernels of training; None on ranks without
+        output layer. Collective: every data-parallel rank computes the same."""
+        batch = canary_batch(tokens, self.layout.micro_batch_multiple)
+        packed = self._pack(batch, batch.steps[0].micro_batches)
+        if self.routing is not None:
+            self.routing.prepare(batch, packed, "reference")  # experts are neither recorded nor replayed
+        scores = forward.score(self._modules(), packed, **{**self._score_options(False), "temperature": 1.0})
+        return scores[0].log_probs.tolist() if self.has_output else None
 
     def forward_backward(
         self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]

@@ -1,0 +1,204 @@
+"""The canary: a few fixed tokens that trainer and engines score with the same weights, after every push and wake.
+
+Fingerprints prove that weights arrived. What an engine computes with them is more: a rotary table or a scale that was
+lost when memory was released, another rope or norm, keys and values of old weights, a kernel that is wrong. All of it
+shows in the log-probs of a prompt, which cost either side one forward pass of 32 tokens.
+
+    trainer   backend.canary_log_probs(tokens)            before the push, while its weights are there
+    engines   POST /generate, logprob_start_len 0         after it, to each engine itself, before any rollout request
+
+An engine that returns log-probs from position 0 on takes nothing from its prefix cache.
+
+Tokens: 16 from all over the vocabulary, so that every shard of an embedding has a part, and the same 16 again. A
+trained model finds the second half easy as long as attention and positions are right; to a random one the same token
+has other neighbours.
+
+Tolerance: in float32 the largest difference counts, and 1e-3 is a hundred times what was measured. In 16 bits rounding
+grows with the logits, and so does what a fault does; the mean difference counts, as a share of the standard deviation
+of the trainer's own log-probs. In bf16 sound engines differed by 0.5 to 2.5 %, engines without rotary embedding by
+20 % and more, from toys to trained models, dense and with experts; 10 % is allowed. A token that is near the border of
+two experts may go to one here and to the other there: such a token differed by 15 % and moved the mean by 0.5 %, which
+is why the mean counts. Quantised engines are measured and not judged.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.observe.log import get_logger
+from slime.rollout.engines.api import EngineError
+from slime.weights.convert import family_of
+from slime.weights.convert.spec import read_hf_config
+from slime.weights.engine_fleet import EngineFleet
+
+logger = get_logger(__name__)
+
+_NUM_TOKENS, _NUM_DISTINCT = 32, 16
+_LARGEST_IN_FLOAT32 = 1e-3
+_MEAN_IN_16_BITS = 0.1  # of the standard deviation
+_LEAST_IN_16_BITS = 0.01  # nats; for models that find everything equally likely
+_SECONDS = 120.0  # an idle engine answers at once, or compiles a kernel first
+
+
+class Canary:
+    """The tokens, what the trainer said of them, and the question to the engines.
+
+    Attributes:
+        tokens: input ids.
+        expected: the trainer's log-probs of ``tokens[1:]`` with the weights of the last push; set with each.
+    """
+
+    def __init__(self, config: Config, fleet: EngineFleet) -> None:
+        assert config.checkpoint.hf_checkpoint is not None
+        hf_config = read_hf_config(config.checkpoint.hf_checkpoint)
+        spec = family_of(hf_config, config.checkpoint.model_name).model_spec(hf_config)
+        context = config.rollout.rollout_max_context_len or math.inf
+        self.tokens = canary_tokens(spec.vocab_size, int(min(_NUM_TOKENS, context - 1)))
+        self.expected: Sequence[float] = ()
+        self._fleet = fleet
+        infos = fleet.get("/server_info", _SECONDS)
+        self._in_float32 = config.megatron.fp32 and all(info.get("dtype") in ("float32", "float") for info in infos)
+        quantised = any(_is_quantised(info, hf_config) for info in infos) or config.megatron.transformer.get("fp8")
+        self._judges = not quantised
+        if quantised:
+            logger.info("quantised: how far the engines' log-probs are from the trainer's is logged, not judged")
+
+    def check(self, event: str) -> dict[str, float]:
+        """Ask every engine and compare.
+
+        Args:
+            event: what has just happened, for messages: "a weight push", …
+        Returns:
+            ``train/canary_logprob_abs_diff``, a mean over tokens, and ``…_max``: of the engine that differs most.
+        Raises:
+            UserError: an engine differs by more than is allowed, or does not answer.
+        """
+        said = self._ask(event)
+        found = [Difference.of(self.expected, log_probs) for log_probs in said]
+        wrong = [number for number, difference in enumerate(found) if not self._allows(difference)]
+        if wrong and self._judges:
+            worst = max(wrong, key=lambda number: found[number].mean)
+            raise self._error(event, worst, found[worst], said[worst], len(wrong))
+        return {
+            "train/canary_logprob_abs_diff": max(difference.mean for difference in found),
+            "train/canary_logprob_abs_diff_max": max(difference.largest for difference in found),
+        }
+
+    def _ask(self, event: str) -> list[list[float]]:
+        body = {
+            "input_ids": self.tokens,
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        try:
+            answers = self._fleet.post("/generate", body, _SECONDS)
+            return [_log_probs(*pair, self.tokens) for pair in zip(self._fleet.urls, answers, strict=True)]
+        except EngineError as error:
+            raise UserError(
+                f"an engine did not score the canary after {event}: {error}",
+                why="before the first rollout request the engines' log-probs are compared with the trainer's",
+                fix="read the engine's log; --no-check-canary leaves the comparison out",
+                check_id="canary",
+            ) from error
+
+    def _allows(self, difference: Difference) -> bool:
+        measured = difference.largest if self._in_float32 else difference.mean
+        return measured <= self._tolerance
+
+    @property
+    def _tolerance(self) -> float:
+        if self._in_float32:
+            return _LARGEST_IN_FLOAT32
+        return max(_LEAST_IN_16_BITS, _MEAN_IN_16_BITS * statistics.pstdev(self.expected))
+
+    def _error(
+        self, event: str, engine: int, difference: Difference, said: Sequence[float], num_wrong: int
+    ) -> UserError:
+        at, kind = difference.at, "largest" if self._in_float32 else "mean"
+        where = (
+            "the first token differs already, which sees no other: an embedding, norm, scale, projection or expert"
+            if difference.first > self._tolerance
+            else "the first token, which sees no other, agrees: attention, positions (rope) or cache"
+        )
+        return UserError(
+            f"after {event}, engine {self._fleet.urls[engine]} gives other log-probs than the trainer with the same"
+            f" weights: they differ by {difference.mean:.2g} on average, most at position {at + 1} of the canary, by"
+            f" {difference.largest:.2g} (trainer {self.expected[at]:.4f}, engine {said[at]:.4f});"
+            f" allowed is a {kind} of {self._tolerance:.2g}. {num_wrong} of {len(self._fleet.urls)} engines differ",
+            why=f"{where}. Known causes: buffers (rotary tables, scales) lost when the engine released memory, a"
+            " config.json or rope other than the trainer's, the attention backend, quantisation",
+            fix="1. --check-weight-update-equal compares all weights  2. --no-offload-rollout tells whether a release"
+            " loses something  3. compare rope and norm settings of --hf-checkpoint with the engine's log"
+            "  4. another --sglang-attention-backend or --attention-backend  5. --no-check-canary goes on regardless",
+            check_id="canary",
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two lists of log-probs, in nats; what is not a number differs infinitely.
+
+    Attributes:
+        at: index of the largest.
+        first: the first one, whose token has nothing before it to attend to.
+    """
+
+    mean: float
+    largest: float
+    at: int
+    first: float
+
+    @staticmethod
+    def of(expected: Sequence[float], said: Sequence[float]) -> Difference:
+        """
+        Example:
+            >>> Difference.of([-1.0, -2.0], [-1.0, -2.5])
+            Difference(mean=0.25, largest=0.5, at=1, first=0.0)
+        """
+        each = [abs(a - b) for a, b in zip(expected, said, strict=True)]
+        each = [math.inf if math.isnan(value) else value for value in each]
+        at = max(range(len(each)), key=each.__getitem__)
+        return Difference(statistics.fmean(each), each[at], at, each[0])
+
+
+def canary_tokens(vocab_size: int, length: int = _NUM_TOKENS) -> list[int]:
+    """Ids for the canary: evenly spread, shuffled, and clear of the ends, where special and unused tokens are.
+
+    Example:
+        >>> canary_tokens(320, 6)
+        [10, 150, 290, 110, 250, 70]
+    """
+    places = [7 * number % _NUM_DISTINCT for number in range(_NUM_DISTINCT)]
+    ids = [(2 * place + 1) * vocab_size // (2 * _NUM_DISTINCT) for place in places]
+    return (ids + ids)[:length]
+
+
+def _log_probs(url: str, answer: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:
+    """The engine's log-probs of ``tokens[1:]``; null (not a number, in JSON) becomes NaN.
+
+    Raises:
+        EngineError: the answer is about other tokens.
+    """
+    entries = answer["meta_info"].get("input_token_logprobs") or []
+    if [entry[1] for entry in entries] != list(tokens):
+        raise EngineError(url, f"asked for log-probs of {len(tokens)} given tokens, answered {entries!s:.200}")
+    return [math.nan if entry[0] is None else float(entry[0]) for entry in entries[1:]]
+
+
+def _is_quantised(info: Mapping[str, Any], hf_config: Mapping[str, Any]) -> bool:
+    """Whether an engine's weights or cache are coarser than 16 bits.
+
+    Args:
+        info: its ``/server_info``.
+        hf_config: the model's ``config.json``.
+    """
+    weights = info.get("quantization") or info.get("torchao_config") or hf_config.get("quantization_config")
+    cache = info.get("kv_cache_dtype") or "auto"
+    return weights not in (None, "", "unquant") or cache not in ("auto", "bf16", "bfloat16")

@@ -1,0 +1,302 @@
+"""The canary: engines that compute something else than the trainer are found, sound ones are not."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.cluster.hand_over import HandOver
+from slime.cluster.run_cluster import Cluster
+from slime.config import make_config
+from slime.errors import UserError
+from slime.rollout.engines.api import EngineError
+from slime.rollout.engines.embedded.generate_request import Limits, parse_generate
+from slime.rollout.engines.embedded.responses import Answer
+from slime.rollout.engines.embedded.scheduler import Scheduler
+from slime.weights.canary import Canary, Difference, canary_tokens
+from tests.unit.embedded_models import EOS, SHAPES, VOCAB, make_scheduler, run, save_tiny_model
+from tests.unit.test_checkpoint import single
+
+MEAN, LARGEST = "train/canary_logprob_abs_diff", "train/canary_logprob_abs_diff_max"
+
+
+class Fleet:
+    """Engines that answer with given log-probs."""
+
+    def __init__(self, *said: list[float], **info: Any) -> None:
+        self.said, self.info = said, {"dtype": "float32"} | info
+        self.urls = tuple(f"http://engine-{number}" for number in range(len(said)))
+        self.bodies: list[dict[str, Any]] = []
+
+    def get(self, path: str, timeout: float) -> list[dict[str, Any]]:
+        assert path == "/server_info"
+        return [self.info] * len(self.urls)
+
+    def post(self, path: str, body: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+        assert path == "/generate"
+        self.bodies.append(body)
+        return [self.answer(said, body["input_ids"]) for said in self.said]
+
+    @staticmethod
+    def answer(said: list[float], tokens: list[int]) -> dict[str, Any]:
+        entries = [[value, token, None] for value, token in zip([None, *said], tokens, strict=True)]
+        return {"meta_info": {"input_token_logprobs": entries}}
+
+
+class EmbeddedEngine(Fleet):
+    """One embedded engine, in this process."""
+
+    def __init__(self, model: Path, dtype: str = "float32") -> None:
+        super().__init__([], dtype=dtype)
+        self.scheduler: Scheduler = make_scheduler(model, dtype=dtype)
+        self.limits = Limits(VOCAB, 256, frozenset({EOS}), None, random.Random(0))
+
+    def post(self, path: str, body: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+        [job] = parse_generate(body, self.limits).jobs
+        run(self.scheduler, [job.sequence])
+        return [Answer(job, None).final()]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {shape: save_tiny_model(folder / shape, shape) for shape in SHAPES}
+
+
+@pytest.fixture(scope="module")
+def config_json(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Callable[..., str]:
+    """``config_json(name=value)``: a directory with nothing but a config, changed like this."""
+
+    def write(**changes: Any) -> str:
+        folder = tmp_path_factory.mktemp("config")
+        known = json.loads((models["llama"] / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(known | changes))
+        return str(folder)
+
+    return write
+
+
+def canary_of(fleet: Fleet, model: str | Path, expected: list[float], **flags: Any) -> Canary:
+    precision = {} if flags.get("bf16") else {"fp32": True}
+    canary = Canary(make_config(hf_checkpoint=str(model), **precision, **flags), fleet)  # type: ignore[arg-type]
+    canary.expected = expected
+    return canary
+
+
+# -- the tokens --------------------------------------------------------------------------------------------------
+
+
+@given(vocab=st.integers(32, 300_000), length=st.integers(1, 32))
+def test_the_tokens_are_spread_and_repeat(vocab: int, length: int) -> None:
+    whole = canary_tokens(vocab)
+    assert canary_tokens(vocab, length) == whole[:length]
+    assert whole[:16] == whole[16:] and len(set(whole)) == 16
+    assert vocab // 32 <= min(whole) and max(whole) <= 31 * vocab // 32
+    for shards in (2, 4, 8):
+        assert {token * shards // vocab for token in whole} == set(range(shards))
+
+
+def test_the_canary_fits_a_short_context(models: dict[str, Path]) -> None:
+    assert len(canary_of(Fleet([0.0]), models["llama"], []).tokens) == 32
+    assert len(canary_of(Fleet([0.0]), models["llama"], [], rollout_max_context_len=20).tokens) == 19
+
+
+# -- the judgement -----------------------------------------------------------------------------------------------
+
+EXPECTED = [-0.5 * (number % 7) - 1 for number in range(31)]
+
+
+def moved(at: int, by: float) -> list[float]:
+    return [value + by * (number == at) for number, value in enumerate(EXPECTED)]
+
+
+@settings(deadline=None, max_examples=50)
+@given(at=st.integers(0, 30), by=st.floats(0.0011, 50), sign=st.sampled_from([1, -1]), engine=st.integers(0, 2))
+def test_in_float32_one_token_is_enough(models: dict[str, Path], at: int, by: float, sign: int, engine: int) -> None:
+    said = [list(EXPECTED) for _ in range(3)]
+    said[engine] = moved(at, sign * by)
+    canary = canary_of(Fleet(*said), models["llama"], EXPECTED)
+    with pytest.raises(UserError) as caught:
+        canary.check("a weight push")
+    text = str(caught.value)
+    assert f"engine http://engine-{engine} " in text and f"position {at + 1} of the canary" in text
+    assert "1 of 3 engines differ" in text and ("attention, positions" in text) == (at > 0)
+    canary = canary_of(Fleet(moved(at, sign * by * 0.001 / 50.001)), models["llama"], EXPECTED)
+    assert 0 < canary.check("a weight push")[LARGEST] < 1e-3
+
+
+def test_in_16_bits_the_mean_counts_against_the_spread(models: dict[str, Path]) -> None:
+    deviation = float(torch.tensor(EXPECTED).std(correction=0))
+
+    def check(said: list[float]) -> dict[str, float]:
+        return canary_of(Fleet(said, dtype="bfloat16"), models["llama"], EXPECTED, bf16=True).check("a weight push")
+
+    assert check([value + 0.09 * deviation for value in EXPECTED])[MEAN] == pytest.approx(0.09 * deviation)
+    assert check(moved(7, 2 * deviation))[LARGEST] == pytest.approx(2 * deviation)  # a token went to another expert
+    with pytest.raises(UserError, match=rf"allowed is a mean of {0.1 * deviation:.2g}"):
+        check([value + 0.11 * deviation for value in EXPECTED])
+
+
+def test_a_model_that_finds_all_equally_likely(models: dict[str, Path]) -> None:
+    flat = [-math.log(VOCAB)] * 31
+    canary = canary_of(Fleet([value + 0.005 for value in flat], dtype="bfloat16"), models["llama"], flat, bf16=True)
+    assert canary.check("a weight push")[MEAN] == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("mixed", [{"bf16": True}, {"dtype": "bfloat16"}, {"dtype": "auto"}], ids=str)
+def test_float32_needs_both_sides(models: dict[str, Path], mixed: dict[str, Any]) -> None:
+    dtype = mixed.pop("dtype", "float32")
+    canary_of(Fleet(moved(3, 0.01), dtype=dtype), models["llama"], EXPECTED, **mixed).check("a weight push")
+
+
+@pytest.mark.parametrize(
+    ("info", "config", "judged"),
+    [
+        ({"quantization": "fp8"}, {}, False),
+        ({"kv_cache_dtype": "fp8_e5m2"}, {}, False),
+        ({"kv_cache_dtype": "fp4_mx_block16"}, {}, False),
+        ({"torchao_config": "int4wo-128"}, {}, False),
+        ({}, {"quantization_config": {"quant_method": "compressed-tensors"}}, False),
+        ({"quantization": None, "torchao_config": "", "kv_cache_dtype": "auto"}, {}, True),
+        ({"quantization": "unquant", "kv_cache_dtype": "bfloat16"}, {}, True),
+    ],
+    ids=str,
+)
+def test_quantised_engines_are_only_measured(
+    config_json: Callable[..., str], info: dict[str, Any], config: dict[str, Any], judged: bool
+) -> None:
+    canary = canary_of(Fleet(moved(3, 1.0), **info), config_json(**config), EXPECTED)
+    if judged:
+        with pytest.raises(UserError):
+            canary.check("a weight push")
+    else:
+        assert canary.check("a weight push") == pytest.approx({MEAN: 1 / 31, LARGEST: 1.0})
+
+
+def test_what_is_not_a_number_differs(models: dict[str, Path]) -> None:
+    canary = canary_of(Fleet(EXPECTED[:5] + [None] + EXPECTED[6:]), models["llama"], EXPECTED)  # type: ignore[list-item]
+    with pytest.raises(UserError, match=r"position 6 of the canary, by inf \(trainer -3\.5000, engine nan\)"):
+        canary.check("taking its memory back")
+
+
+def test_an_engine_that_does_not_answer_the_question(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(EXPECTED)
+    canary = canary_of(fleet, models["llama"], EXPECTED)
+
+    def refuse(*request: Any) -> Any:
+        raise EngineError("http://engine-0", "/generate answered 503: loading", 503)
+
+    for answer in (refuse, lambda *request: [fleet.answer(EXPECTED[:7], canary.tokens[:8])]):
+        monkeypatch.setattr(fleet, "post", answer)
+        with pytest.raises(UserError, match=r"did not score the canary after a weight push: http://engine-0.*"):
+            canary.check("a weight push")
+
+
+# -- trainer and engine --------------------------------------------------------------------------------------------
+
+
+def lose_rotary_tables(engine: EmbeddedEngine) -> None:
+    engine.scheduler.store.model._cos.zero_()
+    engine.scheduler.store.model._sin.zero_()
+
+
+def keep_an_old_tensor(engine: EmbeddedEngine) -> None:
+    engine.scheduler.store.named["model.layers.1.post_attention_layernorm.weight"].mul_(1.05)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_moe", "deepseek_v3"])
+def trained(request: pytest.FixtureRequest, models: dict[str, Path], dtype: str) -> tuple[Path, list[float]]:
+    """A model, and what the trainer says of the canary."""
+    model = models[request.param]
+    with single(model, bf16=dtype == "bfloat16") as backend:
+        return model, backend.canary_log_probs(canary_tokens(VOCAB))
+
+
+def checked(engine: EmbeddedEngine, trained: tuple[Path, list[float]], dtype: str) -> dict[str, float]:
+    return canary_of(engine, *trained, bf16=dtype == "bfloat16").check("a weight push")
+
+
+def test_a_sound_engine_agrees(trained: tuple[Path, list[float]], dtype: str) -> None:
+    found = checked(EmbeddedEngine(trained[0], dtype), trained, dtype)
+    assert found[LARGEST] < 1e-4 if dtype == "float32" else found[MEAN] < 0.05
+
+
+def test_lost_rotary_tables_are_found(trained: tuple[Path, list[float]], dtype: str) -> None:
+    engine = EmbeddedEngine(trained[0], dtype)
+    checked(engine, trained, dtype)
+    lose_rotary_tables(engine)
+    with pytest.raises(UserError, match=r"agrees: attention, positions \(rope\) or cache"):
+        checked(engine, trained, dtype)
+
+
+def test_a_damaged_weight_is_found_in_float32(models: dict[str, Path]) -> None:
+    with single(models["qwen3"]) as backend:
+        trained = models["qwen3"], backend.canary_log_probs(canary_tokens(VOCAB))
+    engine = EmbeddedEngine(models["qwen3"])
+    keep_an_old_tensor(engine)
+    with pytest.raises(UserError, match="the first token differs already"):
+        checked(engine, trained, "float32")
+
+
+def test_keys_and_values_of_before_are_not_used_again(models: dict[str, Path]) -> None:
+    engine, asked = EmbeddedEngine(models["qwen3"]), []
+    ask = engine.post
+    engine.post = lambda *request: asked.append(ask(*request)) or asked[-1]  # type: ignore[method-assign]
+    canary = canary_of(engine, models["qwen3"], [0.0] * 31)
+    for _ in range(2):
+        with pytest.raises(UserError):
+            canary.check("a weight push")
+    assert [answer["meta_info"]["cached_tokens"] for [answer] in asked] == [0, 0]
+
+
+# -- in the loop -----------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    def release_memory(self, tags: list[str]) -> None: ...
+
+    def resume_memory(self, tags: list[str]) -> None: ...
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[tuple[Cluster, list[str]]]:
+    """A cluster of nothing but a hand-over of memory, and what happened."""
+    cluster, log = Cluster(make_config(colocate=True), tmp_path, take_turns=True), []
+
+    class Logged:
+        def check(self, event: str) -> None:
+            log.append(event)
+
+    cluster._hand_over = HandOver(Memory(), lambda *call, what: [], offload_train=True, offload_rollout=True)
+    cluster._canary = Logged()  # type: ignore[assignment]
+    yield cluster, log
+
+
+def test_engines_are_checked_when_they_wake_and_only_then(cluster: tuple[Cluster, list[str]]) -> None:
+    it, log = cluster
+    it._hand_over.before_trainer()
+    it._wake_engines()
+    assert log == ["taking its memory back"]
+    it._wake_engines()
+    assert len(log) == 1
+    it._give_trainers_memory()
+    it._wake_engines()
+    assert len(log) == 2
+
+
+def test_example_of_a_difference() -> None:
+    assert Difference.of([-1.0, -2.0], [-1.0, -2.5]) == Difference(mean=0.25, largest=0.5, at=1, first=0.0)
