@@ -35,6 +35,13 @@ def check_experts(arguments: Mapping[str, Any]) -> None:
             f"--moe-router-load-balancing-type {balancing} cannot be honoured",
             fix=f"one of: {', '.join(LOAD_BALANCING)}",
         )
+    coefficient = arguments.get("moe_aux_loss_coeff", 0.0)
+    if isinstance(coefficient, tuple):
+        raise UserError(
+            f"--moe-aux-loss-coeff {' '.join(map(str, coefficient))} cannot be honoured",
+            why="there is one balance loss at a time",
+            fix="pass one coefficient",
+        )
     dispatcher = arguments.get("moe_token_dispatcher_type", "alltoall")
     if dispatcher != "alltoall":
         raise UserError(

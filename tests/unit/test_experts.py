@@ -470,6 +470,7 @@ def test_expert_bias_moves_only_when_asked(ranks: Pools, tmp_path: Path) -> None
         ({"moe_router_fusion": True}, "Transformer Engine too"),
         ({"moe_expert_capacity_factor": 1.0}, "never dropped"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "seq_aux_loss"),
+        ({"moe_aux_loss_coeff": (0.1, 0.2)}, "0.1 0.2"),
         ({"moe_token_dispatcher_type": "flex"}, "all-to-all"),
     ],
 )

@@ -124,8 +124,8 @@ class RoutingGuide:
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         rows = rows.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
         # padding has no choices of its own; spread, it leaves no expert with all of it
-        number = torch.arange(rows.numel())[:, None] * self.topk + torch.arange(self.topk)
-        spread = (number % self.num_experts)[:, None].expand(-1, self.num_layers, -1)
+        slots = torch.arange(rows.numel())[:, None] * self.topk + torch.arange(self.topk)
+        spread = (slots % self.num_experts)[:, None].expand(-1, self.num_layers, -1)
         if not micro_batch.samples:
             chosen = spread
         else:
