@@ -30,7 +30,9 @@ class FakeWeightEngine:
     Attributes:
         tensors: what the engine holds.
         calls: paths of the POST requests, in order; versions: weight versions that updates carried.
+        senders: last part of the group's name, of each broadcast; updating: the group that broadcasts right now.
         corrupt: applied to the tensors after each push, before anything is compared.
+        refuse_from: do not take part in the next broadcast of a group whose name ends so.
         fail: path → message: answer it with success=false.
         delay: path → seconds before it is answered.
     """
@@ -48,7 +50,10 @@ class FakeWeightEngine:
         self.version = "slime-embedded fake"
         self.url = ""
         self._snapshot: dict[str, torch.Tensor] = {}
-        self._group: ExternalGroup | None = None
+        self.senders: list[str] = []
+        self.refuse_from = ""
+        self.updating = ""
+        self._groups: dict[str, ExternalGroup] = {}
 
     def __enter__(self) -> FakeWeightEngine:
         self._loop = asyncio.new_event_loop()
@@ -98,19 +103,24 @@ class FakeWeightEngine:
                 buffer = attach(segment["shm"], segment["nbytes"])
                 self._load(unpack(buffer, [TensorEntry.from_json(entry) for entry in segment["tensors"]]), body)
         elif path == "/init_weights_update_group":
-            self._group = ExternalGroup.join(
+            self._groups[body["group_name"]] = ExternalGroup.join(
                 body["master_address"], body["master_port"], body["group_name"], body["backend"],
                 body["rank_offset"], body["world_size"], timeout=30,
             )  # fmt: skip
         elif path == "/destroy_weights_update_group":
-            assert self._group is not None
-            self._group.close()
+            self._groups.pop(body["group_name"]).close()
         elif path == "/update_weights_from_distributed":
-            assert self._group is not None
+            if self.refuse_from and body["group_name"].endswith(self.refuse_from):
+                self.refuse_from = ""
+                raise web.HTTPBadRequest(text="refused")
+            assert not self.updating, f"{body['group_name']} sends while {self.updating} does"
+            self.updating = body["group_name"]
+            self.senders.append(self.updating.split("-")[-1])
             entries = entries_of(body["names"], body["dtypes"], body["shapes"])
             buffer = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8)
-            self._group.broadcast(buffer, timeout=30)
+            self._groups[self.updating].broadcast(buffer, timeout=30)
             self._load(unpack(buffer, entries), body)
+            self.updating = ""
         elif path == "/update_weights_from_disk":
             for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
                 self._load(load_file(file).items(), body)

@@ -89,6 +89,41 @@ class Bucket:
         return unpack(self.buffer, self.entries)
 
 
+class BufferPair:
+    """Two flat buffers that take turns: one is packed while the other one is read. They exist once they are needed.
+
+    Args:
+        nbytes: of each, at least.
+        device: where they are.
+
+    Attributes:
+        turn: 0 or 1, the one that `current` gives.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._nbytes, self._device = nbytes, device
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self.turn = 1
+
+    def advance(self) -> int:
+        """The other one's turn; returns its number."""
+        self.turn = 1 - self.turn
+        return self.turn
+
+    def current(self, nbytes: int) -> torch.Tensor:
+        """The first ``nbytes`` of the buffer whose turn it is; larger than the others', if it has to be."""
+        buffer = self._buffers[self.turn]
+        if buffer is None or buffer.numel() < nbytes:
+            self._buffers[self.turn] = buffer = None  # give the smaller one back first
+            buffer = torch.empty(max(nbytes, self._nbytes), dtype=torch.uint8, device=self._device)
+            self._buffers[self.turn] = buffer
+        return buffer[:nbytes]
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        self._buffers, self.turn = [None, None], 1
+
+
 def unpack(buffer: torch.Tensor, entries: Iterable[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
     """Views of the tensors in a flat uint8 buffer.
 

@@ -1,39 +1,63 @@
 """Weights to engines anywhere by broadcast: NCCL between GPUs, gloo between CPUs.
 
-trainer rank 0 ── HTTP: names, dtypes, shapes ──► every engine
-               ── broadcast: one flat bucket ───► every engine process
+source rank of a stage ── HTTP: names, dtypes, shapes ──► every engine
+                       ── broadcast: one flat bucket ───► every engine process
+
+Each pipeline stage has a source of its own and a group of it and all engine processes. While one bucket travels and is
+loaded, the next one is gathered and packed; a buffer is written to again only when the bucket that was in it is loaded
+everywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
 from slime.rollout.engines.api import EngineError
-from slime.weights.buckets import Bucket, pack
+from slime.weights.buckets import Bucket, BufferPair, pack
 from slime.weights.engine_fleet import EngineFleet, is_local
 from slime.weights.process_group import ExternalGroup, address_towards
 from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
 
-_JOIN_SECONDS = 120.0
+JOIN_SECONDS = 120.0
+_GRACE_SECONDS = 2.0  # for an engine's own words on why its member of the group is gone
+
+
+@dataclass(frozen=True)
+class _Sending:
+    """A bucket under way.
+
+    Attributes:
+        arrival: of the bytes; answers: of the engines, which have loaded them.
+        limit: seconds for both.
+    """
+
+    nbytes: int
+    arrival: Future[None]
+    answers: Future[list[dict[str, Any]]]
+    limit: float
 
 
 class DistributedTransport:
-    """Broadcast of flat buckets from this rank (0) to all engine processes.
+    """Broadcast of flat buckets from this rank to all engine processes.
 
     Args:
         fleet: the engines.
-        buffer_size: bytes per bucket.
+        buffer_size: bytes per bucket; two are held from the first push on.
         dtype: of the engines' floating-point weights.
         backend: "nccl" or "gloo".
         ranks_per_engine: processes that hold weights, by engine; one each by default.
-        timeout: seconds that NCCL or gloo itself waits for a member (``NCCL_TIMEOUT`` or the flag).
+        timeout: seconds that a member may be waited for (``NCCL_TIMEOUT`` or the flag), on top of the time that the
+            bytes need.
+        stage: the pipeline stage that this rank sends for; the group has its number in its name.
+        await_turn: returns when engines may be sent to; called with the first bucket packed.
     Raises:
         EngineError: an engine did not join; names it and what it said.
     """
@@ -46,69 +70,125 @@ class DistributedTransport:
         backend: str = "gloo",
         ranks_per_engine: Sequence[int] | None = None,
         timeout: float = 600.0,
+        stage: int = 0,
+        await_turn: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = f"{backend} broadcast"
         self._fleet, self._buffer_size, self._dtype, self._timeout = fleet, buffer_size, dtype, timeout
+        self._backend, self._ranks = backend, list(ranks_per_engine or [1] * len(fleet.urls))
+        self._stage, self._await_turn = stage, await_turn
+        on_gpu = backend == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._buffers = BufferPair(buffer_size, device)
+        self._sending: _Sending | None = None
+        self._group: ExternalGroup | None = None
+        self._is_broken = False
+        self._join()
+
+    def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
+        """A group in which a push failed is left, and the next push makes a new one."""
+        num_tensors = nbytes = 0
+        try:
+            for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate):
+                if num_tensors == 0:
+                    self._await_turn()
+                    if self._is_broken:
+                        self._leave()
+                        self._join()
+                self._finish()
+                self._start(bucket, version)
+                for name, tensor in bucket.tensors():
+                    observe(name, tensor)
+                num_tensors, nbytes = num_tensors + len(bucket.entries), nbytes + bucket.nbytes
+            self._finish()
+        except Exception:
+            self._give_up()
+            raise
+        return Transferred(num_tensors, nbytes)
+
+    def close(self) -> None:
+        """Leave the group and let the engines leave it."""
+        self._leave()
+        self._buffers.drop()
+
+    # -- inside --------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
         # a fresh name per group: an engine that still knows a former one must not mix them up
-        self._group_name = f"slime-{secrets.token_hex(4)}"
-        ranks = list(ranks_per_engine or [1] * len(fleet.urls))
-        world_size = 1 + sum(ranks)
-        address = own_address(fleet.urls)
-        store = ExternalGroup.open_store(address, world_size, _JOIN_SECONDS)
-        joining = fleet.start(
+        name = f"slime-{secrets.token_hex(4)}-pp_{self._stage}"
+        world_size = 1 + sum(self._ranks)
+        address = own_address(self._fleet.urls)
+        store = ExternalGroup.open_store(address, world_size, JOIN_SECONDS)
+        joining = self._fleet.start(
             "/init_weights_update_group",
             lambda number: {
                 "master_address": address,
                 "master_port": store.port,
-                "rank_offset": 1 + sum(ranks[:number]),
+                "rank_offset": 1 + sum(self._ranks[:number]),
                 "world_size": world_size,
-                "group_name": self._group_name,
-                "backend": backend,
+                "group_name": name,
+                "backend": self._backend,
             },
-            _JOIN_SECONDS,
+            JOIN_SECONDS,
         )
         try:
-            self._group = ExternalGroup(store, address, self._group_name, backend, 0, world_size, _JOIN_SECONDS)
+            self._group = ExternalGroup(store, address, name, self._backend, 0, world_size, JOIN_SECONDS)
         except RuntimeError as error:
-            fleet.wait(joining, _JOIN_SECONDS)  # an engine that refused says why; that is the better message
-            raise EngineError(
-                fleet.urls[0], f"trainer rank 0 waited {_JOIN_SECONDS:.0f} s for engines to join"
-            ) from error
-        fleet.wait(joining, _JOIN_SECONDS)
+            self._fleet.wait(joining, JOIN_SECONDS)  # an engine that refused says why; that is the better message
+            raise EngineError(self._engines, f"{self._who} waited {JOIN_SECONDS:.0f} s for them to join") from error
+        self._fleet.wait(joining, JOIN_SECONDS)
+        self._is_broken = False
 
-    def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
-        """While the engines load a bucket, the next one is gathered and packed, and this one fingerprinted."""
-        num_tensors = nbytes = 0
-        loading: Future[list[dict[str, Any]]] | None = None
-        limit = 0.0
-        for bucket in pack(tensors, self._buffer_size, self._dtype):
-            if loading is not None:
-                self._fleet.wait(loading, limit)
-            limit = deadline_for(bucket.nbytes)
-            request = _request(bucket, self._group_name, version)
-            loading = self._fleet.start("/update_weights_from_distributed", request, limit)
-            self._broadcast(bucket, loading, limit)
-            for name, tensor in bucket.tensors():
-                observe(name, tensor)
-            num_tensors, nbytes = num_tensors + len(bucket.entries), nbytes + bucket.nbytes
-        if loading is not None:
-            self._fleet.wait(loading, limit)
-        return Transferred(num_tensors, nbytes)
-
-    def _broadcast(self, bucket: Bucket, answers: Future[list[dict[str, Any]]], limit: float) -> None:
-        try:
-            self._group.broadcast(bucket.buffer, min(limit, self._timeout))
-        except RuntimeError as error:
-            if answers.done():
-                self._fleet.wait(answers, limit)  # raises what the engine said
-            waiting = f"trainer rank 0 waited for {len(self._fleet.urls)} engine(s) to receive {bucket.nbytes} bytes"
-            raise EngineError(", ".join(self._fleet.urls), f"{waiting}: {error}") from error
-
-    def close(self) -> None:
-        """Leave the group and let the engines leave it."""
+    def _leave(self) -> None:
+        if self._group is None:
+            return
         with contextlib.suppress(EngineError):  # an engine that is gone has left
-            self._fleet.post("/destroy_weights_update_group", {"group_name": self._group_name}, timeout=10)
+            self._fleet.post("/destroy_weights_update_group", {"group_name": self._group.name}, timeout=10)
         self._group.close()
+        self._group = None
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """The buffer that does not travel at the moment."""
+        self._buffers.advance()
+        return self._buffers.current(nbytes)
+
+    def _start(self, bucket: Bucket, version: int) -> None:
+        assert self._group is not None
+        limit = deadline_for(bucket.nbytes, self._timeout)
+        request = _request(bucket, self._group.name, version)
+        answers = self._fleet.start("/update_weights_from_distributed", request, limit)
+        self._sending = _Sending(bucket.nbytes, self._group.start_broadcast(bucket.buffer, limit), answers, limit)
+
+    def _finish(self) -> None:
+        """Wait until the bucket under way is loaded, or for the first thing that goes wrong with it."""
+        if self._sending is None:
+            return
+        sending, self._sending = self._sending, None
+        # the requests' own limit comes first
+        wait([sending.arrival, sending.answers], sending.limit + _GRACE_SECONDS, return_when=FIRST_EXCEPTION)
+        problem = sending.arrival.exception() if sending.arrival.done() else None
+        if problem is not None:
+            wait([sending.answers], _GRACE_SECONDS)
+        if sending.answers.done():
+            sending.answers.result()  # raises what an engine said
+        if problem is not None or not sending.arrival.done():
+            what = f"{self._who} waited for them to receive {sending.nbytes} bytes"
+            raise EngineError(self._engines, f"{what}: {problem or 'not done in time'}") from problem
+        sending.answers.result(_GRACE_SECONDS)
+
+    def _give_up(self) -> None:
+        """Nobody knows which members are in which broadcast any more."""
+        self._sending, self._is_broken = None, True
+        if self._group is not None:
+            self._group.abort()
+
+    @property
+    def _engines(self) -> str:
+        return ", ".join(self._fleet.urls)
+
+    @property
+    def _who(self) -> str:
+        return f"the source rank of pipeline stage {self._stage}"
 
 
 def _request(bucket: Bucket, group_name: str, version: int) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import base64
 import json
 import pickle
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -32,11 +33,19 @@ _ANSWER_SECONDS = 120.0
 Slice = tuple[int, int, int]
 """dim, start, stop."""
 
+Digest = Callable[[str, torch.Tensor], Any]
+"""(name, tensor) → what is compared with the engines."""
+
 
 class EngineCheck(Protocol):
-    """Says what a tensor's digest is on the trainer's side, and asks the engines for theirs."""
+    """Says what a tensor's digest is on the trainer's side, and asks the engines for theirs.
 
-    def digest(self, name: str, tensor: torch.Tensor) -> Any: ...
+    Attributes:
+        digest: of a named tensor; can be pickled, since every rank that sends weights computes it.
+    """
+
+    @property
+    def digest(self) -> Digest: ...
 
     def wrong(self, sent: Mapping[str, Any], complete: Collection[str] | None, timeout: float) -> list[str]:
         """One line per tensor and engine that is not as sent.
@@ -49,14 +58,31 @@ class EngineCheck(Protocol):
     def close(self) -> None: ...
 
 
+def whole_tensor_digest(name: str, tensor: torch.Tensor) -> str:
+    """The tensor's fingerprint; a `Digest`."""
+    return fingerprint(tensor)
+
+
+@dataclass(frozen=True)
+class SliceDigest:
+    """Fingerprints of the slices of a tensor that engine ranks have.
+
+    Attributes:
+        slices: by name, those that some rank of some engine has.
+    """
+
+    slices: Mapping[str, Sequence[Slice]]
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> dict[Slice, str]:
+        return {(dim, a, b): fingerprint(_narrow(tensor, dim, a, b)) for dim, a, b in self.slices[name]}
+
+
 class WholeTensorCheck:
     """Engines that know fingerprints: the embedded one."""
 
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
-
-    def digest(self, name: str, tensor: torch.Tensor) -> str:
-        return fingerprint(tensor)
+        self.digest: Digest = whole_tensor_digest
 
     def wrong(self, sent: Mapping[str, Any], complete: Collection[str] | None, timeout: float) -> list[str]:
         body = {"action": "fingerprint", "names": None if complete is not None else list(sent)}
@@ -87,13 +113,11 @@ class SliceCheck:
         layouts = self._ask("layout", self._shapes, _ANSWER_SECONDS)
         self._slices = [[_slices(rank) for rank in ranks] for ranks in layouts]
         self._others = [sorted(set.intersection(*(set(rank["others"]) for rank in ranks))) for ranks in layouts]
+        held = {name: {part for ranks in self._slices for rank in ranks if (part := rank.get(name)) is not None}
+                for name in self._shapes}  # fmt: skip
+        self.digest: Digest = SliceDigest({name: sorted(parts) for name, parts in held.items()})
         self.unknown = sorted(name for name in self._shapes if not self._is_whole(name))
         """Tensors that no comparison covers, because an engine's form of them is not known here."""
-
-    def digest(self, name: str, tensor: torch.Tensor) -> dict[Slice, str]:
-        """Of each slice that some rank of some engine has."""
-        wanted = {found for ranks in self._slices for rank in ranks if (found := rank.get(name)) is not None}
-        return {(dim, a, b): fingerprint(_narrow(tensor, dim, a, b)) for dim, a, b in sorted(wanted)}
 
     def wrong(self, sent: Mapping[str, Any], complete: Collection[str] | None, timeout: float) -> list[str]:
         lines = []

@@ -50,17 +50,23 @@ class Held:
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
+def whole_bytes(one: Held, placement: Placement) -> int:
+    """Of the parameter with the pieces of all tensor-parallel ranks."""
+    pieces = (placement.etp_size if one.is_expert else placement.tp_size) if one.is_cut else 1
+    return pieces * one.nbytes
+
+
 def batches(held: Sequence[Held], placement: Placement, limit: int = BATCH_BYTES) -> Iterator[list[Held]]:
     """Consecutive parameters whose whole tensors have at most ``limit`` bytes together; a larger one comes alone."""
     batch: list[Held] = []
     size = 0
     for one in held:
-        pieces = (placement.etp_size if one.is_expert else placement.tp_size) if one.is_cut else 1
-        if batch and size + pieces * one.nbytes > limit:
+        nbytes = whole_bytes(one, placement)
+        if batch and size + nbytes > limit:
             yield batch
             batch, size = [], 0
         batch.append(one)
-        size += pieces * one.nbytes
+        size += nbytes
     if batch:
         yield batch
 

@@ -25,7 +25,7 @@ from slime.weights.buckets import dtype_in, dtype_name
 from slime.weights.convert import Match, ModelFamily, family_of
 from slime.weights.convert.layouts import Shard, VocabParallel
 from slime.weights.convert.spec import HfConfig, ModelSpec
-from slime.weights.gathering import Held, batches, gather
+from slime.weights.gathering import Held, batches, gather, whole_bytes
 from slime.weights.hf_files import HfReader, HfWriter
 from slime.weights.megatron_names import Placement, global_parameters
 
@@ -187,14 +187,22 @@ class HfExporter:
         model_chunks: this rank's model, one chunk per virtual pipeline stage, wrapped or not.
         hf_config: what the model was built from.
         model_name: conversion table, when the config does not tell.
+        own_stage: only what this pipeline stage holds; collective over the ranks of the stage, and nothing crosses the
+            pipeline.
     """
 
     def __init__(
-        self, model_chunks: Sequence[nn.Module], hf_config: HfConfig, *, model_name: str | None = None
+        self,
+        model_chunks: Sequence[nn.Module],
+        hf_config: HfConfig,
+        *,
+        model_name: str | None = None,
+        own_stage: bool = False,
     ) -> None:
         self.family = family_of(hf_config, model_name)
         self.spec = self.family.model_spec(hf_config)
-        self.placement = Placement.current()
+        place = Placement.current()
+        self.placement = dataclasses.replace(place, pp_group=None) if own_stage else place
         self._local = dict(global_parameters(model_chunks, self.spec.num_experts, self.placement))
         self._matches: dict[str, Match] = {}
         for name, tensor in self._local.items():
@@ -219,6 +227,10 @@ class HfExporter:
                 with torch.no_grad():
                     tensors = match.rule.layout.export(pieces[held.name], self.spec)
                 yield from zip(match.exports, tensors, strict=True)
+
+    def nbytes(self) -> int:
+        """Of all tensors that `tensors` yields, in the model's dtypes, with padding."""
+        return sum(whole_bytes(held, self.placement) for held, match in self._plan if match.exports)
 
     def names(self) -> list[str]:
         """Names of all tensors that `tensors` yields, in order."""

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from slime.errors import UserError
-from slime.weights.buckets import Bucket, dtype_of, pack
+from slime.weights.buckets import Bucket, BufferPair, dtype_of, pack
 from slime.weights.engine_fleet import EngineFleet
 from slime.weights.transport import EngineSlots, NamedTensors, Observer, Transferred, deadline_for
 
@@ -58,8 +58,7 @@ class IpcTransport:
     ) -> None:
         self._fleet, self._engines, self._group = fleet, engines, group
         self._buffer_size, self._dtype = buffer_size, dtype
-        self._buffers: list[torch.Tensor | None] = [None, None]
-        self._turn = 0
+        self._buffers = BufferPair(buffer_size, _own_device())
         self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}  # buffer number → engines' answers
         self._failure: BaseException | None = None
         _check_sharing(engines, group.size() if group is not None else 1)
@@ -79,7 +78,7 @@ class IpcTransport:
                 answers = self._fleet.start(
                     "/update_weights_from_tensor", self._requests(bucket, handles, version), limit
                 )
-                self._reading[self._turn] = answers, limit
+                self._reading[self._buffers.turn] = answers, limit
             except Exception as error:  # raised below
                 self._failure = error
         if self._failure is not None:
@@ -98,26 +97,20 @@ class IpcTransport:
 
     def _shared_buckets(self, tensors: NamedTensors) -> Iterator[tuple[Bucket, list[Handle]]]:
         """Buckets, the same on every rank, and on rank 0 the handles of all ranks' copies; leaves nothing held."""
-        self._failure, self._turn = None, 1
+        self._failure = None
         try:
             for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate):
                 yield bucket, self._gather(handle_of(bucket.buffer))
             for number in (0, 1):
                 self._wait_for_readers(number)
         finally:
-            self._buffers = [None, None]
+            self._buffers.drop()
             if torch.cuda.is_available():
                 torch.cuda.ipc_collect()  # engines have closed them all
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        self._turn = 1 - self._turn
-        self._wait_for_readers(self._turn)
-        buffer = self._buffers[self._turn]
-        if buffer is None or buffer.numel() < nbytes:
-            self._buffers[self._turn] = buffer = None  # give the smaller one back first
-            buffer = torch.empty(max(nbytes, self._buffer_size), dtype=torch.uint8, device=_own_device())
-            self._buffers[self._turn] = buffer
-        return buffer[:nbytes]
+        self._wait_for_readers(self._buffers.advance())
+        return self._buffers.current(nbytes)
 
     def _wait_for_readers(self, number: int) -> None:
         """Returns on all ranks when no engine reads the buffer any more."""

@@ -10,7 +10,13 @@ built directly on a store of its own. The chain of key prefixes is the one that 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import Any
 
@@ -51,7 +57,9 @@ class ExternalGroup:
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            self._group = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
+            with _errors_left_to_us():
+                self._group = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
+            self._stream = torch.cuda.Stream()
 
     @staticmethod
     def open_store(address: str, world_size: int, timeout: float, port: int = 0) -> TCPStore:
@@ -72,23 +80,77 @@ class ExternalGroup:
         store = TCPStore(address, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
         return ExternalGroup(store, address, name, backend, rank, world_size, timeout)
 
-    def broadcast(self, tensor: torch.Tensor, timeout: float, source: int = 0) -> None:
-        """Send (rank ``source``) or receive a tensor; returns when it is done.
+    def start_broadcast(self, tensor: torch.Tensor, timeout: float, source: int = 0) -> Future[None]:
+        """Begin to send (rank ``source``) or receive a tensor; one at a time.
 
-        Raises:
-            RuntimeError: not done within ``timeout`` seconds, or a member is gone.
+        Returns at once: NCCL's first collective sets its communicator up and blocks without any limit until all members
+        have come, so a thread calls it. On a GPU the transfer follows what the caller's stream has to do so far, and
+        nothing that is queued there later waits for it.
+
+        Returns:
+            Done when the tensor has arrived, or may be written to again. A RuntimeError in it: not done within
+            ``timeout`` seconds (gloo; for NCCL the caller has to watch the time), or a member is gone.
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         options.timeout = timedelta(seconds=timeout)
-        work = self._group.broadcast([tensor], options)
-        work.wait(timedelta(seconds=timeout))
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()  # NCCL's wait only orders streams
+        ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        done: Future[None] = Future()
+
+        def transfer() -> None:
+            try:
+                if ready is None:
+                    self._group.broadcast([tensor], options).wait(options.timeout)
+                else:
+                    with torch.cuda.stream(self._stream):
+                        self._stream.wait_event(ready)
+                        self._group.broadcast([tensor], options).wait()  # orders streams, no more
+                        self._stream.synchronize()
+            except Exception as error:  # raised where the future is waited for
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        threading.Thread(target=transfer, name="weight-broadcast", daemon=True).start()
+        return done
+
+    def broadcast(self, tensor: torch.Tensor, timeout: float, source: int = 0) -> None:
+        """`start_broadcast`, and wait for it.
+
+        Raises:
+            RuntimeError: not done within ``timeout`` seconds, or a member is gone.
+        """
+        try:
+            # gloo's own limit comes first and says more
+            self.start_broadcast(tensor, timeout, source).result(timeout + (1 if self.backend == "gloo" else 0))
+        except FutureTimeout as error:
+            self.abort()
+            raise RuntimeError(f"{tensor.numel()} elements were not through after {timeout:.0f} s") from error
+
+    def abort(self) -> None:
+        """Give up what is under way; the group is of no use afterwards, but for `close`."""
+        self._group.abort()
 
     def close(self) -> None:
         """Leave; the other members' collectives fail from then on."""
         self._group.shutdown()
+
+
+@contextlib.contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    """A group made within the block is not watched by NCCL's watchdog, which ends the whole process when a member is
+    lost or late. Here members are engines; that one of them died must be an error that says so.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def address_towards(host: str) -> str:

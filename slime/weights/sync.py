@@ -2,8 +2,9 @@
 
     push():  pause ─► transfer in flat buckets ─► flush caches ─► compare fingerprints ─► continue      version + 1
 
-Collective over all trainer ranks: each takes part in gathering, rank 0 talks to the engines, and every rank gets the
-same receipt or raises the same error.
+Collective over all trainer ranks: each takes part in gathering, rank 0 steers the engines, and every rank gets the same
+receipt or raises the same error. By broadcast each pipeline stage sends its own layers, in turn, from one rank of it;
+every other way goes through rank 0, or through all ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +26,16 @@ from slime.rollout.engines.api import EngineError
 from slime.weights.buckets import dtype_of
 from slime.weights.convert.spec import HfConfig, read_hf_config
 from slime.weights.disk import DiskTransport
-from slime.weights.distributed import DistributedTransport, own_address
-from slime.weights.engine_check import EngineCheck, SliceCheck, WholeTensorCheck
+from slime.weights.distributed import JOIN_SECONDS, DistributedTransport, own_address
+from slime.weights.engine_check import Digest, EngineCheck, SliceCheck, WholeTensorCheck
 from slime.weights.engine_fleet import EngineFleet, is_local
 from slime.weights.hf_io import HfExporter
 from slime.weights.ipc import IpcTransport
+from slime.weights.megatron_names import Placement
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
 from slime.weights.shared_memory_transport import SharedMemoryTransport
-from slime.weights.transport import EngineSlots, NamedTensors, Transport, deadline_for
+from slime.weights.trainer_ranks import StageError, TrainerRanks
+from slime.weights.transport import EngineSlots, NamedTensors, Transferred, Transport, deadline_for
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +65,11 @@ class WeightSync:
     ) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
         self.version = start_version
-        self._hf_config = hf_config
-        self._exporter = HfExporter(model_chunks, hf_config, model_name=config.checkpoint.model_name)
+        self._model_chunks, self._hf_config = model_chunks, hf_config
+        self._exporter: HfExporter | None = None
+        self._ranks = TrainerRanks(rank, world_size)
+        self._stage_seconds: list[float] = []  # that each pipeline stage may take to send
+        self._names: list[str] = []  # of all tensors of a push; rank 0
         self._sampler = Sampler()
         self._fleet: EngineFleet | None = None
         self._transport: Transport | None = None
@@ -86,18 +92,37 @@ class WeightSync:
         """
         self.close()
         found = [EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines]
-        with self._shared_outcome("connecting trainer and engines"):
+        what = "connecting trainer and engines"
+        with self._ranks.round(what, 2 * _CONTROL_SECONDS) as reached:
             if self.rank == 0:
-                self._reach(found, on_this_node)
-        route = self._route = self._from_rank_0(self._route)
-        shapes = self._shapes() if route.asks_ranks else {}  # collective, hence outside of the block that follows
+                reached.value = self._reach(found, on_this_node)
+        route = self._route = reached.value
+        self._ranks.sources = route.sources
+        self._exporter = HfExporter(
+            self._model_chunks,
+            self._hf_config,
+            model_name=self.config.checkpoint.model_name,
+            own_stage=len(route.sources) > 1,
+        )
+        part = _StagePlan(
+            self._exporter, shapes=route.asks_ranks
+        )  # collective, hence outside of the block that follows
         gloo = self._gloo_group() if route.kind == "ipc" else None
-        with self._shared_outcome("connecting trainer and engines"):
+        joining = [2 * JOIN_SECONDS for _ in route.sources]
+        self._stage_seconds = joining
+        late = sum(joining) + 2 * _CONTROL_SECONDS
+        explained = _naming_engine() if self.rank == 0 else nullcontext()
+        with self._ranks.round(what, late) as connected, explained:
+            if self._ranks.stage is not None or route.kind == "ipc":
+                self._transport = self._open_transport(route, found, gloo)
+            if self._ranks.stage is not None:
+                self._ranks.report(part)
             if self.rank == 0:
-                self._connect(found, shapes, gloo)
-            elif route.kind == "ipc":
-                size = self.config.sync.update_weight_buffer_size
-                self._transport = IpcTransport(None, found, gloo, size, route.dtype)
+                connected.value = self._prepare_check(found, self._ranks.reports(joining))
+        digest, nbytes = connected.value
+        self._stage_seconds = [deadline_for(n, self._timeout) for n in nbytes]
+        share, floor = Sampler.share / len(nbytes), Sampler.floor / len(nbytes)
+        self._sampler = Sampler(share, floor, digest)
 
     def push(self) -> Receipt:
         """Bring the current weights to every engine as version ``self.version + 1``. Collective.
@@ -108,24 +133,27 @@ class WeightSync:
                 sends everything again.
             WeightMismatch: an engine does not hold what was sent; names tensors.
         """
-        tensors = self._exporter.tensors()
-        receipt: list[Any] = [None]
-        with self._shared_outcome(f"pushing weights version {self.version + 1}"):
+        assert self._exporter is not None, "push before connect"
+        version, tensors = self.version + 1, self._exporter.tensors()
+        with self._ranks.round(f"pushing weights version {version}", self._push_seconds) as pushed:
             try:
                 if self.rank == 0:
-                    receipt[0] = self._push(tensors, self.version + 1)
+                    pushed.value = self._push(tensors, version)
+                elif self._ranks.stage is not None:
+                    self._send(tensors, version)
                 elif isinstance(self._transport, IpcTransport):
                     self._transport.follow(tensors)
             finally:
                 if self.world_size > 1:
-                    for _ in tensors:  # the other ranks count on rank 0 in every gather, also after a failure
+                    for _ in tensors:  # other ranks count on this one in every gather, also after a failure
                         pass
-        if self.world_size > 1:
-            dist.broadcast_object_list(receipt, src=0)
-        self.version += 1
-        self._num_pushes += 1
-        logger.info("%s", receipt[0])
-        return receipt[0]
+        receipt: Receipt = pushed.value
+        if self._ranks.stage is not None:
+            self._sampler.end()
+        self._last_seconds = receipt.seconds["total"]
+        self.version, self._num_pushes = version, self._num_pushes + 1
+        logger.info("%s", receipt)
+        return receipt
 
     def close(self) -> None:
         """Give up shared memory, groups and connections."""
@@ -137,12 +165,61 @@ class WeightSync:
             self._fleet.close()
         self._transport = self._fleet = self._check = None
 
-    def _from_rank_0(self, value: Any) -> Any:
-        if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+    # -- each rank that sends ------------------------------------------------------------------------------
+
+    def _open_transport(
+        self, route: Route, engines: Sequence[EngineSlots], gloo: dist.ProcessGroup | None
+    ) -> Transport:
+        """This rank's.
+
+        Raises:
+            UserError: the disk transport has no directory; memory cannot be shared with an engine.
+            EngineError: an engine did not join the broadcast group.
+        """
+        flags, dtype, size = self.config.sync, route.dtype, self.config.sync.update_weight_buffer_size
+        if route.kind == "ipc":
+            return IpcTransport(self._fleet, engines, gloo, size, dtype)
+        if self._fleet is None:
+            self._fleet = EngineFleet([engine.url for engine in engines])
+        if route.kind == "disk":
+            if flags.update_weight_disk_dir is None or self.config.checkpoint.hf_checkpoint is None:
+                raise UserError(
+                    "--update-weight-transport disk has no directory",
+                    fix="pass --update-weight-disk-dir with one that trainer and engines both see, and --hf-checkpoint",
+                )
+            keep, assets = flags.update_weight_disk_keep_files, self.config.checkpoint.hf_checkpoint
+            return DiskTransport(self._fleet, flags.update_weight_disk_dir, dtype, assets, keep)
+        if route.kind == "shm":
+            return SharedMemoryTransport(self._fleet, size, dtype)
+        stage = self._ranks.stage
+        assert stage is not None
+        self._await_turn()
+        ranks = [max(1, len(engine.slots)) if route.asks_ranks else 1 for engine in engines]
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        return DistributedTransport(
+            self._fleet, size, dtype, backend, ranks, self._timeout, stage=stage, await_turn=self._await_turn
+        )
+
+    def _send(self, tensors: NamedTensors, version: int) -> None:
+        """What this rank sends, with a report of it."""
+        assert self._transport is not None
+        self._sampler.begin(self._last_seconds, self.config.debug.check_weight_update_equal)
+        sent = self._transport.send(tensors, version, self._sampler.observe)
+        self._ranks.report(_StageSent(sent, self._sampler.names, self._sampler.fingerprints))
+
+    def _await_turn(self) -> None:
+        earlier = self._stage_seconds[: self._ranks.stage]
+        self._ranks.await_turn(2 * _CONTROL_SECONDS + sum(earlier))  # rank 0 pauses the engines first
+
+    @property
+    def _timeout(self) -> float:
+        """Of process groups, in seconds."""
+        return 60.0 * self.config.cluster.distributed_timeout_minutes
+
+    @property
+    def _push_seconds(self) -> float:
+        """That a push may take, all phases together: pause, reset, transfer, flush, check, continue."""
+        return 4 * _CONTROL_SECONDS + 2 * sum(self._stage_seconds)
 
     def _gloo_group(self) -> dist.ProcessGroup | None:
         """All trainer ranks on CPU: what is exchanged there are words, and NCCL would need the GPU for them."""
@@ -152,40 +229,38 @@ class WeightSync:
             self._gloo = dist.new_group(backend="gloo")
         return self._gloo
 
-    def _shapes(self) -> dict[str, list[int]]:
-        """Of everything that a push sends; one gathering of all weights, which also sets the communicators up."""
-        return {name: list(tensor.shape) for name, tensor in self._exporter.tensors()}
-
     # -- rank 0 --------------------------------------------------------------------------------------------
 
-    def _reach(self, engines: Sequence[EngineSlots], on_this_node: bool) -> None:
+    def _reach(self, engines: Sequence[EngineSlots], on_this_node: bool) -> Route:
         self._fleet = EngineFleet([engine.url for engine in engines])
         with _naming_engine():
             infos = dict(zip(self._fleet.urls, self._fleet.get("/server_info", 30), strict=True))
         embedded = all(str(info.get("version")).startswith("slime-embedded") for info in infos.values())
         local = on_this_node and all(is_local(url) for url in self._fleet.urls)
-        dtype = _engine_dtype(infos, self._hf_config)
-        self._route = Route(choose_route(self.config, embedded=embedded, local=local), dtype, asks_ranks=not embedded)
+        kind = choose_route(self.config, embedded=embedded, local=local)
+        pipeline = Placement.current().pp_group if kind == "broadcast" else None
+        # the stages' ranks that have rank 0's place in all other respects: the first of TP, DP and CP
+        sources = tuple(dist.get_process_group_ranks(pipeline)) if pipeline is not None else (0,)
+        return Route(kind, _engine_dtype(infos, self._hf_config), asks_ranks=not embedded, sources=sources)
 
-    def _connect(
-        self, engines: Sequence[EngineSlots], shapes: dict[str, list[int]], gloo: dist.ProcessGroup | None
-    ) -> None:
-        assert self._fleet is not None and self._route is not None
-        with _naming_engine():
-            self._transport = _open_transport(self.config, self._route, self._fleet, engines, gloo)
-            if self._route.asks_ranks:
-                slices = SliceCheck(self._fleet, engines, own_address(self._fleet.urls), shapes)
-                if slices.unknown:
-                    some = ", ".join(slices.unknown[:4])
-                    logger.warning("%d tensors are not compared after pushes: %s", len(slices.unknown), some)
-                self._check = slices
-            else:
-                self._check = WholeTensorCheck(self._fleet)
-        self._sampler = Sampler(digest=self._check.digest)
+    def _prepare_check(self, engines: Sequence[EngineSlots], stages: Sequence[_StagePlan]) -> tuple[Digest, list[int]]:
+        """Returns how tensors are digested, and the bytes of each stage."""
+        assert self._fleet is not None and self._route is not None and self._transport is not None
+        self._names = [name for stage in stages for name in stage.names]
+        if self._route.asks_ranks:
+            shapes = {name: shape for stage in stages for name, shape in stage.shapes.items()}
+            slices = SliceCheck(self._fleet, engines, own_address(self._fleet.urls), shapes)
+            if slices.unknown:
+                some = ", ".join(slices.unknown[:4])
+                logger.warning("%d tensors are not compared after pushes: %s", len(slices.unknown), some)
+            self._check = slices
+        else:
+            self._check = WholeTensorCheck(self._fleet)
         logger.info("weights go to %d engine(s) by %s", len(engines), self._transport.name)
+        return self._check.digest, [stage.nbytes for stage in stages]
 
     def _push(self, tensors: NamedTensors, version: int) -> Receipt:
-        assert self._fleet is not None and self._transport is not None, "push before connect"
+        assert self._fleet is not None and self._transport is not None
         fleet, seconds = self._fleet, dict[str, float]()
         verify_all = self.config.debug.check_weight_update_equal
         begin = time.perf_counter()
@@ -195,19 +270,18 @@ class WeightSync:
             # what the push does not bring cannot pass for what it should have brought
             with self._phase("reset", version, seconds):
                 fleet.post("/weights_checker", {"action": "reset_tensors"}, _CONTROL_SECONDS)
-        self._sampler.begin(self._last_seconds, verify_all)
         with self._phase("transfer", version, seconds):
-            sent = self._transport.send(tensors, version, self._sampler.observe)
+            self._send(tensors, version)
+            sent = _StageSent.of_all(self._ranks.reports(self._stage_seconds))
         with self._phase("flush", version, seconds):
             fleet.flush_cache(_CONTROL_SECONDS)
         with self._phase("check", version, seconds):
-            self._compare(version, sent.nbytes, verify_all)
+            self._compare(version, sent, verify_all)
         with self._phase("continue", version, seconds):
             fleet.post("/continue_generation", {}, _CONTROL_SECONDS)
-        self._sampler.end()
-        seconds["total"] = self._last_seconds = time.perf_counter() - begin
-        checked = tuple(self._sampler.fingerprints)
-        return Receipt(version, sent.num_tensors, sent.nbytes, seconds, self._transport.name, checked, verify_all)
+        seconds["total"] = time.perf_counter() - begin
+        amount, checked = sent.amount, tuple(sent.fingerprints)
+        return Receipt(version, amount.num_tensors, amount.nbytes, seconds, self._transport.name, checked, verify_all)
 
     def _pause(self, fleet: EngineFleet) -> None:
         """Pause all, or leave none paused."""
@@ -220,52 +294,36 @@ class WeightSync:
                 logger.warning("not every engine could be continued after a failed pause", exc_info=True)
             raise
 
-    def _compare(self, version: int, nbytes: int, verify_all: bool) -> None:
+    def _compare(self, version: int, sent: _StageSent, verify_all: bool) -> None:
         assert self._check is not None
-        sampler = self._sampler
-        unsent = sorted(set(self._exporter.names()) - set(sampler.names))
+        unsent = sorted(set(self._names) - set(sent.names))
         if unsent:
             raise WeightMismatch(version, [f"{name} was not sent" for name in unsent])
-        complete = sampler.names if verify_all else None
-        wrong = self._check.wrong(sampler.fingerprints, complete, deadline_for(nbytes))
+        complete = sent.names if verify_all else None
+        wrong = self._check.wrong(sent.fingerprints, complete, deadline_for(sent.amount.nbytes))
         if wrong:
             raise WeightMismatch(version, wrong)
 
     @contextmanager
     def _phase(self, name: str, version: int, seconds: dict[str, float]) -> Iterator[None]:
-        """Time a phase and turn an engine's failure into a message with the way out."""
+        """Time a phase and turn the failure of an engine or a stage into a message with the way out."""
         started = time.perf_counter()
         try:
             yield
-        except EngineError as error:
+        except (EngineError, StageError) as error:
             waited = time.perf_counter() - started
             state = {
                 "pause": "no engine was changed; they go on with the weights they have",
                 "continue": "the engines have the new weights; some may still be paused",
             }.get(name, "the engines stay paused, because they may hold a mix of old and new weights")
+            late = error.url if isinstance(error, EngineError) else error.where
             raise UserError(
                 f"weight update to version {version} failed in the phase '{name}' after {waited:.1f} s: {error}",
-                why=f"trainer rank 0 waited for {error.url}; {state}",
+                why=f"trainer rank 0 waited for {late}; {state}",
                 fix=_REMEDIES,
                 check_id="weight-sync-timeout",
             ) from error
         seconds[name] = time.perf_counter() - started
-
-    @contextmanager
-    def _shared_outcome(self, what: str) -> Iterator[None]:
-        """Every rank leaves the block with the same outcome: rank 0's error is raised on all."""
-        failure: BaseException | None = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        if self.world_size > 1:
-            said = [str(failure) if failure is not None else None]
-            dist.broadcast_object_list(said, src=0)
-            if failure is None and said[0] is not None:
-                raise UserError(f"{what} failed on trainer rank 0", why=said[0])
-        if failure is not None:
-            raise failure
 
 
 _REMEDIES = (
@@ -283,11 +341,42 @@ class Route:
         kind: see `choose_route`.
         dtype: of the engines' floating-point weights.
         asks_ranks: the engines' ranks are asked for their slices (SGLang), not the engines for whole tensors.
+        sources: the rank that sends, of each pipeline stage; rank 0 alone if it has everything brought to it.
     """
 
     kind: str
     dtype: torch.dtype
     asks_ranks: bool
+    sources: tuple[int, ...] = (0,)
+
+
+class _StagePlan:
+    """What one source will send. Collective over the ranks of the stage.
+
+    Args:
+        shapes: also find the shapes out: one gathering of all weights, which sets the communicators up as well.
+    """
+
+    def __init__(self, exporter: HfExporter, shapes: bool) -> None:
+        self.names, self.nbytes = exporter.names(), exporter.nbytes()
+        self.shapes = {name: list(tensor.shape) for name, tensor in exporter.tensors()} if shapes else {}
+
+
+@dataclass(frozen=True)
+class _StageSent:
+    """What one source has sent, with fingerprints of some of it."""
+
+    amount: Transferred
+    names: list[str]
+    fingerprints: dict[str, Any]
+
+    @staticmethod
+    def of_all(stages: Sequence[_StageSent]) -> _StageSent:
+        return _StageSent(
+            Transferred(sum(s.amount.num_tensors for s in stages), sum(s.amount.nbytes for s in stages)),
+            [name for stage in stages for name in stage.names],
+            {name: digest for stage in stages for name, digest in stage.fingerprints.items()},
+        )
 
 
 def choose_route(config: Config, *, embedded: bool, local: bool) -> str:
@@ -309,39 +398,14 @@ def choose_route(config: Config, *, embedded: bool, local: bool) -> str:
     return "ipc" if config.cluster.colocate and not embedded else "broadcast"
 
 
-def _open_transport(
-    config: Config, route: Route, fleet: EngineFleet, engines: Sequence[EngineSlots], gloo: dist.ProcessGroup | None
-) -> Transport:
-    """Raises:
-    UserError: the disk transport has no directory; memory cannot be shared with an engine.
-    EngineError: an engine did not join the broadcast group.
-    """
-    flags, dtype = config.sync, route.dtype
-    size = flags.update_weight_buffer_size
-    if route.kind == "disk":
-        if flags.update_weight_disk_dir is None or config.checkpoint.hf_checkpoint is None:
-            raise UserError(
-                "--update-weight-transport disk has no directory",
-                fix="pass --update-weight-disk-dir with one that trainer and engines both see, and --hf-checkpoint",
-            )
-        keep, assets = flags.update_weight_disk_keep_files, config.checkpoint.hf_checkpoint
-        return DiskTransport(fleet, flags.update_weight_disk_dir, dtype, assets, keep)
-    if route.kind == "shm":
-        return SharedMemoryTransport(fleet, size, dtype)
-    if route.kind == "ipc":
-        return IpcTransport(fleet, engines, gloo, size, dtype)
-    timeout = 60.0 * config.cluster.distributed_timeout_minutes
-    ranks = [max(1, len(engine.slots)) if route.asks_ranks else 1 for engine in engines]
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return DistributedTransport(fleet, size, dtype, backend, ranks, timeout)
-
-
 @contextmanager
 def _naming_engine() -> Iterator[None]:
     try:
         yield
     except EngineError as error:
         raise UserError(f"engine {error.url} cannot be reached for weight updates", str(error), _REMEDIES) from error
+    except StageError as error:
+        raise UserError(f"{error.where} could not prepare weight updates", error.what, _REMEDIES) from error
 
 
 def _engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) -> torch.dtype:

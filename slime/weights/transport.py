@@ -53,11 +53,14 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-def deadline_for(nbytes: int) -> float:
+def deadline_for(nbytes: int, floor: float | None = None) -> float:
     """Seconds that a step moving ``nbytes`` may take.
+
+    Args:
+        floor: seconds that it may take whatever its size; `FLOOR_SECONDS` when None.
 
     Example:
         >>> deadline_for(2_000_000_000)
         220.0
     """
-    return FLOOR_SECONDS + nbytes / SLOWEST_BANDWIDTH
+    return (FLOOR_SECONDS if floor is None else floor) + nbytes / SLOWEST_BANDWIDTH

@@ -66,7 +66,7 @@ SLOTS = {0: (0,), 1: (1, 2)}
 
 def played_by_one_rank(self: ipc.IpcTransport, handle: ipc.Handle) -> list[ipc.Handle]:
     """Handles of three trainer ranks, all from this one; each is good for one reader."""
-    return [handle, *(ipc.handle_of(self._buffers[self._turn]) for _ in range(2))]
+    return [handle, *(ipc.handle_of(self._buffers._buffers[self._buffers.turn]) for _ in range(2))]
 
 
 @pytest.mark.parametrize(("kind", "flags"), [

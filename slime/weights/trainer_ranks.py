@@ -1,0 +1,167 @@
+"""What trainer ranks say to one another during a push: whose turn it is, what came of it, how it ended for all.
+
+    stage 0 (rank 0)   sends ── report ─┐                         reads all reports ─► outcome ─► every rank
+    stage 1            packs ◄──────────┴─ sends ── report ─┐
+    stage 2            packs ◄──────────────────────────────┴─ sends ── report
+
+Engines take one update at a time, so the pipeline stages send in their order. A stage waits only for those before it,
+and rank 0 for all: there is no circle to wait in. Words go over a store and not by collectives, because a collective
+with a rank that died never ends, or ends the process. Every wait has a limit and says who was waited for.
+"""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from slime.errors import UserError
+from slime.rollout.engines.api import EngineError
+
+
+class StageError(Exception):
+    """A pipeline stage could not do its part of a push, or did not say that it did.
+
+    Attributes:
+        where: the stage and the rank that sends for it.
+    """
+
+    def __init__(self, stage: int, rank: int, what: str) -> None:
+        super().__init__(stage, rank, what)
+        self.where, self.what = f"pipeline stage {stage} (trainer rank {rank})", what
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+@dataclass
+class Outcome:
+    """Of a round: what rank 0 puts here, every rank finds here after the block."""
+
+    value: Any = None
+
+
+class TrainerRanks:
+    """One rank's view of the others. Building it is collective; all ranks take part in the same rounds.
+
+    Attributes:
+        sources: the rank that sends for each pipeline stage; rank 0 alone when it sends everything.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.sources: Sequence[int] = (0,)
+        self._store: dist.Store | None = None
+        if world_size > 1:
+            name = [secrets.token_hex(4)]
+            dist.broadcast_object_list(name, src=0)
+            # a connection of its own: to wait on the shared one would hold up whoever else uses it
+            self._store = dist.PrefixStore(f"weight-sync-{name[0]}", _get_default_store().clone())
+        self._round = 0
+        self._own_report: Any = None
+        self._reported = False
+
+    @property
+    def stage(self) -> int | None:
+        """The stage that this rank sends for, if any."""
+        return self.sources.index(self.rank) if self.rank in self.sources else None
+
+    @contextmanager
+    def round(self, what: str, limit: float) -> Iterator[Outcome]:
+        """All ranks leave the block with what rank 0 made of it: its value, or its error.
+
+        Args:
+            what: for messages ("pushing weights version 7").
+            limit: seconds that the others wait for rank 0 once they are through themselves.
+        Raises:
+            UserError: on ranks other than 0, when rank 0 failed; it has the text of rank 0's error.
+            StageError: rank 0 said nothing within ``limit``.
+        """
+        self._round, self._reported = self._round + 1, False
+        outcome, failure = Outcome(), None
+        self._forget(self._round - 2)
+        try:
+            yield outcome
+        except Exception as error:
+            if self.stage is not None and not self._reported:
+                self._say_report(str(error), None)
+            if self.rank == 0:
+                self._say("outcome", (str(error), None))
+            if self.rank == 0 or not isinstance(error, EngineError | StageError):
+                raise
+            failure = error  # rank 0 has it from the report, and says the same with more around it
+        if self.rank == 0:
+            self._say("outcome", (None, outcome.value))
+            return
+        said, outcome.value = self._hear("outcome", 0, limit)
+        if said is not None:
+            raise UserError(f"{what} failed on trainer rank 0", why=said) from failure
+        if failure is not None:
+            raise failure
+
+    def await_turn(self, limit: float) -> None:
+        """Return when all earlier stages have sent their part.
+
+        Raises:
+            StageError: one of them failed, or ``limit`` seconds have passed.
+        """
+        assert self.stage is not None
+        end = time.monotonic() + limit
+        for stage in range(self.stage):
+            self._report_of(stage, max(0.1, end - time.monotonic()))
+
+    def report(self, value: Any) -> None:
+        """This stage is through; the next one may begin."""
+        self._own_report = value
+        self._say_report(None, value)
+
+    def reports(self, limits: Sequence[float]) -> list[Any]:
+        """What all stages reported, by stage; for rank 0, after its own report.
+
+        Args:
+            limits: seconds that each stage may take once the one before is through.
+        Raises:
+            StageError: a stage failed, or did not report in time.
+        """
+        later = [self._report_of(stage, limits[stage]) for stage in range(1, len(self.sources))]
+        return [self._own_report, *later]
+
+    # -- inside --------------------------------------------------------------------------------------------
+
+    def _report_of(self, stage: int, limit: float) -> Any:
+        failure, value = self._hear(f"report-{stage}", stage, limit)
+        if failure is not None:
+            raise StageError(stage, self.sources[stage], failure)
+        return value
+
+    def _say_report(self, failure: str | None, value: Any) -> None:
+        self._reported = True
+        self._say(f"report-{self.stage}", (failure, value))
+
+    def _say(self, key: str, content: Any) -> None:
+        if self._store is not None:
+            self._store.set(f"{self._round}/{key}", pickle.dumps(content))
+
+    def _hear(self, key: str, stage: int, limit: float) -> Any:
+        assert self._store is not None
+        name = f"{self._round}/{key}"
+        try:
+            self._store.wait([name], timedelta(seconds=limit))
+            return pickle.loads(self._store.get(name))
+        except dist.DistError as error:
+            what = f"trainer rank {self.rank} waited {limit:.0f} s for its word"
+            raise StageError(stage, self.sources[stage], what) from error
+
+    def _forget(self, number: int) -> None:
+        """Rank 0 removes what was said in a round that every rank has left."""
+        if self._store is not None and self.rank == 0:
+            for key in ("outcome", *(f"report-{stage}" for stage in range(len(self.sources)))):
+                self._store.delete_key(f"{number}/{key}")

@@ -1,0 +1,102 @@
+"""What a trainer rank does in the tests of pushes by pipeline stages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.errors import UserError
+from slime.weights import hf_io
+from slime.weights import sync as sync_module
+from slime.weights.transport import EngineSlots
+from tests.unit.megatron_jobs import backend_of
+
+Engines = Sequence[EngineSlots]
+
+
+def sync_of(info: Any, model: Path, flags: dict[str, Any]) -> sync_module.WeightSync:
+    """Built on weights that differ from the checkpoint's, in the same way on every layout."""
+    backend = backend_of(info, model, update_weight_buffer_size=20_000, **flags)
+    with torch.no_grad():
+        for chunk in backend.model_chunks:
+            for parameter in chunk.parameters():
+                parameter.mul_(2)
+    return sync_module.WeightSync(
+        backend.config, backend.model_chunks, backend.hf_config, rank=info.rank, world_size=info.world_size
+    )
+
+
+def push_twice(info: Any, model: Path, flags: dict[str, Any], engines: Engines) -> dict[str, Any]:
+    """Push; returns the receipts' contents, and all parameters that were on this rank, its own and gathered ones."""
+    seen: set[str] = set()
+    gather, broadcast, crossing = hf_io.gather, dist.broadcast, []
+
+    def noted(batch: Any, local: Any, place: Any, device: Any) -> Any:
+        found = gather(batch, local, place, device)
+        seen.update(local, found)
+        return found
+
+    def watched(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if group is not None and group is sync_module.Placement.current().pp_group:
+            crossing.append(tensor.numel())
+        return broadcast(tensor, *args, group=group, **kwargs)
+
+    is_local = sync_module.is_local
+    hf_io.gather, dist.broadcast, sync_module.is_local = noted, watched, lambda url: False
+    try:
+        sync = sync_of(info, model, flags)
+        sync.connect(engines, on_this_node=False)
+        receipts = [sync.push() for _ in range(2)]
+        sync.close()
+    finally:
+        hf_io.gather, dist.broadcast, sync_module.is_local = gather, broadcast, is_local
+    return {"receipts": receipts, "seen": seen, "crossing": sum(crossing), "stage": sync._ranks.stage}
+
+
+def push_with_a_fault(info: Any, model: Path, flags: dict[str, Any], engines: Engines, fault: str) -> list[str]:
+    """Push with stage 1 in trouble ("error", "silent" or ""), then once more without; what each push ended with."""
+    sync = sync_of(info, model, {**flags, "distributed_timeout_minutes": 0.05 if fault == "silent" else 10})
+    sync.connect(engines, on_this_node=False)
+    said = []
+    try:
+        for attempt in (1, 2):
+            if attempt == 1 and info.rank == 1 and fault:
+                _break(sync, fault)
+            try:
+                said.append(str(sync.push()))
+            except (UserError, RuntimeError) as error:
+                said.append(str(error))
+            if fault == "silent":
+                break
+    finally:
+        sync.close()
+    return said
+
+
+def _break(sync: sync_module.WeightSync, fault: str) -> None:
+    send = sync._transport.send
+
+    def broken(*args: Any) -> Any:
+        sync._transport.send = send
+        if fault == "silent":
+            sync._ranks._say_report = lambda *words: None
+        raise RuntimeError("the GPU fell off the bus")
+
+    sync._transport.send = broken
+
+
+def push_and_die(info: Any, model: Path, flags: dict[str, Any], engines: Engines, note: Path) -> None:
+    """The process of stage 1 ends in the middle of its turn; what rank 0 says to that goes to ``note``."""
+    sync = sync_of(info, model, {**flags, "distributed_timeout_minutes": 0.05})
+    sync.connect(engines, on_this_node=False)
+    if info.rank == 1:
+        sync._transport._start = lambda *args: os._exit(1)
+    try:
+        sync.push()
+    except UserError as error:
+        note.write_text(str(error))

@@ -1,0 +1,123 @@
+"""Each pipeline stage pushes its own layers: all bytes arrive, none crosses the pipeline, a lost stage is named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_experts import save_moe
+
+from slime.weights.transport import EngineSlots
+from tests.fake_weight_engine import FakeWeightEngine
+from tests.unit import megatron_jobs, stage_jobs
+from tests.unit.trainer_ranks import Pools, RankPool
+
+PP2 = {"pipeline_model_parallel_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "PP2": (2, PP2),
+    "PP2 virtual": (2, PP2 | {"num_virtual_stages_per_pipeline_rank": 2}),
+    "PP2 x TP2": (4, PP2 | {"tensor_model_parallel_size": 2}),
+    "PP2 x EP2": (4, PP2 | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "dense": megatron_jobs.make_model(folder / "dense", "qwen3", tie_word_embeddings=True),
+        "moe": save_moe(folder / "moe"),
+    }
+
+
+@pytest.fixture
+def engines(models: dict[str, Path]) -> Iterator[list[FakeWeightEngine]]:
+    with ExitStack() as stack:
+        start = load_file(models["dense"] / "model.safetensors")
+        yield [stack.enter_context(FakeWeightEngine(start)) for _ in range(2)]
+
+
+def slots(engines: list[FakeWeightEngine]) -> list[EngineSlots]:
+    return [EngineSlots(engine.url, ()) for engine in engines]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_stage_sends_its_own(ranks: Pools, models: dict[str, Path], layout: str) -> None:
+    size, flags = LAYOUTS[layout]
+    model = models["moe" if "EP2" in layout else "dense"]
+    start = load_file(model / "model.safetensors")
+    with FakeWeightEngine(start) as one, FakeWeightEngine(start) as other:
+        flags = {**flags, "check_weight_update_equal": True}
+        found = ranks.run(size, stage_jobs.push_twice, model, flags, slots([one, other]))
+        for engine in (one, other):
+            for name, tensor in start.items():
+                assert torch.equal(engine.tensors[name], 2 * tensor), name
+            senders = engine.senders
+            assert sorted(set(senders)) == ["pp_0", "pp_1"] and not engine.paused
+            half = len(senders) // 2
+            assert senders[:half] == senders[half:] == sorted(senders[:half])  # in turn
+            assert engine.versions == ["1"] * half + ["2"] * half
+            for path in ("/pause_generation", "/flush_cache", "/continue_generation"):
+                assert engine.calls.count(path) == 2  # once per push
+            assert len(engine._groups) == 0
+    receipts = {str(rank["receipts"]) for rank in found}
+    assert len(receipts) == 1
+    assert [receipt.num_tensors for receipt in found[0]["receipts"]] == [len(start)] * 2
+    assert set(found[0]["receipts"][1].checked) == set(start)
+    assert [rank["crossing"] for rank in found] == [0] * size
+    assert sorted(rank["stage"] for rank in found if rank["stage"] is not None) == [0, 1]
+    first, last = found[: size // 2], found[size // 2 :]
+    layers_first, layers_last = (set().union(*(_layers(rank["seen"]) for rank in part)) for part in (first, last))
+    assert not layers_first & layers_last and layers_first | layers_last == {0, 1, 2, 3}
+    assert not any(name.startswith(("decoder.final", "output_layer")) for rank in first for name in rank["seen"])
+
+
+def _layers(names: set[str]) -> set[int]:
+    return {int(name.split(".")[2]) for name in names if ".layers." in name}
+
+
+def test_a_stage_that_fails_is_every_ranks_error(
+    ranks: Pools, models: dict[str, Path], engines: list[FakeWeightEngine]
+) -> None:
+    said = ranks.run(2, stage_jobs.push_with_a_fault, models["dense"], PP2, slots(engines), "error")
+    assert said[1][0] == "the GPU fell off the bus"
+    assert "pipeline stage 1 (trainer rank 1): the GPU fell off the bus" in said[0][0]
+    assert "stay paused" in said[0][0]
+    assert all(text[1].startswith("weights version 1:") for text in said)  # a new push sends everything again
+    assert not any(engine.paused for engine in engines)
+
+
+def test_an_engine_that_refuses_a_later_stage_is_named_by_all(
+    ranks: Pools, models: dict[str, Path], engines: list[FakeWeightEngine]
+) -> None:
+    engines[1].refuse_from = "pp_1"
+    said = ranks.run(2, stage_jobs.push_with_a_fault, models["dense"], PP2, slots(engines), "")
+    for first, second in said:
+        assert "pipeline stage 1 (trainer rank 1)" in first and engines[1].url in first and "refused" in first
+        assert second.startswith("weights version 1:")
+
+
+def test_a_stage_that_is_silent_is_waited_for_no_longer_than_the_limit(
+    ranks: Pools, models: dict[str, Path], engines: list[FakeWeightEngine]
+) -> None:
+    [[said], _] = ranks.run(2, stage_jobs.push_with_a_fault, models["dense"], PP2, slots(engines), "silent")
+    assert "waited for pipeline stage 1 (trainer rank 1)" in said and "'transfer'" in said and "waited 3 s" in said
+
+
+@pytest.mark.full
+def test_a_stage_that_dies_is_named(models: dict[str, Path], engines: list[FakeWeightEngine], tmp_path: Path) -> None:
+    pool, note = RankPool(2), tmp_path / "said"
+    with pytest.raises(EOFError):
+        pool.run(stage_jobs.push_and_die, models["dense"], PP2, slots(engines), note)
+    end = time.monotonic() + 30
+    while not note.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    pool.kill()
+    said = note.read_text()
+    assert "waited for pipeline stage 1 (trainer rank 1)" in said and "the engines stay paused" in said
