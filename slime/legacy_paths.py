@@ -54,6 +54,7 @@ OLD_MODULES: dict[str, dict[str, str]] = {
         "generate": f"{_GENERATE}:generate",
         "generate_and_rm": f"{_PLUGIN}:generate_and_rm",
         "generate_and_rm_group": f"{_PLUGIN}:generate_and_rm_group",
+        "get_model_url": f"{_PLUGIN}:get_model_url",
         "generate_rollout": f"{_LOOP}:generate_rollout",
         "generate_rollout_async": f"{_LOOP}:generate_rollout_async",
     },

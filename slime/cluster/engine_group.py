@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import ray
 
 from slime.cluster.engine_placement import EnginePart, engine_parts
+from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS
 from slime.cluster.placement import Slots
 from slime.cluster.plan import PlacementPlan
 from slime.cluster.ports import PortReservation, node_ip, reserve_port
@@ -21,6 +22,7 @@ from slime.config import Config
 from slime.errors import RunFailed, UserError
 from slime.observe.log import get_logger, log_to_file_only
 from slime.rollout.engines.api import EngineError
+from slime.rollout.engines.sglang.groups import ServedModel
 from slime.weights.engine_fleet import EngineFleet
 from slime.weights.transport import EngineSlots
 
@@ -29,6 +31,7 @@ logger = get_logger(__name__)
 _COLOCATED_SHARE = 0.2
 _PORT_TRIES = 5
 _PAIR = ("prefill", "decode")
+_ALL_MEMORY = [CACHE, WEIGHTS, GRAPHS]
 _IDLE_SECONDS = 10.0  # for requests that were aborted to end
 _MEMORY_SECONDS = 300.0  # a copy of the weights to the host or back, and the end of the last requests
 
@@ -157,6 +160,10 @@ class EngineActor:
         self._port, self._held = None, []
 
 
+def _router_name(model: ServedModel) -> str:
+    return "router" if model.is_policy else f"router-{model.name}"
+
+
 def _raise_obituary(name: str, obituary: tuple[str, str] | None) -> None:
     if obituary is None:
         return
@@ -175,11 +182,13 @@ def _indent(text: str) -> str:
 
 
 class EngineGroup:
-    """All engines of a run, and the router in front of them.
+    """All engines of a run, and a router in front of those of each model.
 
     Attributes:
         parts: what was started where; an engine over several nodes has a part on each.
-        urls: base URLs of the engines, one each, once they run.
+        urls: base URLs of the policy's engines, one each, once they run.
+        router_url: the policy's.
+        router_urls: by model, the policy's among them.
     """
 
     def __init__(self, config: Config, plan: PlacementPlan, slots: Slots, run_path: Path, num_threads: int) -> None:
@@ -193,18 +202,29 @@ class EngineGroup:
             )
             for part in self.parts
         ]
-        self.nodes = {slots.places[part.slot].node for part in self.parts}
-        self._router = actor.options(num_cpus=0, max_restarts=0).remote(config, "router", run_path, 1)
-        self.urls: list[str] = []
-        self.router_url = ""
+        self.nodes = {slots.places[part.slot].node for part in self.parts if part.model.is_policy}
         self.names = [part.name for part in self.parts]
-        self.servers = dict(zip(self.names, self.engines)) | {"router": self._router}
+        self._models = {part.model.name: part.model for part in self.parts}
+        self._policy = next(name for name, model in self._models.items() if model.is_policy)
+        self._routers = {
+            name: actor.options(num_cpus=0, max_restarts=0).remote(config, _router_name(model), run_path, 1)
+            for name, model in self._models.items()
+        }
+        self.urls: list[str] = []
+        self.router_urls: dict[str, str] = {}
+        self.servers = dict(zip(self.names, self.engines))
+        self.servers |= {_router_name(self._models[name]): router for name, router in self._routers.items()}
         self._fleet: EngineFleet | None = None
+        self._others: EngineFleet | None = None
         self._paused = False
 
     @property
+    def router_url(self) -> str:
+        return self.router_urls[self._policy]
+
+    @property
     def fleet(self) -> EngineFleet:
-        """Connections to the engines, past the router."""
+        """Connections to the policy's engines, past the router."""
         if self._fleet is None:
             self._fleet = EngineFleet(self.urls)
         return self._fleet
@@ -212,15 +232,15 @@ class EngineGroup:
     @property
     def answers_alone(self) -> bool:
         """Whether an engine can generate by itself; prefill and decode servers only do in pairs, behind the router."""
-        return all(part.group.worker_type not in _PAIR for part in self.parts)
+        return all(part.group.worker_type not in _PAIR for part in self.parts if part.model.is_policy)
 
     @property
     def layout(self) -> list[EngineSlots]:
-        """Which slots each engine's ranks stand on, in the order of ``urls``."""
+        """Which slots the ranks of each of the policy's engines stand on, in the order of ``urls``."""
         slots: dict[int, tuple[int, ...]] = {}
         for part in self.parts:
             slots[part.place.number] = (*slots.get(part.place.number, ()), *part.slots)
-        firsts = [part for part in self.parts if part.is_first]
+        firsts = [part for part in self.parts if part.is_first and part.model.is_policy]
         return [EngineSlots(url, slots[part.place.number]) for url, part in zip(self.urls, firsts, strict=True)]
 
     def begin_start(self, model_path: str) -> dict[str, ray.ObjectRef]:
@@ -234,21 +254,34 @@ class EngineGroup:
             refs[part.name] = engine.start.remote(model_path, meeting.get(number))
         return refs
 
-    def put_router_in_front(self, urls: list[str], should_stop: Callable[[], bool]) -> None:
+    def put_routers_in_front(self, urls: list[str], should_stop: Callable[[], bool]) -> None:
         """Args: urls: what the references of `begin_start` held, in their order."""
-        by_part = list(zip(self.parts, self.engines, urls, strict=True))
-        self.urls = [url for part, _, url in by_part if part.is_first]
-        of_kind = {kind: [x for x in by_part if x[0].is_first and x[0].group.worker_type == kind] for kind in _PAIR}
+        started = [self._begin_router(name, urls, should_stop) for name in self._routers]
+        names = [_router_name(model) for model in self._models.values()]
+        self.router_urls = dict(zip(self._routers, wait_for(started, "starting", 120, should_stop, names=names)))
+        self.urls = self._urls_of(urls, self._policy)
+        if others := [url for name in self._routers if name != self._policy for url in self._urls_of(urls, name)]:
+            self._others = EngineFleet(others)
+        for name, url in self.router_urls.items():
+            logger.info("%d engine(s) of %s behind %s", len(self._urls_of(urls, name)), name, url)
+
+    def _urls_of(self, urls: list[str], model: str, kind: str | None = None) -> list[str]:
+        return [
+            url
+            for part, url in zip(self.parts, urls, strict=True)
+            if part.is_first and part.model.name == model and kind in (None, part.group.worker_type)
+        ]
+
+    def _begin_router(self, model: str, urls: list[str], should_stop: Callable[[], bool]) -> ray.ObjectRef:
+        prefill, decode = (self._urls_of(urls, model, kind) for kind in _PAIR)
         pairs = None
-        if all(of_kind.values()):
-            ports = [engine.bootstrap_port.remote() for _, engine, _ in of_kind["prefill"]]
-            names = [part.name for part, _, _ in of_kind["prefill"]]
+        if prefill:
+            servers = [(p.name, actor) for p, actor, url in zip(self.parts, self.engines, urls) if url in prefill]
+            ports = [actor.bootstrap_port.remote() for _, actor in servers]
+            names = [name for name, _ in servers]
             ports = wait_for(ports, "asking for bootstrap ports", 60, should_stop, names=names)
-            prefill = [(url, port) for (_, _, url), port in zip(of_kind["prefill"], ports)]
-            pairs = DisaggregatedWorkers(prefill, [url for _, _, url in of_kind["decode"]])
-        ref = self._router.start_router.remote(self.urls, pairs)
-        [self.router_url] = wait_for([ref], "starting", 120, should_stop, names=["router"])
-        logger.info("%d engine(s) behind %s", len(self.urls), self.router_url)
+            pairs = DisaggregatedWorkers(list(zip(prefill, ports)), decode)
+        return self._routers[model].start_router.remote(self._urls_of(urls, model), pairs)
 
     # -- memory ----------------------------------------------------------------------------------------
 
@@ -269,12 +302,20 @@ class EngineGroup:
                 self._paused = True
                 fleet.flush_cache(_MEMORY_SECONDS)
             fleet.post("/release_memory_occupation", {"tags": list(tags)}, _MEMORY_SECONDS)
+            if self._others is not None and CACHE in tags:
+                self._others.flush_cache(_MEMORY_SECONDS)
+                self._others.post("/release_memory_occupation", {"tags": _ALL_MEMORY}, _MEMORY_SECONDS)
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Have every engine take memory for what is tagged; the contents are those of before or none."""
+        """Have every engine take memory for what is tagged; the contents are those of before or none.
+
+        Models other than the policy take part in no push: they give and take all at once, with the caches.
+        """
         with self._naming_engines("taking memory back"):
             self.fleet.post("/resume_memory_occupation", {"tags": list(tags)}, _MEMORY_SECONDS)
-            if self._paused and "kv_cache" in tags:
+            if self._others is not None and CACHE in tags:
+                self._others.post("/resume_memory_occupation", {"tags": _ALL_MEMORY}, _MEMORY_SECONDS)
+            if self._paused and CACHE in tags:
                 self.fleet.post("/continue_generation", {}, _MEMORY_SECONDS)
                 self._paused = False
 
@@ -304,8 +345,9 @@ class EngineGroup:
         return Watch(self.servers, "obituary", _raise_obituary)
 
     def close(self, timeout: float) -> None:
-        if self._fleet is not None:
-            self._fleet.close()
+        for fleet in (self._fleet, self._others):
+            if fleet is not None:
+                fleet.close()
         actors = list(self.servers.values())
         refs = [actor.stop.remote() for actor in actors]
         ray.wait(refs, num_returns=len(refs), timeout=timeout)

@@ -9,7 +9,7 @@ from slime.cluster.plan import PlacementPlan
 from slime.config import Config
 from slime.errors import UserError
 from slime.rollout.engines.sglang.command import EnginePlace
-from slime.rollout.engines.sglang.groups import ServerGroup, server_groups
+from slime.rollout.engines.sglang.groups import ServedModel, ServerGroup, served_models
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class EnginePart:
 
     Attributes:
         name: "engine-3", "engine-3-node-1".
+        model: what it serves.
         slot: the first of its slots; the actor that owns the server process stands there.
         slots: all of them, in the order of the engine's ranks.
         group: what kind of server it is.
@@ -25,6 +26,7 @@ class EnginePart:
     """
 
     name: str
+    model: ServedModel
     slot: int
     slots: tuple[int, ...]
     group: ServerGroup
@@ -41,19 +43,23 @@ def engine_parts(config: Config, plan: PlacementPlan, slots: Slots) -> list[Engi
     Raises:
         UserError: the slots of an engine lie unevenly over nodes.
     """
-    if config.engine.rollout_engine != "sglang":
+    if config.engine.rollout_engine == "sglang":
+        models = served_models(config)
+    else:
         whole = ServerGroup("regular", plan.num_rollout, plan.slots_per_engine)
-        return _parts_of(whole, 0, plan.rollout_offset, slots)
+        models = [ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, (whole,))]
     parts: list[EnginePart] = []
     slot, number = plan.rollout_offset, 0
-    for group in server_groups(config):
-        found = _parts_of(group, number, slot, slots)
-        parts += found
-        number, slot = number + group.num_engines, slot + group.num_gpus
+    for model in models:
+        for group in model.groups:
+            parts += _parts_of(model, group, number, slot, slots)
+            number, slot = number + group.num_engines, slot + group.num_gpus
     return parts
 
 
-def _parts_of(group: ServerGroup, first_number: int, first_slot: int, slots: Slots) -> list[EnginePart]:
+def _parts_of(
+    model: ServedModel, group: ServerGroup, first_number: int, first_slot: int, slots: Slots
+) -> list[EnginePart]:
     parts = []
     for index in range(group.num_engines):
         number = first_number + index
@@ -76,7 +82,8 @@ def _parts_of(group: ServerGroup, first_number: int, first_slot: int, slots: Slo
                 num_nodes=len(by_node),
                 node_rank=rank,
                 overrides=group.overrides,
+                model_path=None if model.is_policy else model.path,
             )
             name = f"engine-{number}" if rank == 0 else f"engine-{number}-node-{rank}"
-            parts.append(EnginePart(name, own[0], tuple(own), group, place))
+            parts.append(EnginePart(name, model, own[0], tuple(own), group, place))
     return parts

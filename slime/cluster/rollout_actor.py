@@ -66,11 +66,15 @@ class RolloutActor:
         # a source of the user's own need not know its length, nor has every run a data set
         return len(self.source) if data.num_epoch is not None and not data.streaming_data else 0
 
-    async def connect(self, router_url: str) -> None:
-        """Build the rollout loop on the engines behind ``router_url``; checks hooks and evaluation data."""
+    async def connect(self, router_url: str, router_urls: dict[str, str]) -> None:
+        """Build the rollout loop on the policy's engines; checks hooks and evaluation data.
+
+        Args:
+            router_urls: by model, for functions that ask other models too.
+        """
         from slime.rollout.loop import RolloutLoop
 
-        self.loop = RolloutLoop(self.config, self.tokenizer, self.source, router_url)
+        self.loop = RolloutLoop(self.config, self.tokenizer, self.source, router_url, router_urls)
         await self.loop.start()
 
     async def generate(self, rollout_id: int, layout: TrainLayout) -> RolloutResult:

@@ -131,7 +131,7 @@ class Cluster:
 
         if self._engines is not None and self._takes_memory_turns(self._slots):
             # engines first, alone on the GPUs: they measure how much memory there is for their caches
-            self._engines.put_router_in_front(wait(self._engines.names, "starting"), self._should_stop)
+            self._engines.put_routers_in_front(wait(self._engines.names, "starting"), self._should_stop)
             self._hand_over = self._new_hand_over(self._engines)
             self._hand_over.before_trainer()
             clock.lap("engines")
@@ -148,9 +148,10 @@ class Cluster:
         clock.lap("trainer")
         if self._engines is not None:
             if self._hand_over is None:
-                self._engines.put_router_in_front(wait(self._engines.names, "starting"), self._should_stop)
+                self._engines.put_routers_in_front(wait(self._engines.names, "starting"), self._should_stop)
                 clock.lap("engines")
-            self._call_rollout("connect", self._engines.router_url, what="connecting to the router")
+            urls = (self._engines.router_url, self._engines.router_urls)
+            self._call_rollout("connect", *urls, what="connecting to the router")
         self._restore(start)
         self._begin_watching()
         clock.lap("connect")
@@ -275,16 +276,6 @@ class Cluster:
         """Wait for the checkpoint that --async-save may still be writing."""
         self._call_trainers("finish_saving", what="finishing the checkpoint")
 
-    # -- inside --------------------------------------------------------------------------------------------
-
-    def _takes_memory_turns(self, slots: Slots) -> bool:
-        """Whether trainer and engines hand GPU memory to each other. Without GPUs only SGLang has any to give."""
-        cluster = self.config.cluster
-        shares = cluster.colocate and (cluster.offload_train or cluster.offload_rollout) and self.plan.num_train > 0
-        return shares and (slots.on_gpu or self.config.engine.rollout_engine == "sglang")
-
-    def _new_hand_over(self, engines: EngineGroup) -> HandOver:
-        cluster = self.config.cluster
     def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None:
         """After a failure: let the ranks finish the checkpoint that --async-save is writing.
 
@@ -302,6 +293,16 @@ class Cluster:
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_SECONDS)
         raise_failed(refs, "finishing the checkpoint")
 
+    # -- inside --------------------------------------------------------------------------------------------
+
+    def _takes_memory_turns(self, slots: Slots) -> bool:
+        """Whether trainer and engines hand GPU memory to each other. Without GPUs only SGLang has any to give."""
+        cluster = self.config.cluster
+        shares = cluster.colocate and (cluster.offload_train or cluster.offload_rollout) and self.plan.num_train > 0
+        return shares and (slots.on_gpu or self.config.engine.rollout_engine == "sglang")
+
+    def _new_hand_over(self, engines: EngineGroup) -> HandOver:
+        cluster = self.config.cluster
         return HandOver(
             engines,
             self._call_trainers,
@@ -380,6 +381,7 @@ class Cluster:
 
 _ROLLOUT = "rollout"
 _ANSWER_SECONDS = 120.0  # for what a process has at hand
+_POLL_SECONDS = 0.5
 
 
 class _Clock:
@@ -393,4 +395,3 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[name] = now - self._last
         self._last = now
-_POLL_SECONDS = 0.5

@@ -94,10 +94,15 @@ def check_engine_flags(config: Config) -> None:
     """SGLang engines can do for this run what the flags ask of them."""
     if config.engine.rollout_engine == "sglang" and needs_engines(config):
         from slime.rollout.engines.sglang.command import check_sglang
-        from slime.rollout.engines.sglang.groups import server_groups
+        from slime.rollout.engines.sglang.groups import served_models
 
         check_sglang(config)
-        server_groups(config)
+        for model in served_models(config):
+            if not model.is_policy and not joins_cluster(config) and not Path(model.path).is_dir():
+                raise UserError(
+                    f"--sglang-config: model {model.name} has the model_path {model.path}, which is no folder here",
+                    fix="name a Hugging Face directory",
+                )
 
 
 def check_engine(config: Config) -> None:

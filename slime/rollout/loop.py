@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import dataclasses
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -63,6 +64,7 @@ class RolloutLoop:
     Args:
         source: where prompts come from (and unfinished ones go back to).
         base_url: the router, or a single engine.
+        model_urls: routers of all models by name (--sglang-config), for `slime.rollout.plugin_api.get_model_url`.
     Raises:
         UserError: a hook or an evaluation set that cannot work.
 
@@ -78,12 +80,14 @@ class RolloutLoop:
         tokenizer: Any,
         source: DataSource,
         base_url: str,
+        model_urls: Mapping[str, str] | None = None,
     ) -> None:
         self.config, self.tokenizer, self.source = config, tokenizer, source
         self.base_url = base_url.rstrip("/")
         self.args = config.flat()
-        address = urlsplit(self.base_url)
-        self.args.sglang_router_ip, self.args.sglang_router_port = address.hostname, address.port
+        self.args.sglang_router_ip, self.args.sglang_router_port = _address(self.base_url)
+        models = model_urls or {"policy": self.base_url}
+        self.args.sglang_model_routers = {name: _address(url) for name, url in models.items()}
         check_hooks(self.args)
         if config.rollout.deterministic and config.rollout.partial_rollout:
             raise UserError(
@@ -173,7 +177,7 @@ class RolloutLoop:
             started = time.monotonic()
             custom = _custom_function(self.args.rollout_function_path)
             if custom is None:
-                output = await self.generate_built_in(rollout_id, state)
+                output = await self.generate_built_in(rollout_id, state, self.source)
             else:
                 path = self.args.rollout_function_path
                 returned = await call_rollout_fn(
@@ -184,8 +188,10 @@ class RolloutLoop:
             validate_groups(output.samples, self.args.rollout_function_path or "the rollout")
             return await self._finish(rollout_id, output, time.monotonic() - started)
 
-    async def generate_built_in(self, rollout_id: int, state: GenerateState) -> RolloutFnTrainOutput:
-        """The rollout as `slime.rollout.collect` describes it."""
+    async def generate_built_in(
+        self, rollout_id: int, state: GenerateState, source: DataSource
+    ) -> RolloutFnTrainOutput:
+        """The rollout as `slime.rollout.collect` describes it, with prompts of ``source``."""
         rollout = self.config.rollout
         runner = GroupRunner(
             state,
@@ -197,7 +203,7 @@ class RolloutLoop:
         path = rollout.dynamic_sampling_filter_path
         self._collector = collector = Collector(
             runner,
-            self.source,
+            source,
             target=rollout.rollout_batch_size,
             draw_size=rollout.over_sampling_batch_size,
             group_size=rollout.n_samples_per_prompt,
@@ -215,7 +221,7 @@ class RolloutLoop:
             await call_hook(load_function(rollout.rollout_sample_filter_path), self.args, views)
         if rollout.rollout_all_samples_process_path:
             views = [run.samples for run in collected.finished]
-            await call_hook(load_function(rollout.rollout_all_samples_process_path), self.args, views, self.source)
+            await call_hook(load_function(rollout.rollout_all_samples_process_path), self.args, views, source)
         groups = [run.to_group() for run in collected.chosen]
         return RolloutFnTrainOutput(
             groups, _loop_metrics(collected, state) | load_metrics(loads) | self.rewards.metrics()
@@ -294,8 +300,8 @@ class RolloutLoop:
             raise UserError("there is nothing to evaluate", fix="pass --eval-prompt-data NAME PATH or --eval-config")
 
         def make_runner(dataset: EvalDataset) -> GroupRunner:
-            own = GenerateState(**{**vars(state), "sampling_params": dataset.sampling_params()})
-            own.max_context_len = context_limit(self.config.eval.eval_max_context_len, self.config.train.seq_length)
+            limit = context_limit(self.config.eval.eval_max_context_len, self.config.train.seq_length)
+            own = dataclasses.replace(state, sampling_params=dataset.sampling_params(), max_context_len=limit)
             return GroupRunner(
                 own, self.rewards, rollout_id=rollout_id, evaluation=True, group_rm=self.config.reward.group_rm
             )
@@ -332,7 +338,7 @@ async def generate_rollout_async(
     loop = current_loop()
     if evaluation:
         return await loop.evaluate_built_in(rollout_id, state)
-    return await loop.generate_built_in(rollout_id, state)
+    return await loop.generate_built_in(rollout_id, state, data_source)
 
 
 def generate_rollout(
@@ -364,6 +370,11 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     return asyncio.run_coroutine_threadsafe(coroutine, loop).result()  # the coroutine's own deadlines bound this
 
 
+def _address(url: str) -> tuple[str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.hostname, parts.port
+
+
 def _custom_function(path: str | None) -> Any:
     """The user's rollout function; None when the built-in one is meant."""
     fn = load_function(path) if path else None
@@ -374,7 +385,7 @@ def validate_groups(groups: list[Group], origin: str) -> None:
     """Check what goes to training, and sort it by sample index.
 
     Raises:
-        UserError: no groups, lengths that do not fit, samples that are not finished or have no reward.
+        UserError: no groups, lengths that do not fit, samples without tokens.
     """
     if not groups:
         raise UserError(f"{origin} returned no groups", fix="return rollout_batch_size groups of samples")

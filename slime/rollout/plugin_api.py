@@ -6,6 +6,7 @@ client, so it is counted as in flight, retried, and answered at once as aborted 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 from urllib.parse import urlsplit
@@ -55,6 +56,19 @@ async def get(url: str) -> dict[str, Any]:
     return await (await current_state().client.engine(origin)).get(path)
 
 
+def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
+    """Where a model of --sglang-config answers; the policy alone is called "policy" without such a file.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    routers = args.sglang_model_routers
+    if model_name not in routers:
+        raise UserError(f"this run has no model '{model_name}'", fix=f"its models are: {', '.join(routers)}")
+    host, port = routers[model_name]
+    return f"http://{host}:{port}{endpoint}"
+
+
 def _split(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}", url[len(parts.scheme) + 3 + len(parts.netloc) :] or "/"
@@ -85,7 +99,7 @@ async def generate_and_rm_group(
         state, current_loop().rewards, rollout_id=None, evaluation=evaluation, group_rm=args.group_rm and not evaluation
     )
     run = GroupRun.of(group)
-    await runner.run(run)
+    await asyncio.create_task(runner.run(run))  # in a task of its own: it binds a state, and the caller keeps his
     if run.failure is not None:
         raise run.failure
     return run.samples

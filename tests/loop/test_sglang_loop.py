@@ -103,6 +103,39 @@ def test_engines_of_their_own_get_broadcasts(world: World, tmp_path: Path) -> No
         driver.clean_up()
 
 
+@pytest.mark.full
+def test_a_model_that_judges_keeps_its_weights(world: World, tmp_path: Path) -> None:
+    """Policy and judge on a GPU each, which two trainer ranks share with them; the reward asks the judge."""
+    calls, models = tmp_path / "calls.jsonl", tmp_path / "models.yaml"
+    models.write_text(
+        "sglang:\n  - {name: policy, server_groups: [{num_gpus: 1}]}\n"
+        f"  - {{name: judge, model_path: {world.inputs / 'model'}, update_weights: false,"
+        " server_groups: [{num_gpus: 1}]}\n"
+    )
+    (tmp_path / "judging.py").write_text(
+        "from slime.rollout.sglang_rollout import get_model_url\n"
+        "from slime.utils.http_utils import post\n"
+        "async def reward(args, sample, **kwargs):\n"
+        "    payload = {'input_ids': sample.tokens, 'sampling_params': {'max_new_tokens': 1}}\n"
+        "    answer = await post(get_model_url(args, 'judge'), payload)\n"
+        "    return float(answer['meta_info']['prompt_tokens'] == len(sample.tokens))\n"
+    )
+    flags = world.flags("judged", "--rollout-engine", "sglang", "--sglang-config", models)
+    flags += ["--actor-num-gpus-per-node", "2", "--num-gpus-per-node", "8"]
+    flags += ["--custom-rm-path", f"{tmp_path / 'judging.py'}:reward"]
+    driver = start(flags, world.outputs / "judged", **environment(calls))
+    try:
+        assert driver.end() == 0, driver.stderr
+        assert [row["rollout/raw_reward"] for row in driver.rows() if "rollout/raw_reward" in row] == [1.0, 1.0]
+        policy, judge = sorted(map(phases, calls_by_engine(calls)), key=lambda words: "bucket 1" not in words)
+        turns = ["release cuda_graph kv_cache weights", "resume cuda_graph kv_cache weights", "generate"] * 3
+        assert judge == turns[:-1], "it is asked in two rollouts, and never gets weights"
+        assert "bucket 3" in policy
+        driver.leaves_nothing()
+    finally:
+        driver.clean_up()
+
+
 @pytest.mark.parametrize(
     ("flags", "env", "said"),
     [

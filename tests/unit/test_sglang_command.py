@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from slime.errors import UserError
 from slime.rollout.engines.api import WEIGHT_PROBE
 from slime.rollout.engines.launch import disaggregated_router_command, sglang_command
 from slime.rollout.engines.sglang import command, versions
-from slime.rollout.engines.sglang.command import EnginePlace
-from slime.rollout.engines.sglang.groups import server_groups
+from slime.rollout.engines.sglang.command import EnginePlace, sglang_options
+from slime.rollout.engines.sglang.groups import served_models
+from slime.rollout.plugin_api import get_model_url
 from tests.unit.embedded_models import save_tiny_model
 from tests.unit.sglang_servers import process_of, sglang_installed
 
@@ -157,7 +159,8 @@ def test_groups_become_engines(tmp_path: Path) -> None:
         {"worker_type": "regular", "num_gpus": 4, "num_gpus_per_engine": 2},
     )
     config = config_of(sglang_config=path, rollout_num_gpus=7)
-    assert [group.num_engines for group in server_groups(config)] == [2, 0, 2]
+    [model] = served_models(config)
+    assert model.is_policy and [group.num_engines for group in model.groups] == [2, 0, 2]
     parts = engine_parts(config, PlacementPlan.of(config), slots_on(8))
     assert [part.slots for part in parts] == [(1,), (2,), (4, 5), (6, 7)]
     assert [part.name for part in parts] == [f"engine-{i}" for i in range(4)]
@@ -201,12 +204,66 @@ def test_an_engine_over_two_nodes_has_a_part_on_each() -> None:
         ([{"num_gpus": 2, "worker_type": "encoder"}], {}, "worker_type encoder"),
         ([{"num_gpus": 2, "worker_type": "prefill"}], {}, "no decode group"),
         ([{"num_gpus": 2, "worker_type": "placeholder"}], {}, "has no servers"),
-        ([{"num_gpus": 2}], {"model_path": "other"}, "is not --hf-checkpoint"),
+        ([{"num_gpus": 2}], {"model_path": "other"}, "no model that gets the policy's weights"),
+        ([{"num_gpus": 2}], {"update_weights": False}, "no model that gets the policy's weights"),
+        ([{"num_gpus": 2}], {"model_path": "other", "update_weights": True}, "is not --hf-checkpoint"),
+        ([{"num_gpus": 2}], {"name": "a/b"}, "of the name 'a/b'"),
     ],
 )
 def test_wrong_groups_are_refused_by_name(tmp_path: Path, groups: list, model: dict, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
-        server_groups(config_of(sglang_config=groups_file(tmp_path, *groups, **model), rollout_num_gpus=2))
+        served_models(config_of(sglang_config=groups_file(tmp_path, *groups, **model), rollout_num_gpus=2))
+
+
+def models_file(folder: Path, *models: dict[str, Any]) -> str:
+    path = folder / "models.yaml"
+    path.write_text(yaml.safe_dump({"sglang": [{"server_groups": [{"num_gpus": 1}], **model} for model in models]}))
+    return str(path)
+
+
+def test_every_model_has_engines_of_its_own(tmp_path: Path) -> None:
+    judge = {
+        "name": "judge",
+        "model_path": "models/judge",
+        "num_gpus_per_engine": 2,
+        "server_groups": [{"num_gpus": 2}],
+    }
+    first = {"name": "first", "update_weights": False}
+    config = config_of(
+        sglang_config=models_file(tmp_path, judge, {"name": "actor"}, first), rollout_num_gpus=4, hf_checkpoint="m",
+        colocate=True, offload_rollout=True,
+    )  # fmt: skip
+    assert [(model.name, model.path, model.is_policy) for model in served_models(config)] == [
+        ("judge", "models/judge", False), ("actor", "m", True), ("first", "m", False),
+    ]  # fmt: skip
+    parts = engine_parts(config, PlacementPlan.of(config), slots_on(8))
+    assert [(part.model.name, part.slots, part.place.model_path) for part in parts] == [
+        ("judge", (0, 1), "models/judge"), ("actor", (2,), None), ("first", (3,), "m"),
+    ]  # fmt: skip
+    options = [sglang_options(config, "m", "h", 1, part.place) for part in parts]
+    assert [one["model_path"] for one in options] == ["models/judge", "m", "m"]
+    assert [one.get("enable_weights_cpu_backup") for one in options] == [True, None, True], "no push brings them back"
+    assert [one["dtype"] for one in options] == ["auto", "bfloat16", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        ([{"name": "a"}, {"name": "b"}], "2 models of --hf-checkpoint: a, b"),
+        ([{"name": "a"}, {"name": "a", "model_path": "other"}], "2 model.s. of the name 'a'"),
+        ([{"name": "a"}, {"name": "b", "model_path": "o", "server_groups": []}], "model b must have a list"),
+    ],
+)
+def test_models_that_cannot_be_told_apart_are_refused(tmp_path: Path, models: list, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        served_models(config_of(sglang_config=models_file(tmp_path, *models), rollout_num_gpus=2))
+
+
+def test_functions_find_a_model_by_its_name() -> None:
+    args = SimpleNamespace(sglang_model_routers={"policy": ("10.0.0.1", 3000), "judge": ("10.0.0.2", 4000)})
+    assert get_model_url(args, "judge", "/v1/score") == "http://10.0.0.2:4000/v1/score"
+    with pytest.raises(UserError, match="no model 'jugde'"):
+        get_model_url(args, "jugde")
 
 
 def test_pairs_of_servers_are_named_to_the_router() -> None:

@@ -187,7 +187,7 @@ def _notes(facts: Facts, memory: float) -> tuple[str, ...]:
         fraction = engine.static_fraction(memory)
         found.append(f"--sglang-mem-fraction-static is SGLang's own choice; {fraction:g} is assumed")
     if facts.server_groups:
-        found.append("the server groups of --sglang-config are planned as if they had no overrides")
+        found.append("the server groups of --sglang-config are planned as if all served the policy without overrides")
     return tuple(found)
 
 

@@ -161,8 +161,8 @@ class _Stream:
     def stripe(self, split: ContextSplit) -> _Stream:
         """What a rank of a context-parallel group holds of it."""
         place = split.place
-        per_token = (place.stripe(values) for values in (self.tokens, self.positions, self.origins))
-        return _Stream(*per_token, split.mine(self.rows) // place.size, self.branches)
+        tokens, positions, origins = map(place.stripe, (self.tokens, self.positions, self.origins))
+        return _Stream(tokens, positions, origins, split.mine(self.rows) // place.size, self.branches)
 
 
 def _lay_out(

@@ -41,7 +41,7 @@ class EnginePlace:
         num_nodes, node_rank: of an engine that reaches over nodes.
         dist_init_addr: host:port on its first node; needed then.
         overrides: SGLang options of the server group (--sglang-config), over those of the command line.
-        model_path: of the server group, when it is not the run's.
+        model_path: of a model other than the policy: it keeps its weights.
     """
 
     number: int = 0
@@ -103,6 +103,7 @@ def sglang_options(config: Config, model_path: str, host: str, port: int, place:
     """All options by name: the user's, those of the server group, then ours."""
     given = {**config.engine.sglang, **place.overrides}
     stages = int(given.get("pp_size") or 1)
+    is_policy = place.model_path is None
     ours: dict[str, Any] = {
         "model_path": place.model_path or model_path,
         "host": host,
@@ -113,20 +114,21 @@ def sglang_options(config: Config, model_path: str, host: str, port: int, place:
         "skip_server_warmup": True,
         "custom_weight_loader": (*(given.get("custom_weight_loader") or ()), WEIGHT_PROBE),
     }
+    dtype = "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
     defaults: dict[str, Any] = {
-        "dtype": "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16",
+        "dtype": dtype if is_policy else "auto",
         "log_level": config.observe.log_level.lower(),
         "weight_version": "0",
         "dist_timeout": int(60 * config.cluster.distributed_timeout_minutes),
     }
     if config.cluster.offload_rollout:
         ours["enable_memory_saver"] = True
-        # between two pushes the engines must find again what they held when they were put to sleep
-        if config.sync.update_weights_interval > 1:
+        # without a push in between, the engines must find again what they held when they were put to sleep
+        if config.sync.update_weights_interval > 1 or not is_policy:
             defaults["enable_weights_cpu_backup"] = True
     if config.rollout.deterministic:
         defaults["enable_deterministic_inference"] = True
-    if config.train.use_rollout_routing_replay:
+    if config.train.use_rollout_routing_replay and is_policy:
         ours["enable_return_routed_experts"] = True
     if place.nccl_port is not None:
         ours["nccl_port"] = place.nccl_port
