@@ -12,7 +12,7 @@ class UserError(Exception):
         what: the fact, with the user's own values in it ("no column 'question' in train.jsonl").
         why: what the program knows about the cause ("the columns are: prompt, answer").
         fix: what to do next, as concrete as possible ("pass --input-key prompt").
-        check_id: name of the doctor check that covers this condition, if there is one.
+        check_id: name of the condition, for those who search for it.
 
     Example:
         >>> print(UserError("--load points to an empty directory", fix="pass --hf-checkpoint"))

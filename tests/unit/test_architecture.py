@@ -31,6 +31,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "weights.hf_io",
         "weights.checkpoint",
         "weights.checkpoint_writer",
+        "weights.host_memory",
         "weights.load_plan",
         "weights.megatron_names",
         "weights.random_state",
@@ -47,7 +48,7 @@ LEAVES: dict[str, tuple[str, ...]] = {
     "observe": ("errors", "config", "samples.types", "__version__"),
 }
 #: These put the stations together and may import any of them.
-ASSEMBLERS = ("cluster", "drivers", "doctor", "legacy_paths", "__main__", "__init__")
+ASSEMBLERS = ("cluster", "drivers", "legacy_paths", "__main__", "__init__")
 #: Library → the only modules that import it.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "ray": ("cluster",),
@@ -57,7 +58,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "tensorboard": ("observe.tensorboard_sink",),
 }
 #: Never imported at run time by these (a quick `--help`, cheap supports).
-LIGHT = ("config", "observe", "doctor", "errors", "hooks", "hook_loading", "__main__")
+LIGHT = ("config", "observe", "errors", "hooks", "hook_loading", "__main__")
 HEAVY_LIBRARIES = ("torch", "ray", "transformers", "megatron", "sglang", "datasets")
 
 

@@ -83,9 +83,8 @@ def train_rollout_mismatch(rows: Sequence[dict[str, Any]]) -> list[Alarm]:
     windows = _windows(values)
     if windows and windows[-1] > 0.02 and windows[-1] > 3 * windows[0]:
         detail = f"mean |log-prob difference| grew from {windows[0]:.4f} to {windows[-1]:.4f}"
-        return [
-            Alarm("Trainer and engine drift apart", detail, "use --use-tis; check the weight push with `slime doctor`")
-        ]
+        advice = "use --use-tis; --check-weight-update-equal compares every weight after the first push"
+        return [Alarm("Trainer and engine drift apart", detail, advice)]
     if values and values[-1] > 0.1:
         detail = (
             f"mean |log-prob difference| is {values[-1]:.3f}; below 0.01 is usual in float32, below 0.05 in bfloat16"
