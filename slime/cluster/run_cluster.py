@@ -247,11 +247,12 @@ class Cluster:
             return {}
         if self._hand_over is not None:
             self._hand_over.to_push()
+        tokens = self._canary.tokens if self._canary is not None else []
+        by_rank = self._call_trainers("update_weights", tokens, what="pushing weights")
+        metrics, _ = by_rank[0]
         if self._canary is None:
-            return self._call_trainers("update_weights", what="pushing weights")[0]
-        scores = self._call_trainers("score_canary", self._canary.tokens, what="scoring the canary")
-        metrics = self._call_trainers("update_weights", what="pushing weights")[0]
-        self._canary.expected = scores[self._trainers.reporting_rank]
+            return metrics
+        _, self._canary.expected = by_rank[self._trainers.reporting_rank]
         if self._hand_over is not None:
             self._hand_over.to_engines()  # without their caches they answer nothing
         return metrics | self._canary.check("a weight push")

@@ -89,16 +89,16 @@ class TrainerActor:
         )
         self.sync.connect(engines, on_this_node=on_this_node)
 
-    def update_weights(self) -> dict[str, float]:
-        """Push the current weights to every engine. Collective."""
-        with self._phase("update_weights"):
-            receipt = self.sync.push()
-        return receipt.metrics()
+    def update_weights(self, canary: list[int]) -> tuple[dict[str, float], list[float] | None]:
+        """Push the current weights to every engine, and score ``canary`` with them unless it is empty. Collective.
 
-    def score_canary(self, tokens: list[int]) -> list[float] | None:
-        """Log-probs of ``tokens[1:]`` by the current weights; None on a rank without output layer. Collective."""
+        Returns:
+            Metrics, and the log-probs of ``canary[1:]`` where this rank has them.
+        """
         with self._phase("update_weights"):
-            return self.backend.canary_log_probs(tokens)
+            log_probs = self.backend.canary_log_probs(canary) if canary else None
+            receipt = self.sync.push()
+        return receipt.metrics(), log_probs
 
     def sleep(self, keep_weights: bool) -> dict[str, float]:
         """Free the GPU for the engines; returns what was measured."""
