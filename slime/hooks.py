@@ -413,10 +413,19 @@ async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
 
 
 async def call_dynamic_filter(fn: DynamicFilter | None, args: Any, samples: list[Sample]) -> DynamicFilterOutput:
-    """The filter's verdict; a bare bool is wrapped, no filter keeps everything."""
+    """The filter's verdict; a bare bool is wrapped, no filter keeps everything.
+
+    Raises:
+        UserError: it returned None.
+    """
     if fn is None:
         return DynamicFilterOutput(keep=True)
     verdict = await call_hook(fn, args, samples)
+    if verdict is None:  # a forgotten return would drop every group
+        raise UserError(
+            "the function of --dynamic-sampling-filter-path returned None",
+            fix="return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput",
+        )
     return verdict if isinstance(verdict, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(verdict))
 
 

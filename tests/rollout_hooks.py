@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
+import threading
 from typing import Any
 
-from slime.hooks import RolloutFnTrainOutput
+from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.rollout.generate import current_state, generate
+from slime.rollout.loop import generate_rollout_async
 from slime.samples.types import Sample, SampleStatus
 
 calls: list[tuple[str, Any]] = []
@@ -91,6 +95,17 @@ async def through_the_old_paths(args: Any, sample: Sample, sampling_params: dict
     return sample
 
 
+let_go = threading.Event()
+
+
+async def first_sample_only(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Sample 0 is generated; the others wait for `let_go`, whoever cancels them."""
+    while sample.index and not let_go.is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.001)
+    return await generate(args, sample, sampling_params)
+
+
 # -- sample hooks --------------------------------------------------------------------------------------------
 
 
@@ -104,6 +119,10 @@ async def replace_sample(
     calls.append(("replace_sample", (sample.index, rollout_id, evaluation)))
     sample.metadata["hooked"] = True
     return sample
+
+
+def text_of_sample(args: Any, sample: Sample) -> str:
+    return sample.response
 
 
 # -- hooks of the loop ---------------------------------------------------------------------------------------
@@ -141,6 +160,32 @@ def sync_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool 
     output = generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
     output.metrics["rollout/from_plugin"] = 1.0
     return output
+
+
+async def rollout_after_a_trial(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Generates a sample with parameters of its own, then the batch, from a source of its own."""
+    from slime.rollout.plugin_api import generate_and_rm
+
+    trial = Sample(group_index=10**6, index=10**6, tokens=[9, 7], prompt="p")
+    await generate_and_rm(args, trial, {"max_new_tokens": 1})
+    calls.append(("params", current_state().sampling_params["max_new_tokens"]))
+    return await generate_rollout_async(args, rollout_id, Renumbered(data_source), evaluation)
+
+
+class Renumbered(DataSource):
+    """Another source's prompts, with a first token that tells them apart."""
+
+    def __init__(self, source: DataSource) -> None:
+        self.source = source
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        groups = self.source.get_samples(num_samples)
+        for sample in (sample for group in groups for sample in group):
+            sample.tokens[0] += 1000
+        return groups
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        self.source.add_samples(samples)
 
 
 async def async_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:

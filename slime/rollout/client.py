@@ -54,11 +54,10 @@ class ClientCounters:
 
     requests: int = 0
     retries: int = 0
-    refused: int = 0
     _taken: dict[str, int] = field(default_factory=dict)
 
     def take(self) -> dict[str, int]:
-        now = {"requests": self.requests, "retries": self.retries, "refused": self.refused}
+        now = {"requests": self.requests, "retries": self.retries}
         since = {name: value - self._taken.get(name, 0) for name, value in now.items()}
         self._taken = now
         return since
@@ -183,7 +182,8 @@ class RolloutClient:
                     left = max(0.001, end - time.monotonic())
                     return await engine.request("POST", path, body, timeout=left, headers=headers)
                 except EngineError as error:
-                    self._raise_if_final(error)
+                    if error.status is not None and 400 <= error.status < 500:
+                        raise RequestRefused(error.url, error.what, error.status) from error
                     first_failure = first_failure or time.monotonic()
                     give_up = min(end, first_failure + self.retry_seconds * retry)
                     if time.monotonic() + backoff > give_up:
@@ -210,14 +210,6 @@ class RolloutClient:
             if other is not request and other.url in counts:
                 counts[other.url] += 1
         return min(counts, key=lambda url: counts[url])
-
-    def _raise_if_final(self, error: EngineError) -> None:
-        """Raise what a retry cannot mend: refusals, and the deadline (which already includes the retries)."""
-        if error.status is not None and 400 <= error.status < 500:
-            self.counters.refused += 1
-            raise RequestRefused(error.url, error.what, error.status) from error
-        if isinstance(error.__cause__, TimeoutError):
-            raise error
 
     @contextlib.contextmanager
     def _tracked(self, request: InFlight) -> Iterator[None]:

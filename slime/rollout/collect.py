@@ -30,6 +30,9 @@ from slime.samples.types import SampleStatus
 
 logger = get_logger(__name__)
 
+#: The dynamic filter may drop so many groups in a row, and ten batches: one that drops all would never end.
+_MOST_DROPS = 1000
+
 
 class Verdict(StrEnum):
     KEEP = "keep"
@@ -96,6 +99,7 @@ class Collector:
         self._certain: list[GroupRun] = []  # the batch as far as it is certain; may grow beyond the target
         self._next_certain = 0  # in deterministic mode: every group drawn before this one has its verdict
         self._num_rejected = 0
+        self._drops_in_a_row = 0
         self._tasks: dict[asyncio.Task[None], GroupRun] = {}
         self._finished: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
 
@@ -103,7 +107,7 @@ class Collector:
         """Run the rollout.
 
         Raises:
-            UserError: too many failures, nothing left to draw, a stall, or a mistake in user code.
+            UserError: too many failures, nothing left to draw or nothing but drops, a stall, or a mistake in user code.
             EngineError: the engines cannot be stopped at the end.
         """
         try:
@@ -188,9 +192,22 @@ class Collector:
         verdict = await call_dynamic_filter(self.dynamic_filter, self.runner.state.args, run.samples)
         if should_drop(verdict, num_expected=self._num_expected(), target=self.target):
             self.result.drops[verdict.reason or "unnamed"] += 1
+            self._drops_in_a_row += 1
             self._decide(run, Verdict.DROP)
+            self._check_drops()
         else:
+            self._drops_in_a_row = 0
             self._decide(run, Verdict.KEEP)
+
+    def _check_drops(self) -> None:
+        if self._drops_in_a_row >= max(_MOST_DROPS, 10 * self.target):
+            reasons = ", ".join(f"{reason} ({count})" for reason, count in self.result.drops.most_common(3))
+            raise UserError(
+                f"the dynamic filter has dropped {self._drops_in_a_row} groups in a row",
+                why=f"its reasons: {reasons}",
+                fix="take prompts on which the model sometimes succeeds, raise --n-samples-per-prompt, or leave"
+                " --dynamic-sampling-filter-path out",
+            )
 
     def _check_rewards(self, run: GroupRun) -> None:
         if self.runner.rewards is not None and not run.is_scored:
@@ -225,7 +242,13 @@ class Collector:
                 logger.warning("%d groups did not stop within %.0f s of the abort", len(late), self.abort_timeout)
                 await self._cancel(late)
                 await self.client.abort_all(self.abort_timeout)
-        for task in self._tasks:
+        for task, run in self._tasks.items():
+            if not task.done():
+                raise UserError(
+                    f"group {run.index} cannot be stopped",
+                    why="its generate function, sample hook or reward function goes on after it was cancelled",
+                    fix="let asyncio.CancelledError through: do not catch it, nor BaseException",
+                )
             if not task.cancelled():
                 task.result()
 

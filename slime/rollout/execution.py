@@ -281,6 +281,9 @@ class GroupRunner:
             for position, sample in enumerate(execution.samples):
                 replaced = await call_hook(hook, self.state.args, sample, optional=optional)
                 if replaced is not None:
+                    if not isinstance(replaced, Sample):
+                        kind = type(replaced).__name__
+                        raise UserError(f"'{path}' returned a {kind}", fix="return a sample, or None to keep it")
                     replaced.validate(path)
                     execution.samples[position] = replaced
 

@@ -5,7 +5,10 @@ tokenizer and client through `current_state` (``GenerateState(args)`` in existin
 
     async def two_turns(args, sample, sampling_params):
         sample = await generate(args, sample, sampling_params)
-        sample.append_response_tokens(tokens=state.tokenizer.encode(tool(sample.response)), trainable=False)
+        if sample.status is not SampleStatus.COMPLETED:  # aborted at the end of the rollout, or out of room
+            return sample
+        answer = current_state().tokenizer.encode(tool(sample.response), add_special_tokens=False)
+        sample.append_response_tokens(tokens=answer, trainable=False)
         return await generate(args, sample, sampling_params)
 
 Tokens go in and come out: what the engine sampled is what is trained on, text is never tokenised again.
@@ -161,7 +164,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
     Raises:
         RequestRefused: the engine refused the request for another reason than its length.
-        EngineError: no answer after retries, or aborted again and again without a token.
+        EngineError: no answer after retries, or aborted again and again.
     """
     state = current_state(args)
     sample.tokens = sample.tokens or prompt_token_ids(state.tokenizer, sample)

@@ -33,6 +33,9 @@ POLICIES = {
 #: Requests of one session carry the same value; the ``manual`` policy sends them to the same engine.
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 
+#: Seconds in which the router says which workers it has: generation has hours, this must not hang with it.
+_LIST_SECONDS = 30.0
+
 
 def router_policy(name: str) -> str:
     """The router's own name of a policy given as ``--router-policy`` or ``--sglang-router-strategy``.
@@ -86,7 +89,7 @@ async def list_workers(router: EngineClient) -> list[Worker]:
         EngineError: no answer.
     """
     try:
-        body = await router.get("/workers")
+        body = await router.get("/workers", timeout=_LIST_SECONDS)
     except EngineError as error:
         if error.status != 404:
             raise

@@ -23,7 +23,7 @@ def generate_sft(config: Config, rollout_id: int, source: DataSource, tokenizer:
     ``--seq-length`` or ``--rollout-max-context-len`` are left out, and others drawn.
 
     Raises:
-        UserError: a row that gives nothing to train on, or only rows that are too long.
+        UserError: a row that gives nothing to train on, only rows that are too long, or no more data.
     """
     assert config.rollout.n_samples_per_prompt == 1, "checked when flags are resolved"
     encoder = SftEncoder(config, tokenizer)
@@ -33,7 +33,13 @@ def generate_sft(config: Config, rollout_id: int, source: DataSource, tokenizer:
     too_long: list[int] = []
     wanted = config.rollout.rollout_batch_size
     while len(groups) < wanted:
-        for (sample,) in source.get_samples(wanted - len(groups)):
+        drawn = source.get_samples(wanted - len(groups))
+        if not drawn:
+            raise UserError(
+                f"the data source gave no more samples after {len(groups)} of {wanted}",
+                fix="give more data, or lower --rollout-batch-size",
+            )
+        for (sample,) in drawn:
             encoder.encode(sample)
             index = sample.group_index if sample.group_index is not None else len(groups)
             if limit is None or len(sample.tokens) <= limit:

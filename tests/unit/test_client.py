@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from slime.errors import UserError
 from slime.rollout import client as client_module
 from slime.rollout.client import InFlight, RequestRefused, RolloutClient, num_requests
-from slime.rollout.engines.api import EngineClient, EngineError
+from slime.rollout.engines.api import EngineClient, EngineError, GenerateResult
 from slime.rollout.router import (
     Worker,
     list_workers,
@@ -83,8 +84,8 @@ def test_a_refusal_is_not_repeated_and_carries_the_engines_words() -> None:
         engine.refuse = "temperature must be positive"
         with pytest.raises(RequestRefused, match="temperature must be positive"):
             await client.generate([5], PARAMS)
-        assert len(engine.bodies) == 1 and client.counters.take() == {"requests": 1, "retries": 0, "refused": 1}
-        assert client.counters.take() == {"requests": 0, "retries": 0, "refused": 0}
+        assert len(engine.bodies) == 1 and client.counters.take() == {"requests": 1, "retries": 0}
+        assert client.counters.take() == {"requests": 0, "retries": 0}
 
     run(test)
 
@@ -157,6 +158,41 @@ def test_a_dead_engine_does_not_hold_up_an_abort_unless_requests_wait_for_it() -
                 await client.abort_all(timeout=0.05)
 
     run(test)
+
+
+def test_a_router_that_does_not_answer_holds_up_no_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.rollout.router._LIST_SECONDS", 0.05)
+
+    async def never(request: web.Request) -> web.Response:
+        await asyncio.sleep(3600)
+        return web.Response()
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_get("/workers", never)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with RolloutClient(url, max_concurrency=1) as client:
+            with client.abort_scope(), pytest.raises(EngineError, match="/workers gave no answer"):
+                await asyncio.wait_for(client.abort_all(), timeout=10)
+        await runner.cleanup()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"output_ids": [5, 6, 7], "meta_info": {"output_token_logprobs": [[-0.1, 5, None]]}}, "1 log-probs for 3"),
+        ({"output_ids": [5], "meta_info": {"output_token_logprobs": [[None, 5, None]]}}, "0 log-probs for 1"),
+        ({"text": "<html>"}, "no meta_info"),
+    ],
+)
+def test_answers_without_a_log_prob_for_each_token_are_refused(answer: dict[str, Any], said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        GenerateResult.from_json(answer)
 
 
 def test_routing_key_is_sent_only_where_the_policy_reads_it() -> None:

@@ -335,6 +335,11 @@ def test_sample_hooks_run_in_order_before_the_reward_with_what_they_accept() -> 
     assert sample.metadata["hooked"] and sample.reward is not None
 
 
+def test_a_sample_hook_that_returns_something_else_is_named() -> None:
+    with pytest.raises(UserError, match="text_of_sample' returned a str"):
+        run_group([sample_at()], rollout_sample_hook_path=[HOOKS + "text_of_sample"])
+
+
 def test_finished_samples_are_neither_generated_nor_hooked_nor_scored_again() -> None:
     done = sample_at()
     done.append(tokens=[9], log_probs=[0.0])

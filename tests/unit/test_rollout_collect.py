@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 from slime.errors import UserError
 from slime.hooks import DynamicFilterOutput
+from slime.rollout import collect
 from slime.rollout.collect import Collected, Collector
 from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import sample_seed
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus
+from tests import rollout_hooks
 from tests.fake_rollout import FakeClient, FakeRewards, FakeSource, answer, hook_args, make_state
 
 MAX_NEW_TOKENS = 8
@@ -311,4 +313,44 @@ def test_mistakes_in_user_code_stop_the_rollout_and_leave_no_task() -> None:
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1 and client.running == 0
 
+    asyncio.run(main())
+
+
+async def collect_with(client: FakeClient, source: FakeSource, verdict: Any = None, **options: Any) -> Collected:
+    state = make_state(client, args=options.pop("args", None))
+    runner = GroupRunner(state, FakeRewards(), rollout_id=0)
+    options = {"target": 2, "draw_size": 2, "group_size": source.group_size, **options}
+    collector = Collector(runner, source, dynamic_filter=verdict, **options)
+    return await asyncio.wait_for(collector.collect(), timeout=20)
+
+
+def test_a_filter_that_drops_everything_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "_MOST_DROPS", 25)
+    source = FakeSource(1)
+    drop_all = lambda args, samples: DynamicFilterOutput(False, reason="zero_std_0.0")  # noqa: E731
+    with pytest.raises(UserError, match="dropped 25 groups in a row") as caught:
+        asyncio.run(collect_with(FakeClient(), source, drop_all))
+    assert "zero_std_0.0 (25)" in caught.value.why and source.drawn < 30
+    keep_some = lambda args, samples: samples[0].group_index % 20 == 19  # noqa: E731
+    result = asyncio.run(collect_with(FakeClient(), FakeSource(1), keep_some))
+    assert [run.index for run in result.chosen] == [19, 39]
+
+
+def test_a_filter_without_a_verdict_is_refused() -> None:
+    with pytest.raises(UserError, match="dynamic-sampling-filter-path returned None"):
+        asyncio.run(collect_with(FakeClient(), FakeSource(1), lambda args, samples: None))
+
+
+def test_a_generate_function_that_ignores_its_cancellation_is_named() -> None:
+    async def main() -> None:
+        args = hook_args(custom_generate_function_path="tests.rollout_hooks.first_sample_only")
+        try:
+            with pytest.raises(UserError, match="group 1 cannot be stopped") as caught:
+                await collect_with(FakeClient(), FakeSource(1), args=args, target=1, abort_timeout=0.05)
+            assert "CancelledError" in caught.value.fix
+        finally:
+            rollout_hooks.let_go.set()
+            await asyncio.sleep(0.01)
+
+    rollout_hooks.let_go.clear()
     asyncio.run(main())

@@ -270,6 +270,14 @@ def test_existing_plugins_find_their_imports_and_the_router() -> None:
             assert sample.tokens == [97, 98, *answer([97, 98], sample_seed(42, sample.index or 0), 8)[0]]
 
 
+def test_the_built_in_rollout_draws_from_the_source_it_is_given_with_the_runs_own_parameters() -> None:
+    output = generate(rollout_function_path=HOOKS + "rollout_after_a_trial")
+    assert rollout_hooks.calls == [("params", 8)]
+    samples = [sample for group in output.samples for sample in group.samples]
+    assert len(samples) == 8 and all(sample.tokens[0] > 1000 for sample in samples)
+    assert max(sample.response_length for sample in samples) > 1
+
+
 def test_plugins_with_a_loop_of_their_own_find_the_old_building_blocks() -> None:
     output = generate(rollout_function_path=HOOKS + "own_loop_on_old_paths")
     assert [group.index for group in output.samples] == [0, 1, 2, 3]

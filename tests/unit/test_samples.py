@@ -12,6 +12,7 @@ from prompt_fixtures import CHATML, make_tokenizer, write_jsonl
 
 from slime.config import make_config
 from slime.errors import UserError
+from slime.hooks import DataSource
 from slime.prompts.source import PromptSource
 from slime.rollout.sft import SftEncoder, generate_sft
 from slime.samples.buffer import SampleBuffer
@@ -145,6 +146,18 @@ def test_sft_needs_something_short_enough(tmp_path: Path) -> None:
     config = config_for(prompt_data=data, label_key="label", seq_length=20)
     with pytest.raises(UserError, match="samples in a row are longer than 20 tokens"):
         generate_sft(config, 0, PromptSource(config, TOKENIZER), TOKENIZER)
+
+
+def test_sft_ends_when_the_data_has_ended() -> None:
+    class Empty(DataSource):
+        def get_samples(self, num_samples: int) -> list[list[Sample]]:
+            return []
+
+        def add_samples(self, samples: list[list[Sample]]) -> None:
+            raise AssertionError
+
+    with pytest.raises(UserError, match="gave no more samples after 0 of"):
+        generate_sft(config_for(), 0, Empty(), TOKENIZER)
 
 
 # -- buffer ----------------------------------------------------------------------------------------------------------

@@ -102,11 +102,21 @@ class GenerateResult:
 
     @staticmethod
     def from_json(body: dict[str, Any]) -> GenerateResult:
+        """
+        Raises:
+            EngineError: no answer of ``/generate``, or tokens without a log-prob (null stands for NaN).
+        """
+        if "meta_info" not in body:
+            raise EngineError("/generate", f"the answer has no meta_info: {body!r:.200}")
         meta = body["meta_info"]
         pairs = meta.get("output_token_logprobs") or []
+        token_ids = list(body.get("output_ids") or [])
+        num_tokens, num_log_probs = max(len(pairs), len(token_ids)), sum(pair[0] is not None for pair in pairs)
+        if pairs and num_log_probs < num_tokens:
+            raise EngineError("/generate", f"the answer has {num_log_probs} log-probs for {num_tokens} tokens")
         reason = meta.get("finish_reason") or {}
         return GenerateResult(
-            token_ids=[int(pair[1]) for pair in pairs] if pairs else list(body.get("output_ids") or []),
+            token_ids=[int(pair[1]) for pair in pairs] if pairs else token_ids,
             log_probs=[float(pair[0]) for pair in pairs],
             text=body.get("text", ""),
             finish_reason=reason.get("type", "") if isinstance(reason, dict) else str(reason),
