@@ -5,6 +5,7 @@ grpo  step 12/60  reward 0.625  length 11.2  loss 0.0131  3.4 s (rollout 2.1, tr
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections import deque
@@ -39,14 +40,12 @@ COUNTED_IN = {
     "record": ("train_wait",),
 }
 
+_EVAL_SCORE = re.compile(r"eval/(?!.*-(?:pass@\d+|truncated_ratio)$)([^/]+)")
+
 
 def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The mean rewards of an evaluation: ``eval/<name>`` keys without the sample statistics below them."""
-    return {
-        name.removeprefix("eval/"): value
-        for name, value in metrics.items()
-        if name.startswith("eval/") and "/" not in name.removeprefix("eval/") and "-" not in name.rsplit("/", 1)[1]
-    }
+    """The mean rewards of an evaluation: ``eval/<name>`` keys without the statistics beside and below them."""
+    return {match[1]: value for name, value in metrics.items() if (match := _EVAL_SCORE.fullmatch(name))}
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -119,7 +118,7 @@ class ConsoleSink:
         self._phase, self._phase_start, self._counters = name, time.monotonic(), {}
 
     def progress(self, counters: Mapping[str, float]) -> None:
-        """How far the open phase is: ``done`` of ``target`` samples, ``tokens`` so far."""
+        """How far the open phase is: ``done`` of ``target`` groups, ``tokens`` so far."""
         self._counters = counters
 
     def begin(self, first_step: int, total_steps: int, launch_seconds: float) -> None:
@@ -197,7 +196,7 @@ class ConsoleSink:
             status.append(f"  {self._phase} {duration(time.monotonic() - self._phase_start)}", style="yellow")
         if self._counters.get("target"):
             status.append(
-                f"  {self._counters.get('done', 0):.0f}/{self._counters['target']:.0f} samples", style="yellow"
+                f"  {self._counters.get('done', 0):.0f}/{self._counters['target']:.0f} groups", style="yellow"
             )
         if self._counters.get("tokens"):
             status.append(f"  {self._counters['tokens']:,.0f} tokens", style="yellow")

@@ -111,7 +111,7 @@ class Sinks:
         return self._timer.open_phase or self._failed_phase
 
     def progress(self, counters: Mapping[str, float]) -> None:
-        """How far the open phase is: ``done`` of ``target`` samples, ``tokens``; for the live display only."""
+        """How far the open phase is: ``done`` of ``target`` groups, ``tokens``; for the live display only."""
         self._console.progress(counters)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -129,8 +129,10 @@ class Sinks:
         self._step_start = end
         for sink in self._sinks:
             sink.log(step, merged)
-        if self._tracing and is_step:  # the rollout has ended, so the file of its samples is there (or ours to make)
-            add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", self._timer.pop_events())
+        if is_step:
+            phases = self._timer.pop_events()
+            if self._tracing:  # the rollout has ended, so the file of its samples is there (or ours to make)
+                add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", phases)
 
     # -- the end ---------------------------------------------------------------------------------------
 

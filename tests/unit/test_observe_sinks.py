@@ -265,7 +265,7 @@ def test_live_display_on_a_terminal() -> None:
     plain.print(sink.render())
     assert isinstance(plain.file, io.StringIO)
     shown = plain.file.getvalue()
-    for part in ("grpo", "step 12/60", "eta 2:43", "rollout", "17/64 samples", "0.625", "0.710 (first 0.300)"):
+    for part in ("grpo", "step 12/60", "eta 2:43", "rollout", "17/64 groups", "0.625", "0.710 (first 0.300)"):
         assert part in shown, shown
 
 
@@ -294,6 +294,8 @@ def test_times_are_split_without_counting_twice() -> None:
 
 def test_column_preferences_and_scores() -> None:
     assert column_values({"rollout/rewards": 1.0})["reward"] == "1.000"
+    dashes = {"eval/aime-2024": 0.5, "eval/aime-2024-truncated_ratio": 0.1, "eval/aime-2024-pass@8": 0.7}
+    assert eval_scores(dashes) == {"aime-2024": 0.5}
     assert eval_scores({"eval/a": 1.0, "eval/a/response_len/mean": 3.0, "eval/a-pass@2": 1.0, "train/loss": 1.0}) == {
         "a": 1.0
     }
