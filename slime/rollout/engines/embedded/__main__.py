@@ -18,7 +18,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model-path", required=True, help="Hugging Face model directory (Llama, Qwen2 or Qwen3)")
+    add("--model-path", required=True, help="Hugging Face model directory")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=30000, help="port to listen on; 0 picks a free one (default: %(default)s)")
     add("--fd", type=int, help="inherited descriptor of a socket that listens already, instead of host and port")

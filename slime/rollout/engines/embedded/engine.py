@@ -242,10 +242,10 @@ def _kv_budget(gigabytes: float | None, device: torch.device) -> int:
 
 
 def as_state(engine: Engine) -> dict[str, Any]:
-    """Load of an engine with the field names of SGLang's ``/v1/loads``; reads counters without stopping the thread."""
+    """Load of an engine with the field names of SGLang's ``/v1/loads``; call it on the engine's thread."""
     scheduler, cache = engine.scheduler, engine.cache
     running, waiting = scheduler.num_active, len(scheduler.waiting)
-    used = sum(sequence.length for sequence in list(scheduler.prefilling)) + scheduler.num_running_tokens
+    used = sum(sequence.length for sequence in scheduler.prefilling) + scheduler.num_running_tokens
     counters = scheduler.counters
     total = max(1, cache.max_slots * engine.max_length)
     cached = counters.cached_tokens / max(1, counters.cached_tokens + counters.prefilled_tokens)
@@ -254,7 +254,7 @@ def as_state(engine: Engine) -> dict[str, Any]:
         "num_running_reqs": running,
         "num_waiting_reqs": waiting,
         "num_used_tokens": used,
-        "num_total_tokens": used + sum(sequence.length for sequence in list(scheduler.waiting)),
+        "num_total_tokens": used + sum(sequence.length for sequence in scheduler.waiting),
         "max_total_num_tokens": total,
         "max_running_requests": cache.max_slots,
         "token_usage": round(used / total, 4),

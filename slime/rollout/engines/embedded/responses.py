@@ -18,7 +18,6 @@ class Answer:
 
     Args:
         tokenizer: None leaves ``text`` out, as an engine without tokenizer does.
-        version: weight version of an answer before the end.
     """
 
     def __init__(self, job: Job, tokenizer: Tokenizer | None) -> None:
@@ -28,7 +27,7 @@ class Answer:
         self._streamed = 0
 
     def partial(self, version: str) -> dict[str, Any]:
-        """Text and tokens so far.
+        """Text and tokens so far; ``version`` is that of the weights now.
 
         The text leaves out a character that is not complete yet, and what may become a stop string: it only grows.
         """

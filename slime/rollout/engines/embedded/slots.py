@@ -76,10 +76,6 @@ class SlotTable:
     def num_owned(self) -> int:
         return sum(slot.sequence is not None for slot in self._slots)
 
-    @property
-    def num_retained_tokens(self) -> int:
-        return sum(len(slot.tokens) for slot in self._slots if slot.sequence is None)
-
     def slot_of(self, sequence: Sequence) -> int:
         return next(index for index, slot in enumerate(self._slots) if slot.sequence is sequence)
 
