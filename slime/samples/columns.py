@@ -53,23 +53,32 @@ def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Col
     """The default conversion."""
     samples = trainable.samples
     raw_rewards, rewards = _rewards(trainable, config, args)
-    masks = [[0] * s.response_length if s.remove_sample else _mask(s) for s in samples]
+    described = _described(trainable)
+    masks = described["loss_masks"]
     return Columns(
         tokens=[s.tokens for s in samples],
         response_lengths=[s.response_length for s in samples],
-        loss_masks=masks,
         rewards=rewards,
         raw_rewards=raw_rewards,
-        sample_indices=[position if s.index is None else s.index for position, s in enumerate(samples)],
-        group_ids=trainable.group_ids,
-        execution_ids=trainable.execution_ids,
-        truncated=[s.status == SampleStatus.TRUNCATED for s in samples],
         rollout_log_probs=_optional(samples, masks, "rollout_log_probs"),
         teacher_log_probs=_optional(samples, masks, "teacher_log_probs"),
         routed_experts=_optional(samples, masks, "rollout_routed_experts"),
-        weight_versions=[s.oldest_weight_version() for s in samples],
-        metadata=[s.train_metadata for s in samples],
+        **described,
     )
+
+
+def _described(trainable: Trainable) -> dict[str, list[Any]]:
+    """The columns that every sample has, whoever converts it."""
+    samples = trainable.samples
+    return {
+        "loss_masks": [[0] * s.response_length if s.remove_sample else _mask(s) for s in samples],
+        "sample_indices": [position if s.index is None else s.index for position, s in enumerate(samples)],
+        "group_ids": trainable.group_ids,
+        "execution_ids": trainable.execution_ids,
+        "truncated": [s.status == SampleStatus.TRUNCATED for s in samples],
+        "weight_versions": [s.oldest_weight_version() for s in samples],
+        "metadata": [s.train_metadata for s in samples],
+    }
 
 
 def _mask(sample: Sample) -> list[int]:
@@ -146,7 +155,10 @@ _HOOK_NAMES = {"raw_reward": "raw_rewards", "rollout_ids": "execution_ids", "rol
 
 
 def columns_from_hook(result: Any, trainable: Trainable, path: str) -> Columns:
-    """Columns from what a user's converter returned; what it left out is filled in from the samples.
+    """Columns from what a user's converter returned.
+
+    Masks, indices, groups and metadata that it left out are those of the samples. Where it returned another number of
+    entries than there are samples, every response token is trained and every entry is an execution of its own.
 
     Raises:
         UserError: not a dict, a needed column missing, an unknown column, or columns of different lengths.
@@ -171,18 +183,17 @@ def columns_from_hook(result: Any, trainable: Trainable, path: str) -> Columns:
     lengths = {name: len(column) for name, column in data.items() if len(column) != count}
     if lengths:
         raise UserError(f"'{path}' returned {count} tokens lists but {lengths}", fix="one entry per sample in each")
-    same = count == len(trainable.samples)
-    defaults: dict[str, list[Any]] = {
-        "loss_masks": [[1] * length for length in data["response_lengths"]],
-        "raw_rewards": data["rewards"],
-        "sample_indices": [s.index or 0 for s in trainable.samples] if same else list(range(count)),
-        "group_ids": trainable.group_ids if same else list(range(count)),
-        "execution_ids": trainable.execution_ids if same else list(range(count)),
-        "truncated": [False] * count,
-        "weight_versions": [s.oldest_weight_version() for s in trainable.samples] if same else [None] * count,
-        "metadata": [None] * count,
-    }
-    columns = Columns(**(defaults | data))
+    if count == len(trainable.samples):
+        defaults = _described(trainable)
+    else:
+        order = list(range(count))
+        defaults = {
+            "loss_masks": [[1] * length for length in data["response_lengths"]],
+            **dict.fromkeys(("sample_indices", "group_ids", "execution_ids"), order),
+            "truncated": [False] * count,
+            **dict.fromkeys(("weight_versions", "metadata"), [None] * count),
+        }
+    columns = Columns(**({"raw_rewards": data["rewards"]} | defaults | data))
     for position, (tokens, length, mask) in enumerate(
         zip(columns.tokens, columns.response_lengths, columns.loss_masks)
     ):

@@ -292,7 +292,7 @@ class Sample:
         Args:
             origin: who made the sample, for the message (the path of the user's function, say).
         Raises:
-            UserError: a length that does not fit, a mask value other than 0 and 1, or a response longer than tokens.
+            UserError: a length that does not fit, a mask value other than 0 and 1, or a status that there is not.
         """
 
         def refuse(what: str, fix: str) -> None:
@@ -314,11 +314,11 @@ class Sample:
             if not set(self.loss_mask) <= {0, 1}:
                 refuse("a loss_mask with values other than 0 and 1", "use 1 for trained tokens, else 0")
         for name in ("rollout_log_probs", "teacher_log_probs"):
-            values = getattr(self, name)
-            if values is not None and len(values) != self.response_length:
+            if (values := getattr(self, name)) is not None and len(values) != self.response_length:
                 refuse(f"{len(values)} {name} for {self.response_length} response tokens", "give one entry per token")
-        if not isinstance(self.status, SampleStatus):
-            self.status = SampleStatus(self.status)
+        if self.status not in list(SampleStatus):
+            refuse(f"status {self.status!r}", f"set it to one of: {', '.join(SampleStatus)}")
+        self.status = SampleStatus(self.status)
 
     # -- storage -------------------------------------------------------------------------------------
 

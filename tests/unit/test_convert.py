@@ -275,6 +275,30 @@ def test_a_custom_converter_needs_only_what_the_loss_needs(hook_module) -> None:
     assert (batch.rewards, batch.raw_rewards, batch.rollout_mask_sums) == ([0.25, 0.25], [1, 2], [4.0, 4.0])
 
 
+def test_what_a_custom_converter_leaves_out_is_that_of_the_samples(hook_module) -> None:
+    path = hook_module(
+        "def hook(args, samples):\n"
+        "    return {'tokens': [s.tokens for s in samples], 'rewards': [0.25] * len(samples),\n"
+        "            'response_lengths': [s.response_length for s in samples]}"
+    )
+    groups = make_groups([1.0, 0.0, 0.5])
+    removed, masked, cut = groups[0].samples
+    removed.remove_sample = True
+    masked.loss_mask, masked.index = [1] + [0] * (masked.response_length - 1), None
+    cut.status = SampleStatus.TRUNCATED
+    with_hook = convert(groups, custom_convert_samples_to_train_data_path=path)[0]
+    without = convert(groups)[0]
+    for name in ("loss_masks", "sample_indices", "truncated", "rollout_mask_sums", "metadata"):
+        assert list(map(str, getattr(with_hook, name))) == list(map(str, getattr(without, name))), name
+
+
+def test_a_status_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    groups = make_groups([1.0, 0.0])
+    groups[0].samples[0].status = "done"
+    with pytest.raises(UserError, match=r"status 'done'.*\n.*pending, completed, truncated"):
+        convert(groups)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
