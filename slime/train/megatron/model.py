@@ -222,13 +222,27 @@ def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = Fa
     """Megatron's view of the model: what the checkpoint says, the layout, and the native flags the user set.
 
     Raises:
-        UserError: a flag that says otherwise than the checkpoint, with both values.
+        UserError: a flag that says otherwise than the checkpoint, with both values, or that cannot be honoured.
     """
+    given = config.megatron.transformer
+    described = merge_transformer(spec.transformer_kwargs(), given)
+    arguments = {**described, **_trainer_arguments(spec, config, initialise), **given}
+    if spec.activation == "silu" and arguments.get("gated_linear_unit") and not arguments.get("add_bias_linear"):
+        arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
+    arguments.update(expert_arguments(arguments))
+    if spec.is_mla:
+        # its norms see whole latents on every tensor-parallel rank; with the mark Megatron takes them for norms of each
+        # rank's own heads, and sums their gradients over the ranks
+        return MLATransformerConfig(**{**arguments, "qk_layernorm": False})
+    return TransformerConfig(**arguments)
+
+
+def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dict[str, Any]:
+    """What does not describe the model: layout, precision, recomputation, and what this trainer wants of Megatron."""
     megatron = config.megatron
     dtype = parameter_dtype(config)
     virtual = virtual_stages(spec, config)
     arguments: dict[str, Any] = {
-        **merge_transformer(spec.transformer_kwargs(), megatron.transformer),
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": virtual,
@@ -270,15 +284,7 @@ def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = Fa
         arguments["expert_tensor_parallel_size"] = megatron.expert_tensor_parallel_size
     if megatron.recompute_modules:
         arguments["recompute_modules"] = list(megatron.recompute_modules)
-    arguments.update(megatron.transformer)
-    if spec.activation == "silu" and arguments.get("gated_linear_unit") and not arguments.get("add_bias_linear"):
-        arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
-    arguments.update(expert_arguments(arguments))
-    if spec.is_mla:
-        # its norms see whole latents on every tensor-parallel rank; with the mark Megatron takes them for norms of each
-        # rank's own heads, and sums their gradients over the ranks
-        return MLATransformerConfig(**{**arguments, "qk_layernorm": False})
-    return TransformerConfig(**arguments)
+    return arguments
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
