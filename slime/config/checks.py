@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from slime.config.checks_megatron import check_megatron
 from slime.config.checks_train import check_training
 from slime.config.host import num_gpus
+from slime.config.ranges import check_ranges
 from slime.config.resolve import Draft
 from slime.errors import UserError
 
@@ -28,7 +30,6 @@ _NEEDS: dict[str, tuple[str, object]] = {
     "ckpt_step": ("load", None),
     "ref_ckpt_step": ("ref_load", None),
     "load_debug_rollout_data_subsample": ("load_debug_rollout_data", None),
-    "sglang_router_port": ("sglang_router_ip", None),
 }
 
 
@@ -39,53 +40,14 @@ def check(draft: Draft) -> None:
         UserError: the first one found.
     """
     for step in (
-        _ranges, _needs, _entry, _host, _placement, _parallel, _batches, _lengths, _algorithm, _evaluation, _debug,
-        _run_name, check_training,
+        check_ranges, _needs, _entry, _host, _placement, _parallel, _batches, _lengths, _algorithm, _evaluation, _debug,
+        _run_name, check_training, check_megatron,
     ):  # fmt: skip
         step(draft)
 
 
 def _option(dest: str) -> str:
     return "--" + dest.replace("_", "-")
-
-
-def _at_least(draft: Draft, minimum: float, *dests: str, strictly: bool = False) -> None:
-    for dest in dests:
-        value = draft[dest]
-        if value is not None and (value < minimum or (strictly and value == minimum)):
-            raise UserError(
-                f"{_option(dest)} is {value:g}", why=f"it must be {'more than' if strictly else 'at least'} {minimum:g}"
-            )
-
-
-def _ranges(draft: Draft) -> None:
-    _at_least(
-        draft, 1, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine", "num_gpus_per_node",
-        "micro_batch_size", "max_tokens_per_gpu", "over_sampling_batch_size", "n_samples_per_eval_prompt",
-        "update_weights_interval", "async_buffer_size", "update_weight_buffer_size", "save_interval", "save_retain",
-        "eval_interval", "ref_update_interval", "num_epoch", "rollout_max_response_len", "eval_max_response_len",
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-        "expert_model_parallel_size", "expert_tensor_parallel_size", "embedded_max_slots", "rm_num_workers",
-        "sglang_server_concurrency", "data_pad_size_multiplier",
-    )  # fmt: skip
-    _at_least(draft, 2, "seq_length", "rollout_max_context_len")
-    _at_least(
-        draft, 0, "rollout_num_gpus", "num_rollout", "num_data_workers", "start_rollout_id", "lr", "min_lr",
-        "clip_grad", "eval_temperature", "eval_min_new_tokens", "eps_clip", "eps_clip_high", "lr_warmup_iters",
-        "opsm_delta", "rollout_min_p",
-    )  # fmt: skip
-    _at_least(
-        draft, 0, "rollout_temperature", "rollout_top_p", "eval_top_p", "placement_timeout", "rm_timeout",
-        "rollout_timeout", "distributed_timeout_minutes", "rollout_health_check_interval",
-        "rollout_health_check_timeout", strictly=True,
-    )  # fmt: skip
-    _at_least(draft, 1, "eps_clip_c", strictly=True)
-    for dest in ("rollout_top_p", "eval_top_p", "rollout_min_p", "adam_beta1", "adam_beta2"):
-        if draft[dest] > 1:
-            raise UserError(f"{_option(dest)} is {draft[dest]:g}", why="it must be at most 1")
-    for dest in ("rollout_top_k", "eval_top_k"):
-        if draft[dest] < 1 and draft[dest] != -1:
-            raise UserError(f"{_option(dest)} is {draft[dest]}", fix="pass -1 for the whole vocabulary, or 1 and more")
 
 
 def _needs(draft: Draft) -> None:
@@ -102,6 +64,13 @@ def _needs(draft: Draft) -> None:
     for dest in ("tis_clip", "tis_clip_low"):
         if draft.differs(dest) and not (draft["use_tis"] or draft["get_mismatch_metrics"]):
             raise UserError(f"{_option(dest)} has no effect without --use-tis", fix="pass --use-tis too")
+    own_advantages = draft["custom_advantage_function_path"] is not None  # it may read any flag
+    if draft.differs("gamma") and draft["advantage_estimator"] != "reinforce_plus_plus" and not own_advantages:
+        raise UserError(
+            f"--gamma has no effect with --advantage-estimator {draft['advantage_estimator']}",
+            why="every token of a sample has the sample's own reward; only reinforce_plus_plus discounts",
+            fix="leave --gamma out",
+        )
     if draft["use_dynamic_batch_size"] and draft["max_tokens_per_gpu"] is None:
         raise UserError(
             "--use-dynamic-batch-size needs --max-tokens-per-gpu",
@@ -292,6 +261,14 @@ def _algorithm(draft: Draft) -> None:
             "--use-rollout-logprobs and --use-tis exclude each other",
             why="with the engine's log-probs as the old policy's there is no mismatch left to correct",
             fix="choose one",
+        )
+    if draft["tis_clip_low"] > draft["tis_clip"]:
+        raise UserError(f"--tis-clip-low {draft['tis_clip_low']:g} is more than --tis-clip {draft['tis_clip']:g}")
+    if draft["eps_clip_c"] is not None and estimator == "cispo":
+        raise UserError(
+            "--eps-clip-c has no effect with --advantage-estimator cispo",
+            why="CISPO clips the importance weight, not the loss",
+            fix="leave it out",
         )
     if draft["get_mismatch_metrics"] and draft["custom_tis_function_path"] is None:
         raise UserError("--get-mismatch-metrics needs --custom-tis-function-path")

@@ -53,9 +53,6 @@ def _recompute(draft: Draft) -> None:
                 why=f"there are {', '.join(RECOMPUTE_MODULES)}",
                 fix=f"did you mean {near[0]}?" if near else "",
             )
-    layers = draft["recompute_num_layers"]
-    if layers is not None and layers < 1:
-        raise UserError(f"--recompute-num-layers is {layers}", why="it must be at least 1")
 
 
 def _deterministic(draft: Draft) -> None:

@@ -32,6 +32,7 @@ class FlagMeta:
         refused_at_launch: the same for a flag that can be parsed, as launch scripts of other systems have it, and
             stops the launch.
         refused_values: the same for single values of a flag that otherwise works.
+        no_effect: why setting this flag changes nothing, which is said in a warning; empty when it does.
     """
 
     name: str = ""
@@ -42,6 +43,7 @@ class FlagMeta:
     refused: str = ""
     refused_at_launch: str = ""
     refused_values: dict[Any, str] = dataclasses.field(default_factory=dict)
+    no_effect: str = ""
 
 
 NO_META = FlagMeta()

@@ -36,6 +36,16 @@ _PACKED = "training batches are packed, with another shape at each step"
 _INFERENCE = "generation is the engine's work"
 _FSDP = "Megatron-FSDP is not in this version; use --use-distributed-optimizer"
 _NO_FAMILY = "no model family of this version has such layers"
+_LOADED = "weights are loaded from a checkpoint"
+_SCHEDULE = "it follows from the pipeline's schedule"
+_OUTPUT = "log-probs are computed from the hidden states in chunks, without Megatron's output layer and cross entropy"
+_OWN_ATTENTION = "attention to packed sequences is torch's or Transformer Engine's own, with a softmax in float32"
+_OWN_NORM = "norms are torch's or Transformer Engine's own"
+_OWN_ROTARY = "angles are computed once per micro-batch, and applied by the trainer's own rotation"
+_NOT_READ = "Megatron does not read it any more"
+_NO_DEEPEP = "DeepEP's exchange is not in this version"
+_DROPS_TOKENS = "tokens are never dropped here, so that a token's log-prob depends on its own sample alone"
+_ANY_ROWS = "the products of experts take any number of rows"
 _MTP = "training of multi-token-prediction layers is not in this version"
 
 #: Fields of megatron-core that exist but cannot be set here, with the reason.
@@ -110,9 +120,51 @@ REFUSED_FIELDS: dict[str, str] = {
             "linear_value_head_dim",
             "linear_num_key_heads",
             "linear_num_value_heads",
+            "apply_residual_connection_post_layernorm",
+            "layernorm_zero_centered_gamma",
+            "glu_linear_offset",
+            "activation_func_clamp_value",
+            "use_fused_weighted_squared_relu",
+            "softmax_scale",
+            "softmax_type",
+            "window_size",
+            "window_attn_skip_freq",
+            "qk_l2_norm",
+            "attention_output_gate",
+            "no_rope_freq",
+            "mrope_section",
+            "moe_shared_expert_gate",
         ),
         _NO_FAMILY,
     ),
+    **dict.fromkeys(("perform_initialization", "use_cpu_initialization"), _LOADED),
+    **dict.fromkeys(
+        ("overlap_p2p_comm", "batch_p2p_comm", "use_ring_exchange_p2p", "deallocate_pipeline_outputs"), _SCHEDULE
+    ),
+    **dict.fromkeys(("defer_embedding_wgrad_compute", "wgrad_deferral_limit"), _OUTPUT),
+    **dict.fromkeys(("attention_softmax_in_fp32", "apply_query_key_layer_scaling"), _OWN_ATTENTION),
+    **dict.fromkeys(("apply_rope_fusion", "fused_single_qkv_rope"), _OWN_ROTARY),
+    **dict.fromkeys(("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"), _ANY_ROWS),
+    **dict.fromkeys(("qk_clip", "log_max_attention_logit"), "attention logits are not looked at in this version"),
+    **dict.fromkeys(
+        ("use_kitchen", "use_kitchen_attention", "kitchen_attention_backend"),
+        "the Kitchen kernels are not in this version",
+    ),
+    "moe_token_drop_policy": _DROPS_TOKENS,
+    "moe_router_topk_limited_devices": "Megatron removed it; use --moe-router-num-groups and --moe-router-group-topk",
+    "moe_per_layer_logging": "the experts' load is logged as a mean over the layers, train/moe_…",
+    "ep_overlap_early_attn_memory_release": "the experts' exchange is not overlapped in this version",
+    "fp32_residual_connection": "the residual stream has the precision of the weights",
+    "bias_activation_fusion": "SwiGLU is one kernel anyway",
+    "batch_invariant_mode": "its kernels are not in this version; see --deterministic-mode",
+    "num_microbatches_with_partial_activation_checkpoints": "all micro-batches are recomputed alike",
+    "pipeline_model_parallel_comm_backend": "all groups have one backend; see --distributed-backend",
+    "hierarchical_context_parallel_sizes": "the ranks of a context-parallel group exchange heads for tokens at once",
+    "use_te_rng_tracker": "torch's own generators are seeded and saved",
+    "num_distributed_optimizer_instances": "optimizer states are sharded over all replicas",
+    "overlap_param_gather_with_optimizer_step": "parameters are gathered with the forward pass; see"
+    " --overlap-param-gather",
+    "log_num_zeros_in_grad": "not in this version; the gradient norm is logged as train/grad_norm",
     **dict.fromkeys(
         (
             "muon_momentum",
@@ -138,7 +190,15 @@ REFUSED_FIELDS: dict[str, str] = {
     "moe_layer_recompute": "use --recompute-granularity selective --recompute-modules moe",
 }
 
-_DROPS_TOKENS = "tokens are never dropped here, so that a token's log-prob depends on its own sample alone"
+#: Fields that are about speed alone, and about parts of Megatron that are not used: accepted, with a warning.
+NO_EFFECT: dict[str, str] = {
+    **dict.fromkeys(("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"), _OUTPUT),
+    "masked_softmax_fusion": _OWN_ATTENTION,
+    **dict.fromkeys(("persist_layer_norm", "memory_efficient_layer_norm"), _OWN_NORM),
+    **dict.fromkeys(("async_tensor_model_parallel_allreduce", "gradient_reduce_div_fusion"), _NOT_READ),
+    **dict.fromkeys(("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"), _NO_DEEPEP),
+    "barrier_with_L1_time": "Megatron's timers are not used; times are logged as perf/…",
+}
 
 #: Fields that launch scripts of other systems set, and that can be read here but not trained with: what they ask for
 #: would be ignored. `slime.train.expert_rules` refuses them.
@@ -149,7 +209,7 @@ REFUSED_AT_LAUNCH: dict[str, str] = {
     "moe_expert_capacity_factor": _DROPS_TOKENS,
     "moe_pad_expert_input_to_capacity": _DROPS_TOKENS,
     "moe_token_dropping": _DROPS_TOKENS,
-    "moe_enable_deepep": "DeepEP's exchange is not in this version",
+    "moe_enable_deepep": _NO_DEEPEP,
     "moe_shared_expert_overlap": "shared experts are computed after the routed ones",
     "moe_input_jitter_eps": "log-probs would not be reproducible",
     "moe_router_force_load_balancing": "it routes at random",
@@ -199,13 +259,16 @@ def _model(dest: str, kind: Kind, help: str, choices: tuple[str, ...] = ()) -> F
 MODEL_FLAGS: tuple[FlagSpec, ...] = (
     _model("swiglu", "bool", "Gated MLP with SiLU."),
     _model("vocab_size", "int", "Vocabulary size before padding."),
-    _model("make_vocab_size_divisible_by", "int", "Pad the vocabulary to a multiple of this times the tensor size."),
+    _model(
+        "make_vocab_size_divisible_by",
+        "int",
+        "Changes nothing: rows of padding take part in no number, and as many are added as tensor parallelism needs.",
+    ),
     _model(
         "max_position_embeddings",
         "int",
         "Longest sequence; rotary positions need no table, so only more than the model's own is refused.",
     ),
-    _model("position_embedding_type", "str", "Kind of position embedding.", ("rope", "yarn", "none")),
     _model("rotary_base", "float", "Base of the rotary embedding (rope_theta)."),
     _model("rotary_percent", "float", "Fraction of the head that is rotated."),
     _model("rotary_seq_len_interpolation_factor", "float", "Factor of linear position interpolation."),
@@ -225,6 +288,7 @@ ALWAYS: dict[str, tuple[tuple[str, ...], str]] = {
     "auto_detect_ckpt_format": ((), "Always so."),
     "reset_position_ids": ((), "Always so: each packed sequence has positions of its own."),
     "reset_attention_mask": ((), "Always so: packed sequences do not see each other."),
+    "position_embedding_type": (("rope",), "The only kind; scaled as the model's config says."),
     "ckpt_format": (("torch_dist",), "The only format."),
     "tokenizer_type": (("HuggingFaceTokenizer",), "The only tokenizer."),
     "dataloader_type": (("external",), "Batches come from the rollout."),

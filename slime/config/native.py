@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.field import FlagMeta
-from slime.config.megatron_lm import MODEL_FLAGS, NAMES, REFUSED_AT_LAUNCH, REFUSED_FIELDS, SKIPPED_FIELDS
+from slime.config.megatron_lm import (
+    MODEL_FLAGS,
+    NAMES,
+    NO_EFFECT,
+    REFUSED_AT_LAUNCH,
+    REFUSED_FIELDS,
+    SKIPPED_FIELDS,
+)
 from slime.config.specs import FlagSpec, Kind, docs_of_class, own_flags
 
 #: (file below megatron/core, class, dict of `MegatronConfig`); later classes add fields, never change one.
@@ -187,4 +194,5 @@ def _meta_of_native(native: NativeField, dest: str, aliases: tuple[str, ...]) ->
         off=off,
         refused=REFUSED_FIELDS.get(native.name, ""),
         refused_at_launch=REFUSED_AT_LAUNCH.get(native.name, ""),
+        no_effect=NO_EFFECT.get(native.name, ""),
     )

@@ -208,6 +208,12 @@ def test_counting_gpus(tmp_path: Path) -> None:
     assert num_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
     assert num_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
     assert num_gpus({"CUDA_VISIBLE_DEVICES": "0,1", "SLIME_NUM_GPUS": "7"}, tmp_path) == 7
+    with pytest.raises(UserError, match="SLIME_NUM_GPUS is 'two'"):
+        num_gpus({"SLIME_NUM_GPUS": "two"}, tmp_path)
+
+
+def test_the_engine_that_auto_stands_for_is_told_as_derived() -> None:
+    assert make_config(rollout_engine="auto").origins["rollout_engine"].startswith("derived: ")
 
 
 def test_nccl_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,8 +352,8 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("no effect without --update-weight-transport disk", {"update_weight_disk_dir": "d"}),
         ("--rollout-temperature is 0", {"rollout_temperature": 0}),
         ("must be more than 1", {"eps_clip_c": 1.0}),
-        ("must be at most 1", {"rollout_top_p": 1.5}),
-        ("pass -1 for the whole vocabulary", {"rollout_top_k": 0}),
+        ("it must be more than 0 and at most 1", {"rollout_top_p": 1.5}),
+        ("-1 is the whole vocabulary", {"rollout_top_k": 0}),
         ("--bf16 and --fp16", {"bf16": True, "fp16": True}),
         ("--min-lr 1 is more than --lr 1e-06", {"min_lr": 1.0}),
         ("is less than --rollout-batch-size", {"rollout_batch_size": 4, "over_sampling_batch_size": 2}),
