@@ -4,8 +4,8 @@
     python -m benchmarks.gpu.long_run --engine embedded --shape tiny --prompts 4 --samples 2 --new-tokens 16 \\
         --interval 0.2
 
-`train.py --colocate` and `train_async.py` as users run them. Memory is read every --interval: of the host what processes
-hold for themselves (RssAnon), by their kind, and what lies in /dev/shm; of the GPUs what their driver says is in use.
+`train.py --colocate` and `train_async.py` as users run them. Memory is read every --interval: of the host what
+processes hold for themselves (RssAnon), by their kind, and what lies in /dev/shm; of the GPUs what is in use.
 A step's number is the largest between its end and that of the step before. Slopes are least-squares fits over the
 steps behind the first --settle ones, with twice their standard error; growth is what is above 0 beyond it.
 """
