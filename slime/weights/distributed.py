@@ -27,6 +27,7 @@ from slime.weights.process_group import ExternalGroup, address_towards
 from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
 
 JOIN_SECONDS = 120.0
+_LEAVE_SECONDS = 10.0
 _GRACE_SECONDS = 2.0  # for an engine's own words on why its member of the group is gone
 
 
@@ -142,9 +143,11 @@ class DistributedTransport:
     def _leave(self) -> None:
         if self._group is None:
             return
+        body = {"group_name": self._group.name}
+        leaving = self._fleet.start("/destroy_weights_update_group", body, _LEAVE_SECONDS)
+        self._group.close(_LEAVE_SECONDS)  # meanwhile: NCCL's members on one host wait for one another
         with contextlib.suppress(EngineError):  # an engine that is gone has left
-            self._fleet.post("/destroy_weights_update_group", {"group_name": self._group.name}, timeout=10)
-        self._group.close()
+            self._fleet.wait(leaving, _LEAVE_SECONDS)
         self._group = None
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -164,8 +167,8 @@ class DistributedTransport:
         if self._sending is None:
             return
         sending, self._sending = self._sending, None
-        # the requests' own limit comes first
-        wait([sending.arrival, sending.answers], sending.limit + _GRACE_SECONDS, return_when=FIRST_EXCEPTION)
+        both: list[Future[Any]] = [sending.arrival, sending.answers]
+        wait(both, sending.limit + _GRACE_SECONDS, return_when=FIRST_EXCEPTION)  # the requests' own limit comes first
         problem = sending.arrival.exception() if sending.arrival.done() else None
         if problem is not None:
             wait([sending.answers], _GRACE_SECONDS)

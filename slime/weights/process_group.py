@@ -131,9 +131,14 @@ class ExternalGroup:
         """Give up what is under way; the group is of no use afterwards, but for `close`."""
         self._group.abort()
 
-    def close(self) -> None:
-        """Leave; the other members' collectives fail from then on."""
-        self._group.shutdown()
+    def close(self, timeout: float = 10.0) -> None:
+        """Leave; the other members' collectives fail from then on.
+
+        NCCL waits for the members on the same host to leave too: for ``timeout`` seconds, then they are left behind.
+        """
+        leaving = threading.Thread(target=self._group.shutdown, name="weight-group-leaves", daemon=True)
+        leaving.start()
+        leaving.join(timeout)
 
 
 @contextlib.contextmanager

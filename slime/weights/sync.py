@@ -120,7 +120,7 @@ class WeightSync:
             if self.rank == 0:
                 connected.value = self._prepare_check(found, self._ranks.reports(joining))
         digest, nbytes = connected.value
-        self._stage_seconds = [deadline_for(n, self._timeout) for n in nbytes]
+        self._stage_seconds = [1.5 * deadline_for(n, self._timeout) for n in nbytes]  # a bucket's own limit comes first
         share, floor = Sampler.share / len(nbytes), Sampler.floor / len(nbytes)
         self._sampler = Sampler(share, floor, digest)
 

@@ -59,12 +59,13 @@ class TrainerRanks:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.sources: Sequence[int] = (0,)
-        self._store: dist.Store | None = None
+        self._store: Any = None  # torch's stubs know neither its bytes nor clone()
         if world_size > 1:
             name = [secrets.token_hex(4)]
             dist.broadcast_object_list(name, src=0)
             # a connection of its own: to wait on the shared one would hold up whoever else uses it
-            self._store = dist.PrefixStore(f"weight-sync-{name[0]}", _get_default_store().clone())
+            default: Any = _get_default_store()
+            self._store = dist.PrefixStore(f"weight-sync-{name[0]}", default.clone())
         self._round = 0
         self._own_report: Any = None
         self._reported = False

@@ -208,6 +208,8 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
             idle = _resting_engine(facts, engine, memory)
             states = [Use("trainer", what, size) for what, size in trainer.states().items()]
             states.append(Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES))
+            if facts.engine is not None and not facts.colocate:  # broadcasts keep theirs between pushes
+                states.append(Use("trainer", "two buckets", 2 * facts.bucket))
             if trainer.settings.reference:
                 more = [Use("trainer", what, size) for what, size in trainer.scoring().items()]
                 yield Phase(devices, "log-probs", (*states, *more, *idle))
