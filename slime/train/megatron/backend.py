@@ -29,8 +29,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 from slime.train.canary import canary_batch  # noqa: E402
 from slime.train.dumps import Shard  # noqa: E402
 from slime.train.layout_rules import check_layout, virtual_stages  # noqa: E402
-from slime.train.megatron.host_states import host_states_of  # noqa: E402
 from slime.train.megatron import forward, optimizer, parallel, recompute, te_layers  # noqa: E402
+from slime.train.megatron.host_states import host_states_of  # noqa: E402
 from slime.train.megatron.model import build_model_chunks  # noqa: E402
 from slime.train.megatron.moe_layer import uses_balance_losses  # noqa: E402
 from slime.train.megatron.offload import Offloader  # noqa: E402
