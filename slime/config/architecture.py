@@ -32,6 +32,18 @@ def _rope(name: str) -> Callable[[Facts], Any]:
     return read
 
 
+def _rope_kind(hf: Facts) -> str:
+    return str(_rope("rope_type")(hf) or _rope("type")(hf) or "default")
+
+
+def _interpolation(hf: Facts) -> Any:
+    return _rope("factor")(hf) if _rope_kind(hf) == "linear" else 1.0
+
+
+def _has_post_norms(hf: Facts) -> Any:
+    return None if hf.get("model_type") is None else hf["model_type"] == "glm4"
+
+
 def _shared_expert_size(hf: Facts) -> Any:
     if hf.get("shared_expert_intermediate_size") is not None:
         return hf["shared_expert_intermediate_size"]
@@ -71,6 +83,12 @@ _FACTS: dict[str, tuple[str, Callable[[Facts], Any]]] = {
     "rotary_base": ("rope_theta", _rope("rope_theta")),
     "rotary_percent": ("partial_rotary_factor", _rope("partial_rotary_factor")),
     "rotary_scaling_factor": ("rope_scaling.factor", _rope("factor")),
+    "rotary_seq_len_interpolation_factor": ("the factor of linear rope_scaling", _interpolation),
+    "use_rope_scaling": ("rope_type is llama3", lambda hf: _rope_kind(hf) == "llama3"),
+    "rope_scaling_factor": ("rope_scaling.factor", _rope("factor")),
+    "rope_type": ("rope_type", lambda hf: "yarn" if _rope_kind(hf) == "yarn" else "rope"),
+    "beta_fast": ("rope_scaling.beta_fast", _rope("beta_fast")),
+    "beta_slow": ("rope_scaling.beta_slow", _rope("beta_slow")),
     "mscale": ("rope_scaling.mscale", _rope("mscale")),
     "mscale_all_dim": ("rope_scaling.mscale_all_dim", _rope("mscale_all_dim")),
     "original_max_position_embeddings": (
@@ -80,6 +98,8 @@ _FACTS: dict[str, tuple[str, Callable[[Facts], Any]]] = {
     "swiglu": ("hidden_act is silu", _is_swiglu),
     "group_query_attention": ("num_key_value_heads < num_attention_heads", _is_grouped),
     "untie_embeddings_and_output_weights": ("not tie_word_embeddings", _is_untied),
+    "post_self_attn_layernorm": ("model_type is glm4", _has_post_norms),
+    "post_mlp_layernorm": ("model_type is glm4", _has_post_norms),
     "num_experts": ("num_experts", _key("num_experts", "n_routed_experts", "num_local_experts")),
     "moe_ffn_hidden_size": ("moe_intermediate_size", _key("moe_intermediate_size")),
     "moe_router_topk": ("num_experts_per_tok", _key("num_experts_per_tok")),

@@ -45,8 +45,8 @@ _OWN_ROUTER = "the router is started here, with the engines of this run"
 
 #: The router's arguments that this system sets itself. name -> reason
 ROUTER_RESERVED: dict[str, str] = {
-    "host": "use --sglang-router-ip",
-    "port": "use --sglang-router-port",
+    "host": _OWN_ROUTER,
+    "port": _OWN_ROUTER,
     "worker_urls": _OWN_ROUTER,
     "model_path": "the client sends token ids; the router needs no tokenizer",
     "tokenizer_path": "the client sends token ids; the router needs no tokenizer",

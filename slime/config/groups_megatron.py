@@ -115,8 +115,10 @@ class MegatronConfig:
     """On resume, take the settings of schedule and optimizer (learning rate, betas, …) from the checkpoint."""
     override_opt_param_scheduler: bool = flag(False)
     """On resume, take the schedule's settings from the flags; they are unless the checkpoint is asked for."""
-    padded_vocab_size: int | None = flag(None)
-    """Vocabulary size after padding; unset: padded to a multiple for the tensor-parallel size."""
+    padded_vocab_size: int | None = flag(
+        None, refused="the vocabulary is padded to a multiple of --tensor-model-parallel-size"
+    )
+    """Vocabulary size after padding."""
     transformer: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)

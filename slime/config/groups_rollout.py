@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from slime.config.field import derived, flag
 
+_OWN_ROUTER = "the router is started here, with the engines of this run, on a port that is reserved for it"
 _NO_AGENTS = "the rollout buffer service is not in this version"
 
 
@@ -217,10 +218,10 @@ class EngineConfig:
     """host:port of engines that are already running."""
     sglang_server_concurrency: int = flag(512)
     """Most requests in flight per engine."""
-    sglang_router_ip: str | None = flag(None)
-    """Address of a router that is already running; unset: one is started."""
-    sglang_router_port: int | None = flag(None)
-    """Port of that router."""
+    sglang_router_ip: str | None = flag(None, refused=_OWN_ROUTER)
+    """Address of the router, as hooks read it."""
+    sglang_router_port: int | None = flag(None, refused=_OWN_ROUTER)
+    """Port of the router, as hooks read it."""
     sglang_router_request_timeout_secs: int = flag(14400)
     """Seconds after which the router gives a request up."""
     sglang_config: str | None = flag(None)

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from slime.errors import UserError
+
 
 def num_gpus(environ: dict[str, str] | None = None, devices: Path = Path("/dev")) -> int:
     """GPUs of this host that the process may use.
@@ -15,10 +17,16 @@ def num_gpus(environ: dict[str, str] | None = None, devices: Path = Path("/dev")
     Example:
         >>> num_gpus({"SLIME_NUM_GPUS": "4"})
         4
+
+    Raises:
+        UserError: SLIME_NUM_GPUS is no number.
     """
     env = os.environ if environ is None else environ
-    if env.get("SLIME_NUM_GPUS", "").isdigit():
-        return int(env["SLIME_NUM_GPUS"])
+    told = env.get("SLIME_NUM_GPUS", "")
+    if told.isdigit():
+        return int(told)
+    if told:
+        raise UserError(f"SLIME_NUM_GPUS is {told!r}", fix="set it to the number of GPUs of a host, or unset it")
     there = sum(1 for node in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", node.name))
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None or there == 0:

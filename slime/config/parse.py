@@ -60,7 +60,7 @@ def read_argv(argv: list[str]) -> Given:
     while position < len(argv):
         match = _OPTION.fullmatch(argv[position])
         if match is None:
-            raise _stray(argv, position)
+            raise _stray(argv[position])
         name, inline = match.groups()
         spelling = spellings().get(name)
         if spelling is None:
@@ -119,8 +119,7 @@ def _wanted(option: str, words: list[str]) -> list[str]:
     return words
 
 
-def _stray(argv: list[str], position: int) -> UserError:
-    word = argv[position]
+def _stray(word: str) -> UserError:
     if word.startswith("-") and len(word) > 1 and word[1] != "-":
         return UserError(f"{word!r} is not a flag", why="flags have two dashes and no short forms")
     return UserError(f"{word!r} belongs to no flag", why="it is the first word of the command line")
@@ -162,11 +161,12 @@ def read_config_file(path: str) -> Given:
     """Values of a ``--config`` file. Names have dashes or underscores, as one likes.
 
     Raises:
-        UserError: a key that is no flag (names the nearest).
+        UserError: a key that is no flag (names the nearest), or names another configuration file.
     """
     given = Given()
     for key, value in read_yaml(path, "--config").items():
         _set_key(given, key, value, f"yaml {path}", f"{path}: ")
+    _refuse_files(given, path, "config")
     return given
 
 
@@ -174,7 +174,7 @@ def read_custom_config(path: str) -> Given:
     """Values of a ``--custom-config-path`` file: flags, and anything else hooks want to find on ``args``.
 
     Raises:
-        UserError: a key that is no flag but nearly one.
+        UserError: a key that is no flag but nearly one, or names another configuration file.
     """
     given = Given()
     for key, value in read_yaml(path, "--custom-config-path").items():
@@ -186,7 +186,20 @@ def read_custom_config(path: str) -> Given:
         if near and abs(len(near[0]) - len(dashed)) <= 1 and _differ_by_little(dashed, near[0]):
             raise UserError(f"{path}: {key} looks like a misspelt flag", fix=f"did you mean {near[0]}?")
         given.extra[key] = value
+    _refuse_files(given, path, "config", "custom_config_path")
     return given
+
+
+def _refuse_files(given: Given, path: str, *dests: str) -> None:
+    """A file that names further files, which are read before it, would be ignored in that."""
+    for dest in dests:
+        if dest in given.values:
+            option = "--" + dest.replace("_", "-")
+            raise UserError(
+                f"{path}: {dest} cannot be set in this file",
+                why="configuration files do not include each other",
+                fix=f"pass {option} {given.values[dest]} on the command line",
+            )
 
 
 def _differ_by_little(one: str, other: str) -> bool:

@@ -212,9 +212,9 @@ def _engine(draft: Draft) -> None:
     there = num_gpus() > 0 and importlib.util.find_spec("sglang") is not None
     chosen = "sglang" if there else "embedded"
     why = "a GPU and SGLang are there" if there else "this host has no GPU, or SGLang is not installed"
-    draft.derive("rollout_engine", chosen, why)
     if draft["rollout_engine"] == "auto":
-        draft.values["rollout_engine"] = chosen
+        draft.values["rollout_engine"] = None
+    draft.derive("rollout_engine", chosen, why)
     if draft["rollout_engine"] == "sglang":
         return
     ignored = [all_flags()[dest].option for dest in draft.given.values if all_flags()[dest].sections == ("sglang",)]

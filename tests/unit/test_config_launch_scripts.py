@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from slime.config import Config, make_config, parse_args
-from slime.config.architecture import check_model_flags, merge_transformer
+from slime.config.architecture import _FACTS, check_model_flags, merge_transformer
+from slime.config.registry import all_flags
 from slime.errors import UserError
 
 QWEN3_4B_MODEL = """
@@ -225,6 +226,38 @@ def test_model_flags_of_text_config_and_tied_embeddings() -> None:
     check_model_flags({"max_position_embeddings": 100}, {"max_position_embeddings": 200})
     with pytest.raises(UserError, match="--max-position-embeddings 300"):
         check_model_flags({"max_position_embeddings": 300}, {"max_position_embeddings": 200})
+
+
+LLAMA3 = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+YARN = {"rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1}}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "agrees", "contradicts"),
+    [
+        ("use_rope_scaling", True, LLAMA3, YARN),
+        ("rope_scaling_factor", 8.0, LLAMA3, YARN),
+        ("rotary_seq_len_interpolation_factor", 2.0, LINEAR, YARN),
+        ("rope_type", "yarn", YARN, LLAMA3),
+        ("beta_fast", 32, YARN, {"rope_scaling": {"type": "yarn", "beta_fast": 16}}),
+        ("post_mlp_layernorm", True, {"model_type": "glm4"}, {"model_type": "qwen3"}),
+    ],
+)
+def test_flags_of_rotary_scaling_and_norms_are_compared(
+    flag: str, value: Any, agrees: dict[str, Any], contradicts: dict[str, Any]
+) -> None:
+    check_model_flags({flag: value}, agrees)
+    with pytest.raises(UserError, match=f"--{flag.replace('_', '-')}"):
+        check_model_flags({flag: value}, contradicts)
+
+
+def test_no_flag_of_the_model_is_ignored() -> None:
+    """Each is compared with the checkpoint's config, or says in its help why there is nothing to compare."""
+    flags = [spec for spec in all_flags().values() if "model" in spec.sections and not spec.meta.refused]
+    told = ("Always so", "The only", "Batches come from the rollout", "Changes nothing")
+    ignored = [spec.dest for spec in flags if spec.dest not in _FACTS and not spec.help.startswith(told)]
+    assert ignored == ["max_position_embeddings"]  # compared apart: only more than the model's own is refused
 
 
 def test_merge_transformer() -> None:

@@ -134,6 +134,7 @@ def test_yaml_sets_the_same_names_and_flags_win(tmp_path: Path) -> None:
         ("a: [", "is not valid YAML"),
         ("num-rollout: 1\nnum_rollout: 2", "the key num_rollout comes twice"),
         ("use_opd: true", "run.yaml: --use-opd is not supported in this version"),
+        ("config: other.yaml", "run.yaml: config cannot be set in this file"),
     ],
 )
 def test_yaml_refusals(tmp_path: Path, text: str, expected: str) -> None:
