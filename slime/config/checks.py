@@ -24,7 +24,6 @@ _NEEDS: dict[str, tuple[str, object]] = {
     "update_weight_disk_keep_files": ("update_weight_transport", "disk"),
     "custom_loss_function_path": ("loss_type", "custom_loss"),
     "rm_url": ("rm_type", "remote_rm"),
-    "save_interval": ("save", None),
     "save_retain": ("save", None),
     "async_save": ("save", None),
     "ckpt_step": ("load", None),
@@ -41,7 +40,7 @@ def check(draft: Draft) -> None:
     """
     for step in (
         check_ranges, _needs, _entry, _host, _placement, _parallel, _batches, _lengths, _algorithm, _evaluation, _debug,
-        _run_name, check_training, check_megatron,
+        _names, check_training, check_megatron,
     ):  # fmt: skip
         step(draft)
 
@@ -61,6 +60,16 @@ def _needs(draft: Draft) -> None:
             raise UserError(
                 f"{_option(dest)} has no effect without {asked}", fix=f"pass {asked} too, or leave {_option(dest)} out"
             )
+    if draft.differs("save_interval") and not (draft["save"] or draft["save_hf"]):
+        raise UserError(
+            "--save-interval has no effect without --save or --save-hf", fix="pass one of them, or leave it out"
+        )
+    if draft["ref_update_interval"] is not None and not (draft["use_kl_loss"] or draft["kl_coef"]):
+        raise UserError(
+            "--ref-update-interval has no effect without a reference model",
+            why="one is loaded for --use-kl-loss or --kl-coef",
+            fix="pass one of them, or leave it out",
+        )
     for dest in ("tis_clip", "tis_clip_low"):
         if draft.differs(dest) and not (draft["use_tis"] or draft["get_mismatch_metrics"]):
             raise UserError(f"{_option(dest)} has no effect without --use-tis", fix="pass --use-tis too")
@@ -291,6 +300,12 @@ def _algorithm(draft: Draft) -> None:
         )
     if draft["update_weight_transport"] == "disk" and draft["update_weight_disk_dir"] is None:
         raise UserError("--update-weight-transport disk needs --update-weight-disk-dir")
+    if draft["offload_optimizer_states"] and draft["optimizer_cpu_offload"]:
+        raise UserError(
+            "--offload-optimizer-states and --optimizer-cpu-offload exclude each other",
+            why="with the second the moments stay in host memory, and so does the step",
+            fix="give the first for a step on the GPU, or the second",
+        )
     if draft["min_lr"] > draft["lr"]:
         raise UserError(f"--min-lr {draft['min_lr']:g} is more than --lr {draft['lr']:g}")
     if draft["lr_warmup_init"] > draft["lr"]:
@@ -312,20 +327,37 @@ def _evaluation(draft: Draft) -> None:
         )
 
 
-def _run_name(draft: Draft) -> None:
-    name = draft.values.get("run_name")
-    if name is not None and (name in ("", ".", "..") or "/" in name):
-        raise UserError(
-            f"--run-name {name!r} is no name of a folder",
-            why="the run folder is --output-dir/--run-name, one level deep, so that tensorboard finds all runs",
-            fix="leave the slash out, or put the path into --output-dir",
-        )
+def _names(draft: Draft) -> None:
+    for dest, fix in (("run_name", "put the path into --output-dir"), ("stage", "give it a single word")):
+        name = draft[dest]
+        if name is not None and (name in ("", ".", "..") or "/" in name):
+            raise UserError(
+                f"{_option(dest)} {name!r} is no name of a folder",
+                why="the run folder is --output-dir/--run-name, one level deep, so that tensorboard finds all runs; "
+                "folders of a stage are inside",
+                fix=f"leave the slash out; {fix}",
+            )
 
 
 def _debug(draft: Draft) -> None:
     if draft["debug_rollout_only"] and draft["debug_train_only"]:
         why = "--load-debug-rollout-data implies --debug-train-only" if draft["load_debug_rollout_data"] else ""
         raise UserError("--debug-rollout-only and --debug-train-only exclude each other", why=why, fix="choose one")
+    if draft["debug_rollout_only"] and draft["loss_type"] == "sft_loss":
+        raise UserError(
+            "--debug-rollout-only with --loss-type sft_loss has nothing to do",
+            why="supervised fine-tuning generates nothing",
+            fix="leave one of them out",
+        )
+    for dest in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data", "save_hf"):
+        try:
+            (draft[dest] or "").format(rollout_id=0)
+        except (KeyError, IndexError, ValueError) as error:
+            raise UserError(
+                f"{_option(dest)} {draft[dest]} cannot be filled in",
+                why=f"the only field is {{rollout_id}}; {type(error).__name__}: {error}",
+                fix="write {{ and }} for braces that are meant",
+            ) from error
     for dest in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
         if draft[dest] is not None and "{rollout_id}" not in draft[dest] and draft["num_rollout"] not in (None, 0, 1):
             raise UserError(
@@ -363,6 +395,13 @@ def check_complete(draft: Draft) -> None:
         raise UserError(
             "--prompt-data is required",
             fix="pass a JSONL or Parquet file; --disable-rollout-global-dataset when the rollout function has its own",
+        )
+    start = draft["start_rollout_id"]
+    if rollouts and start is not None and start >= rollouts:
+        raise UserError(
+            f"--start-rollout-id {start} leaves nothing to train: --num-rollout is {rollouts}",
+            why="--num-rollout counts all rollouts of the run, those before the start included",
+            fix=f"pass --num-rollout of at least {start + 1}, or leave --start-rollout-id out",
         )
     has_samples = draft["load_debug_rollout_data"] is not None or draft["loss_type"] == "sft_loss"
     if draft["debug_train_only"] and not has_samples and rollouts != 0:

@@ -67,7 +67,7 @@ class AlgorithmConfig:
     rewards_normalization: bool = derived("not disable_rewards_normalization")
     """The opposite of --disable-rewards-normalization, as hooks read it."""
     use_rollout_entropy: bool = flag(False)
-    """Compute and log the entropy of the rollout tokens."""
+    """Log the entropy of the rollout tokens; always so."""
     use_rollout_logprobs: bool = flag(False)
     """Take the engine's log-probs as the old policy's, instead of recomputing them."""
     use_tis: bool = flag(False)

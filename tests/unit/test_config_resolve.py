@@ -348,6 +348,11 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--eval-interval needs evaluation data", {"eval_interval": 2}),
         ("--eval-pass-k 4 needs", {"eval_prompt_data": ["a", "b"], "eval_pass_k": [2, 4]}),
         ("is no name of a folder", {"run_name": "../x"}),
+        ("--stage 'a/b' is no name of a folder", {"stage": "a/b"}),
+        ("--ref-update-interval has no effect", {"ref_update_interval": 2}),
+        ("generates nothing", {"debug_rollout_only": True, "loss_type": "sft_loss"}),
+        ("the only field is {rollout_id}; KeyError: 'step'", {"save_hf": "hf/{step}"}),
+        ("the moments stay in host memory", {"offload_optimizer_states": True, "optimizer_cpu_offload": True}),
         ("needs --update-weight-disk-dir", {"update_weight_transport": "disk"}),
         ("no effect without --update-weight-transport disk", {"update_weight_disk_dir": "d"}),
         ("--rollout-temperature is 0", {"rollout_temperature": 0}),
@@ -397,6 +402,8 @@ def test_a_launch_without_engines_or_data() -> None:
         parse_args([*base, "--num-rollout", "1", "--prompt-data", "p", "--rollout-num-gpus", "0"])
     with pytest.raises(UserError, match="only evaluates"):
         parse_args([*base, "--num-rollout", "0"])
+    with pytest.raises(UserError, match="--start-rollout-id 1 leaves nothing to train"):
+        parse_args([*base, "--num-rollout", "1", "--prompt-data", "p", "--start-rollout-id", "1"])
     with pytest.raises(UserError, match="give one of them"):
         parse_args([*base, "--num-rollout", "1", "--num-epoch", "1", "--prompt-data", "p"])
     parse_args([*base, "--num-rollout", "0", "--eval-prompt-data", "a", "a.jsonl"])
