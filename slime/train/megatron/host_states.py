@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from slime.train.megatron import device
+from slime.weights.host_memory import host_buffer
 
 _BUCKET_BYTES = 512 * 1024 * 1024  # of moments on the device at a time; one larger parameter is a bucket of its own
 
@@ -112,7 +113,8 @@ class HostStates:
             if value.device.type == "cpu" and not device.has_gpu():
                 buffer = value  # it is there already
             else:
-                buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=device.has_gpu())
+                flat = host_buffer(value.numel() * value.element_size(), pin=device.has_gpu())
+                buffer = flat.view(value.dtype).view(value.shape)
             self._buffers[key] = buffer
         return buffer if buffer is value else buffer.copy_(value, non_blocking=True)
 

@@ -6,6 +6,7 @@ buffers, shards in the optimizer) stays valid. The pinned host copies are kept: 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from slime.train.megatron import device
 from slime.train.megatron.optimizer import megatron_optimizers
+from slime.weights.host_memory import host_buffer
 
 
 @dataclass
@@ -44,8 +46,8 @@ class Offloader:
     def __init__(self, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> None:
         self.chunks = chunks
         self.optimizer = optimizer
-        self._copies: dict[int, Tensor] = {}
-        """Pinned copies by storage, kept from sleep to sleep."""
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        """Pinned memory by size, kept from sleep to sleep."""
         self._away: list[_Away] = []
 
     @torch.no_grad()
@@ -79,15 +81,15 @@ class Offloader:
                 view.zero_()
             else:
                 view.copy_(part.copy, non_blocking=True)
-        self._away.clear()
         device.synchronize()
+        for part in self._away:
+            if part.copy is not None:
+                self._free[part.nbytes].append(part.copy)
+        self._away.clear()
 
     def _copy_of(self, storage: torch.UntypedStorage) -> Tensor:
-        key = storage._cdata
-        copy = self._copies.get(key)
-        if copy is None or copy.numel() != storage.nbytes():
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.has_gpu())
-            self._copies[key] = copy
+        free = self._free[storage.nbytes()]
+        copy = free.pop() if free else host_buffer(storage.nbytes(), pin=device.has_gpu())
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return copy.copy_(source, non_blocking=True)
 

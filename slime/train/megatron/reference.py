@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.train.megatron import device
+from slime.weights.host_memory import host_buffer
 
 
 def _weights(chunks: Sequence[nn.Module]) -> list[Tensor]:
@@ -38,8 +39,9 @@ class WeightsCopy:
         """Copy the weights as they are now."""
         parameters = _weights(chunks)
         if not self.tensors:
-            pinned = device.has_gpu()
-            self.tensors = [torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned) for p in parameters]
+            pin = device.has_gpu()
+            flat = [host_buffer(p.numel() * p.element_size(), pin=pin) for p in parameters]
+            self.tensors = [memory.view(p.dtype).view(p.shape) for memory, p in zip(flat, parameters)]
         for copy, parameter in zip(self.tensors, parameters):
             copy.copy_(parameter.detach(), non_blocking=True)
         device.synchronize()
