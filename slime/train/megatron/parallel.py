@@ -55,7 +55,7 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
             f"ranks hold one copy of the model, and {rank_info.world_size} is no multiple of it",
             fix="change --actor-num-nodes × --actor-num-gpus-per-node, or the parallel sizes",
         )
-    if rank_info.master_addr.startswith("127.") and device.communication_backend() == "gloo":
+    if rank_info.master_addr.startswith("127."):  # beside NCCL's groups Megatron makes some of gloo
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo looks the host name up, which need not resolve
     timeout = datetime.timedelta(minutes=float(config.cluster.distributed_timeout_minutes))
     dist.init_process_group(
