@@ -27,7 +27,7 @@ from slime.weights.process_group import ExternalGroup, address_towards
 from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
 
 JOIN_SECONDS = 120.0
-_LEAVE_SECONDS = 10.0
+LEAVE_SECONDS = 10.0
 _GRACE_SECONDS = 2.0  # for an engine's own words on why its member of the group is gone
 
 
@@ -144,10 +144,10 @@ class DistributedTransport:
         if self._group is None:
             return
         body = {"group_name": self._group.name}
-        leaving = self._fleet.start("/destroy_weights_update_group", body, _LEAVE_SECONDS)
-        self._group.close(_LEAVE_SECONDS)  # meanwhile: NCCL's members on one host wait for one another
+        leaving = self._fleet.start("/destroy_weights_update_group", body, LEAVE_SECONDS)
+        self._group.close(LEAVE_SECONDS)  # meanwhile: NCCL's members on one host wait for one another
         with contextlib.suppress(EngineError):  # an engine that is gone has left
-            self._fleet.wait(leaving, _LEAVE_SECONDS)
+            self._fleet.wait(leaving, LEAVE_SECONDS)
         self._group = None
 
     def _allocate(self, nbytes: int) -> torch.Tensor:

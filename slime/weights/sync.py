@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,16 +23,16 @@ from torch import nn
 from slime.config import Config
 from slime.errors import UserError
 from slime.rollout.engines.api import EngineError
-from slime.weights.buckets import dtype_of
-from slime.weights.convert.spec import HfConfig, read_hf_config
+from slime.weights.convert.spec import HfConfig
 from slime.weights.disk import DiskTransport
-from slime.weights.distributed import JOIN_SECONDS, DistributedTransport, own_address
+from slime.weights.distributed import JOIN_SECONDS, LEAVE_SECONDS, DistributedTransport, own_address
 from slime.weights.engine_check import Digest, EngineCheck, SliceCheck, WholeTensorCheck
 from slime.weights.engine_fleet import EngineFleet, is_local
 from slime.weights.hf_io import HfExporter
 from slime.weights.ipc import IpcTransport
 from slime.weights.megatron_names import Placement
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
+from slime.weights.route import Route, choose_route, engine_dtype
 from slime.weights.shared_memory_transport import SharedMemoryTransport
 from slime.weights.trainer_ranks import StageError, TrainerRanks
 from slime.weights.transport import EngineSlots, NamedTensors, Transferred, Transport, deadline_for
@@ -104,21 +104,18 @@ class WeightSync:
             model_name=self.config.checkpoint.model_name,
             own_stage=len(route.sources) > 1,
         )
-        part = _StagePlan(
-            self._exporter, shapes=route.asks_ranks
-        )  # collective, hence outside of the block that follows
+        # both collective, hence outside of the block below
+        plan = _StagePlan(self._exporter, shapes=route.asks_ranks)
         gloo = self._gloo_group() if route.kind == "ipc" else None
-        joining = [2 * JOIN_SECONDS for _ in route.sources]
-        self._stage_seconds = joining
-        late = sum(joining) + 2 * _CONTROL_SECONDS
+        self._stage_seconds = [2 * JOIN_SECONDS for _ in route.sources]
         explained = _naming_engine() if self.rank == 0 else nullcontext()
-        with self._ranks.round(what, late) as connected, explained:
+        with self._ranks.round(what, sum(self._stage_seconds) + 2 * _CONTROL_SECONDS) as connected, explained:
             if self._ranks.stage is not None or route.kind == "ipc":
                 self._transport = self._open_transport(route, found, gloo)
             if self._ranks.stage is not None:
-                self._ranks.report(part)
+                self._ranks.report(plan)
             if self.rank == 0:
-                connected.value = self._prepare_check(found, self._ranks.reports(joining))
+                connected.value = self._prepare_check(found, self._ranks.reports(self._stage_seconds))
         digest, nbytes = connected.value
         self._stage_seconds = [1.5 * deadline_for(n, self._timeout) for n in nbytes]  # a bucket's own limit comes first
         share, floor = Sampler.share / len(nbytes), Sampler.floor / len(nbytes)
@@ -158,7 +155,8 @@ class WeightSync:
     def close(self) -> None:
         """Give up shared memory, groups and connections."""
         if self._transport is not None:
-            self._transport.close()
+            with self._ranks.in_order(2 * LEAVE_SECONDS):
+                self._transport.close()
         if self._check is not None:
             self._check.close()
         if self._fleet is not None:
@@ -241,7 +239,7 @@ class WeightSync:
         pipeline = Placement.current().pp_group if kind == "broadcast" else None
         # the stages' ranks that have rank 0's place in all other respects: the first of TP, DP and CP
         sources = tuple(dist.get_process_group_ranks(pipeline)) if pipeline is not None else (0,)
-        return Route(kind, _engine_dtype(infos, self._hf_config), asks_ranks=not embedded, sources=sources)
+        return Route(kind, engine_dtype(infos, self._hf_config), asks_ranks=not embedded, sources=sources)
 
     def _prepare_check(self, engines: Sequence[EngineSlots], stages: Sequence[_StagePlan]) -> tuple[Digest, list[int]]:
         """Returns how tensors are digested, and the bytes of each stage."""
@@ -333,23 +331,6 @@ _REMEDIES = (
 )
 
 
-@dataclass(frozen=True)
-class Route:
-    """How weights travel in a run; known to every rank.
-
-    Attributes:
-        kind: see `choose_route`.
-        dtype: of the engines' floating-point weights.
-        asks_ranks: the engines' ranks are asked for their slices (SGLang), not the engines for whole tensors.
-        sources: the rank that sends, of each pipeline stage; rank 0 alone if it has everything brought to it.
-    """
-
-    kind: str
-    dtype: torch.dtype
-    asks_ranks: bool
-    sources: tuple[int, ...] = (0,)
-
-
 class _StagePlan:
     """What one source will send. Collective over the ranks of the stage.
 
@@ -379,25 +360,6 @@ class _StageSent:
         )
 
 
-def choose_route(config: Config, *, embedded: bool, local: bool) -> str:
-    """Which way the weights go.
-
-    ==============  ===============================================  =====================================
-    "disk"          ``--update-weight-transport disk``               a Hugging Face directory
-    "shm"           embedded engines on this host, and either no     shared memory (between CPUs it is the
-                    GPU or ``--colocate``                            fastest; NCCL cannot join two
-                                                                     processes of one GPU)
-    "ipc"           SGLang with ``--colocate``                       handles of the trainer's buffers
-    "broadcast"     anything else                                    NCCL between GPUs, gloo between CPUs
-    ==============  ===============================================  =====================================
-    """
-    if config.sync.update_weight_transport == "disk":
-        return "disk"
-    if embedded and local and (not torch.cuda.is_available() or config.cluster.colocate):
-        return "shm"
-    return "ipc" if config.cluster.colocate and not embedded else "broadcast"
-
-
 @contextmanager
 def _naming_engine() -> Iterator[None]:
     try:
@@ -406,29 +368,3 @@ def _naming_engine() -> Iterator[None]:
         raise UserError(f"engine {error.url} cannot be reached for weight updates", str(error), _REMEDIES) from error
     except StageError as error:
         raise UserError(f"{error.where} could not prepare weight updates", error.what, _REMEDIES) from error
-
-
-def _engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) -> torch.dtype:
-    """The dtype that all engines hold their weights in; "auto" means the model config's.
-
-    Args:
-        infos: engine URL → its ``/server_info``.
-    Raises:
-        UserError: engines differ, or do not say.
-    """
-    named = {url: info.get("dtype") for url, info in infos.items()}
-    if len(set(named.values())) != 1:
-        raise UserError("the engines hold their weights in different dtypes", why=str(named), fix="start them alike")
-    [name] = set(named.values())
-    if name == "auto":
-        config = read_hf_config(hf_config)
-        said = str(config.get("dtype") or config.get("torch_dtype"))
-        name = said if "16" in said else f"auto, and config.json says {said}"  # engines make float16 of float32
-    try:
-        return dtype_of(str(name))
-    except ValueError as error:
-        raise UserError(
-            f"engine {next(iter(named))} does not say which dtype its weights have",
-            why=f"/server_info gives dtype {name}",
-            fix="pass an explicit --sglang-dtype (bfloat16, float32)",
-        ) from error

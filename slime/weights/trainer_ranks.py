@@ -15,7 +15,7 @@ import pickle
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -134,6 +134,28 @@ class TrainerRanks:
         """
         later = [self._report_of(stage, limits[stage]) for stage in range(1, len(self.sources))]
         return [self._own_report, *later]
+
+    @contextmanager
+    def in_order(self, limit: float) -> Iterator[None]:
+        """For leaving, which no failure of others may prevent: one stage after the other, as far as they are there.
+
+        Engines that left the stages' groups in different orders would wait for one another.
+
+        Args:
+            limit: seconds that an earlier stage is waited for.
+        """
+        stage = self.stage
+        if stage is None:
+            yield
+            return
+        for earlier in range(stage):
+            with suppress(StageError):
+                self._hear(f"left-{earlier}", earlier, limit)
+        try:
+            yield
+        finally:
+            with suppress(dist.DistError):
+                self._say(f"left-{stage}", None)
 
     # -- inside --------------------------------------------------------------------------------------------
 

@@ -19,8 +19,10 @@ from slime.weights.receipt import WeightMismatch
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
 from tests.megatron_stub import MegatronStub
+from tests.unit import stage_jobs
 from tests.unit.embedded_models import save_tiny_model
 from tests.unit.sglang_servers import FakeSGLang, fake_sglang, sglang_installed
+from tests.unit.trainer_ranks import Pools
 
 WORDS = {"rollout_engine": "sglang", "fp32": True, "rollout_batch_size": 4, "num_rollout": 1}
 
@@ -96,6 +98,22 @@ def test_a_push_arrives_and_is_proved(
         assert {c["weight_version"] for c in server.calls() if c.get("weight_version")} == {"1"}
         assert all(c["load_format"] != "shared_memory" for c in server.calls() if "load_format" in c)
     sync.close()
+
+
+def test_stages_push_to_engines_of_one_and_two_ranks(servers: list[FakeSGLang], model_dir: Path, ranks: Pools) -> None:
+    for server in servers:
+        server.forget()
+    engines = [EngineSlots(server.url, SLOTS[number]) for number, server in enumerate(servers)]
+    flags = {"pipeline_model_parallel_size": 2, "check_weight_update_equal": True}
+    first, last = ranks.run(2, stage_jobs.push_twice, model_dir, flags, engines)
+    names = set(load_file(model_dir / "model.safetensors"))
+    for receipt in first["receipts"]:  # compared slice by slice in the engines' processes, the two ranks' apart
+        assert receipt.transport == "gloo broadcast" and receipt.full and set(receipt.checked) == names
+    assert not first["seen"] & last["seen"] and not first["crossing"] and not last["crossing"]
+    for server in servers:
+        paths = [call["path"] for call in server.calls()]
+        assert paths.count("/init_weights_update_group") == paths.count("/destroy_weights_update_group") == 2
+        assert paths.count("/flush_cache") == 2  # once per push
 
 
 def test_what_did_not_arrive_is_named(servers: list[FakeSGLang], model_dir: Path, monkeypatch) -> None:

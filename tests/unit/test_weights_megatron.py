@@ -20,8 +20,10 @@ from slime.weights import sync as sync_module
 from slime.weights.canary import canary_tokens
 from slime.weights.convert.spec import read_hf_config
 from slime.weights.sync import WeightSync
+from slime.weights.transport import EngineSlots
 from tests.fake_weight_engine import FakeWeightEngine
 from tests.unit import megatron_jobs as jobs
+from tests.unit import stage_jobs
 from tests.unit.embedded_models import save_tiny_model
 from tests.unit.test_checkpoint import single
 from tests.unit.trainer_ranks import RankPool, free_port
@@ -189,3 +191,15 @@ def test_pushing_to_the_embedded_engine(
     served, version = asyncio.run(log_probs())
     assert version == "7"
     assert torch.allclose(torch.tensor(served), transformers_log_probs(model, torch.tensor(prompt)), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_stages_push_to_the_embedded_engine(pool: RankPool, engine_url: str, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", "qwen3", seed=3)
+    flags = {"pipeline_model_parallel_size": 2, "check_weight_update_equal": True}
+    first, last = pool.run(stage_jobs.push_twice, model, flags, [EngineSlots(engine_url, ())])
+    for receipt in first["receipts"]:  # all fingerprints equal
+        assert receipt.transport == "gloo broadcast" and set(receipt.checked) == set(
+            load_file(model / "model.safetensors")
+        )
+    assert not first["seen"] & last["seen"]

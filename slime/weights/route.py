@@ -1,0 +1,76 @@
+"""Which way the weights of a run go, from its flags and from what the engines say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.weights.buckets import dtype_of
+from slime.weights.convert.spec import HfConfig, read_hf_config
+
+
+@dataclass(frozen=True)
+class Route:
+    """How weights travel in a run; known to every rank.
+
+    Attributes:
+        kind: see `choose_route`.
+        dtype: of the engines' floating-point weights.
+        asks_ranks: the engines' ranks are asked for their slices (SGLang), not the engines for whole tensors.
+        sources: the rank that sends, of each pipeline stage; rank 0 alone if it has everything brought to it.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    asks_ranks: bool
+    sources: tuple[int, ...] = (0,)
+
+
+def choose_route(config: Config, *, embedded: bool, local: bool) -> str:
+    """Which way the weights go.
+
+    ==============  ===============================================  =====================================
+    "disk"          ``--update-weight-transport disk``               a Hugging Face directory
+    "shm"           embedded engines on this host, and either no     shared memory (between CPUs it is the
+                    GPU or ``--colocate``                            fastest; NCCL cannot join two
+                                                                     processes of one GPU)
+    "ipc"           SGLang with ``--colocate``                       handles of the trainer's buffers
+    "broadcast"     anything else                                    NCCL between GPUs, gloo between CPUs
+    ==============  ===============================================  =====================================
+    """
+    if config.sync.update_weight_transport == "disk":
+        return "disk"
+    if embedded and local and (not torch.cuda.is_available() or config.cluster.colocate):
+        return "shm"
+    return "ipc" if config.cluster.colocate and not embedded else "broadcast"
+
+
+def engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) -> torch.dtype:
+    """The dtype that all engines hold their weights in; "auto" means the model config's.
+
+    Args:
+        infos: engine URL → its ``/server_info``.
+    Raises:
+        UserError: engines differ, or do not say.
+    """
+    named = {url: info.get("dtype") for url, info in infos.items()}
+    if len(set(named.values())) != 1:
+        raise UserError("the engines hold their weights in different dtypes", why=str(named), fix="start them alike")
+    [name] = set(named.values())
+    if name == "auto":
+        config = read_hf_config(hf_config)
+        said = str(config.get("dtype") or config.get("torch_dtype"))
+        name = said if "16" in said else f"auto, and config.json says {said}"  # engines make float16 of float32
+    try:
+        return dtype_of(str(name))
+    except ValueError as error:
+        raise UserError(
+            f"engine {next(iter(named))} does not say which dtype its weights have",
+            why=f"/server_info gives dtype {name}",
+            fix="pass an explicit --sglang-dtype (bfloat16, float32)",
+        ) from error
