@@ -119,7 +119,11 @@ class RolloutFunction(Protocol):
 
 
 class GenerateFunction(Protocol):
-    """``--custom-generate-function-path``: one sample in, the same sample (or its fan-out, a list) back. Async."""
+    """``--custom-generate-function-path``: one sample in, the same sample (or its fan-out, a list) back. Async.
+
+    At the end of a rollout engines are told to abort: calls then come back with the finish reason "abort". Return the
+    sample with ``Sample.Status.ABORTED`` (`slime.rollout.generate.generate` sets it), so that it is taken up again.
+    """
 
     def __call__(
         self, args: Any, sample: Sample, sampling_params: dict[str, Any], /, *, evaluation: bool = False
@@ -413,19 +417,13 @@ async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
 
 
 async def call_dynamic_filter(fn: DynamicFilter | None, args: Any, samples: list[Sample]) -> DynamicFilterOutput:
-    """The filter's verdict; a bare bool is wrapped, no filter keeps everything.
-
-    Raises:
-        UserError: it returned None.
-    """
+    """The filter's verdict; a bare bool is wrapped, no filter keeps everything, None is a `UserError`."""
     if fn is None:
         return DynamicFilterOutput(keep=True)
     verdict = await call_hook(fn, args, samples)
     if verdict is None:  # a forgotten return would drop every group
-        raise UserError(
-            "the function of --dynamic-sampling-filter-path returned None",
-            fix="return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput",
-        )
+        fix = "return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput"
+        raise UserError("the function of --dynamic-sampling-filter-path returned None", fix=fix)
     return verdict if isinstance(verdict, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(verdict))
 
 

@@ -85,7 +85,7 @@ class RolloutActor:
         if self.config.algorithm.loss_type == "sft_loss":
             from slime.rollout.sft import generate_sft
 
-            output = await asyncio.to_thread(generate_sft, self.config, rollout_id, self.source, self.tokenizer)
+            output = await asyncio.to_thread(generate_sft, self.config, self.source, self.tokenizer)
         else:
             output = await self.loop.generate(rollout_id)
         groups: list[Group] = output.samples
@@ -96,7 +96,7 @@ class RolloutActor:
         shards = [ray.put(batch) for batch in batches]
         self._groups_of[rollout_id] = [group.index for group in groups]
         converted = time.perf_counter()
-        self.recorder.record_rollout(rollout_id, groups, metrics)
+        self.recorder.record_rollout(rollout_id, groups)
         metrics["perf/rollout_time"] = generated - started
         metrics["perf/data_preprocess_time"] = converted - generated
         metrics["perf/record_time"] = time.perf_counter() - converted
@@ -111,7 +111,7 @@ class RolloutActor:
         groups = load_rollout(self.config, rollout_id)
         batches = to_train_batches(groups, self.config, layout, rollout_id)
         metrics = dict(batches[0].global_stats)
-        self.recorder.record_rollout(rollout_id, groups, metrics)
+        self.recorder.record_rollout(rollout_id, groups)
         return RolloutResult(rollout_id, [ray.put(batch) for batch in batches], metrics)
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:

@@ -134,10 +134,8 @@ class Recorder:
         self._started = False
         set_tracing(self._tracing)
 
-    def record_rollout(
-        self, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, Any] | None = None
-    ) -> None:
-        """Write what rollout `rollout_id` generated, and its timeline. `metrics` are logged by the driver."""
+    def record_rollout(self, rollout_id: int, groups: Sequence[Group]) -> None:
+        """Write what rollout `rollout_id` generated, and its timeline."""
         self._started = True
         kept = spread(groups, self._max_samples) if self._max_samples else []
         self._write(f"rollout_{rollout_id:06d}", [{"rollout_id": rollout_id}] * len(kept), [g.samples for g in kept])

@@ -102,7 +102,7 @@ class StreamedOrder:
                 raise UserError(
                     f"{self._path} has no prompt of at most {self._checker.max_tokens} tokens",
                     why=f"{self._too_long} prompts are longer" if self._too_long else "it has no rows",
-                    fix="raise --rollout-max-prompt-len or --rollout-max-context-len, or take other data",
+                    fix=f"raise {self._checker.limit_flags}, or take other data",
                 )
             if self._too_long:
                 logger.warning("%s: %d prompts were too long and left out", self._path, self._too_long)

@@ -59,11 +59,13 @@ class Checker:
 
     Args:
         max_tokens: prompts of more tokens are left out; None for no limit.
+        limit_flags: what sets it, for messages.
     """
 
     form: RowFormat
     tokenizer: Any
     max_tokens: int | None = None
+    limit_flags: str = "--rollout-max-prompt-len, --rollout-max-context-len or --seq-length"
 
     def __post_init__(self) -> None:
         template = self.form.apply_chat_template and not self.form.raw
@@ -162,7 +164,7 @@ def _all_too_long(path: str, found: Scan, num_rows: int, checker: Checker) -> Us
     return UserError(
         f"every prompt of {path} is longer than {checker.max_tokens} tokens",
         why=f"{num_rows} prompts, the shortest has {found.shortest} tokens",
-        fix="raise --rollout-max-prompt-len or --rollout-max-context-len, or take other data",
+        fix=f"raise {checker.limit_flags}, or take other data",
     )
 
 

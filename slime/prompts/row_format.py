@@ -42,8 +42,20 @@ class RowFormat:
 
     @staticmethod
     def of(config: Config) -> RowFormat:
-        """For the training prompts of ``config``."""
-        data, rm_type = config.data, (config.reward.rm_type or "").removeprefix("boxed_")
+        """For the training prompts of ``config``.
+
+        Raises:
+            UserError: the reward compares with a label, and no column of labels is named.
+        """
+        data, reward = config.data, config.reward
+        text_label = (reward.rm_type or "").removeprefix("boxed_") in _TEXT_LABELS and not reward.custom_rm_path
+        rollout = config.rollout
+        user_code = rollout.rollout_function_path or rollout.custom_generate_function_path
+        if text_label and data.label_key is None and not user_code and not rollout.rollout_sample_hook_path:
+            raise UserError(
+                f"--rm-type {reward.rm_type} compares responses with labels, and there are none",
+                fix="pass --label-key with the column of the right answers",
+            )
         return RowFormat(
             input_key=data.input_key,
             label_key=data.label_key,
@@ -51,7 +63,7 @@ class RowFormat:
             tool_key=data.tool_key,
             apply_chat_template=data.apply_chat_template,
             template_kwargs=dict(data.apply_chat_template_kwargs),
-            text_label=rm_type in _TEXT_LABELS and not config.reward.custom_rm_path,
+            text_label=text_label,
             raw=config.algorithm.loss_type == "sft_loss",
             metadata_required=data.metadata_key != "metadata",
             tools_required=data.tool_key != "tools",
@@ -90,7 +102,10 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     if tools:
         metadata["tools"] = tools
     if isinstance(value, list) and value and all(type(item) is int for item in value):
-        return Prompt(tokenizer.decode(value) if tokenizer is not None else "", value, label, metadata, "")
+        try:
+            return Prompt(tokenizer.decode(value) if tokenizer is not None else "", value, label, metadata, "")
+        except OverflowError as error:
+            raise RowProblem("have token ids that no vocabulary has", str(error)) from error
     prompt = _check_prompt(value, form)
     text = prompt
     if form.apply_chat_template and not form.raw:

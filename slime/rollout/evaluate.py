@@ -85,7 +85,7 @@ def _checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
         label_flag="--eval-label-key",
     )
     longest = context_limit(config.eval.eval_max_prompt_len, _less_one(config.eval.eval_max_context_len))
-    return Checker(form, tokenizer, longest)
+    return Checker(form, tokenizer, longest, limit_flags="--eval-max-prompt-len or --eval-max-context-len")
 
 
 def _less_one(context: int | None) -> int | None:

@@ -283,11 +283,16 @@ class RolloutLoop:
                 output = returned
             metrics: dict[str, Any] = dict(output.metrics or {})
             for name, values in output.data.items():
+                if not isinstance(values, dict) or not isinstance(values.get("rewards"), list):
+                    raise UserError(
+                        f"{path} returned no list of rewards for data set {name!r}",
+                        fix="return {name: {'rewards': [number, …], 'truncated': […], 'samples': […]}}",
+                    )
                 if f"eval/{name}" not in metrics and values["rewards"]:
                     metrics[f"eval/{name}"] = sum(values["rewards"]) / len(values["rewards"])
             pattern = self.config.debug.save_debug_rollout_data
             if pattern:
-                samples = [sample for values in output.data.values() for sample in values["samples"]]
+                samples = [sample for values in output.data.values() for sample in values.get("samples") or ()]
                 await asyncio.to_thread(debug_data.save_rollout, pattern, f"eval_{rollout_id}", samples)
             log_path = self.config.rollout.custom_eval_rollout_log_function_path
             if log_path and await call_hook(load_function(log_path), rollout_id, self.args, output.data, metrics):

@@ -122,4 +122,4 @@ def generate_sft_rollout(
     if evaluation:
         raise UserError("supervised fine-tuning has no rollout for evaluation", fix="pass --eval-function-path")
     loop = current_loop()
-    return generate_sft(loop.config, rollout_id, data_source, loop.tokenizer)
+    return generate_sft(loop.config, data_source, loop.tokenizer)

@@ -16,7 +16,7 @@ from slime.samples.types import Group, Sample, SampleStatus
 logger = get_logger(__name__)
 
 
-def generate_sft(config: Config, rollout_id: int, source: DataSource, tokenizer: Any) -> RolloutFnTrainOutput:
+def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutFnTrainOutput:
     """``rollout_batch_size`` groups of one ready-made sample each.
 
     A row is a conversation with assistant messages, or a prompt and its label (the answer). Samples longer than

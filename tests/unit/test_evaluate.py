@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompt_fixtures import make_tokenizer
 
 from slime.config import make_config
 from slime.errors import UserError
 from slime.rollout.debug_data import load_samples
 from slime.rollout.eval_datasets import eval_datasets
+from slime.rollout.evaluate import read_eval_prompts
 from slime.rollout.filters import (
     MetricGatherer,
     check_reward_nonzero_std,
@@ -148,6 +150,14 @@ def test_a_custom_evaluation_and_its_log_function(tmp_path: Path) -> None:
     assert output.metrics["eval/own"] == 0.75
 
 
+def test_a_custom_evaluation_needs_rewards_and_no_samples(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="evaluation_without_rewards returned no list of rewards for data set 'own'"):
+        evaluate(eval_function_path="tests.rollout_hooks.evaluation_without_rewards")
+    pattern, path = str(tmp_path / "{rollout_id}.pt"), "tests.rollout_hooks.evaluation_without_samples"
+    output, _ = evaluate(eval_function_path=path, save_debug_rollout_data=pattern)
+    assert output.metrics["eval/own"] == 0.5 and load_samples(tmp_path / "eval_3.pt") == []
+
+
 def test_evaluations_are_dumped_under_their_own_id(tmp_path: Path) -> None:
     pattern = str(tmp_path / "{rollout_id}.pt")
     evaluate(eval_prompt_data=("a", write_rows(tmp_path / "a.jsonl", 2)), save_debug_rollout_data=pattern)
@@ -169,6 +179,10 @@ def test_bad_evaluation_data_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no key 'question'") as caught:
         with_loop(start, eval_prompt_data=("a", rows), eval_input_key="question")
     assert "--eval-input-key" in caught.value.fix
+    config = make_config(**FLAGS, eval_prompt_data=("a", rows), eval_max_prompt_len=1)
+    with pytest.raises(UserError, match=r"every prompt of .* is longer than 1 tokens") as caught:
+        read_eval_prompts(eval_datasets(config)[0], config, make_tokenizer())
+    assert "--eval-max-prompt-len" in caught.value.fix
 
 
 # -- settings ------------------------------------------------------------------------------------------------

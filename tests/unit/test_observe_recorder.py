@@ -123,7 +123,7 @@ def test_rollouts_and_traces_are_written(recorder: Recorder, tmp_path: Path) -> 
     drawn = groups(4, 4)
     with span(drawn[0].samples, "generate_and_rm_group"):
         pass
-    recorder.record_rollout(12, drawn, {})
+    recorder.record_rollout(12, drawn)
     folder = tmp_path / "r"
     rows = read_lines(folder / "samples" / "rl" / "rollout_000012.jsonl")
     assert [(row["rollout_id"], row["group"]) for row in rows] == [(12, 0)] * 4 + [(12, 2)] * 4
@@ -134,7 +134,7 @@ def test_rollouts_and_traces_are_written(recorder: Recorder, tmp_path: Path) -> 
 def test_evaluations_before_and_after_training_are_kept_apart(recorder: Recorder, tmp_path: Path) -> None:
     data = {"aime": {"rewards": [1.0], "truncated": [0], "samples": groups(1, 1)[0].samples}}
     recorder.record_evaluation(0, data)
-    recorder.record_rollout(0, groups(1, 1), {})
+    recorder.record_rollout(0, groups(1, 1))
     recorder.record_evaluation(0, data)
     folder = tmp_path / "r" / "samples" / "rl"
     assert sorted(p.name for p in folder.iterdir()) == ["eval_000000.jsonl", "eval_start.jsonl", "rollout_000000.jsonl"]

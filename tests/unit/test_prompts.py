@@ -214,6 +214,7 @@ def test_data_workers_find_the_same_as_one_process(tmp_path: Path, monkeypatch: 
         ([{"input": None}], {}, ["no text, chat messages or token ids", "found None"]),
         ([{"input": 3}], {}, ["found a int"]),
         ([{"input": ["a"]}], {}, ["found a list"]),
+        ([{"input": [5, -1]}], {}, ["token ids that no vocabulary has"]),
         (
             [{"input": "a", "y": {"b": 1}}],
             {"label_key": "y", "rm_type": "math"},
@@ -250,6 +251,14 @@ def test_a_malformed_line_is_named(tmp_path: Path, streaming: bool) -> None:
     with pytest.raises(UserError, match=r"bad\.jsonl:3") as caught:
         source_of(str(path), streaming_data=streaming).get_samples(3)
     assert "no valid JSON" in str(caught.value)
+
+
+def test_a_reward_that_compares_needs_a_column_of_labels(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"input": "1+1=", "label": "2"}])
+    with pytest.raises(UserError, match="--rm-type boxed_math compares responses with labels"):
+        source_of(path, rm_type="boxed_math")
+    source_of(path, rm_type="boxed_math", rollout_sample_hook_path=["my.hook"])
+    source_of(path, rm_type="random")
 
 
 def test_labels_of_any_type_for_a_reward_function_of_the_users_own(tmp_path: Path) -> None:

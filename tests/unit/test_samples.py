@@ -134,7 +134,7 @@ def test_an_sft_rollout_ends_as_training_data(tmp_path: Path) -> None:
     rows = [{"messages": chat("q" * n, "a" * n)} for n in (1, 50, 2, 3)]
     config = config_for(prompt_data=write_jsonl(tmp_path / "s.jsonl", rows), input_key="messages", seq_length=60)
     source = PromptSource(config, TOKENIZER)
-    output = generate_sft(config, 0, source, TOKENIZER)
+    output = generate_sft(config, source, TOKENIZER)
     assert [group.index for group in output.samples] == [0, 2], "the long one is left out, another one drawn"
     batch = to_train_batches(output.samples, config, TrainLayout(), 0)[0]
     assert batch.response_lengths == [2, 3] and batch.rewards == [0.0, 0.0]
@@ -145,7 +145,7 @@ def test_sft_needs_something_short_enough(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "s.jsonl", [{"input": "long" * 10, "label": "x"}])
     config = config_for(prompt_data=data, label_key="label", seq_length=20)
     with pytest.raises(UserError, match="samples in a row are longer than 20 tokens"):
-        generate_sft(config, 0, PromptSource(config, TOKENIZER), TOKENIZER)
+        generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
 
 
 def test_sft_ends_when_the_data_has_ended() -> None:
@@ -157,7 +157,7 @@ def test_sft_ends_when_the_data_has_ended() -> None:
             raise AssertionError
 
     with pytest.raises(UserError, match="gave no more samples after 0 of"):
-        generate_sft(config_for(), 0, Empty(), TOKENIZER)
+        generate_sft(config_for(), Empty(), TOKENIZER)
 
 
 # -- buffer ----------------------------------------------------------------------------------------------------------

@@ -69,8 +69,8 @@ def check_rm_type(rm_type: str) -> None:
 
 class RewardPool:
     """Scores samples. Which function: ``sample.custom_rm_path``, ``--custom-rm-path``, ``metadata["rm_type"]``,
-    ``--rm-type``, in this order. Every call ends within ``--rm-timeout`` seconds (math: at most 5); a sample whose
-    reward does not come in time scores 0 and is counted.
+    ``--rm-type``, in this order. Every call ends within ``--rm-timeout`` seconds (math: at most 5; ``remote_rm``: each
+    of its 10 tries); a sample whose reward does not come in time scores 0 and is counted.
 
     Args:
         config: groups ``reward`` and ``rollout`` are read.
