@@ -88,7 +88,9 @@ class EngineActor:
 
         if self.config.engine.rollout_engine == "sglang":
             return self._serve(sglang, host)
-        return self._serve(lambda port: embedded_command(self.config, model_path, host, port), host)
+        assert self.part is not None
+        number = self.part.place.number
+        return self._serve(lambda port: embedded_command(self.config, model_path, host, port, number), host)
 
     def bootstrap_port(self) -> int | None:
         """Where decode servers fetch the cache of this prefill server; None for servers of another kind."""

@@ -28,6 +28,8 @@ def test_the_embedded_engine_accepts_its_command_line(tmp_path: Path) -> None:
     assert (args.model_path, args.host, args.port, args.random_seed) == ("/models/m", "10.0.0.1", 31000, 7)
     assert args.dtype == "bfloat16" and not args.deterministic and args.max_context_len is None
     assert spec.health_path == "/health" and spec.startup_timeout > 0
+    other = parse_args(embedded_command(config_of(tmp_path, rollout_seed=7), "m", "h", 1, number=2).argv[3:])
+    assert other.random_seed == 9, "two engines must not draw the same noise"
 
 
 def test_flags_reach_the_embedded_engine(tmp_path: Path) -> None:

@@ -47,13 +47,18 @@ class LaunchSpec:
     health_timeout: float = 5.0
 
 
-def embedded_command(config: Config, model_path: str, host: str, port: int) -> LaunchSpec:
-    """The embedded engine (`slime.rollout.engines.embedded`), CPU or GPU."""
+def embedded_command(config: Config, model_path: str, host: str, port: int, number: int = 0) -> LaunchSpec:
+    """The embedded engine (`slime.rollout.engines.embedded`), CPU or GPU.
+
+    Args:
+        number: of the engine in the run. Its seed follows from it: engines that drew the same numbers would give equal
+            answers to the samples of one prompt.
+    """
     argv = [sys.executable, "-m", "slime.rollout.engines.embedded"]
     argv += ["--model-path", model_path, "--host", host, "--port", str(port)]
     argv += ["--dtype", _embedded_dtype(config)]
     argv += ["--max-slots", str(config.engine.embedded_max_slots)]
-    argv += ["--random-seed", str(config.rollout.rollout_seed)]
+    argv += ["--random-seed", str(config.rollout.rollout_seed + number)]
     argv += ["--log-level", config.observe.log_level]
     longest = config.rollout.rollout_max_context_len
     if longest is not None:
