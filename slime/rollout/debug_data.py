@@ -22,7 +22,7 @@ def save_rollout(pattern: str, rollout_id: int | str, samples: list[Sample]) -> 
     """Write samples; an existing file is replaced only once the new one is complete. Returns the path."""
     import torch
 
-    path = debug_path(pattern, rollout_id, "--save-debug-rollout-data")
+    path = Path(pattern.format(rollout_id=rollout_id))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     torch.save({"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}, partial)
@@ -41,7 +41,7 @@ def load_rollout(config: Config, rollout_id: int) -> list[Group]:
     pattern = config.debug.load_debug_rollout_data
     if not pattern:
         raise UserError("there is no dump to load", fix="pass --load-debug-rollout-data PATTERN")
-    groups = group_samples(load_samples(debug_path(pattern, rollout_id, "--load-debug-rollout-data")))
+    groups = group_samples(load_samples(Path(pattern.format(rollout_id=rollout_id))))
     fraction = config.debug.load_debug_rollout_data_subsample
     if fraction is not None:
         kept = max(1, round(fraction * len(groups)))
@@ -79,17 +79,3 @@ def group_samples(samples: list[Sample]) -> list[Group]:
         key = ("position", position) if sample.group_index is None else sample.group_index
         groups.setdefault(key, []).append(sample)
     return groups_from_nested(list(groups.values()), "the rollout dump")
-
-
-def debug_path(pattern: str, rollout_id: int | str, flag: str) -> Path:
-    """The pattern with ``{rollout_id}`` filled in.
-
-    Raises:
-        UserError: the pattern has other fields.
-    """
-    try:
-        return Path(pattern.format(rollout_id=rollout_id))
-    except (KeyError, IndexError, ValueError) as error:
-        raise UserError(
-            f"{flag} {pattern} is no path pattern", why=str(error), fix="write it like dumps/{rollout_id}.pt"
-        ) from error
