@@ -35,12 +35,11 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
         UserError: names the flag, its value and the number that it does not divide.
     """
     megatron = config.megatron
-    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    stages = pipeline * (virtual_stages(spec, config) or 1)
+    tensor = megatron.tensor_model_parallel_size
     rules = [
         (spec.num_heads, tensor, "attention heads", "--tensor-model-parallel-size"),
         (_dense_width(spec), tensor, "intermediate features", "--tensor-model-parallel-size"),
-        (spec.num_layers, stages, "layers", "--pipeline-model-parallel-size × virtual stages"),
+        _stage_rule(spec, config),
         (spec.transformer.get("q_lora_rank") or 0, tensor, "of q_lora_rank", "--tensor-model-parallel-size"),
         (_kv_down_rows(spec), tensor, "of kv_lora_rank + qk_rope_head_dim", "--tensor-model-parallel-size"),
         (spec.padded_vocab_size, tensor, "rows of the padded vocabulary", "--tensor-model-parallel-size"),
@@ -65,6 +64,34 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
             "--sequence-parallel needs --tensor-model-parallel-size above 1", fix="drop it, or raise the size"
         )
     check_heads(spec.num_heads, tensor, megatron.context_parallel_size)
+
+
+def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
+    """As Megatron counts: stages with a number of layers of their own are left out, embedding and loss may count as
+    layers, and a written layout divides nothing.
+
+    Raises:
+        UserError: first and last stage are all there are, and leave layers over.
+    """
+    given, ranks = config.megatron.transformer, config.megatron.pipeline_model_parallel_size
+    layers, what = spec.num_layers, "layers"
+    if given.get("pipeline_model_parallel_layout") is not None:
+        return 0, 1, what, "--pipeline-model-parallel-layout"
+    for end in ("first", "last"):
+        own = given.get(f"num_layers_in_{end}_pipeline_stage")
+        if own is not None:
+            layers, ranks, what = layers - own, ranks - 1, "layers outside the first or last stage"
+    for part in ("embedding", "loss"):
+        if given.get(f"account_for_{part}_in_pipeline_split"):
+            layers, what = layers + 1, f"{what} and the {part}"
+    if ranks == 0 and layers:  # two stages, each with a number of its own
+        raise UserError(
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers do not fit this model",
+            why=f"together they have {spec.num_layers - layers} of its {spec.num_layers} layers, and there is no other",
+            fix="give one of them",
+        )
+    stages = max(ranks, 1) * (virtual_stages(spec, config) or 1)
+    return layers, stages, what, "--pipeline-model-parallel-size × virtual stages"
 
 
 def _kv_down_rows(spec: ModelSpec) -> int:
