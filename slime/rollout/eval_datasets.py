@@ -21,6 +21,9 @@ from typing import Any
 import yaml
 
 from slime.config import Config
+from slime.config.ranges import check_number
+from slime.config.registry import all_flags
+from slime.config.values import convert
 from slime.errors import UserError
 from slime.rollout.generate import sampling_params
 
@@ -91,13 +94,23 @@ class EvalDataset:
 
 _KEYS = {f.name for f in dataclasses.fields(EvalDataset)}
 _PER_SET_ONLY = {"name", "path"}
+#: key → the flag whose type and range it has
+_NUMBERS = {
+    "n_samples_per_eval_prompt": "n_samples_per_eval_prompt",
+    "temperature": "eval_temperature",
+    "top_p": "eval_top_p",
+    "top_k": "eval_top_k",
+    "max_response_len": "eval_max_response_len",
+    "min_new_tokens": "eval_min_new_tokens",
+}
 
 
 def eval_datasets(config: Config) -> list[EvalDataset]:
     """The resolved evaluation sets, in the order in which they are given; empty when there are none.
 
     Raises:
-        UserError: a file that is not there or is no such YAML, unknown keys, a missing name or path, a name twice.
+        UserError: a file that is not there or is no such YAML, unknown keys, a missing name or path, a name twice, a
+            number that makes no sense.
     """
     if config.eval.eval_config:
         entries = list(_entries_of_yaml(Path(config.eval.eval_config)))
@@ -110,6 +123,10 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
         for name in ("stop", "stop_token_ids"):
             value = values[name]
             values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
+        for key, dest in _NUMBERS.items():
+            where = f"evaluation set {values['name']}: "
+            values[key] = convert(all_flags()[dest], values[key], where)
+            check_number(dest, values[key], where + key)
         datasets.append(EvalDataset(**values))
     names = [dataset.name for dataset in datasets]
     if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from slime.config.ranges import INTERVALS, check_number
 from slime.config.registry import all_flags
 from slime.config.specs import FlagSpec
 from slime.errors import UserError
+from slime.rollout.eval_datasets import eval_datasets
 
 #: Numbers that say how the model is made; those are compared with the checkpoint's. And details of FP8.
 MODEL = {
@@ -109,6 +111,22 @@ def test_a_configuration_is_looked_at(flags: dict[str, Any], said: str) -> None:
 def test_numbers_that_are_unusual_and_meant() -> None:
     open_above = {"eps_clip": 1.0, "eps_clip_high": math.inf, "tis_clip": math.inf, "use_tis": True}
     make_config(**open_above, lr=0.0, clip_grad=0.0, entropy_coef=-0.01, eval_temperature=0.0, log_probs_chunk_size=-1)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("temperature: -1", "evaluation set aime: temperature is -1"),
+        ("top_p: 1.5", "evaluation set aime: top_p is 1.5"),
+        ("n_samples_per_eval_prompt: many", "must be a whole number, not 'many'"),
+    ],
+)
+def test_numbers_of_an_evaluation_set(entry: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "eval.yaml"
+    path.write_text(f"datasets: [{{name: aime, path: aime.jsonl, {entry}}}]")
+    with pytest.raises(UserError) as caught:
+        eval_datasets(make_config(eval_config=str(path)))
+    assert said in caught.value.what
 
 
 # -- flags that need others --------------------------------------------------------------------------------
