@@ -77,8 +77,15 @@ class Canary:
         Returns:
             ``train/canary_logprob_abs_diff``, a mean over tokens, and ``…_max``: of the engine that differs most.
         Raises:
-            UserError: an engine differs by more than is allowed, or does not answer.
+            UserError: an engine differs by more than is allowed, or does not answer; the trainer's are not finite.
         """
+        if not all(map(math.isfinite, self.expected)):
+            raise UserError(
+                "the trainer's own log-probs of the canary are not finite",
+                why="its weights hold NaN or infinity, and the engines have them by now",
+                fix="load the last checkpoint before it; lower --lr or --clip-grad",
+                check_id="canary",
+            )
         said = self._ask(event)
         found = [Difference.of(self.expected, log_probs) for log_probs in said]
         wrong = [number for number, difference in enumerate(found) if not self._allows(difference)]

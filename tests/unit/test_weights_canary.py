@@ -188,6 +188,12 @@ def test_what_is_not_a_number_differs(models: dict[str, Path]) -> None:
         canary.check("taking its memory back")
 
 
+@pytest.mark.parametrize("flags", [{}, {"bf16": True}], ids=str)
+def test_a_trainer_whose_weights_are_broken(models: dict[str, Path], flags: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="the trainer's own log-probs of the canary are not finite"):
+        canary_of(Fleet(EXPECTED), models["llama"], [math.nan, *EXPECTED[1:]], **flags).check("a weight push")
+
+
 def test_an_engine_that_does_not_answer_the_question(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(EXPECTED)
     canary = canary_of(fleet, models["llama"], EXPECTED)
