@@ -20,11 +20,6 @@ from slime.observe.log import get_logger
 logger = get_logger(__name__)
 
 
-def node_has_gpus() -> bool:
-    """Whether the joined Ray cluster has GPUs at all."""
-    return ray.cluster_resources().get("GPU", 0) > 0
-
-
 @dataclass(frozen=True)
 class Place:
     """Where one slot is: its bundle in the placement group, node address and id, and GPU.
@@ -79,7 +74,7 @@ def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool]
     Raises:
         UserError: the cluster does not have that many, or they did not become free in time. StopRequested.
     """
-    on_gpu = node_has_gpus()
+    on_gpu = ray.cluster_resources().get("GPU", 0) > 0
     kind = "GPU" if on_gpu else "CPU"
     there = ray.cluster_resources().get(kind, 0)
     if there < plan.total:

@@ -9,6 +9,7 @@ Where there is no GPU, a "GPU" of the placement flags is one CPU process slot.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from slime.config import Config
@@ -62,6 +63,12 @@ class PlacementPlan:
             total, offset = train + rollout, train
             formula = f"{trainer_text} + rollout_num_gpus {rollout}"
         return PlacementPlan(train, rollout, per_engine, offset, total, f"{formula} = {total}")
+
+
+def joined_cluster(config: Config) -> str | None:
+    """Address of the Ray cluster that the run joins; None: it starts one of its own on this host."""
+    address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+    return None if address == "local" else address
 
 
 def needs_engines(config: Config) -> bool:

@@ -19,6 +19,7 @@ from typing import IO
 from slime.errors import UserError
 
 _FIRST_PORT, _LAST_PORT = 15000, 32000
+_TRIES = 200
 
 
 @dataclass
@@ -32,18 +33,15 @@ class PortReservation:
         self._lock.close()  # closing drops the lock; the empty file stays and is reused
 
 
-def reserve_port(host: str = "0.0.0.0", preferred: int | None = None, attempts: int = 200) -> PortReservation:
+def reserve_port(host: str = "0.0.0.0") -> PortReservation:
     """Reserve a free TCP port on this node.
 
-    Args:
-        preferred: try this one first, and only this one when the user asked for it.
     Raises:
-        UserError: the preferred port is taken, or no free port was found.
+        UserError: no free port was found.
     """
     folder = Path(tempfile.gettempdir()) / f"slime-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
-    candidates = [preferred] if preferred else random.sample(range(_FIRST_PORT, _LAST_PORT), attempts)
-    for port in candidates:
+    for port in random.sample(range(_FIRST_PORT, _LAST_PORT), _TRIES):
         lock = open(folder / f"{port}.lock", "w")  # noqa: SIM115  held open as the lock
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,9 +52,10 @@ def reserve_port(host: str = "0.0.0.0", preferred: int | None = None, attempts: 
             lock.close()
             continue
         return PortReservation(port, lock)
-    if preferred:
-        raise UserError(f"port {preferred} is taken on this host", fix="choose another one, or leave the flag out")
-    raise UserError(f"no free port between {_FIRST_PORT} and {_LAST_PORT} after {attempts} tries")
+    raise UserError(
+        f"no free port of this host between {_FIRST_PORT} and {_LAST_PORT} in {_TRIES} tries",
+        fix="end what holds them: ss -ltnp lists the listening processes",
+    )
 
 
 def node_ip() -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from slime.cluster.plan import joined_cluster
 from slime.cluster.reaper import start_reaper
 from slime.config import Config
 from slime.errors import UserError
@@ -56,10 +57,9 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     if ray.is_initialized():
         return False  # a test or notebook that brought its own cluster
-    address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
-    joins = address not in (None, "", "local")
-    environment = {"env_vars": _environment(joins)}
-    if address and joins:
+    address = joined_cluster(config)
+    environment = {"env_vars": _environment(joined=address is not None)}
+    if address is not None:
         _join(address, environment)
         return False
     # Ray's own metrics and usage reporting cost processes and start-up time, and report to the outside.

@@ -1,10 +1,11 @@
 """Everything of a run that lives in Ray, as plain blocking verbs for the drivers.
 
-with Cluster(config, run_path, should_stop) as cluster:
-    start = cluster.launch()
-    batch = cluster.generate(rollout_id)
-    metrics = cluster.train(batch)
-    cluster.update_weights()
+cluster = Cluster(config, run_path, take_turns=True)
+start = cluster.launch()
+batch = cluster.generate(rollout_id)
+metrics = cluster.train(batch)
+cluster.update_weights()
+cluster.close()
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Pending:
 
 
 class Cluster:
-    """Owns Ray, the rollout actor, the trainer ranks, the engines and the router; leaves nothing behind on exit.
+    """Owns Ray, the rollout actor, the trainer ranks, the engines and the router; `close` leaves nothing behind.
 
     Args:
         take_turns: generation and training never overlap (train.py), so each may use all CPU cores.
@@ -96,12 +97,6 @@ class Cluster:
         self._seconds_limit = config.cluster.distributed_timeout_minutes * 60.0
 
     # -- life ------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def launch(self) -> Launch:
         """Start everything; data, trainer ranks and engines come up side by side.

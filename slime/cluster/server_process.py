@@ -95,13 +95,13 @@ class ServerProcess:
             log.seek(max(0, self.log_path.stat().st_size - 16_384))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-num_lines:])
 
-    def wait_ready(self, deadline: float | None = None) -> None:
+    def wait_ready(self) -> None:
         """Poll the health path until it answers 200.
 
         Raises:
-            ServerDied: the process ended first, or the deadline (default: the spec's) passed.
+            ServerDied: the process ended first, or the spec's time for its start is over.
         """
-        limit = deadline if deadline is not None else self.spec.startup_timeout
+        limit = self.spec.startup_timeout
         end = time.monotonic() + limit
         health_url = self.url + self.spec.health_path
         delay = 0.02

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.plan import PlacementPlan, needs_engines
+from slime.cluster.plan import PlacementPlan, joined_cluster, needs_engines
 from slime.config import Config
 from slime.config.architecture import merge_transformer
 from slime.config.host import num_cpus, num_gpus
@@ -220,13 +220,13 @@ def _check_writable(flag: str, path: Path) -> None:
 
 def joins_cluster(config: Config) -> bool:
     """Does the run join a Ray cluster that is there, instead of starting one on this host?"""
-    return (config.cluster.ray_address or os.environ.get("RAY_ADDRESS") or "local") != "local"
+    return joined_cluster(config) is not None
 
 
 def check_slots(config: Config) -> None:
     """A local Ray has this host's GPUs; without any, process slots, but not more than it can carry."""
-    address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
-    if address:
+    address = joined_cluster(config)
+    if address is not None:
         _check_answers(address)
         return  # the cluster will say how many it has
     plan, gpus, cores = PlacementPlan.of(config), num_gpus(), num_cpus()
@@ -246,7 +246,7 @@ def check_slots(config: Config) -> None:
 def _check_answers(address: str) -> None:
     """Ray itself tries for more than three minutes before it gives up."""
     fix = "start one with 'ray start --head', or unset --ray-address and RAY_ADDRESS to run here"
-    if address in ("auto", "local"):
+    if address == "auto":
         return
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():

@@ -18,7 +18,7 @@ from slime.cluster.run_cluster import Cluster, Launch
 from slime.cluster.waiting import StopRequested
 from slime.config import Config
 from slime.drivers.preflight import joins_cluster, preflight
-from slime.errors import RunFailed, UserError
+from slime.errors import UserError
 from slime.observe.log import configure_logging, get_logger
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
@@ -181,12 +181,12 @@ class Session:
         last = rollout_id + 1 == self.num_rollout
         return last or (interval is not None and self._is_due(rollout_id, interval))
 
-    def _is_due(self, rollout_id: int, interval: int | None) -> bool:
+    def _is_due(self, rollout_id: int, interval: int) -> bool:
         """Every ``interval`` rollouts, at the end of each epoch, and after the last."""
         number = rollout_id + 1
         per_epoch = self.num_prompts // self.config.rollout.rollout_batch_size if self.num_prompts else 0
         epoch_end = bool(per_epoch) and number % per_epoch == 0 and self.config.data.num_epoch is not None
-        return number == self.num_rollout or epoch_end or (interval is not None and number % interval == 0)
+        return number == self.num_rollout or epoch_end or number % interval == 0
 
     def save(self, rollout_id: int) -> None:
         self._save_begun = rollout_id
@@ -215,7 +215,7 @@ class Session:
             self.cluster.settle_save(lambda: is_saved(root, rollout_id), _SAVE_SECONDS)
         except KeyboardInterrupt:
             logger.warning("the checkpoint of rollout %d is given up", rollout_id)
-        except (UserError, RunFailed) as problem:
+        except UserError as problem:
             logger.error("the checkpoint of rollout %d is lost: %s", rollout_id, problem)
 
     def _newest_checkpoint(self) -> str | None:

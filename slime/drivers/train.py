@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slime.config import Config, parse_args
+from slime.config import parse_args
 
 if TYPE_CHECKING:
     from slime.drivers.session import Session
@@ -25,10 +25,10 @@ def main(argv: list[str]) -> None:
     from slime.drivers.session import open_session  # not before the flags are right: it imports Ray
 
     with open_session(config, take_turns=True) as session:
-        train(config, session)
+        train(session)
 
 
-def train(config: Config, session: Session) -> None:
+def train(session: Session) -> None:
     cluster, phase = session.cluster, session.sinks.phase
     if session.evaluates_first:
         session.log(session.evaluate(rollout_id=0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from slime.config import Config, parse_args
+from slime.config import parse_args
 
 if TYPE_CHECKING:
     from slime.cluster.run_cluster import Pending
@@ -28,11 +28,12 @@ def main(argv: list[str]) -> None:
     from slime.drivers.session import open_session  # not before the flags are right: it imports Ray
 
     with open_session(config, take_turns=False) as session:
-        train_async(config, session)
+        train_async(session)
 
 
-def train_async(config: Config, session: Session) -> None:
+def train_async(session: Session) -> None:
     cluster, phase = session.cluster, session.sinks.phase
+    most_ahead = session.config.sync.async_buffer_size
     if session.evaluates_first:
         session.log(session.evaluate(rollout_id=0))
 
@@ -44,7 +45,7 @@ def train_async(config: Config, session: Session) -> None:
             to_start += 1
         with phase("train_wait"):
             batch = cluster.collect(ahead.popleft())
-        while len(ahead) < config.sync.async_buffer_size and to_start < session.num_rollout:
+        while len(ahead) < most_ahead and to_start < session.num_rollout:
             ahead.append(cluster.start_generating(to_start))
             to_start += 1
         with phase("train"):
@@ -53,13 +54,12 @@ def train_async(config: Config, session: Session) -> None:
 
         if session.should_save(rollout_id):
             session.save(rollout_id)
-        evaluate = session.should_evaluate(rollout_id)
-        if evaluate or session.should_push(rollout_id):
+        if session.should_push(rollout_id):
             with phase("generation_wait"):  # a batch boundary: nothing is generated while weights change
                 for pending in ahead:
                     cluster.collect(pending)
             metrics |= session.update_weights()
-        if evaluate:
+        if session.should_evaluate(rollout_id):
             metrics |= session.evaluate(rollout_id)
         session.log(metrics)
         session.stop_if_asked()

@@ -66,7 +66,7 @@ def fake_sglang(config: Config, model: Path, folder: Path, *places: EnginePlace)
         for server in servers:
             server.process.start()
         for server in servers:
-            server.process.wait_ready(120)
+            server.process.wait_ready()
         yield servers
     finally:
         for server in servers:

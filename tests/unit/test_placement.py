@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from slime.cluster.ports import reserve_port
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.trainer_group import threads_per_process
 from slime.config import make_config
+from slime.drivers.preflight import check_slots
 from slime.errors import UserError
 from slime.rollout.engines.launch import LaunchSpec
 
@@ -57,21 +59,38 @@ def test_sft_and_train_only_need_no_engines() -> None:
     assert plan(debug_rollout_only=True).num_train == 0
 
 
-def test_a_reserved_port_is_not_given_twice() -> None:
+@pytest.mark.parametrize("address", [None, "local"])
+def test_a_ray_of_its_own_is_not_asked_for_more_than_the_host_carries(
+    address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIME_NUM_GPUS", "0")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UserError, match="this run needs 4001 process slots"):
+        check_slots(make_config(ray_address=address, actor_num_gpus_per_node=4000))
+
+
+def only_port(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """`reserve_port` tries no other one."""
+    monkeypatch.setattr(random, "sample", lambda population, k: [port])
+
+
+def test_a_reserved_port_is_not_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     first = reserve_port("127.0.0.1")
-    with pytest.raises(UserError, match=f"port {first.port} is taken"):
-        reserve_port("127.0.0.1", preferred=first.port)
+    only_port(monkeypatch, first.port)
+    with pytest.raises(UserError, match="no free port"):
+        reserve_port("127.0.0.1")
     first.release()
-    again = reserve_port("127.0.0.1", preferred=first.port)
+    again = reserve_port("127.0.0.1")
     assert again.port == first.port
     again.release()
 
 
-def test_a_port_in_use_is_passed_over() -> None:
+def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        with pytest.raises(UserError, match="taken"):
-            reserve_port("127.0.0.1", preferred=taken.getsockname()[1])
+        only_port(monkeypatch, taken.getsockname()[1])
+        with pytest.raises(UserError, match="no free port"):
+            reserve_port("127.0.0.1")
 
 
 def test_threads_share_the_cores() -> None:

@@ -38,8 +38,8 @@ class Measured:
         self._most: dict[str, float] = {}
 
     def look(self, metrics: Mapping[str, float]) -> list[str]:
-        """Lines to be logged as warnings: more than planned, or than in the steps before, by 5 per cent. What is within
-        the plan is logged once, as information."""
+        """Lines to be logged as warnings: 5 per cent more than planned, and told again when it has grown by as much.
+        What is within the plan is logged once, as information."""
         warnings = []
         for metric, planned in self.planned.items():
             if metric not in metrics or not planned:

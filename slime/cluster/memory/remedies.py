@@ -108,11 +108,6 @@ def _flag(text: str) -> str:
     return text.split()[0]
 
 
-def _peak(plan: MemoryPlan, facts: Facts) -> float:
-    """Of the phases that do not fit now, or of any that would no longer fit."""
-    return max(phase.total for phase in gpu_phases(facts, plan.device.nbytes))
-
-
 def _total(plan: MemoryPlan, facts: Facts, name: str) -> float:
     """Bytes of the phase on the devices that have most."""
     return max(phase.total for phase in gpu_phases(facts, plan.device.nbytes) if phase.name == name)
@@ -159,15 +154,14 @@ def _trainer_changes(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSet
 
 
 def _smaller_micro_batches(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSettings]]:
-    layout = trainer.layout
-    floor = -(-trainer.longest // layout.context)
-    if trainer.dynamic and trainer.tokens > floor * 1.25:
+    floor = -(-trainer.longest // trainer.layout.context)
+    if trainer.tokens > floor * 1.25 and trainer.dynamic:
         lower = max(floor, trainer.tokens // 2)
         text = f"--max-tokens-per-gpu {trainer.tokens} → {lower}"
         yield text, dataclasses.replace(trainer, tokens=lower)
-    elif not trainer.dynamic and trainer.tokens > floor * 1.25:
+    elif trainer.tokens > floor * 1.25:
         yield "--micro-batch-size 1", dataclasses.replace(trainer, tokens=floor)
-    elif not trainer.dynamic or trainer.tokens <= floor * 1.25:
+    else:
         shorter = trainer.longest * 3 // 4
         yield (
             f"--rollout-max-context-len {trainer.longest} → {shorter}",
