@@ -9,11 +9,28 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from slime.observe.metrics import distribution
 from slime.samples.types import Group, Sample, SampleStatus
 
 _REPETITION_WINDOW = 10_000
 _REPETITION_RATIO = 10.0
+
+
+def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
+    """``{name}/mean``, ``/median``, ``/max`` and ``/min`` of some numbers; nothing for no numbers.
+
+    Example:
+        >>> distribution("rollout/len", [1, 2, 6])
+        {'rollout/len/mean': 3.0, 'rollout/len/median': 2, 'rollout/len/max': 6, 'rollout/len/min': 1}
+    """
+    numbers = list(values)
+    if not numbers:
+        return {}
+    return {
+        f"{name}/mean": statistics.fmean(numbers),
+        f"{name}/median": statistics.median(numbers),
+        f"{name}/max": max(numbers),
+        f"{name}/min": min(numbers),
+    }
 
 
 def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:

@@ -27,6 +27,7 @@ from slime.rollout.filters import (
 )
 from slime.rollout.loop import RolloutLoop
 from slime.rollout.metrics import (
+    distribution,
     is_repetitive,
     load_metrics,
     pass_at_k,
@@ -284,6 +285,16 @@ def test_optional_metrics_follow_their_flags() -> None:
     assert not any(
         name.startswith(("passrate", "multi_turn")) for name in rollout_metrics(groups, hook_args(reward_key="acc"))
     )
+
+
+def test_distribution() -> None:
+    assert distribution("rollout/response_len", [1, 2, 6]) == {
+        "rollout/response_len/mean": 3,
+        "rollout/response_len/median": 2,
+        "rollout/response_len/max": 6,
+        "rollout/response_len/min": 1,
+    }
+    assert distribution("x", []) == {}
 
 
 def test_throughput_counts_tokens_per_gpu_and_leaves_tools_out() -> None:
