@@ -77,11 +77,11 @@ def evaluate(stage: Stage, samples: Sequence[tuple[float, Row]], settle: int) ->
     """Slopes, drift, goals and everything by step."""
     rows = [row for row in stage.rows if MEAN in row]
     by_step: dict[str, list[float]] = memory_by_step([row["time"] for row in rows], samples)
-    peaks = [key for key in dict.fromkeys(key for row in rows for key in row) if key.endswith("_memory_gb")]
+    peaks = [key for key in dict.fromkeys(key for row in rows for key in row) if key.endswith("_gb")]
     by_step |= {f"{key} (MB)": [1000 * row.get(key, math.nan) for row in rows] for key in peaks}
     slopes = {name: slope(values[settle:]) for name, values in by_step.items()}
     goals = [at_least("steps", len(rows), 30)]
-    for name in [name for name in by_step if name.endswith(" in all")]:
+    for name in [name for name in by_step if name.endswith(" in all") and math.isfinite(slopes[name][1])]:
         growth, doubt = slopes[name]
         goals.append(at_most(f"{name}: growth beyond doubt, per step", growth - doubt, _MOST_GROWTH_MB, "MB"))
     means = [row[MEAN] for row in rows][settle:]
@@ -100,7 +100,7 @@ def evaluate(stage: Stage, samples: Sequence[tuple[float, Row]], settle: int) ->
 
 
 def slope(values: Sequence[float]) -> tuple[float, float]:
-    """Least-squares slope per element, and twice its standard error.
+    """Least-squares slope per element, and twice its standard error; infinite for less than three elements.
 
     Example:
         >>> slope([1.0, 3.0, 5.0, 7.0])
@@ -170,11 +170,14 @@ def host_memory() -> dict[str, float]:
 
 
 def gpu_memory() -> dict[str, float]:
-    """Bytes in use by GPU, as the driver says."""
+    """Bytes in use by GPU, as the driver says; {} where it cannot be asked."""
     if not num_gpus():
         return {}
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    said = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()
+    except (OSError, subprocess.SubprocessError):  # the run's own metrics are left
+        return {}
     return {f"GPU {i} in all": float(used) * (1 << 20) for i, used in enumerate(said) if used.isdigit()}
 
 

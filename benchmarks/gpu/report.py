@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.host import num_gpus
+from slime.observe.json_text import json_safe
 
 Row = dict[str, Any]
 
@@ -76,7 +77,7 @@ class Report:
     def add(self, name: str, row: Row) -> None:
         """Print a result and keep it."""
         self.rows.append({"benchmark": self.benchmark, "case": name, "device": device_name(), **row})
-        line = json.dumps(self.rows[-1])
+        line = json.dumps(json_safe(self.rows[-1]))
         print(line, flush=True)
         if self.out is not None:
             self.out.parent.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ _FEW_GRAPHS = "--cuda-graph-max-bs 8"  # SGLang starts sooner, where no speed of
 CASES = [
     Case("trainer-0.6b", 1, 40, 180, "trainer qwen3-0.6b --peer --profile", f"trainer {_TINY} --peer --profile"),
     Case("trainer-4b", 1, 40, 120, "trainer qwen3-4b", f"trainer {_TINY}"),
-    Case("trainer-moe", 1, 40, 120, "trainer qwen3-moe-4b", f"trainer {_TINY}"),
+    Case("trainer-moe", 1, 40, 120, "trainer qwen3-moe-4b", f"trainer {_TINY.replace('tiny', 'tiny-moe')}"),
     Case("sleep-wake-4b", 1, 60, 180, "sleep_wake --shape qwen3-4b", "sleep_wake --shape tiny --rounds 2", ""),
     Case("generation-0.6b", 1, 120, 360, "generation --shape qwen3-0.6b --rounds 3",
          "generation --shape tiny --in-flight 4 --new-tokens 8 --rounds 1", ""),
@@ -80,7 +80,7 @@ CASES = [
     Case("weight-sync-4b-2-to-2", 4, 90, 240, "weight_sync --shape qwen3-4b --way apart --tp 2 --verify",
          "weight_sync --shape tiny --way apart --tp 2 --rounds 2", _FEW_GRAPHS),
     Case("weight-sync-moe", 4, 90, 300, "weight_sync --shape qwen3-moe-4b --tp 4 --ep 4 --verify",
-         "weight_sync --shape tiny --tp 2 --rounds 2", _FEW_GRAPHS),
+         "weight_sync --shape tiny-moe --tp 2 --ep 2 --rounds 2", _FEW_GRAPHS),
 ]  # fmt: skip
 
 

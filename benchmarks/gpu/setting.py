@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
+import resource
 import statistics
 import subprocess
 import sys
@@ -89,6 +90,10 @@ def _byte_tokenizer() -> Any:
 
 @contextmanager
 def workspace() -> Iterator[Path]:
+    """A folder for a while; this process and its children may open as many files as the host allows, for a thousand
+    requests in flight take more than the usual 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with tempfile.TemporaryDirectory(prefix="slime-benchmark-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 

@@ -49,6 +49,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_QWEN3, "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     },
+    "tiny-moe": {
+        **_QWEN3, "model_type": "qwen3_moe", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
 }  # fmt: skip
 
 #: Goals on one GPU, by shape: tokens per second, share of the matrix product's rate, peak memory in GB.

@@ -54,6 +54,8 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
         "pipeline_model_parallel_size": args.pp, "update_weight_buffer_size": args.buffer_mb << 20,
         "check_weight_update_equal": args.verify,
     }  # fmt: skip
+    if args.ep > 1:
+        flags["expert_tensor_parallel_size"] = 1
     if args.way == "apart":
         flags |= {"rollout_num_gpus": args.tp, "rollout_num_gpus_per_engine": args.tp}
     elif args.engine == "sglang":

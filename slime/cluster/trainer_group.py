@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+#: Products on a CPU keep code for each shape that they met, and every micro-batch is another shape: with the 1024
+#: entries that both caches (of torch, of oneDNN) may have, half a GB, reached only after hundreds of steps.
+_CPU_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+
 _COLOCATED_SHARE = 0.4  # of a slot; engines take 0.2 (the reference's fractions), so both fit on one GPU
 
 
@@ -158,6 +162,11 @@ class TrainerGroup:
         environment = {str(k): str(v) for k, v in (config.cluster.train_env_vars or {}).items()}
         # One rank's OpenMP pool; set in the environment because it is read when torch is first imported.
         environment["OMP_NUM_THREADS"] = str(num_threads)
+        if not slots.on_gpu:
+            environment = {name: os.environ.get(name, most) for name, most in _CPU_CACHES.items()} | environment
+        if config.engine.rollout_engine == "sglang":
+            # as SGLang sets it for its processes: NCCL cannot join two that map memory in different ways
+            environment.setdefault("NCCL_CUMEM_ENABLE", os.environ.get("NCCL_CUMEM_ENABLE", "0"))
         actor: Any = ray.remote(TrainerActor)  # Ray makes the methods remote; its types do not say so
         self.config = config
         self.layout, self.reporting_rank = TrainLayout(), 0
