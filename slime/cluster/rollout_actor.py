@@ -40,7 +40,6 @@ class RolloutActor:
     def __init__(self, config: Config, run_path: Path) -> None:
         self.config, self.run_path = config, run_path
         self._groups_of: dict[int, list[int]] = {}
-        self._loop_state: Any = None
         log_to_file_only(config, "rollout", run_path / "logs")
 
     async def setup(self) -> int:

@@ -17,6 +17,8 @@ from slime.cluster.plan import PlacementPlan
 from slime.config import Config
 from slime.drivers import preflight
 from slime.errors import UserError
+from slime.prompts.readers import iter_rows
+from slime.rollout.eval_datasets import eval_datasets
 from slime.weights.load_plan import LoadPlan, resolve_load
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
@@ -61,7 +63,8 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
     if _has_any(folder, _TOKENIZER_FILES):
         preflight.check_data(config)
     else:
-        remarks.append(f"the tokenizer is missing in {folder}: prompts were not looked at")
+        remarks.append(f"the tokenizer is missing in {folder}: prompts were not rendered")
+        remarks += _elsewhere("prompts", _first_rows, config)
     for what, check in (
         ("engines", preflight.check_engine),
         ("Transformer Engine", preflight.check_transformer_engine),
@@ -69,6 +72,13 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
     ):
         remarks += _elsewhere(what, check, config)
     return remarks
+
+
+def _first_rows(config: Config) -> None:
+    """The data files are there and can be read."""
+    for path in (config.data.prompt_data, *(dataset.path for dataset in eval_datasets(config))):
+        if path is not None:
+            next(iter_rows(path), None)
 
 
 def _elsewhere(what: str, check: Callable[[Config], None], config: Config) -> list[str]:

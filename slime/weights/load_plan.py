@@ -205,16 +205,18 @@ def _nothing_there(root: Path, flag: str) -> UserError:
         names = sorted(entry.name for entry in root.iterdir())
         listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         what = f"{flag} {root} holds no checkpoint"
-        why = f"no latest_checkpointed_iteration.txt and no Hugging Face config.json; it holds: {listed or 'nothing'}"
-    if flag == "--hf-checkpoint":
-        fix = (
-            "pass a Hugging Face model directory (config.json, *.safetensors, tokenizer); models are read from the"
-            " local file system only, nothing is downloaded"
+        why = (
+            "no latest_checkpointed_iteration.txt, and no config.json that names a Hugging Face model_type or"
+            f" architectures; it holds: {listed or 'nothing'}"
         )
-        return UserError(what, why=why, fix=fix)
-    return UserError(
-        what,
-        why=why,
-        fix="pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a Hugging Face"
-        " directory; set it to the --save directory to resume, or to start fresh from --ref-load or --hf-checkpoint",
-    )
+    return UserError(what, why=why, fix=_FIXES[flag])
+
+
+_FIXES = {
+    "--hf-checkpoint": "pass a Hugging Face model directory (config.json, *.safetensors, tokenizer); models are read"
+    " from the local file system only, nothing is downloaded",
+    "--ref-load": "pass --ref-load with a Megatron checkpoint directory (--ref-ckpt-step picks an iteration) or a"
+    " Hugging Face directory; without it the reference model is that of --hf-checkpoint",
+    "--load": "pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a Hugging Face"
+    " directory; set it to the --save directory to resume, or to start fresh from --ref-load or --hf-checkpoint",
+}

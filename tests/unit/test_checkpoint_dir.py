@@ -99,6 +99,10 @@ def test_the_reference_model(hf: Path, root: Path) -> None:
     assert plan.path == root / "iter_0000002" and plan.start_rollout_id == 0
     with pytest.raises(UserError, match="--ref-load"):
         resolve_reference(make_config(hf_checkpoint=str(hf), ref_load=str(root.parent)))
+    with pytest.raises(UserError, match=r"(?s)no config\.json that names.*pass --ref-load with"):
+        (root / "config.json").write_text("{}")
+        (root / ckpt.TRACKER).unlink()
+        resolve_reference(make_config(hf_checkpoint=str(hf), ref_load=str(root)))
 
 
 @pytest.mark.parametrize(

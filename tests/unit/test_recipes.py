@@ -90,6 +90,14 @@ def test_the_scripts_pass_flags_on(script: Path, tmp_path: Path) -> None:
     assert " !" not in done.stdout
 
 
+def test_a_dry_run_tells_that_data_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLIME_NUM_GPUS", "4")
+    assert main([*arguments(tmp_path, "4B on 4"), "--prompt-data", "nowhere.jsonl"]) == 0
+    assert "prompts: not on this machine: " in capsys.readouterr().out
+
+
 def test_a_dry_run_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
     code = (
         "import sys; from slime.__main__ import main; status = main(sys.argv[1:]);"
