@@ -177,13 +177,14 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
     except yaml.YAMLError as error:
         raise UserError(f"--eval-config {path} is not valid YAML", why=str(error), fix="mend the file") from error
     root = root.get("eval", root) if isinstance(root, dict) else root
-    if not isinstance(root, dict) or not root.get("datasets"):
+    datasets = root.get("datasets") if isinstance(root, dict) else None
+    rows = list(datasets.values()) if isinstance(datasets, dict) else datasets
+    if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"--eval-config {path} has no datasets", fix="see slime/rollout/eval_datasets.py for the form")
     _refuse_unknown(root, {"defaults", "datasets"}, f"{path}")
     defaults = dict(root.get("defaults") or {})
     _refuse_unknown(defaults, _KEYS - _PER_SET_ONLY, f"{path}, defaults")
-    datasets = root["datasets"]
-    entries = [{"name": name, **item} for name, item in datasets.items()] if isinstance(datasets, dict) else datasets
+    entries = [{"name": name, **row} for name, row in datasets.items()] if isinstance(datasets, dict) else rows
     for number, entry in enumerate(entries):
         where = f"{path}, data set {entry.get('name', number)}"
         _refuse_unknown(entry, _KEYS, where)

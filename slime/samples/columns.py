@@ -118,6 +118,13 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
     if path:
         return _rewards_from_hook(load_function(path)(args, samples), len(samples), path)
     rewards = [sample.get_reward_value(args) for sample in samples]
+    for sample, reward in zip(samples, rewards):
+        if not math.isfinite(reward):
+            raise UserError(
+                f"the reward of sample {sample.index} is {reward}",
+                why="a generate function or hook set it: rewards of reward functions are checked when they are given",
+                fix="set a finite number, or status FAILED for a sample that is not to be trained on",
+            )
     estimator = config.algorithm.advantage_estimator
     normalised = normalise_rewards(
         rewards,

@@ -156,6 +156,12 @@ def test_a_finished_sample_without_reward_is_refused_by_name() -> None:
         convert(make_groups([1.0, None]))
 
 
+@pytest.mark.parametrize("reward", [math.nan, -math.inf])
+def test_a_reward_that_is_not_finite_is_refused_by_name(reward: float) -> None:
+    with pytest.raises(UserError, match=f"the reward of sample 1 is {reward}"):
+        convert(make_groups([1.0, reward]))
+
+
 def test_nothing_left_is_an_error_with_the_reasons() -> None:
     groups = make_groups([None, None])
     for sample in groups[0].samples:

@@ -214,6 +214,8 @@ def test_both_forms_of_the_file(tmp_path: Path, text: str) -> None:
         ("{datasets: [{name: a, path: x, temprature: 1}]}", "did you mean 'temperature'"),
         ("{defaults: {path: x}, datasets: [{name: a, path: x}]}", "unknown key 'path'"),
         ("{dataset: []}", "has no datasets"),
+        ("{datasets: [gsm8k]}", "has no datasets"),
+        ("{datasets: {gsm8k: }}", "has no datasets"),
         ("{datasets: [{name: a}]}", "it has no path"),
         ("{datasets: [{path: a}]}", "it has no name"),
         ("{datasets: [{name: a, path: x}, {name: a, path: y}]}", "given twice"),
