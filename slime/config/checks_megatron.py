@@ -12,11 +12,6 @@ _FP8_DETAILS = (
     "activation_func_fp8_input_store", "reuse_grad_buf_for_mxfp8_param_ag",
 )  # fmt: skip
 _FP4_DETAILS = ("fp4_recipe", "fp4_param", "fp4_quantizer_factory")
-_TP_OVERLAP_DETAILS = (
-    "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_overlap_rs_dgrad",
-    "tp_comm_split_ag", "tp_comm_atomic_ag", "tp_comm_split_rs", "tp_comm_atomic_rs", "tp_comm_overlap_disable_qkv",
-    "tp_comm_overlap_disable_fc1", "tp_comm_bootstrap_backend",
-)  # fmt: skip
 #: Launch scripts carry these along with --bf16 too.
 _SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _CPU_OPTIMIZER_DETAILS = (
@@ -33,7 +28,6 @@ ACTS_WITH: dict[str, tuple[str, str | None]] = {
     **dict.fromkeys(_FP8_DETAILS, ("fp8_format", None)),
     **dict.fromkeys(_FP4_DETAILS, ("fp4_format", None)),
     **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), ("first_last_layers_bf16", None)),
-    **dict.fromkeys(_TP_OVERLAP_DETAILS, ("tp_comm_overlap", None)),
     **dict.fromkeys(_CPU_OPTIMIZER_DETAILS, ("optimizer_cpu_offload", None)),
     **dict.fromkeys(_PRECISION_AWARE_DETAILS, ("use_precision_aware_optimizer", None)),
     **dict.fromkeys(("offload_modules", "min_offloaded_tensor_size"), ("fine_grained_activation_offloading", None)),

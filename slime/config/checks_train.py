@@ -68,10 +68,6 @@ def _deterministic(draft: Draft) -> None:
         )
     if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "1":
         raise UserError("--deterministic-mode with NVTE_ALLOW_NONDETERMINISTIC_ALGO=1", fix="unset it, or set it to 0")
-    if draft.values.get("tp_comm_overlap"):
-        raise UserError(
-            "--deterministic-mode excludes --tp-comm-overlap", why="its user buffers are added up as they arrive"
-        )
 
 
 def _dumps(draft: Draft) -> None:

@@ -137,6 +137,24 @@ REFUSED_FIELDS: dict[str, str] = {
         ),
         _NO_FAMILY,
     ),
+    **dict.fromkeys(
+        (
+            "tp_comm_overlap",
+            "tp_comm_bulk_wgrad",
+            "tp_comm_bulk_dgrad",
+            "tp_comm_overlap_ag",
+            "tp_comm_overlap_rs",
+            "tp_comm_overlap_rs_dgrad",
+            "tp_comm_split_ag",
+            "tp_comm_atomic_ag",
+            "tp_comm_split_rs",
+            "tp_comm_atomic_rs",
+            "tp_comm_overlap_disable_qkv",
+            "tp_comm_overlap_disable_fc1",
+            "tp_comm_bootstrap_backend",
+        ),
+        f"its user buffers need fixed shapes: {_PACKED}",
+    ),
     **dict.fromkeys(("perform_initialization", "use_cpu_initialization"), _LOADED),
     **dict.fromkeys(
         ("overlap_p2p_comm", "batch_p2p_comm", "use_ring_exchange_p2p", "deallocate_pipeline_outputs"), _SCHEDULE

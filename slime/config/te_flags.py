@@ -18,7 +18,6 @@ NEEDS: dict[str, str] = {
     "fp4_format": _FP8,
     "fp8_param_gather": _FP8,
     "use_precision_aware_optimizer": "optimizer states in lower precision need Transformer Engine's FusedAdam",
-    "tp_comm_overlap": "overlapped tensor-parallel communication uses Transformer Engine's user buffers",
     "delay_wgrad_compute": "its linear layers alone can delay weight gradients",
     "symmetric_ar_type": "the fused kernel is Transformer Engine's",
     "fine_grained_activation_offloading": "activations are moved by Transformer Engine's hooks",
@@ -27,7 +26,7 @@ NEEDS: dict[str, str] = {
 _ONLY: dict[str, str] = {"transformer_impl": "transformer_engine", "attention_backend": "fused"}
 
 #: Of these, the ones that act inside Transformer Engine's layers: without them they would do nothing.
-ACTS_IN_LAYERS = ("fp8_format", "fp4_format", "fp8_param_gather", "tp_comm_overlap", "delay_wgrad_compute")
+ACTS_IN_LAYERS = ("fp8_format", "fp4_format", "fp8_param_gather", "delay_wgrad_compute")
 
 INSTALL = "pip install 'transformer-engine[pytorch]' on the trainer's hosts (GPU, CUDA toolkit)"
 

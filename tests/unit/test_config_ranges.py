@@ -193,6 +193,7 @@ OVERLAP = {"overlap_param_gather": True, "overlap_grad_reduce": True}
         ({"apply_rope_fusion": True}, "the trainer's own rotation"),
         ({"bias_activation_fusion": True}, "SwiGLU is one kernel anyway"),
         ({"loss_scale": 128.0}, "--loss-scale 128 needs --fp16"),
+        ({"tp_comm_overlap": True}, "another shape at each step"),
         ({"perform_initialization": False}, "weights are loaded from a checkpoint"),
         ({"num_distributed_optimizer_instances": 2}, "sharded over all replicas"),
     ],

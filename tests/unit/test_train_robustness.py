@@ -230,7 +230,6 @@ NEEDY = [
     {"transformer_impl": "transformer_engine"},
     {"fp8_format": "hybrid"},
     {"use_precision_aware_optimizer": True},
-    {"tp_comm_overlap": True},
 ]
 
 
