@@ -116,11 +116,13 @@ class FakeWeightEngine:
             assert not self.updating, f"{body['group_name']} sends while {self.updating} does"
             self.updating = body["group_name"]
             self.senders.append(self.updating.split("-")[-1])
-            entries = entries_of(body["names"], body["dtypes"], body["shapes"])
-            buffer = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8)
-            self._groups[self.updating].broadcast(buffer, timeout=30)
-            self._load(unpack(buffer, entries), body)
-            self.updating = ""
+            try:
+                entries = entries_of(body["names"], body["dtypes"], body["shapes"])
+                buffer = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8)
+                self._groups[self.updating].broadcast(buffer, timeout=30)
+                self._load(unpack(buffer, entries), body)
+            finally:
+                self.updating = ""
         elif path == "/update_weights_from_disk":
             for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
                 self._load(load_file(file).items(), body)

@@ -119,9 +119,14 @@ class BufferPair:
             self._buffers[self.turn] = buffer
         return buffer[:nbytes]
 
+    def rewind(self) -> None:
+        """Begin with the first one again: the same buckets then find buffers of the same sizes."""
+        self.turn = 1
+
     def drop(self) -> None:
         """Give the memory back."""
-        self._buffers, self.turn = [None, None], 1
+        self._buffers = [None, None]
+        self.rewind()
 
 
 def unpack(buffer: torch.Tensor, entries: Iterable[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -89,6 +89,7 @@ class DistributedTransport:
     def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
         """A group in which a push failed is left, and the next push makes a new one."""
         num_tensors = nbytes = 0
+        self._buffers.rewind()
         try:
             for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate):
                 if num_tensors == 0:
@@ -96,14 +97,15 @@ class DistributedTransport:
                     if self._is_broken:
                         self._leave()
                         self._join()
+                num_tensors, nbytes = num_tensors + len(bucket.entries), nbytes + bucket.nbytes
                 self._finish()
                 self._start(bucket, version)
                 for name, tensor in bucket.tensors():
                     observe(name, tensor)
-                num_tensors, nbytes = num_tensors + len(bucket.entries), nbytes + bucket.nbytes
             self._finish()
         except Exception:
-            self._give_up()
+            if num_tensors:
+                self._give_up()
             raise
         return Transferred(num_tensors, nbytes)
 

@@ -8,7 +8,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.weights.buckets import TensorEntry, dtype_name, dtype_of, entries_of, fingerprint, pack, unpack
+from slime.weights.buckets import BufferPair, TensorEntry, dtype_name, dtype_of, entries_of, fingerprint, pack, unpack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 
@@ -55,6 +55,15 @@ def test_buffers_come_from_the_caller() -> None:
     memory = torch.zeros(100, dtype=torch.uint8)
     [bucket] = pack([("a", torch.full((4,), 7, dtype=torch.uint8))], 100, allocate=lambda nbytes: memory[:nbytes])
     assert memory[:4].tolist() == [7, 7, 7, 7] and bucket.buffer.data_ptr() == memory.data_ptr()
+
+
+def test_two_buffers_take_turns_and_stay() -> None:
+    pair = BufferPair(100, torch.device("cpu"))
+    first, second = (pair.current(60) for _ in range(2) if pair.advance() in (0, 1))
+    assert first.numel() == second.numel() == 60 and first.data_ptr() != second.data_ptr()
+    assert (pair.advance(), pair.current(100).data_ptr()) == (0, first.data_ptr())
+    assert pair.current(101).numel() == 101  # a larger one takes its place
+    assert (pair.advance(), pair.current(1).data_ptr()) == (1, second.data_ptr())
 
 
 def test_reading_is_lazy() -> None:

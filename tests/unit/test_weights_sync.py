@@ -89,13 +89,33 @@ def test_broadcast(engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPa
     else:
         monkeypatch.setattr(sync_module, "choose_route", lambda *args, **kinds: "broadcast")
     sync = connected(engines, update_weight_buffer_size=300)
+    buffers = []
     for version in ("1", "2"):
         sync.push()
+        buffers.append([buffer.data_ptr() for buffer in sync._transport._buffers._buffers])
         for engine in engines:
             assert_holds(engine, TRAINED)
             assert engine.versions[-1] == version
+    assert buffers[0] == buffers[1]
     sync.close()
     assert engines[0].calls[-1] == "/destroy_weights_update_group"
+
+
+def test_a_broadcast_waits_as_long_as_the_flag_says_and_the_next_push_mends_the_group(
+    engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync_module, "is_local", lambda url: False)
+    sync = connected(engines, distributed_timeout_minutes=0.01)
+    engines[1].delay["/update_weights_from_distributed"] = 2
+    with pytest.raises(UserError, match="gave no answer within 1 s"):
+        sync.push()
+    engines[1].delay.clear()
+    sync._transport._timeout = 60
+    assert sync.push().version == 1
+    for engine in engines:
+        assert_holds(engine, TRAINED)
+        assert engine.calls.count("/init_weights_update_group") == 2 and len(engine._groups) == 1
+    sync.close()
 
 
 def test_disk(engines: list[FakeWeightEngine], hf_dir: Path, tmp_path: Path) -> None:
