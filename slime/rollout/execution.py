@@ -259,7 +259,7 @@ class GroupRunner:
             sample.index = prompt.index if sample.index is None else sample.index
             sample.group_index = prompt.group_index if sample.group_index is None else sample.group_index
             sample.session_id = sample.session_id or prompt.session_id
-            complete_tokens(sample, self.state.tokenizer)
+            complete_tokens(sample, self.state.tokenizer, prompt.tokens)
             sample.validate(origin)
             if sample.status is SampleStatus.PENDING:  # user code need not set it: returned is done
                 aborted = self.state.client.aborting

@@ -290,11 +290,23 @@ def append_result(sample: Sample, result: GenerateResult) -> None:
         )
 
 
-def complete_tokens(sample: Sample, tokenizer: Any) -> None:
-    """Give tokens to a finished sample that user code built from text alone (``Sample(prompt=…, response=…)``)."""
+def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> None:
+    """Give tokens to a finished sample that user code built from text alone (``Sample(prompt=…, response=…)``).
+
+    Args:
+        drawn: tokens of the prompt as they were drawn; [] where it came as text.
+    Raises:
+        UserError: it has other tokens than the prompt's, so that nobody knows which are the response.
+    """
     if sample.response and not sample.response_length:
-        if not sample.tokens:
-            sample.tokens = prompt_token_ids(tokenizer, sample)
+        if not sample.tokens or sample.tokens != drawn:
+            prompt = prompt_token_ids(tokenizer, sample)
+            if sample.tokens not in ([], prompt):
+                raise UserError(
+                    f"sample {sample.index} has a response and {len(sample.tokens)} tokens, but response_length 0",
+                    fix="set response_length, or leave tokens and response_length to us: text alone will do",
+                )
+            sample.tokens = prompt
         ids = tokenizer.encode(sample.response, add_special_tokens=False)
         sample.tokens = sample.tokens + ids
         sample.response_length = len(ids)

@@ -243,8 +243,13 @@ def test_generate_outside_a_rollout_is_explained() -> None:
 
 def test_complete_tokens_of_a_sample_built_from_text() -> None:
     sample = Sample(prompt="ab", response="cde")
-    complete_tokens(sample, FakeTokenizer())
+    complete_tokens(sample, FakeTokenizer(), [])
     assert sample.tokens == [97, 98, 99, 100, 101] and sample.response_length == 3
+    drawn = Sample(prompt="ab", tokens=[7, 8], response="cde")
+    complete_tokens(drawn, FakeTokenizer(), [7, 8])
+    assert drawn.tokens == [7, 8, 99, 100, 101]
+    with pytest.raises(UserError, match="a response and 5 tokens, but response_length 0"):
+        complete_tokens(Sample(prompt="ab", tokens=[97, 98, 99, 100, 101], response="cde"), FakeTokenizer(), [])
 
 
 # -- users' generate functions -------------------------------------------------------------------------------
