@@ -161,7 +161,7 @@ class DistributedTransport:
         assert self._group is not None
         limit = deadline_for(bucket.nbytes, self._timeout)
         request = _request(bucket, self._group.name, version)
-        answers = self._fleet.start("/update_weights_from_distributed", request, limit)
+        answers = self._fleet.start("/update_weights_from_distributed", request, limit, _GRACE_SECONDS)
         self._sending = _Sending(bucket.nbytes, self._group.start_broadcast(bucket.buffer, limit), answers, limit)
 
     def _finish(self) -> None:
@@ -173,7 +173,7 @@ class DistributedTransport:
         wait(both, sending.limit + _GRACE_SECONDS, return_when=FIRST_EXCEPTION)  # the requests' own limit comes first
         problem = sending.arrival.exception() if sending.arrival.done() else None
         if problem is not None:
-            wait([sending.answers], _GRACE_SECONDS)
+            wait([sending.answers], 2 * _GRACE_SECONDS)
         if sending.answers.done():
             sending.answers.result()  # raises what an engine said
         if problem is not None or not sending.arrival.done():

@@ -39,15 +39,19 @@ class EngineFleet:
         for client in self._clients:
             await client.__aenter__()
 
-    def start(self, path: str, body: Body | Callable[[int], Body] | None, timeout: float) -> Future[list[Body]]:
+    def start(
+        self, path: str, body: Body | Callable[[int], Body] | None, timeout: float, grace: float | None = None
+    ) -> Future[list[Body]]:
         """Send to all engines; the future holds their answers in order.
 
         Args:
             body: the same for all, or a function of the engine's number.
             timeout: seconds until an engine that has not answered is an error.
+            grace: seconds that the others are waited for once an engine has failed, where they cannot go on without it;
+                None waits for all.
         """
         bodies = [body(number) if callable(body) else (body or {}) for number in range(len(self.urls))]
-        return asyncio.run_coroutine_threadsafe(self._post_all(path, bodies, timeout), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._post_all(path, bodies, timeout, grace), self._loop)
 
     def post(self, path: str, body: Body | Callable[[int], Body] | None, timeout: float) -> list[Body]:
         """Send to all engines and wait for every answer.
@@ -108,9 +112,17 @@ class EngineFleet:
             if not self._thread.is_alive():
                 self._loop.close()
 
-    async def _post_all(self, path: str, bodies: list[Body], timeout: float) -> list[Body]:
-        calls = [client.post(path, body, timeout) for client, body in zip(self._clients, bodies, strict=True)]
-        return _answers(await asyncio.gather(*calls, return_exceptions=True))
+    async def _post_all(self, path: str, bodies: list[Body], timeout: float, grace: float | None) -> list[Body]:
+        posts = zip(self._clients, bodies, strict=True)
+        calls = [asyncio.ensure_future(client.post(path, body, timeout)) for client, body in posts]
+        if grace is not None:
+            _, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if waiting:
+                _, late = await asyncio.wait(waiting, timeout=grace)
+                for call in late:
+                    call.cancel()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        return _answers([result for result in results if not isinstance(result, asyncio.CancelledError)])
 
     def _run(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

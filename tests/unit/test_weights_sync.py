@@ -118,6 +118,20 @@ def test_a_broadcast_waits_as_long_as_the_flag_says_and_the_next_push_mends_the_
     sync.close()
 
 
+def test_an_engine_that_refuses_a_broadcast_ends_it_for_those_that_wait(
+    engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync_module, "is_local", lambda url: False)
+    monkeypatch.setattr("slime.weights.distributed._GRACE_SECONDS", 0.1)
+    sync = connected(engines)
+    engines[0].delay["/update_weights_from_distributed"] = 60
+    engines[1].refuse_from = "pp_0"
+    with pytest.raises(UserError, match="refused") as caught:
+        sync.push()
+    assert engines[1].url in str(caught.value) and not engines[0].senders  # it is still waiting
+    sync.close()
+
+
 def test_disk(engines: list[FakeWeightEngine], hf_dir: Path, tmp_path: Path) -> None:
     flags = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path / "push")}
     sync = connected(engines, hf_checkpoint=str(hf_dir), **flags)
