@@ -159,14 +159,7 @@ class TrainerGroup:
 
     def __init__(self, config: Config, plan: PlacementPlan, slots: Slots, run_path: Path, num_threads: int) -> None:
         share = _COLOCATED_SHARE if config.cluster.colocate else 1.0
-        environment = {str(k): str(v) for k, v in (config.cluster.train_env_vars or {}).items()}
-        # One rank's OpenMP pool; set in the environment because it is read when torch is first imported.
-        environment["OMP_NUM_THREADS"] = str(num_threads)
-        if not slots.on_gpu:
-            environment = {name: os.environ.get(name, most) for name, most in _CPU_CACHES.items()} | environment
-        if config.engine.rollout_engine == "sglang":
-            # as SGLang sets it for its processes: NCCL cannot join two that map memory in different ways
-            environment.setdefault("NCCL_CUMEM_ENABLE", os.environ.get("NCCL_CUMEM_ENABLE", "0"))
+        environment = trainer_environment(config, num_threads, on_gpu=slots.on_gpu)
         actor: Any = ray.remote(TrainerActor)  # Ray makes the methods remote; its types do not say so
         self.config = config
         self.layout, self.reporting_rank = TrainLayout(), 0
@@ -223,6 +216,18 @@ class TrainerGroup:
         ray.wait(refs, num_returns=len(refs), timeout=timeout)
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
+
+
+def trainer_environment(config: Config, num_threads: int, *, on_gpu: bool) -> dict[str, str]:
+    """Variables of every trainer rank, on top of the driver's; those of ``--train-env-vars`` win."""
+    # an OpenMP pool's size is read when torch is first imported
+    found = {"OMP_NUM_THREADS": str(num_threads)}
+    if not on_gpu:
+        found |= {name: os.environ.get(name, most) for name, most in _CPU_CACHES.items()}
+    if config.engine.rollout_engine == "sglang":
+        # as SGLang sets it for its processes: NCCL cannot join two that map memory in different ways
+        found["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "0")
+    return found | {str(k): str(v) for k, v in (config.cluster.train_env_vars or {}).items()}
 
 
 def threads_per_process(num_processes_on_node: int, take_turns: bool) -> int:
