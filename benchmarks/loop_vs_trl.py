@@ -169,10 +169,14 @@ def measure(side: str, dtype: str, options: argparse.Namespace) -> Row:
 
 def compare(rows: list[Row], goal: float) -> Row:
     """Best against best."""
-    best = {
-        side: max(row["samples_per_second"] for row in rows if row["case"].startswith(side) and "median" in row)
+    speeds = {
+        side: [row["samples_per_second"] for row in rows if row["case"].startswith(side) and "median" in row]
         for side in ("trl", "slime")
     }
+    missing = [side for side, found in speeds.items() if not found]
+    if missing:
+        return {"skipped": f"no result of {' and '.join(missing)}"}
+    best = {side: max(found) for side, found in speeds.items()}
     ratio = best["slime"] / best["trl"]
     return {**best, "goals": [at_least("samples/s, slime ÷ TRL, best against best", ratio, goal)]}
 
