@@ -34,7 +34,7 @@ COMMANDS: dict[str, Command] = {
     "train-async": Command(
         "slime.drivers.train_async", "main", "the same with generation one batch ahead of training", "train_async"
     ),
-    "flags": Command("slime.config.docs", "main", "look flags up; write or check docs/flags.md"),
+    "flags": Command("slime.config.docs", "main", "look flags up"),
     "reward": Command("slime.rollout.rewards.cli", "main", "run a reward function on data, without training"),
     "report": Command("slime.observe.report", "main", "write report.html of a run folder"),
     "convert": Command("slime.drivers.convert", "main", "convert checkpoints between Hugging Face and Megatron"),

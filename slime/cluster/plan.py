@@ -37,7 +37,7 @@ class PlacementPlan:
 
     @property
     def num_engines(self) -> int:
-        return self.num_rollout // self.slots_per_engine if self.slots_per_engine else 0
+        return self.num_rollout // self.slots_per_engine
 
     @staticmethod
     def of(config: Config) -> PlacementPlan:
@@ -47,7 +47,7 @@ class PlacementPlan:
         """
         cluster = config.cluster
         train = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
-        rollout = cluster.rollout_num_gpus or 0
+        rollout = cluster.rollout_num_gpus
         per_engine = cluster.rollout_num_gpus_per_engine
         trainer_text = (
             f"actor_num_nodes {cluster.actor_num_nodes} x actor_num_gpus_per_node {cluster.actor_num_gpus_per_node}"

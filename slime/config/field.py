@@ -3,7 +3,7 @@
     temperature: float = flag(1.0)                      →  --temperature 0.7
     colocate: bool = flag(False)                        →  --colocate  (and --no-colocate, to undo a YAML file)
     stop: tuple[str, ...] = flag(())                    →  --stop A B
-    env: dict[str, Any] = flag_json({})                 →  --env '{"A": "1"}'
+    env: dict[str, Any] = flag({})                      →  --env '{"A": "1"}'
     num_engines: int = derived("formula")               →  a flag whose default is computed in `resolve`
 
 The annotation gives the type, the docstring under the field gives the help text, and `refused` says that the

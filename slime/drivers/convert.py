@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +39,7 @@ def main(argv: list[str]) -> None:
     command: Callable[[argparse.Namespace], str] = options.command
     said = command(options)
     if int(os.environ.get("RANK", "0")) == 0:
-        print(said, file=sys.stdout)
+        print(said)
 
 
 def _parser() -> argparse.ArgumentParser:

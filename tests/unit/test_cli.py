@@ -126,11 +126,6 @@ def test_interrupt_and_closed_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.stdout.startswith("# Flags") and done.stderr == ""
 
 
-def test_flags_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flags", "kl-loss-coef"]) == 0
     assert "Coefficient of the KL loss." in capsys.readouterr().out
-    path = tmp_path / "flags.md"
-    assert main(["flags", "--write", str(path)]) == 0
-    assert main(["flags", "--check", str(path)]) == 0
-    path.write_text("old")
-    assert main(["flags", "--check", str(path)]) == 2
