@@ -102,7 +102,8 @@ def main(argv: list[str] | None = None) -> int:
     cases = [case for case in CASES if (case.name in args.only if args.only else case.gpus == args.gpus)]
     if args.list:
         for case in cases:
-            print(f"{case.name:24} {case.least:4.0f} to {case.limit:4.0f} s   {command(case, args)}")
+            words = " ".join(command(case, args)[2:])
+            print(f"{case.name:24} {case.least:4.0f} to {case.limit:4.0f} s   {words}")
         return 0
     args.out_dir.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
