@@ -351,7 +351,9 @@ def _debug(draft: Draft) -> None:
         )
     for dest in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data", "save_hf"):
         try:
-            (draft[dest] or "").format(rollout_id=0)
+            # evaluations are written among the rollouts, under a name instead of a number
+            for rollout_id in (0, "eval_0") if dest == "save_debug_rollout_data" else (0,):
+                (draft[dest] or "").format(rollout_id=rollout_id)
         except (KeyError, IndexError, ValueError) as error:
             raise UserError(
                 f"{_option(dest)} {draft[dest]} cannot be filled in",
@@ -359,7 +361,12 @@ def _debug(draft: Draft) -> None:
                 fix="write {{ and }} for braces that are meant",
             ) from error
     for dest in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
-        if draft[dest] is not None and "{rollout_id}" not in draft[dest] and draft["num_rollout"] not in (None, 0, 1):
+        pattern = draft[dest] or ""
+        if (
+            pattern
+            and pattern.format(rollout_id=0) == pattern.format(rollout_id=1)
+            and draft["num_rollout"] not in (None, 0, 1)
+        ):
             raise UserError(
                 f"{_option(dest)} {draft[dest]} has no {{rollout_id}} in it",
                 why="every rollout would have the same file",

@@ -268,6 +268,7 @@ def test_dumps() -> None:
     assert make_config(load_debug_rollout_data="x_{rollout_id}.pt").debug.debug_train_only
     refused("are both x.pt", save_debug_rollout_data="x.pt", save_debug_train_data="x.pt", num_rollout=1)
     refused("has no {rollout_id} in it", save_debug_rollout_data="a.pt", num_rollout=3)
+    assert make_config(save_debug_train_data="{rollout_id:04d}.pt", num_rollout=3)
     refused("exclude each other", debug_rollout_only=True, load_debug_rollout_data="x{rollout_id}")
 
 
@@ -352,6 +353,7 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--ref-update-interval has no effect", {"ref_update_interval": 2}),
         ("generates nothing", {"debug_rollout_only": True, "loss_type": "sft_loss"}),
         ("the only field is {rollout_id}; KeyError: 'step'", {"save_hf": "hf/{step}"}),
+        ("Unknown format code 'd'", {"save_debug_rollout_data": "d/{rollout_id:04d}.pt"}),
         ("the moments stay in host memory", {"offload_optimizer_states": True, "optimizer_cpu_offload": True}),
         ("needs --update-weight-disk-dir", {"update_weight_transport": "disk"}),
         ("no effect without --update-weight-transport disk", {"update_weight_disk_dir": "d"}),
