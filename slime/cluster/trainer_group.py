@@ -16,6 +16,7 @@ from slime.cluster.plan import PlacementPlan
 from slime.cluster.ports import node_ip, reserve_port
 from slime.cluster.waiting import Watch, wait_for
 from slime.config import Config
+from slime.errors import UserError
 from slime.observe.log import get_logger, log_to_file_only
 from slime.samples.types import TrainLayout
 
@@ -182,9 +183,18 @@ class TrainerGroup:
         return dict(zip(self.names, refs))
 
     def agreed_start(self, starts: list[TrainerStart]) -> TrainerStart:
-        """Take note of the layout and of who reports, from all ranks' answers to `start_setup`."""
-        ids = {start.start_rollout_id for start in starts}
-        assert len(ids) == 1, f"ranks disagree about where to start: {sorted(ids)}"
+        """Take note of the layout and of who reports, from all ranks' answers to `start_setup`.
+
+        Raises:
+            UserError: ranks found different checkpoints.
+        """
+        ids = sorted({start.start_rollout_id for start in starts})
+        if len(ids) > 1:
+            raise UserError(
+                f"trainer ranks would start at different rollouts: {', '.join(map(str, ids))}",
+                why="they found different checkpoints: --load is not the same directory on every node",
+                fix="put it on a file system that all nodes see",
+            )
         self.layout = starts[0].layout
         self.reporting_rank = [start.reports for start in starts].index(True)
         return starts[0]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from slime.cluster.plan import PlacementPlan
 from slime.cluster.ports import reserve_port
 from slime.cluster.server_process import ServerDied, ServerProcess
-from slime.cluster.trainer_group import threads_per_process
+from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
 from slime.config import make_config
 from slime.drivers.preflight import check_slots
 from slime.errors import UserError
@@ -91,6 +91,14 @@ def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         only_port(monkeypatch, taken.getsockname()[1])
         with pytest.raises(UserError, match="no free port"):
             reserve_port("127.0.0.1")
+
+
+def test_ranks_that_found_different_checkpoints_are_refused() -> None:
+    group = TrainerGroup.__new__(TrainerGroup)  # no actors: that would need Ray
+    with pytest.raises(UserError, match="different rollouts: 0, 6"):
+        group.agreed_start([TrainerStart(6), TrainerStart(0), TrainerStart(6)])
+    assert group.agreed_start([TrainerStart(6, reports=False), TrainerStart(6)]).start_rollout_id == 6
+    assert group.reporting_rank == 1
 
 
 def test_threads_share_the_cores() -> None:
