@@ -12,7 +12,6 @@ class UserError(Exception):
         what: the fact, with the user's own values in it ("no column 'question' in train.jsonl").
         why: what the program knows about the cause ("the columns are: prompt, answer").
         fix: what to do next, as concrete as possible ("pass --input-key prompt").
-        check_id: name of the condition, for those who search for it.
 
     Example:
         >>> print(UserError("--load points to an empty directory", fix="pass --hf-checkpoint"))
@@ -22,12 +21,11 @@ class UserError(Exception):
 
     exit_status = 2
 
-    def __init__(self, what: str, why: str = "", fix: str = "", check_id: str | None = None) -> None:
-        super().__init__(what, why, fix, check_id)  # all of them, so that pickling (Ray) restores each
+    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+        super().__init__(what, why, fix)  # all of them, so that pickling (Ray) restores each
         self.what = what
         self.why = why
         self.fix = fix
-        self.check_id = check_id
 
     def __str__(self) -> str:
         lines = [self.what]

@@ -139,7 +139,6 @@ class EngineActor:
                     f"{died.name} {died.what}",
                     why=f"last lines of {self.log_path}:\n{_indent(died.log_tail)}",
                     fix="read the log; on out of memory lower --sglang-mem-fraction-static",
-                    check_id="engine-start",
                 ) from died
         raise AssertionError("unreachable")
 
@@ -175,7 +174,6 @@ def _raise_obituary(name: str, obituary: tuple[str, str] | None) -> None:
         why=f"last lines of its log:\n{_indent(log_tail)}",
         fix="1. --use-fault-tolerance  2. a higher --sglang-mem-fraction-static  3. a smaller --rollout-batch-size"
         "  4. --sglang-disable-cuda-graph, to find the cause",
-        check_id="engine-died",
     )
 
 
@@ -330,7 +328,6 @@ class EngineGroup:
                 f"{what}: {error}",
                 why="trainer and engines share GPUs and take turns; the next phase would run out of memory",
                 fix="read the engine's log; on out of memory lower --sglang-mem-fraction-static",
-                check_id="engine-memory",
             ) from error
 
     # -- death -----------------------------------------------------------------------------------------

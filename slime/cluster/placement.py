@@ -82,7 +82,6 @@ def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool]
             f"this run needs {plan.total} {_slots(on_gpu)}, the Ray cluster has {there:g}",
             why=plan.formula,
             fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share GPUs, or add nodes",
-            check_id="placement",
         )
     bundle = {"GPU": 1, "CPU": 1} if on_gpu else {"CPU": 1}
     group = placement_group([dict(bundle) for _ in range(plan.total)], strategy="PACK")
@@ -98,7 +97,6 @@ def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool]
             f"{plan.total} {_slots(on_gpu)} did not become free within {timeout:.0f} s",
             why=f"{plan.formula}; the cluster has {there:g}, of which {free:g} are free: another job holds the rest",
             fix="end the other job, wait, or raise --placement-timeout",
-            check_id="placement",
         ) from error
     except BaseException:
         remove_placement_group(group)

@@ -40,6 +40,7 @@ class RolloutActor:
     def __init__(self, config: Config, run_path: Path) -> None:
         self.config, self.run_path = config, run_path
         self._groups_of: dict[int, list[int]] = {}
+        self.loop: Any = None  # a `RolloutLoop`, from `connect` on
         log_to_file_only(config, "rollout", run_path / "logs")
 
     async def setup(self) -> int:
@@ -121,7 +122,7 @@ class RolloutActor:
 
     async def progress(self) -> dict[str, float]:
         """Counters of what is under way (``done``, ``target``, ``tokens``), for the live display."""
-        return self.loop.progress() if hasattr(self, "loop") else {}
+        return self.loop.progress() if self.loop is not None else {}
 
     async def mark_consumed(self, rollout_id: int) -> None:
         """Training has taken the groups of ``rollout_id``: a resumed run will not draw them again."""
@@ -134,5 +135,5 @@ class RolloutActor:
         self.source.load_state_dict(state)
 
     async def close(self) -> None:
-        if hasattr(self, "loop"):
+        if self.loop is not None:
             await self.loop.close()

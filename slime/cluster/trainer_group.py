@@ -55,6 +55,8 @@ class TrainerActor:
     def __init__(self, config: Config, rank: int, world_size: int, run_path: Path, num_threads: int) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
         self.run_path, self.num_threads = run_path, num_threads
+        self.backend: Any = None  # from `setup` on
+        self.sync: Any = None  # from `connect_engines` on
         log_to_file_only(config, f"trainer-{rank}", run_path / "logs")
 
     def address(self) -> tuple[str, int]:
@@ -72,7 +74,6 @@ class TrainerActor:
         info = RankInfo(self.rank, self.world_size, local_rank, master_addr, master_port)
         self.backend = MegatronBackend(self.config, info)
         start = self.backend.setup()
-        self.sync: Any = None
         return TrainerStart(
             start, dict(self.backend.extra_state), self.backend.layout, reports=self.backend.is_reporting_rank
         )
@@ -144,9 +145,9 @@ class TrainerActor:
         return True
 
     def shutdown(self) -> None:
-        if getattr(self, "sync", None) is not None:
+        if self.sync is not None:
             self.sync.close()
-        if hasattr(self, "backend"):
+        if self.backend is not None:
             self.backend.close()
 
 

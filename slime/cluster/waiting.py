@@ -143,7 +143,6 @@ def _fetch(ref: ray.ObjectRef, what: str, name: str) -> Any:
             why=str(error).strip().splitlines()[0] if str(error).strip() else "Ray's memory monitor killed the process",
             fix="lower --max-tokens-per-gpu or --micro-batch-size, put fewer processes on a host, or raise Ray's "
             "threshold (RAY_memory_usage_threshold)",
-            check_id="out_of_memory",
         ) from error
     except RayActorError as error:
         raise ActorDied(

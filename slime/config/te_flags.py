@@ -60,7 +60,6 @@ def missing(values: Mapping[str, Any], *, installed: bool) -> UserError | None:
                 f"{asked} needs Transformer Engine",
                 why=f"{why}, and it is not installed here",
                 fix=f"{INSTALL}, or leave {option} out",
-                check_id="transformer_engine",
             )
         if dest in ACTS_IN_LAYERS and values.get("transformer_impl") != "transformer_engine":
             return UserError(

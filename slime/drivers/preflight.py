@@ -239,7 +239,6 @@ def check_slots(config: Config) -> None:
         why=plan.formula,
         fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share them, or join a Ray "
         "cluster with --ray-address",
-        check_id="placement",
     )
 
 

@@ -79,5 +79,4 @@ class Watchdog:
             f"the rollout has stood still for {seconds:.0f} s",
             why="\n       ".join(parts),
             fix="look at the logs of whoever is waited for; give slow tools or rewards a deadline of their own",
-            check_id="rollout-stalled",
         )

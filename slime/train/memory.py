@@ -143,7 +143,6 @@ def out_of_memory(error: BaseException, phase: str, memory: PhaseMemory) -> OutO
         f"out of {where} in {phase}",
         why="\n       ".join(line for line in lines if line),
         fix="one or more of these, the first ones cost least:\n       " + "\n       ".join(ways),
-        check_id="out_of_memory",
     )
 
 

@@ -84,7 +84,6 @@ class Canary:
                 "the trainer's own log-probs of the canary are not finite",
                 why="its weights hold NaN or infinity, and the engines have them by now",
                 fix="load the last checkpoint before it; lower --lr or --clip-grad",
-                check_id="canary",
             )
         said = self._ask(event)
         found = [Difference.of(self.expected, log_probs) for log_probs in said]
@@ -112,7 +111,6 @@ class Canary:
                 f"an engine did not score the canary after {event}: {error}",
                 why="before the first rollout request the engines' log-probs are compared with the trainer's",
                 fix="read the engine's log; --no-check-canary leaves the comparison out",
-                check_id="canary",
             ) from error
 
     def _allows(self, difference: Difference) -> bool:
@@ -144,7 +142,6 @@ class Canary:
             fix="1. --check-weight-update-equal compares all weights  2. --no-offload-rollout tells whether a release"
             " loses something  3. compare rope and norm settings of --hf-checkpoint with the engine's log"
             "  4. another --sglang-attention-backend or --attention-backend  5. --no-check-canary goes on regardless",
-            check_id="canary",
         )
 
 

@@ -319,7 +319,6 @@ class WeightSync:
                 f"weight update to version {version} failed in the phase '{name}' after {waited:.1f} s: {error}",
                 why=f"trainer rank 0 waited for {late}; {state}",
                 fix=_REMEDIES,
-                check_id="weight-sync-timeout",
             ) from error
         seconds[name] = time.perf_counter() - started
 

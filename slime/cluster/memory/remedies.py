@@ -46,7 +46,6 @@ def refuse(plan: MemoryPlan) -> UserError:
         f"{gb(plan.limit)} GB (of {gb(plan.device.nbytes)} GB)",
         why=f"the largest parts: {largest}{also}; --dry-run shows all",
         fix="\n       ".join([*lines, goes_on]),
-        check_id="memory_plan",
     )
 
 
@@ -68,7 +67,6 @@ def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
         why=f"--sglang-mem-fraction-static {fraction:g} of {gb(memory)} GB is {gb(fraction * memory)} GB,"
         f" of which the weights take {gb(engine.weights)} GB; a token takes {engine.kv_per_token / 1e3:.0f} kB",
         fix="\n       ".join([*ways, goes_on]),
-        check_id="memory_plan",
     )
 
 

@@ -42,7 +42,6 @@ def check_version(version: str | None) -> str:
             "SGLang is not installed in this environment",
             why="--rollout-engine sglang starts python -m sglang.launch_server with this interpreter",
             fix=f"{_INSTALL} (versions {oldest} to {newest}), or pass --rollout-engine embedded",
-            check_id="sglang-version",
         )
     number = version_of(version)[:3]
     if OLDEST <= number <= NEWEST:
@@ -53,5 +52,4 @@ def check_version(version: str | None) -> str:
         f"SGLang {version} is not supported: {oldest} to {newest} are",
         why=f"{missing}; SGLang {oldest} is the first that has it" if older else missing,
         fix=f"{_INSTALL}, or pass --rollout-engine embedded",
-        check_id="sglang-version",
     )
