@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import socket
 import time
@@ -222,4 +223,5 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
             result = (False, traceback.format_exc())
         finally:
             shut_down()
+            gc.collect()  # groups are in cycles, and each has a thread of gloo's that wakes up a hundred times a second
         pipe.send(result)
