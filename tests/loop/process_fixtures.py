@@ -213,7 +213,9 @@ def shared_memory() -> set[str]:
 
 
 def start(flags: list[str], path: Path, script: str = "train.py", **env: str) -> Driver:
-    """``python train.py <flags>`` in a process group of its own; stderr goes to a file."""
+    """``python train.py <flags>`` in a process group of its own, as from a terminal; stderr goes to a file."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; the driver would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     path.parent.mkdir(parents=True, exist_ok=True)
     output = path.parent / f"{path.name}.stderr"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "SLIME_DEBUG": "0", "TOKENIZERS_PARALLELISM": "false", **env}
