@@ -10,15 +10,18 @@ import pytest
 from trainer_ranks import Pools
 
 _MANY_THREADS = 64
+_kept = 0  # threads that the last collection left
 
 
 @pytest.fixture(autouse=True)
 def few_idle_threads() -> Iterator[None]:
     """Process groups that were left are in cycles; until those are found, each keeps a thread of gloo's, which wakes up
     a hundred times a second. Hundreds of them take half of the machine."""
+    global _kept
     yield
-    if len(os.listdir("/proc/self/task")) > _MANY_THREADS:
+    if len(os.listdir("/proc/self/task")) > _kept + _MANY_THREADS:
         gc.collect()
+        _kept = len(os.listdir("/proc/self/task"))
 
 
 @pytest.fixture(scope="session")
