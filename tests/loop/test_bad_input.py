@@ -291,7 +291,7 @@ def begin(world: World) -> Iterator[Callable[..., Driver]]:
         driver.clean_up()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_bad_row_far_down(begin: Callable[..., Driver], world: World, tmp_path: Path) -> None:
     """The rollout actor looks at every row: what it finds reaches the user like any other bad input."""
     data = write(tmp_path / "data.jsonl", *[GOOD] * 3000, {"prompt": "1+2="})
@@ -321,7 +321,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", str(folder)], check=True, timeout=60)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_full_disk_while_saving_keeps_the_last_checkpoint(
     begin: Callable[..., Driver], world: World, small_disk: Callable[[int], Path]
 ) -> None:

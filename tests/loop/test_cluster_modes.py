@@ -116,6 +116,7 @@ def test_two_ranks_and_an_engine_on_three_nodes(cluster: Any, world: World, hold
     wait_until(lambda: not servers(world), "engine and router end with the run", 10)
 
 
+@pytest.mark.full
 def test_a_submitted_job(cluster: Any, world: World, hold: Path) -> None:
     """``ray job submit``: the variables of its runtime environment reach every process, the engine's too. Its name is
     that of the job that found no room, which never came up."""

@@ -84,7 +84,7 @@ def test_commands_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_training_with_the_wheel(installed: Path, tmp_path: Path) -> None:
     """Every process finds the package, and the user's functions in the folder where the command was given."""
     world = World.create(tmp_path / "world")
