@@ -15,25 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.report import Report, Row, at_least
-from benchmarks.gpu.setting import add_arguments, make_model, median, run_training, workspace
+from benchmarks.gpu.setting import make_model, median, new_run_parser, run_training, workspace
 
 USEFUL = ("rollout_time", "log_probs_time", "ref_log_probs_time", "actor_train_time")
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--more", default="", help="more flags for train.py, in one word")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
+    args = new_run_parser(__doc__, prompts=64, samples=8, new_tokens=1024, steps=5).parse_args(argv)
     report = Report("colocated step", args)
     with workspace() as folder:
         report.case(f"{args.prompts} × {args.samples} × {args.new_tokens}", lambda: measure(args, folder))

@@ -22,15 +22,14 @@ from typing import Any
 import aiohttp
 
 from benchmarks.gpu.report import Report, Row, at_least
-from benchmarks.gpu.setting import add_arguments, engine, make_model, median, router, workspace
+from benchmarks.gpu.setting import engine, make_model, median, new_parser, router, workspace
 from slime.config import make_config
 
 Send = Callable[[list[int]], Awaitable[int]]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=512)

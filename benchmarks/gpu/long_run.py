@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.gpu.report import Report, Row, at_least, at_most
-from benchmarks.gpu.setting import add_arguments, make_model, run_training, workspace
+from benchmarks.gpu.setting import make_model, new_run_parser, run_training, workspace
 from slime.config.host import num_gpus
 from slime.observe.report.data import Stage
 
@@ -40,17 +40,10 @@ _MOST_GROWTH_MB, _MOST_DRIFT = 1.0, 1.25
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = new_run_parser(__doc__, prompts=16, samples=8, new_tokens=256, steps=40)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="async needs another GPU")
-    parser.add_argument("--gpus", type=int, default=1, help="of the trainer, and with async of the engines")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between looks at memory")
     parser.add_argument("--settle", type=int, default=10, help="steps before the fits begin")
-    parser.add_argument("--more", default="", help="more flags for the run, in one word")
     return parser.parse_args(argv)
 
 

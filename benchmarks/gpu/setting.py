@@ -30,8 +30,9 @@ HOST = "127.0.0.1"
 ROOT = Path(__file__).parents[2]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those that every measurement has."""
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """With the arguments that every measurement has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b", help="random weights of this shape")
     parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of random weights")
     parser.add_argument("--models", type=Path, help="keep random weights in this folder and use them again")
@@ -39,6 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine-flags", default="", help='of its server, in one word: "--attention-backend fa3"')
     parser.add_argument("--rounds", type=int, default=5, help="measurements; medians are reported (default: 5)")
     report.add_arguments(parser)
+    return parser
+
+
+def new_run_parser(
+    description: str | None, *, prompts: int, samples: int, new_tokens: int, steps: int
+) -> argparse.ArgumentParser:
+    """`new_parser` with what `run_training` needs; the numbers are defaults."""
+    parser = new_parser(description)
+    parser.add_argument("--gpus", type=int, default=1, help="of the trainer, and of engines that have their own")
+    parser.add_argument("--prompts", type=int, default=prompts)
+    parser.add_argument("--samples", type=int, default=samples)
+    parser.add_argument("--new-tokens", type=int, default=new_tokens)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--more", default="", help="more flags for the run, in one word")
+    return parser
 
 
 # -- random weights ------------------------------------------------------------------------------------------
@@ -166,7 +182,7 @@ def run_training(script: str, args: argparse.Namespace, model: Path, folder: Pat
     Random weights answer with noise until the limit, so that every sample has the full length.
 
     Args:
-        args: with ``prompts``, ``samples``, ``new_tokens``, ``steps`` beside those of `add_arguments`.
+        args: of `new_run_parser`.
         folder: for data and outputs; a fresh one.
     Raises:
         RuntimeError: the run failed; its last lines are on stderr.

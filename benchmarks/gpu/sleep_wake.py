@@ -16,12 +16,11 @@ from typing import Any
 
 from benchmarks.gpu import ranks
 from benchmarks.gpu.report import Report, Row, at_most
-from benchmarks.gpu.setting import add_arguments, make_model, median, workspace
+from benchmarks.gpu.setting import make_model, median, new_parser, workspace
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     return parser.parse_args(argv)

@@ -18,14 +18,13 @@ from typing import Any
 
 from benchmarks.gpu import ranks
 from benchmarks.gpu.report import Report, Row, at_most
-from benchmarks.gpu.setting import add_arguments, engine, make_model, median, workspace
+from benchmarks.gpu.setting import engine, make_model, median, new_parser, workspace
 from slime.config import make_config
 from slime.config.host import num_gpus
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--way", choices=["colocated", "apart"], default="colocated")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of trainer and engine")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel size of the trainer")

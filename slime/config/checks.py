@@ -8,28 +8,11 @@ from __future__ import annotations
 from slime.config.checks_megatron import check_megatron
 from slime.config.checks_train import check_training
 from slime.config.host import num_gpus
+from slime.config.needs import check_needs, without
 from slime.config.ranges import check_ranges
 from slime.config.resolve import Draft
+from slime.config.specs import option_of
 from slime.errors import UserError
-
-#: flag -> (flag it has an effect with, value that one must have or None for any true value)
-_NEEDS: dict[str, tuple[str, object]] = {
-    "max_tokens_per_gpu": ("use_dynamic_batch_size", True),
-    "balance_by_flops": ("use_dynamic_batch_size", True),
-    "kl_loss_coef": ("use_kl_loss", True),
-    "use_unbiased_kl": ("use_kl_loss", True),
-    "opsm_delta": ("use_opsm", True),
-    "mask_offpolicy_in_partial_rollout": ("partial_rollout", True),
-    "update_weight_disk_dir": ("update_weight_transport", "disk"),
-    "update_weight_disk_keep_files": ("update_weight_transport", "disk"),
-    "custom_loss_function_path": ("loss_type", "custom_loss"),
-    "rm_url": ("rm_type", "remote_rm"),
-    "save_retain": ("save", None),
-    "async_save": ("save", None),
-    "ckpt_step": ("load", None),
-    "ref_ckpt_step": ("ref_load", None),
-    "load_debug_rollout_data_subsample": ("load_debug_rollout_data", None),
-}
 
 
 def check(draft: Draft) -> None:
@@ -39,27 +22,14 @@ def check(draft: Draft) -> None:
         UserError: the first one found.
     """
     for step in (
-        check_ranges, _needs, _entry, _host, _placement, _parallel, _batches, _lengths, _algorithm, _evaluation, _debug,
-        _names, check_training, check_megatron,
+        check_ranges, check_needs, _one_of_several, _entry, _host, _placement, _parallel, _batches, _lengths,
+        _algorithm, _evaluation, _debug, _names, check_training, check_megatron,
     ):  # fmt: skip
         step(draft)
 
 
-def _option(dest: str) -> str:
-    return "--" + dest.replace("_", "-")
-
-
-def _needs(draft: Draft) -> None:
-    """A flag that has no effect without another one is an error, not ignored."""
-    for dest, (needed, wanted) in _NEEDS.items():
-        if not draft.differs(dest):
-            continue
-        value = draft[needed]
-        if value != wanted if wanted is not None else value is None:
-            asked = _option(needed) + ("" if wanted in (True, None) else f" {wanted}")
-            raise UserError(
-                f"{_option(dest)} has no effect without {asked}", fix=f"pass {asked} too, or leave {_option(dest)} out"
-            )
+def _one_of_several(draft: Draft) -> None:
+    """Flags that need one of several others, or a combination."""
     if draft.differs("save_interval") and not (draft["save"] or draft["save_hf"]):
         raise UserError(
             "--save-interval has no effect without --save or --save-hf", fix="pass one of them, or leave it out"
@@ -72,7 +42,7 @@ def _needs(draft: Draft) -> None:
         )
     for dest in ("tis_clip", "tis_clip_low"):
         if draft.differs(dest) and not (draft["use_tis"] or draft["get_mismatch_metrics"]):
-            raise UserError(f"{_option(dest)} has no effect without --use-tis", fix="pass --use-tis too")
+            raise without(dest, "--use-tis")
     own_advantages = draft["custom_advantage_function_path"] is not None  # it may read any flag
     if draft.differs("gamma") and draft["advantage_estimator"] != "reinforce_plus_plus" and not own_advantages:
         raise UserError(
@@ -146,9 +116,9 @@ def _placement(draft: Draft) -> None:
     for dest in ("offload_train", "offload_rollout"):
         if draft[dest] and not draft["colocate"]:
             raise UserError(
-                f"{_option(dest)} has no effect without --colocate",
+                f"{option_of(dest)} has no effect without --colocate",
                 why="trainer and engines have GPUs of their own",
-                fix=f"remove {_option(dest)} (or --offload), or pass --colocate",
+                fix=f"remove {option_of(dest)} (or --offload), or pass --colocate",
             )
 
 
@@ -238,7 +208,7 @@ def _lengths(draft: Draft) -> None:
     for dest in ("rollout_max_context_len", "eval_max_context_len"):
         if cap is not None and draft[dest] is not None and draft[dest] > cap:
             raise UserError(
-                f"{_option(dest)} {draft[dest]} is more than --seq-length {cap}",
+                f"{option_of(dest)} {draft[dest]} is more than --seq-length {cap}",
                 why="--seq-length is the hard cap of prompt plus response",
                 fix="lower the first or raise the second",
             )
@@ -332,7 +302,7 @@ def _names(draft: Draft) -> None:
         name = draft[dest]
         if name is not None and (name in ("", ".", "..") or "/" in name):
             raise UserError(
-                f"{_option(dest)} {name!r} is no name of a folder",
+                f"{option_of(dest)} {name!r} is no name of a folder",
                 why="the run folder is --output-dir/--run-name, one level deep, so that tensorboard finds all runs; "
                 "folders of a stage are inside",
                 fix=f"leave the slash out; {fix}",
@@ -356,7 +326,7 @@ def _debug(draft: Draft) -> None:
                 (draft[dest] or "").format(rollout_id=rollout_id)
         except (KeyError, IndexError, ValueError) as error:
             raise UserError(
-                f"{_option(dest)} {draft[dest]} cannot be filled in",
+                f"{option_of(dest)} {draft[dest]} cannot be filled in",
                 why=f"the only field is {{rollout_id}}; {type(error).__name__}: {error}",
                 fix="write {{ and }} for braces that are meant",
             ) from error
@@ -368,7 +338,7 @@ def _debug(draft: Draft) -> None:
             and draft["num_rollout"] not in (None, 0, 1)
         ):
             raise UserError(
-                f"{_option(dest)} {draft[dest]} has no {{rollout_id}} in it",
+                f"{option_of(dest)} {draft[dest]} has no {{rollout_id}} in it",
                 why="every rollout would have the same file",
                 fix="put {rollout_id} into the name, e.g. dump_{rollout_id}.pt",
             )

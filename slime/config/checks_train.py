@@ -7,6 +7,7 @@ import os
 import re
 
 from slime.config.resolve import Draft
+from slime.config.specs import option_of
 from slime.errors import UserError
 
 #: What megatron-core can recompute on its own (``--recompute-modules``).
@@ -28,10 +29,6 @@ def check_training(draft: Draft) -> None:
     _expressions(draft)
 
 
-def _option(dest: str) -> str:
-    return "--" + dest.replace("_", "-")
-
-
 def _recompute(draft: Draft) -> None:
     granularity = draft["recompute_granularity"]
     for dest, needed in (
@@ -41,9 +38,9 @@ def _recompute(draft: Draft) -> None:
     ):
         if draft[dest] and granularity != needed:
             raise UserError(
-                f"{_option(dest)} has no effect without --recompute-granularity {needed}",
+                f"{option_of(dest)} has no effect without --recompute-granularity {needed}",
                 why=f"the granularity is {granularity}" if granularity else "nothing is recomputed",
-                fix=f"pass --recompute-granularity {needed}, or leave {_option(dest)} out",
+                fix=f"pass --recompute-granularity {needed}, or leave {option_of(dest)} out",
             )
     for name in draft["recompute_modules"]:
         if name not in RECOMPUTE_MODULES:
@@ -87,7 +84,7 @@ def _expressions(draft: Draft) -> None:
                 re.compile(expression)
             except re.error as error:
                 raise UserError(
-                    f"{_option(dest)} {expression} is no regular expression",
+                    f"{option_of(dest)} {expression} is no regular expression",
                     why=str(error),
                     fix="names are searched with Python's re.search; write \\( for a bracket that is meant",
                 ) from error

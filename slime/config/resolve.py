@@ -54,7 +54,7 @@ class Draft:
 
     def differs(self, dest: str) -> bool:
         """Whether the user asked for something else than the default."""
-        return self.is_given(dest) and self.values[dest] != own_flags()[dest].default
+        return self.is_given(dest) and self.values[dest] != all_flags()[dest].default
 
     def derive(self, dest: str, value: Any, formula: str) -> None:
         """Set ``dest``, unless the user or an earlier derivation did."""

@@ -40,6 +40,11 @@ GROUPS: dict[str, type] = {
 Kind = Literal["bool", "int", "float", "str", "json", "int_or_list"]
 
 
+def option_of(dest: str) -> str:
+    """``--lr-decay-style`` of ``lr_decay_style``."""
+    return "--" + dest.replace("_", "-")
+
+
 @dataclass(frozen=True)
 class FlagSpec:
     """One flag, whoever defined it.
@@ -75,7 +80,7 @@ class FlagSpec:
 
     @property
     def option(self) -> str:
-        return "--" + self.dest.replace("_", "-")
+        return option_of(self.dest)
 
     @property
     def options(self) -> tuple[str, ...]:

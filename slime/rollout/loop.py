@@ -54,7 +54,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _LOAD_INTERVAL = 2.0
-#: How long a failing request is sent again; with fault tolerance it outlasts the restart of an engine.
+#: How long a failing request is sent again, by --use-fault-tolerance.
 _RETRY_SECONDS = {False: 60.0, True: 600.0}
 
 

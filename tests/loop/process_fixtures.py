@@ -185,6 +185,12 @@ class Driver:
             time.sleep(0.1)
         assert self.living() == [] and shared_memory() == set()
 
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.clean_up()
+
     def clean_up(self) -> None:
         """Whatever the test did not end."""
         self._ended.set()

@@ -58,8 +58,7 @@ def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path)
     """Two trainer ranks, an engine on the slot of each: weights through handles, memory handed over and back."""
     calls = tmp_path / "calls.jsonl"
     flags = world.flags("turns", "--rollout-engine", "sglang", "--actor-num-gpus-per-node", 2, "--num-gpus-per-node", 8)
-    driver = start(flags, world.outputs / "turns", **environment(calls))
-    try:
+    with start(flags, world.outputs / "turns", **environment(calls)) as driver:
         assert driver.end() == 0, driver.stderr
         assert driver.steps() == [1, 2]
         engines = calls_by_engine(calls)
@@ -75,8 +74,6 @@ def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path)
         assert all(row["perf/release_engines_time"] >= 0 for row in rows if "rollout/raw_reward" in row)
         assert "IPC handles" in "".join(log.read_text() for log in (driver.path / "logs").glob("trainer-0*"))
         driver.leaves_nothing()
-    finally:
-        driver.clean_up()
 
 
 @pytest.mark.full
@@ -90,8 +87,7 @@ def test_engines_of_their_own_get_broadcasts(world: World, tmp_path: Path) -> No
     )
     flags = [flag for flag in world.flags("apart") if flag != "--colocate"]
     flags += ["--rollout-engine", "sglang", "--rollout-num-gpus", "3", "--sglang-config", str(groups)]
-    driver = start(flags, world.outputs / "apart", script="train_async.py", **environment(calls))
-    try:
+    with start(flags, world.outputs / "apart", script="train_async.py", **environment(calls)) as driver:
         assert driver.end() == 0, driver.stderr
         assert driver.steps() == [1, 2]
         engines = calls_by_engine(calls)
@@ -99,8 +95,6 @@ def test_engines_of_their_own_get_broadcasts(world: World, tmp_path: Path) -> No
         for engine in engines:
             assert next(word for word in phases(engine) if word.startswith("bucket")) == "bucket 1"
             assert not any("memory_occupation" in call["path"] for call in engine)
-    finally:
-        driver.clean_up()
 
 
 @pytest.mark.full
@@ -123,8 +117,7 @@ def test_a_model_that_judges_keeps_its_weights(world: World, tmp_path: Path) -> 
     flags = world.flags("judged", "--rollout-engine", "sglang", "--sglang-config", models)
     flags += ["--actor-num-gpus-per-node", "2", "--num-gpus-per-node", "8"]
     flags += ["--custom-rm-path", f"{tmp_path / 'judging.py'}:reward"]
-    driver = start(flags, world.outputs / "judged", **environment(calls))
-    try:
+    with start(flags, world.outputs / "judged", **environment(calls)) as driver:
         assert driver.end() == 0, driver.stderr
         assert [row["rollout/raw_reward"] for row in driver.rows() if "rollout/raw_reward" in row] == [1.0, 1.0]
         policy, judge = sorted(map(phases, calls_by_engine(calls)), key=lambda words: "bucket 1" not in words)
@@ -132,8 +125,6 @@ def test_a_model_that_judges_keeps_its_weights(world: World, tmp_path: Path) -> 
         assert judge == turns[:-1], "it is asked in two rollouts, and never gets weights"
         assert "bucket 3" in policy
         driver.leaves_nothing()
-    finally:
-        driver.clean_up()
 
 
 @pytest.mark.parametrize(
@@ -146,29 +137,23 @@ def test_a_model_that_judges_keeps_its_weights(world: World, tmp_path: Path) -> 
 def test_an_engine_that_does_not_start_ends_the_run_with_its_words(
     world: World, tmp_path: Path, flags: tuple[str, ...], env: dict[str, str], said: str
 ) -> None:
-    driver = start(
+    with start(
         world.flags("dead", "--rollout-engine", "sglang", *flags, "--output-dir", tmp_path),
         tmp_path / "dead",
         **environment(tmp_path / "calls", **env),
-    )
-    try:
+    ) as driver:
         assert driver.end() == 2
         text = "\n".join(driver.error())
         assert said in text and "engine-0 ended with exit status 1 before it was ready" in text
         assert "--sglang-mem-fraction-static" in text
-    finally:
-        driver.clean_up()
 
 
 def test_without_sglang_the_run_is_refused_before_anything_starts(world: World, tmp_path: Path) -> None:
-    driver = start(
+    with start(
         world.flags("none", "--rollout-engine", "sglang", "--output-dir", tmp_path),
         tmp_path / "none",
         PYTHONPATH=os.environ.get("PYTHONPATH", ""),
-    )
-    try:
+    ) as driver:
         assert driver.end() == 2
         assert "pip install 'slime-rl[sglang]'" in "\n".join(driver.error())
         assert not (tmp_path / "none").exists()
-    finally:
-        driver.clean_up()

@@ -11,7 +11,7 @@ import pytest
 
 import slime.config.ranges
 from slime.config import make_config
-from slime.config.checks_megatron import ACTS_WITH
+from slime.config.needs import ACTS_WITH
 from slime.config.ranges import INTERVALS, check_number
 from slime.config.registry import all_flags
 from slime.config.specs import FlagSpec
@@ -139,7 +139,7 @@ def other_than_default(spec: FlagSpec) -> Any:
         return next(choice for choice in spec.choices if choice != spec.default)
     if spec.kind == "str":
         return "x"
-    return 0.5 if spec.kind == "float" and spec.dest in ("optimizer_offload_fraction", "sgd_momentum") else 7
+    return 7 if spec.dest not in INTERVALS or 7 in INTERVALS[spec.dest] else 0.5
 
 
 @pytest.mark.parametrize("dest", sorted(ACTS_WITH))

@@ -64,9 +64,8 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
     request = json.loads(bytes(raw.cpu().numpy().tobytes()))
     rank = dist.get_rank() if dist.is_initialized() else 0
     try:
-        answer = _layout(model, request["tensors"])
-        if request["action"] == "fingerprint":
-            answer = _fingerprints(model, request["tensors"])
+        asked = {"layout": _layout, "fingerprint": _fingerprints}[request["action"]]
+        answer = asked(model, request["tensors"])
     except Exception as error:  # must not reach the engine's scheduler, which would die of it
         logger.exception("weights could not be reported")
         answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
