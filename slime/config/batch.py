@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from slime.config.specs import option_of
 from slime.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def derive_batch_sizes(draft: Draft) -> None:
     """
     for dest in ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"):
         if draft[dest] is not None and draft[dest] < 1:
-            raise UserError(f"--{dest.replace('_', '-')} is {draft[dest]}", why="it must be at least 1")
+            raise UserError(f"{option_of(dest)} is {draft[dest]}", why="it must be at least 1")
     samples = draft["n_samples_per_prompt"]
     if draft["rollout_batch_size"] is None:
         prompts, formula = _prompts(draft["global_batch_size"], draft["num_steps_per_rollout"], samples)
@@ -77,7 +78,7 @@ def _contradiction(prompts: int, samples: int, batch: int, steps: int) -> UserEr
 
 
 def _not_whole(product: str, total: int, name: str, divisor: int) -> UserError:
-    option = "--" + name.replace("_", "-")
+    option = option_of(name)
     below = next(d for d in range(min(divisor, total), 0, -1) if total % d == 0)
     above = next((d for d in range(divisor, total + 1) if total % d == 0), None)
     near = f"{option} {below}" + (f" or {option} {above}" if above is not None else "")

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from slime.config.registry import Spelling, nearest, spellings, unknown_name
-from slime.config.specs import FlagSpec
+from slime.config.specs import FlagSpec, option_of
 from slime.config.values import convert
 from slime.errors import UserError
 
@@ -194,7 +194,7 @@ def _refuse_files(given: Given, path: str, *dests: str) -> None:
     """A file that names further files, which are read before it, would be ignored in that."""
     for dest in dests:
         if dest in given.values:
-            option = "--" + dest.replace("_", "-")
+            option = option_of(dest)
             raise UserError(
                 f"{path}: {dest} cannot be set in this file",
                 why="configuration files do not include each other",

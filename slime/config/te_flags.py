@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from slime.config.specs import option_of
 from slime.errors import UserError
 
 _FP8 = "low-precision matrix products are Transformer Engine's"
@@ -53,7 +54,7 @@ def missing(values: Mapping[str, Any], *, installed: bool) -> UserError | None:
         wanted = _ONLY.get(dest)
         if value is None or value is False or (wanted is not None and value != wanted):
             continue
-        option = "--" + dest.replace("_", "-")
+        option = option_of(dest)
         asked = option if value is True else f"{option} {value}"
         if not installed:
             return UserError(

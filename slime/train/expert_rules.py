@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.config.megatron_lm import REFUSED_AT_LAUNCH
+from slime.config.specs import option_of
 from slime.errors import UserError
 
 #: Balance losses; each counts the experts' shares over other ranks' tokens (`slime.train.megatron.moe_router`).
@@ -28,7 +29,7 @@ def check_experts(arguments: Mapping[str, Any]) -> None:
     """
     for name, why in REFUSED_AT_LAUNCH.items():
         if arguments.get(name):
-            raise UserError(f"--{name.replace('_', '-')} cannot be honoured", why=why, fix="leave it out")
+            raise UserError(f"{option_of(name)} cannot be honoured", why=why, fix="leave it out")
     balancing = arguments.get("moe_router_load_balancing_type", "aux_loss")
     if balancing not in LOAD_BALANCING:
         raise UserError(

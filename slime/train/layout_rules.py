@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slime.config import Config
+from slime.config.specs import option_of
 from slime.errors import UserError
 from slime.weights.convert.spec import ModelSpec
 
@@ -120,8 +121,7 @@ def _expert_rules(spec: ModelSpec, config: Config) -> list[tuple[int, int, str, 
                 raise UserError(f"{flag} {size}, but the model has no experts", fix="leave the flag out")
         for dest in ("use_rollout_routing_replay", "use_routing_replay"):  # the first implies the second
             if getattr(config.train, dest):
-                flag = "--" + dest.replace("_", "-")
-                raise UserError(f"{flag}, but the model has no experts", fix="leave the flag out")
+                raise UserError(f"{option_of(dest)}, but the model has no experts", fix="leave the flag out")
         return []
     cut = shards or megatron.tensor_model_parallel_size
     cut_by = "--tensor-model-parallel-size" if shards is None else "--expert-tensor-parallel-size"
