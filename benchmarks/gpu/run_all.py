@@ -60,7 +60,7 @@ _FEW_GRAPHS = "--cuda-graph-max-bs 8"  # SGLang starts sooner, where no speed of
 
 CASES = [
     Case("trainer-0.6b", 1, 40, 180, "trainer qwen3-0.6b --peer --profile", f"trainer {_TINY} --peer --profile"),
-    Case("trainer-4b", 1, 40, 120, "trainer qwen3-4b", f"trainer {_TINY}"),
+    Case("trainer-4b", 1, 40, 120, "trainer qwen3-4b --max-tokens 4096", f"trainer {_TINY}"),
     Case("trainer-moe", 1, 40, 120, "trainer qwen3-moe-4b", f"trainer {_TINY.replace('tiny', 'tiny-moe')}"),
     Case("sleep-wake-4b", 1, 60, 180, "sleep_wake --shape qwen3-4b", "sleep_wake --shape tiny --rounds 2", ""),
     Case("generation-0.6b", 1, 120, 360, "generation --shape qwen3-0.6b --rounds 3",

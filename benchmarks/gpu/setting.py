@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from benchmarks.gpu import report
 from benchmarks.gpu.trainer import SHAPES
 from slime.cluster.ports import reserve_port
-from slime.cluster.server_process import ServerDied, ServerProcess
+from slime.cluster.server_process import ServerProcess
 from slime.config import Config
 from slime.config.host import num_gpus
 from slime.observe.report.data import Stage, read_run
@@ -137,7 +138,12 @@ def engine(
         else:
             spec = embedded_command(config, str(model), HOST, port)
         spec.argv.extend(args.engine_flags.split())
-        yield _served(stack, "engine", spec, port, folder)
+        url = _served(stack, "engine", spec, port, folder)
+        try:
+            yield url
+        except BaseException:
+            _show_log(folder / "engine.log")
+            raise
 
 
 @contextmanager
@@ -160,12 +166,18 @@ def _served(stack: ExitStack, name: str, spec: LaunchSpec, port: int, folder: Pa
     process = ServerProcess(name, spec, f"http://{HOST}:{port}", folder / f"{name}.log")
     process.start()
     stack.callback(process.stop)
+    started = time.perf_counter()
     try:
         process.wait_ready()
-    except ServerDied:
-        print(process.log_tail(60), file=sys.stderr, flush=True)
+    except BaseException:
+        _show_log(folder / f"{name}.log")
         raise
+    print(f"{name} ready after {time.perf_counter() - started:.0f} s", flush=True)
     return process.url
+
+
+def _show_log(path: Path, lines: int = 60) -> None:
+    print("\n".join(path.read_text(errors="replace").splitlines()[-lines:]), file=sys.stderr, flush=True)
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------

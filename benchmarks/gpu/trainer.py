@@ -16,15 +16,19 @@ other in processes of their own; medians over --steps after two steps of warm-up
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import ranks
 from benchmarks.gpu.report import Report, Row, add_arguments, at_least, at_most
+from benchmarks.gpu.timeline import find_gaps, summary
 
 WARM_UP_STEPS = 2
 PEER_ATTENTION = "packed_varlen"  # transformers looks for a package behind a name with "flash" in it
@@ -78,16 +82,21 @@ def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
     tensor_parallel = backend.config.megatron.tensor_model_parallel_size
     spec = family_of(SHAPES[shape]).model_spec(SHAPES[shape]).padded(tensor_parallel)
     backend.setup(spec=spec, initialise=True)
+    gc.collect()
+    gc.freeze()  # as `TrainerActor` does
     layout_of = backend.layout
     batch = make_batch(args, spec.vocab_size, backend.data_parallel_rank, layout_of.data_parallel_size)
 
+    peaks: list[float] = []
+
     def step() -> None:
-        backend.train(batch)
+        metrics = backend.train(batch)  # which starts a new peak with each phase
         backend.synchronize()
+        peaks.append(max(value for name, value in metrics.items() if name.endswith("_peak_memory_gb")))
 
     seconds = timed(step, args.steps)
     if place.rank == 0:
-        answer(measured("slime", shape, args, place.world, seconds, _peak(torch)))
+        answer(measured("slime", shape, args, place.world, seconds, max(peaks) if torch.cuda.is_available() else None))
     if args.profile:  # on every rank: a step is collective
         profile(step, place.rank)
     backend.close()
@@ -150,14 +159,14 @@ def packed_flash_attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Any, None]:
     """transformers' attention interface over torch's variable-length kernel."""
-    from slime.train.megatron.attention import _flash_packed
+    from slime.train.megatron.attention import torch_varlen
     from slime.train.megatron.packed import PackedSequences
 
     ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     sequences = PackedSequences(cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
     packed = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
     scale = scaling if scaling is not None else float(query.size(-1)) ** -0.5
-    return _flash_packed(packed[0], packed[1], packed[2], sequences, scale)[None], None
+    return torch_varlen(packed[0], packed[1], packed[2], sequences, scale)[None], None
 
 
 # -- the work, and what is measured ----------------------------------------------------------------------------
@@ -241,16 +250,24 @@ def _peak(torch: Any) -> float | None:
     return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None
 
 
-def profile(step: Callable[[], None], rank: int) -> None:
-    """Where the time of a step goes, kernel by kernel, on the first rank."""
+def profile(step: Callable[[], None], rank: int, rows: int = 30) -> None:
+    """Where the time of a step goes, on the first rank: kernel by kernel, and where there was none."""
+    import torch
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
     with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         step()
-    if rank == 0:
-        table = recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=70)
-        print(table, flush=True)
+    if rank != 0 or not torch.cuda.is_available():
+        return
+    kernels = [e for e in recorded.key_averages() if e.device_type == DeviceType.CUDA and e.self_device_time_total]
+    for event in sorted(kernels, key=lambda e: -e.self_device_time_total)[:rows]:
+        print(f"{event.self_device_time_total / 1e3:9.3f} ms {event.count:6d} x {event.key[:110]}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(file))
+        print(summary(find_gaps(json.loads(file.read_text())["traceEvents"])), flush=True)
 
 
 def _setting(word: str) -> tuple[str, Any]:

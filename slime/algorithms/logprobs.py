@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.algorithms.fusion import fused
+from slime.algorithms.products import add_product
 
 _ROWS_PER_BLOCK = 8192
 _BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
@@ -239,9 +240,9 @@ def _backward_rows(
         at_target += torch.where(here, grad_log_probs * plan.scale, 0.0)
         grad = _slope(logits, plan.scale, *per_row).scatter_(1, column, at_target.to(hidden.dtype))
         if weight_sink is not None:
-            _add_product(weight_sink[lo:hi], grad.t(), hidden)
+            add_product(weight_sink[lo:hi], grad.t(), hidden)
         if grad_hidden is not None:
-            _add_product(grad_hidden, grad, weight[lo:hi])
+            add_product(grad_hidden, grad, weight[lo:hi])
     return grad_hidden
 
 
@@ -265,11 +266,3 @@ def _slope(
         slope = (x + entropy).mul_(grad_entropy * scale).add_(grad_log_probs * scale).neg_()
         grad = x.exp_().mul_(slope)
     return grad.to(logits.dtype)
-
-
-def _add_product(sink: Tensor, a: Tensor, b: Tensor) -> None:
-    """sink += a @ b, without an intermediate where the dtypes allow it."""
-    if sink.dtype == a.dtype:
-        sink.addmm_(a, b)
-    else:
-        sink.add_(a @ b)

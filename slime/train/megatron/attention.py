@@ -10,17 +10,22 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.errors import UserError
+from slime.observe.log import get_logger
+from slime.train.megatron import device
+from slime.train.megatron.layers import RMSNorm
 from slime.train.megatron.packed import PackedSequences
 from slime.train.megatron.padded import Block, PaddedLayout
 from slime.train.megatron.rotary import Rotate
@@ -28,6 +33,9 @@ from slime.train.megatron.rotary import Rotate
 # below this length a bfloat16 CPU is faster with explicit products than with torch's blocked kernel (2.4x to 6x on
 # AVX512-bf16, forward and backward); above it, or in float32, the blocked kernel wins
 _EXPLICIT_BELOW = 320
+_FLASH4_WIDEST = 128  # dimensions of a head
+
+logger = get_logger(__name__)
 
 
 class PackedAttention(torch.nn.Module):
@@ -82,12 +90,36 @@ class PackedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         assert packed_seq_params is not None and packed_seq_params.rotary is not None
         sequences = packed_seq_params
-        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
-        cos, sin = packed_seq_params.rotary
-        query = Rotate.apply(query, cos, sin, self.config.rotary_interleaved)
-        key = Rotate.apply(key, cos, sin, self.config.rotary_interleaved)
+        heads = self._heads_in_one_pass if self._takes_one_pass(hidden_states) else self._heads
+        query, key, value = heads(hidden_states, *packed_seq_params.rotary)
         out = attend(self, functools.partial(self.core_attention, sequences=sequences), query, key, value)
         return self.linear_proj(out.reshape(out.size(0), 1, -1))
+
+    def _heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [T, heads, dim], key and value [T, groups, dim], ready for attention."""
+        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden))
+        interleaved = self.config.rotary_interleaved
+        return Rotate.apply(query, cos, sin, interleaved), Rotate.apply(key, cos, sin, interleaved), value
+
+    def _takes_one_pass(self, hidden: Tensor) -> bool:
+        """Kernels can be used, norms of queries and keys are ours if there are any, and the rank has whole groups."""
+        kinds = {type(self.q_layernorm), type(self.k_layernorm)}
+        known = kinds == {RMSNorm} or kinds <= {IdentityOp, type(None)}
+        whole_groups = self.config.num_query_groups >= self.world_size
+        return hidden.is_cuda and known and whole_groups and device.has_kernels()
+
+    def _heads_in_one_pass(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`_heads` by a kernel of its own."""
+        from slime.train.kernels.attention_heads import SplitNormRotate
+
+        mixed, _ = self.get_query_key_value_tensors(hidden, split_qkv=False)
+        weights, eps = (None, None), 0.0
+        if isinstance(self.q_layernorm, RMSNorm):
+            weights, eps = (self.q_layernorm.weight, self.k_layernorm.weight), self.q_layernorm.eps
+        per_group = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
+        return SplitNormRotate.apply(
+            mixed.flatten(0, 1), *weights, cos, sin, per_group, eps, self.config.rotary_interleaved
+        )
 
 
 def attend(layer: Attention, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -97,12 +129,41 @@ def attend(layer: Attention, core: Callable[..., Tensor], query: Tensor, key: Te
     return core(query, key, value)
 
 
+def _flash_packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+    """By the package flash-attn-4, which comes with SGLang and is twice as fast on Hopper, or by torch's kernel."""
+    fast = None if torch.are_deterministic_algorithms_enabled() else _flash4(query.device)
+    if fast is None or max(query.size(-1), value.size(-1)) > _FLASH4_WIDEST:
+        return torch_varlen(query, key, value, sequences, scale)
+    ends, longest = sequences.cu_seqlens_q, sequences.max_seqlen_q
+    out = fast(
+        query, key, value, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest,
+        softmax_scale=scale, causal=True,
+    )  # fmt: skip
+    return out[0] if isinstance(out, tuple) else out
+
+
+@functools.cache
+def _flash4(place: torch.device) -> Callable[..., Any] | None:
+    """The kernel for packed sequences of flash-attn-4; None where it is not installed or not for this GPU."""
+    if torch.cuda.get_device_capability(place)[0] not in (9, 10):
+        return None
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # later processes need not compile again
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+    except ImportError as error:
+        logger.info("attention by torch's kernel; flash-attn-4 would be faster on this GPU (%s)", error)
+        return None
+    logger.info("attention by flash-attn-4")
+    return cast(Callable[..., Any], flash_attn_varlen_func)
+
+
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _flash_packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+def torch_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+    """torch's flash attention for packed sequences; arguments as of `PackedAttention.forward`."""
     from torch.nn.attention.varlen import varlen_attn
 
     accepted = _parameters(varlen_attn)

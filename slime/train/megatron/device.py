@@ -26,9 +26,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import logging
 import os
 import shutil
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,6 +39,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from slime.algorithms.products import add_product
 from slime.observe.log import get_logger
 
 logger = get_logger(__name__)
@@ -58,8 +62,10 @@ def install() -> torch.device:
     """
     global _installed
     _quiet_megatron()
+    _offer_accumulating_products()
     if has_gpu():
         _run_eagerly_without_compiler()
+        _measure_norms_at_once()
         return torch.device("cuda", torch.cuda.current_device())
     if not _installed:
         _installed = True
@@ -110,10 +116,48 @@ def _quiet_megatron() -> None:
         warnings.filterwarnings("ignore", message=said)
 
 
+def _offer_accumulating_products() -> None:
+    """The module of Apex by which Megatron adds weight gradients to its float32 buffers within the product, instead of
+    writing them out and adding them in another pass. torch's own products can do that too."""
+    name = "fused_weight_gradient_mlp_cuda"
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        return
+
+    def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+        add_product(main_grad, grad_output.t(), inputs)
+
+    module = types.ModuleType(name, _offer_accumulating_products.__doc__)
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate  # type: ignore[attr-defined]
+    sys.modules[name] = module
+
+
+def _measure_norms_at_once() -> None:
+    """Megatron's own stand-in for Apex's norm of many tensors waits for the GPU once per tensor."""
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    def norm(chunk_size: int, flag: Any, lists: list[list[torch.Tensor]], *_: Any) -> tuple[torch.Tensor, None]:
+        norms = torch._foreach_norm([tensor for tensors in lists for tensor in tensors])
+        return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = norm
+
+
+def has_kernels() -> bool:
+    """May Triton kernels be used: is there a GPU, and a C compiler for what launches them?"""
+    return has_gpu() and _has_compiler()
+
+
+@functools.cache
+def _has_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang"))
+
+
 @functools.cache
 def _run_eagerly_without_compiler() -> None:
     """Triton builds what launches its kernels with a C compiler; without one, ``torch.compile`` must not be tried."""
-    if any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
+    if _has_compiler():
         return
     torch.compiler.set_stance("force_eager")
     logger.warning(

@@ -11,6 +11,8 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime.train.megatron import device
+
 
 def leave_as_it_is(tensor: Tensor) -> Tensor:
     """The initialisation of parameters that a checkpoint is loaded into."""
@@ -32,6 +34,10 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and device.has_kernels():
+            from slime.train.kernels.rms_norm import RMSNormFunction
+
+            return RMSNormFunction.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
 

@@ -265,7 +265,8 @@ def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dic
         "recompute_granularity": megatron.recompute_granularity,
         "recompute_method": megatron.recompute_method,
         "recompute_num_layers": megatron.recompute_num_layers,
-        "gradient_accumulation_fusion": False,
+        # `device.install` offers what it needs; Transformer Engine has its own way
+        "gradient_accumulation_fusion": not te_layers.is_used(config),
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         # one full-size draw that every layout cuts its piece from: random weights do not depend on the layout

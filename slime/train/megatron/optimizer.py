@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.observe.log import get_logger
 from slime.train.megatron import device
+from slime.train.megatron.attention import PackedSelfAttention
 from slime.train.megatron.host_states import HostStates
+from slime.train.megatron.layers import RMSNorm
 from slime.train.megatron.model import PolicyModel, parameter_dtype
 from slime.train.records import StepOutcome
 from slime.weights.megatron_names import Placement, global_parameters, unwrapped
@@ -156,8 +158,8 @@ def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[Da
             )
         )
         chunk.accumulates_into_main_grad(not megatron.overlap_grad_reduce)
-        if wrapped[-1].use_forward_hook and chunk.post_process:
-            _wait_for_output_layer(wrapped[-1], chunk)
+        if wrapped[-1].use_forward_hook:
+            _wait_for_direct_uses(wrapped[-1], chunk)
     transformer = chunks[0].config
     transformer.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [w.no_sync for w in wrapped]
     transformer.finalize_model_grads_func = finalize_model_grads
@@ -167,11 +169,21 @@ def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[Da
     return wrapped
 
 
-def _wait_for_output_layer(wrapper: DataParallel, chunk: PolicyModel) -> None:
+def _wait_for_direct_uses(wrapper: DataParallel, chunk: PolicyModel) -> None:
     """``--overlap-param-gather`` waits for a module's parameters when it is called. The output layer never is: its
-    weight goes straight into the log-probs."""
+    weight goes straight into the log-probs; nor are the norms of queries and keys, where one kernel does all."""
     wait = wrapper._make_forward_pre_hook()
-    chunk.decoder.final_layernorm.register_forward_pre_hook(lambda norm, _: wait(chunk.output_layer))
+    if chunk.post_process:
+        chunk.decoder.final_layernorm.register_forward_pre_hook(lambda norm, _: wait(chunk.output_layer))
+    for module in chunk.modules():
+        if isinstance(module, PackedSelfAttention):
+            module.register_forward_pre_hook(lambda attention, _: _wait_for_norms(attention, wait))
+
+
+def _wait_for_norms(attention: PackedSelfAttention, wait: Callable[[nn.Module], Any]) -> None:
+    for norm in (attention.q_layernorm, attention.k_layernorm):
+        if isinstance(norm, RMSNorm):
+            wait(norm)
 
 
 def gather_parameters(chunks: Sequence[DataParallel]) -> None:

@@ -1,0 +1,204 @@
+"""From the product of the query, key and value weights to what attention takes: one pass over memory, and one back.
+
+    mixed [T, groups, (per group + 2) · dim]  ─►  query [T, groups · per group, dim]   normalised, rotated
+       q q q q k v │ q q q q k v │ …              key   [T, groups, dim]               normalised, rotated
+                                                  value [T, groups, dim]
+
+Written out, that is a copy, two norms and two rotations, each reading and writing everything, and twice that going
+back. Inside, everything is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TOKENS = 32  # of a tile: one head of so many tokens
+_TILES = 4  # per program in the backward pass, which then writes one partial gradient of its head's norm weight
+
+
+@triton.jit
+def _offsets(HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Columns of the first and second members of the rotated pairs."""
+    i = tl.arange(0, BLOCK)[None, :]
+    if INTERLEAVED:
+        return i, 2 * i, 2 * i + 1
+    return i, i, i + HALF
+
+
+@triton.jit
+def _forward(
+    mixed_ptr, q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, n, eps,
+    GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    REST: tl.constexpr, WITH_NORM: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(1) // (PER_GROUP + 2)
+    slot = tl.program_id(1) % (PER_GROUP + 2)
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    inside = t < n
+    i, first, second = _offsets(HALF, BLOCK, INTERLEAVED)
+    pairs = inside & (i < HALF)
+    rest = 2 * HALF + tl.arange(0, REST)[None, :]
+    others = inside & (rest < DIM)
+    source = mixed_ptr + (t * GROUPS * (PER_GROUP + 2) + tl.program_id(1)) * DIM
+    x1 = tl.load(source + first, mask=pairs, other=0.0).to(tl.float32)
+    x2 = tl.load(source + second, mask=pairs, other=0.0).to(tl.float32)
+    x3 = tl.load(source + rest, mask=others, other=0.0).to(tl.float32)
+    if slot < PER_GROUP:
+        target = q_ptr + (t * GROUPS * PER_GROUP + group * PER_GROUP + slot) * DIM
+        w_ptr = wq_ptr
+    elif slot == PER_GROUP:
+        target = k_ptr + (t * GROUPS + group) * DIM
+        w_ptr = wk_ptr
+    else:
+        target = v_ptr + (t * GROUPS + group) * DIM
+        w_ptr = wk_ptr
+    if slot <= PER_GROUP:
+        if WITH_NORM:
+            squares = tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1) + tl.sum(x3 * x3, axis=1)
+            scale = tl.rsqrt(squares / DIM + eps)[:, None]
+            x1 = x1 * scale * tl.load(w_ptr + first, mask=i < HALF, other=0.0).to(tl.float32)
+            x2 = x2 * scale * tl.load(w_ptr + second, mask=i < HALF, other=0.0).to(tl.float32)
+            x3 = x3 * scale * tl.load(w_ptr + rest, mask=rest < DIM, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + t * HALF + i, mask=pairs, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + t * HALF + i, mask=pairs, other=0.0).to(tl.float32)
+        rotated = x1 * cos - x2 * sin
+        x2 = x2 * cos + x1 * sin
+        x1 = rotated
+    tl.store(target + first, x1.to(q_ptr.dtype.element_ty), mask=pairs)
+    tl.store(target + second, x2.to(q_ptr.dtype.element_ty), mask=pairs)
+    tl.store(target + rest, x3.to(q_ptr.dtype.element_ty), mask=others)
+
+
+@triton.jit
+def _backward(
+    mixed_ptr, dq_ptr, dk_ptr, dv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, dmixed_ptr, dw_ptr, n, eps,
+    GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    REST: tl.constexpr, WITH_NORM: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(1) // (PER_GROUP + 2)
+    slot = tl.program_id(1) % (PER_GROUP + 2)
+    i, first, second = _offsets(HALF, BLOCK, INTERLEAVED)
+    rest = 2 * HALF + tl.arange(0, REST)[None, :]
+    dw1 = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
+    dw2 = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
+    dw3 = tl.zeros([TOKENS, REST], dtype=tl.float32)
+    for tile in range(TILES):
+        t = (tl.program_id(0).to(tl.int64) * TILES + tile) * TOKENS + tl.arange(0, TOKENS)[:, None]
+        inside = t < n
+        pairs = inside & (i < HALF)
+        others = inside & (rest < DIM)
+        if slot < PER_GROUP:
+            grad = dq_ptr + (t * GROUPS * PER_GROUP + group * PER_GROUP + slot) * DIM
+            w_ptr = wq_ptr
+        elif slot == PER_GROUP:
+            grad = dk_ptr + (t * GROUPS + group) * DIM
+            w_ptr = wk_ptr
+        else:
+            grad = dv_ptr + (t * GROUPS + group) * DIM
+            w_ptr = wk_ptr
+        g1 = tl.load(grad + first, mask=pairs, other=0.0).to(tl.float32)
+        g2 = tl.load(grad + second, mask=pairs, other=0.0).to(tl.float32)
+        g3 = tl.load(grad + rest, mask=others, other=0.0).to(tl.float32)
+        place = (t * GROUPS * (PER_GROUP + 2) + tl.program_id(1)) * DIM
+        if slot <= PER_GROUP:
+            cos = tl.load(cos_ptr + t * HALF + i, mask=pairs, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + t * HALF + i, mask=pairs, other=0.0).to(tl.float32)
+            unrotated = g1 * cos + g2 * sin
+            g2 = g2 * cos - g1 * sin
+            g1 = unrotated
+            if WITH_NORM:
+                x1 = tl.load(mixed_ptr + place + first, mask=pairs, other=0.0).to(tl.float32)
+                x2 = tl.load(mixed_ptr + place + second, mask=pairs, other=0.0).to(tl.float32)
+                x3 = tl.load(mixed_ptr + place + rest, mask=others, other=0.0).to(tl.float32)
+                squares = tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1) + tl.sum(x3 * x3, axis=1)
+                scale = tl.rsqrt(squares / DIM + eps)[:, None]
+                x1 *= scale
+                x2 *= scale
+                x3 *= scale
+                dw1 += g1 * x1
+                dw2 += g2 * x2
+                dw3 += g3 * x3
+                g1 *= tl.load(w_ptr + first, mask=i < HALF, other=0.0).to(tl.float32)
+                g2 *= tl.load(w_ptr + second, mask=i < HALF, other=0.0).to(tl.float32)
+                g3 *= tl.load(w_ptr + rest, mask=rest < DIM, other=0.0).to(tl.float32)
+                along = (tl.sum(g1 * x1, axis=1) + tl.sum(g2 * x2, axis=1) + tl.sum(g3 * x3, axis=1))[:, None] / DIM
+                g1 = scale * (g1 - x1 * along)
+                g2 = scale * (g2 - x2 * along)
+                g3 = scale * (g3 - x3 * along)
+        tl.store(dmixed_ptr + place + first, g1.to(dmixed_ptr.dtype.element_ty), mask=pairs)
+        tl.store(dmixed_ptr + place + second, g2.to(dmixed_ptr.dtype.element_ty), mask=pairs)
+        tl.store(dmixed_ptr + place + rest, g3.to(dmixed_ptr.dtype.element_ty), mask=others)
+    if WITH_NORM and slot <= PER_GROUP:
+        partial = dw_ptr + (tl.program_id(0) * GROUPS * (PER_GROUP + 2) + tl.program_id(1)) * DIM
+        i, first, second = _offsets(HALF, BLOCK, INTERLEAVED)
+        tl.store(partial + first, tl.sum(dw1, axis=0)[None, :], mask=i < HALF)
+        tl.store(partial + second, tl.sum(dw2, axis=0)[None, :], mask=i < HALF)
+        tl.store(partial + rest, tl.sum(dw3, axis=0)[None, :], mask=rest < DIM)
+
+
+class SplitNormRotate(torch.autograd.Function):
+    """See the module's drawing.
+
+    Args of ``apply``:
+        mixed: [T, groups, (per group + 2) · dim].
+        query_weight, key_weight: [dim] of the norms over each head; None for none.
+        cos, sin: [T, 1, rotated dimensions / 2].
+        per_group: query heads per key.
+        eps: of the norms.
+        interleaved: pairs of rotated dimensions are (0, 1), (2, 3), … instead of (0, half), ….
+    Returns:
+        query [T, groups · per group, dim], key and value [T, groups, dim]; contiguous.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, cos: Tensor, sin: Tensor,
+        per_group: int, eps: float, interleaved: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        mixed = mixed.contiguous()
+        n, groups, width = mixed.shape
+        dim, half = width // (per_group + 2), cos.size(-1)
+        shape = {
+            "GROUPS": groups, "PER_GROUP": per_group, "DIM": dim, "HALF": half, "BLOCK": triton.next_power_of_2(half),
+            "REST": triton.next_power_of_2(max(dim - 2 * half, 1)), "WITH_NORM": query_weight is not None,
+            "INTERLEAVED": interleaved, "TOKENS": _TOKENS, "num_warps": 4,
+        }  # fmt: skip
+        query = mixed.new_empty(n, groups * per_group, dim)
+        key, value = mixed.new_empty(n, groups, dim), mixed.new_empty(n, groups, dim)
+        weights = (mixed, mixed) if query_weight is None else (query_weight, key_weight)
+        if n:
+            grid = (triton.cdiv(n, _TOKENS), groups * (per_group + 2))
+            _forward[grid](mixed, query, key, value, *weights, cos, sin, n, eps, **shape)
+        kept = (mixed, query_weight, key_weight) if query_weight is not None else (None, None, None)
+        ctx.save_for_backward(*kept, cos, sin)
+        ctx.shape, ctx.eps, ctx.size = shape, eps, mixed.shape
+        return query, key, value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        mixed, query_weight, key_weight, cos, sin = ctx.saved_tensors
+        grads = tuple(grad.contiguous() for grad in grads)
+        shape, (n, groups, width) = ctx.shape, ctx.size
+        slots, dim = shape["PER_GROUP"] + 2, shape["DIM"]
+        grad_mixed = grads[0].new_empty(n, groups, width)
+        programs = triton.cdiv(n, _TOKENS * _TILES)
+        with_norm = query_weight is not None
+        partial = torch.empty(programs if with_norm else 0, groups, slots, dim, dtype=torch.float32, device=cos.device)
+        if not with_norm:  # not read
+            mixed = query_weight = key_weight = grad_mixed
+        if n:
+            _backward[(programs, groups * slots)](
+                mixed, *grads, query_weight, key_weight, cos, sin, grad_mixed, partial, n, ctx.eps, **shape,
+                TILES=_TILES,
+            )  # fmt: skip
+        unused = (None,) * 5
+        if not with_norm:
+            return grad_mixed, None, None, *unused
+        grad_query = partial[:, :, :-2].sum(dim=(0, 1, 2)).to(query_weight.dtype)
+        grad_key = partial[:, :, -2].sum(dim=(0, 1)).to(key_weight.dtype)
+        return grad_mixed, grad_query, grad_key, *unused
