@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -120,13 +121,15 @@ def workspace() -> Iterator[Path]:
 
 @contextmanager
 def engine(
-    args: argparse.Namespace, config: Config, model: Path, folder: Path, gpus: tuple[str, ...] = (), tp: int = 1
-) -> Iterator[str]:
+    args: argparse.Namespace, config: Config, model: Path, folder: Path, gpus: tuple[str, ...] = (), tp: int = 1,
+    wait: bool = True,
+) -> Iterator[str]:  # fmt: skip
     """Base URL of an engine.
 
     Args:
         gpus: ids of those that it sees; () for the environment's.
         tp: its tensor-parallel size.
+        wait: until it is ready; else see `await_engine`.
     """
     with ExitStack() as stack:
         held = [reserve_port(HOST), reserve_port(HOST)]
@@ -138,7 +141,7 @@ def engine(
         else:
             spec = embedded_command(config, str(model), HOST, port)
         spec.argv.extend(args.engine_flags.split())
-        url = _served(stack, "engine", spec, port, folder)
+        url = _served(stack, "engine", spec, port, folder, wait)
         try:
             yield url
         except BaseException:
@@ -162,10 +165,30 @@ def router(config: Config, folder: Path, url: str) -> Iterator[str]:
         yield front
 
 
-def _served(stack: ExitStack, name: str, spec: LaunchSpec, port: int, folder: Path) -> str:
+def await_engine(url: str, seconds: float = 400.0) -> None:
+    """Until an engine that was started without waiting answers.
+
+    Raises:
+        TimeoutError: it does not.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            pass  # it does not listen yet
+        time.sleep(0.5)
+    raise TimeoutError(f"{url} was not ready within {seconds:.0f} s")
+
+
+def _served(stack: ExitStack, name: str, spec: LaunchSpec, port: int, folder: Path, wait: bool = True) -> str:
     process = ServerProcess(name, spec, f"http://{HOST}:{port}", folder / f"{name}.log")
     process.start()
     stack.callback(process.stop)
+    if not wait:
+        return process.url
     started = time.perf_counter()
     try:
         process.wait_ready()

@@ -12,13 +12,17 @@ the engine has taken back its weights only, as in a run.
 from __future__ import annotations
 
 import argparse
+import cProfile
+import os
+import pstats
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import ranks
 from benchmarks.gpu.report import Report, Row, at_most
-from benchmarks.gpu.setting import engine, make_model, median, new_parser, workspace
+from benchmarks.gpu.setting import await_engine, engine, make_model, median, new_parser, workspace
 from slime.config import make_config
 from slime.config.host import num_gpus
 
@@ -30,6 +34,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel size of the trainer")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size of the trainer")
     parser.add_argument("--buffer-mb", type=int, default=512, help="--update-weight-buffer-size")
+    parser.add_argument("--profile", action="store_true", help="of one more push, where rank 0 spends its time")
     parser.add_argument("--verify", action="store_true", help="compare every weight after the first push")
     return parser.parse_args(argv)
 
@@ -61,10 +66,11 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
         flags |= {"rollout_num_gpus_per_engine": args.tp}
     config = make_config(**flags, actor_num_gpus_per_node=world, rollout_batch_size=world, num_rollout=1)
     slots = tuple(range(first, first + args.tp))
-    with engine(args, config, model, folder, gpus, args.tp) as url:
+    # on GPUs of its own it starts while the trainer does
+    with engine(args, config, model, folder, gpus, args.tp, wait=args.way == "colocated") as url:
         if config.cluster.offload_rollout and args.engine == "sglang":
             _memory(url, "release", ["kv_cache", "weights", "cuda_graph"])
-        receipts = ranks.run(push, world, flags, url, slots, args.rounds)
+        receipts = ranks.run(push, world, flags, url, slots, args.rounds, args.profile)
     totals = [receipt["total"] for receipt in receipts[1:]] or [receipts[0]["total"]]
     goal = 1.0 if args.ep > 1 else 0.2
     return {
@@ -75,8 +81,9 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
 
 
 def push(
-    place: ranks.Place, answer: ranks.Answer, flags: dict[str, Any], url: str, slots: tuple[int, ...], rounds: int
-) -> None:
+    place: ranks.Place, answer: ranks.Answer, flags: dict[str, Any], url: str, slots: tuple[int, ...], rounds: int,
+    with_profile: bool,
+) -> None:  # fmt: skip
     """On each trainer rank: connect and push; rank 0 answers with the receipts."""
     import torch.distributed as dist
 
@@ -86,6 +93,7 @@ def push(
     backend = ranks.trainer(place, **flags)
     backend.setup()
     config = backend.config
+    await_engine(url)
     sync = WeightSync(config, backend.model_chunks, backend.hf_config, rank=place.rank, world_size=place.world)
     sync.connect([EngineSlots(url, slots)])
     if config.cluster.offload_train:
@@ -94,12 +102,26 @@ def push(
         _memory(url, "resume", ["weights"])
     dist.barrier()
     receipts = [sync.push() for _ in range(rounds + 1)]
+    if with_profile:
+        profile(sync.push, place.rank)
     if place.rank == 0:
         answer(
             [{**r.seconds, "bytes": r.nbytes, "transport": r.transport, "checked": len(r.checked)} for r in receipts]
         )
     sync.close()
     backend.close()
+
+
+def profile(work: Callable[[], Any], rank: int) -> None:
+    """Where the host's time goes in ``work``, on the first rank; on others it just runs."""
+    recorder = cProfile.Profile()
+    if rank == 0:
+        recorder.enable()
+    work()
+    recorder.disable()
+    if rank == 0:
+        for order in ("cumulative", "tottime"):
+            pstats.Stats(recorder).sort_stats(order).print_stats(22)
 
 
 def _memory(url: str, verb: str, tags: list[str]) -> None:
@@ -116,7 +138,9 @@ def _gpus(first: int, count: int) -> tuple[str, ...]:
         return ()
     if first + count > here:
         raise ValueError(f"this takes {first + count} GPUs, {here} are here")
-    return tuple(str(number) for number in range(first, first + count))
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(number) for number in range(here)]
+    return tuple(names[first : first + count])
 
 
 if __name__ == "__main__":

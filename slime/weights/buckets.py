@@ -32,6 +32,55 @@ def fingerprint(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
+_WORDS_AT_ONCE = 1 << 22
+_SPREAD, _MIX, _FOLD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def word_fingerprint(tensor: torch.Tensor) -> str:
+    """128 bits of the tensor's bytes in row-major order, as 32 hex digits; computed where the tensor is.
+
+    Each word of 8 bytes is mixed with a key made from its place, and the results are summed up, which needs no order:
+    a GPU reads 8 GB in 40 ms, where `fingerprint` would take seconds to copy them to the host. Whole numbers wrap
+    around alike on every device, so the result does not depend on it. Against damage and mix-ups, not against forgery.
+    Source: the mixing steps are those of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014).
+
+    Example:
+        >>> word_fingerprint(torch.ones(2, 3)) == word_fingerprint(torch.ones(6))
+        True
+        >>> word_fingerprint(torch.arange(4)) == word_fingerprint(torch.arange(4).flip(0))
+        False
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    size = data.numel()
+    if size % 8:
+        data = torch.nn.functional.pad(data, (0, 8 - size % 8))
+    if data.storage_offset() % 8:
+        data = data.clone()
+    words = data.view(torch.int64)
+    sums = torch.zeros(2, dtype=torch.int64, device=data.device)
+    for start in range(0, words.numel(), _WORDS_AT_ONCE):
+        part = words[start : start + _WORDS_AT_ONCE]
+        keys = torch.arange(start + 1, start + 1 + part.numel(), device=data.device).mul_(_signed(_SPREAD))
+        keys ^= keys >> 30
+        mixed = keys.mul_(_signed(_MIX)) ^ part
+        mixed ^= mixed >> 27
+        mixed.mul_(_signed(_FOLD))
+        mixed ^= mixed >> 31
+        sums[0] += mixed.sum()
+        sums[1] += mixed.mul_(keys).sum()
+    first, second = (value % (1 << 64) for value in sums.tolist())
+    return f"{(first + size) % (1 << 64):016x}{second:016x}"
+
+
+def _signed(word: int) -> int:
+    """The 64 bits as a torch.int64 has them."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+#: Ways to say in few characters what bytes a tensor has, by name: both sides of a comparison need the same one.
+FINGERPRINTS: dict[str, Callable[[torch.Tensor], str]] = {"xxh3": fingerprint, "words": word_fingerprint}
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """ "bfloat16" for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")

@@ -4,8 +4,9 @@
     SGLang            `slime.rollout.engines.sglang.weight_probe` in its processes: each rank's slice of a tensor, which
                       is wherever SGLang's fused and sharded parameters have it
 
-Both compare xxh3-128 of bytes. SGLang's own checker is used for ``reset_tensors`` only: it hashes all parameters of a
-model at once, under its fused names, and the trainer would need the same kernel to say what the hashes should be.
+Whole tensors are compared by xxh3-128, slices on GPUs by a sum that GPUs compute. SGLang's own checker is used for
+``reset_tensors`` only: it hashes all parameters of a model at once, under its fused names, and the trainer would need
+the same kernel to say what the hashes should be.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from slime.rollout.engines.api import WEIGHT_PROBE, EngineError
-from slime.weights.buckets import fingerprint
+from slime.weights.buckets import FINGERPRINTS, fingerprint
 from slime.weights.engine_fleet import EngineFleet
 from slime.weights.process_group import ExternalGroup
 from slime.weights.receipt import compare
@@ -69,12 +70,15 @@ class SliceDigest:
 
     Attributes:
         slices: by name, those that some rank of some engine has.
+        method: of `FINGERPRINTS`.
     """
 
     slices: Mapping[str, Sequence[Slice]]
+    method: str
 
     def __call__(self, name: str, tensor: torch.Tensor) -> dict[Slice, str]:
-        return {(dim, a, b): fingerprint(_narrow(tensor, dim, a, b)) for dim, a, b in self.slices[name]}
+        take = FINGERPRINTS[self.method]
+        return {(dim, a, b): take(_narrow(tensor, dim, a, b)) for dim, a, b in self.slices[name]}
 
 
 class WholeTensorCheck:
@@ -108,6 +112,7 @@ class SliceCheck:
         self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str, shapes: Mapping[str, Sequence[int]]
     ) -> None:
         self._fleet, self._engines, self._address = fleet, engines, address
+        self._method = "words" if torch.cuda.is_available() else "xxh3"  # a CPU's own is the faster one there
         self._shapes = {name: list(shape) for name, shape in shapes.items()}
         self._store = ExternalGroup.open_store(address, 1, _ANSWER_SECONDS)
         layouts = self._ask("layout", self._shapes, _ANSWER_SECONDS)
@@ -115,7 +120,7 @@ class SliceCheck:
         self._others = [sorted(set.intersection(*(set(rank["others"]) for rank in ranks))) for ranks in layouts]
         held = {name: {part for ranks in self._slices for rank in ranks if (part := rank.get(name)) is not None}
                 for name in self._shapes}  # fmt: skip
-        self.digest: Digest = SliceDigest({name: sorted(parts) for name, parts in held.items()})
+        self.digest: Digest = SliceDigest({name: sorted(parts) for name, parts in held.items()}, self._method)
         self.unknown = sorted(name for name in self._shapes if not self._is_whole(name))
         """Tensors that no comparison covers, because an engine's form of them is not known here."""
 
@@ -149,8 +154,8 @@ class SliceCheck:
         key = secrets.token_hex(4)
 
         def body(number: int) -> dict[str, Any]:
-            request = {"action": action, "tensors": shapes, "host": self._address, "port": self._store.port}
-            raw = json.dumps(request | {"key": f"{key}/{number}"}).encode()
+            place = {"host": self._address, "port": self._store.port, "key": f"{key}/{number}"}
+            raw = json.dumps({"action": action, "tensors": shapes, "method": self._method, **place}).encode()
             payload = serialized(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
             count = max(1, len(self._engines[number].slots))
             return {"serialized_named_tensors": [payload] * count, "load_format": WEIGHT_PROBE, "flush_cache": False}

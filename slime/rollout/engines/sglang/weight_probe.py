@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slime.weights.buckets import fingerprint
+from slime.weights.buckets import FINGERPRINTS
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +58,16 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
 
     Args:
         named_tensors: one uint8 tensor of JSON: ``{"action": "layout" | "fingerprint", "tensors": {name: shape},
-            "host", "port", "key"}``.
+            "method": of `FINGERPRINTS`, "host", "port", "key"}``.
     """
     [(_, raw)] = named_tensors
     request = json.loads(bytes(raw.cpu().numpy().tobytes()))
     rank = dist.get_rank() if dist.is_initialized() else 0
     try:
-        asked = {"layout": _layout, "fingerprint": _fingerprints}[request["action"]]
-        answer = asked(model, request["tensors"])
+        if request["action"] == "layout":
+            answer = _layout(model, request["tensors"])
+        else:
+            answer = _fingerprints(model, request["tensors"], request["method"])
     except Exception as error:  # must not reach the engine's scheduler, which would die of it
         logger.exception("weights could not be reported")
         answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
@@ -88,10 +90,10 @@ def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
     return {"slices": slices, "others": others}
 
 
-def _fingerprints(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
-    tree = Tree(model)
+def _fingerprints(model: nn.Module, shapes: dict[str, list[int]], method: str) -> dict[str, Any]:
+    tree, take = Tree(model), FINGERPRINTS[method]
     found = {name: tree.find(name, tuple(shape)) for name, shape in shapes.items()}
-    return {"fingerprints": {name: fingerprint(held.tensor) for name, held in found.items() if held is not None}}
+    return {"fingerprints": {name: take(held.tensor) for name, held in found.items() if held is not None}}
 
 
 class Tree:
