@@ -55,7 +55,10 @@ class Case:
 
 _TINY = "tiny --tokens 512 --length 64 --steps 2"
 _TINY_RUN = "--shape tiny --prompts 2 --samples 2 --new-tokens 8"
-_LAYOUTS = "--layout tensor_model_parallel_size=2 sequence_parallel=true --layout context_parallel_size=2"
+_LAYOUTS = (
+    "--layout tensor_model_parallel_size=2 sequence_parallel=true "
+    "--layout context_parallel_size=2 overlap_grad_reduce=true overlap_param_gather=true"
+)
 _FEW_GRAPHS = "--cuda-graph-max-bs 8"  # SGLang starts sooner, where no speed of generation is measured
 
 CASES = [
@@ -65,21 +68,21 @@ CASES = [
     Case("sleep-wake-4b", 1, 60, 180, "sleep_wake --shape qwen3-4b", "sleep_wake --shape tiny --rounds 2", ""),
     Case("generation-0.6b", 1, 120, 360, "generation --shape qwen3-0.6b --rounds 3",
          "generation --shape tiny --in-flight 4 --new-tokens 8 --rounds 1", ""),
-    Case("weight-sync-4b", 1, 90, 240, "weight_sync --shape qwen3-4b --verify", "weight_sync --shape tiny --rounds 2",
+    Case("weight-sync-4b", 1, 90, 240, "weight_sync --shape qwen3-4b", "weight_sync --shape tiny --rounds 2",
          _FEW_GRAPHS),
     Case("colocated-step-4b", 1, 240, 540, "colocated_step --shape qwen3-4b --steps 3",
          f"colocated_step {_TINY_RUN} --steps 2", ""),
     Case("long-run-0.6b", 1, 240, 540, "long_run --shape qwen3-0.6b --ways colocated",
          f"long_run {_TINY_RUN} --steps 4 --settle 1 --ways colocated", "--cuda-graph-max-bs 128"),
-    Case("trainer-4b-2-gpus", 2, 90, 300, f"trainer qwen3-4b --gpus 2 --tokens 32768 {_LAYOUTS}",
+    Case("trainer-4b-2-gpus", 2, 90, 300, f"trainer qwen3-4b --gpus 2 --tokens 32768 --max-tokens 8192 {_LAYOUTS}",
          f"trainer {_TINY} --gpus 2 {_LAYOUTS}"),
-    Case("weight-sync-4b-1-to-1", 2, 90, 240, "weight_sync --shape qwen3-4b --way apart --verify",
+    Case("weight-sync-4b-1-to-1", 2, 90, 240, "weight_sync --shape qwen3-4b --way apart",
          "weight_sync --shape tiny --way apart --rounds 2", _FEW_GRAPHS),
     Case("long-run-0.6b-async", 2, 240, 540, "long_run --shape qwen3-0.6b --ways async",
          f"long_run {_TINY_RUN} --steps 4 --settle 1 --ways async", "--cuda-graph-max-bs 128"),
-    Case("weight-sync-4b-2-to-2", 4, 90, 240, "weight_sync --shape qwen3-4b --way apart --tp 2 --verify",
+    Case("weight-sync-4b-2-to-2", 4, 90, 240, "weight_sync --shape qwen3-4b --way apart --tp 2",
          "weight_sync --shape tiny --way apart --tp 2 --rounds 2", _FEW_GRAPHS),
-    Case("weight-sync-moe", 4, 90, 300, "weight_sync --shape qwen3-moe-4b --tp 4 --ep 4 --verify",
+    Case("weight-sync-moe", 4, 90, 300, "weight_sync --shape qwen3-30b-a3b-6-layers --tp 4 --ep 4",
          "weight_sync --shape tiny-moe --tp 2 --ep 2 --rounds 2", _FEW_GRAPHS),
 ]  # fmt: skip
 

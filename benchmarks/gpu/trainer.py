@@ -49,6 +49,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 32, "num_experts_per_tok": 4,
         "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
+    "qwen3-30b-a3b-6-layers": {
+        **_QWEN3, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 6,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         **_QWEN3, "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,

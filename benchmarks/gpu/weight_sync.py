@@ -93,7 +93,8 @@ def push(
     backend = ranks.trainer(place, **flags)
     backend.setup()
     config = backend.config
-    await_engine(url)
+    if not config.cluster.colocate:  # else it sleeps, and would die of being asked
+        await_engine(url)
     sync = WeightSync(config, backend.model_chunks, backend.hf_config, rank=place.rank, world_size=place.world)
     sync.connect([EngineSlots(url, slots)])
     if config.cluster.offload_train:
