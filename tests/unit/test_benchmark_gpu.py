@@ -32,7 +32,7 @@ def sequence_by_sequence(query: Tensor, key: Tensor, value: Tensor, sequences: P
 
 
 def test_the_peer_computes_what_separate_sequences_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_flash_packed", sequence_by_sequence)
+    monkeypatch.setattr(attention, "torch_varlen", sequence_by_sequence)
     AttentionInterface.register(PEER_ATTENTION, packed_flash_attention)
     config = dict(SHAPES["tiny"])
     made = AutoConfig.for_model(config.pop("model_type"), **config)

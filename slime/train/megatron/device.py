@@ -26,11 +26,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import logging
 import os
 import shutil
-import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -62,9 +60,9 @@ def install() -> torch.device:
     """
     global _installed
     _quiet_megatron()
-    _offer_accumulating_products()
     if has_gpu():
         _run_eagerly_without_compiler()
+        _offer_accumulating_products()
         _measure_norms_at_once()
         return torch.device("cuda", torch.cuda.current_device())
     if not _installed:
@@ -72,6 +70,7 @@ def install() -> torch.device:
         _redirect_tensors()
         _redirect_cuda_module()
         _import_megatron()
+        _offer_accumulating_products()
     return CPU
 
 
@@ -116,19 +115,22 @@ def _quiet_megatron() -> None:
         warnings.filterwarnings("ignore", message=said)
 
 
+@functools.cache
 def _offer_accumulating_products() -> None:
-    """The module of Apex by which Megatron adds weight gradients to its float32 buffers within the product, instead of
+    """What Megatron takes from Apex to add weight gradients to its float32 buffers within the product, instead of
     writing them out and adding them in another pass. torch's own products can do that too."""
-    name = "fused_weight_gradient_mlp_cuda"
-    if name in sys.modules or importlib.util.find_spec(name) is not None:
+    from megatron.core.tensor_parallel import layers
+
+    if layers._grad_accum_fusion_available:
         return
 
     def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
         add_product(main_grad, grad_output.t(), inputs)
 
-    module = types.ModuleType(name, _offer_accumulating_products.__doc__)
-    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate  # type: ignore[attr-defined]
-    sys.modules[name] = module
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
+        wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
+    )
+    layers._grad_accum_fusion_available = True
 
 
 def _measure_norms_at_once() -> None:
