@@ -40,8 +40,9 @@ def word_fingerprint(tensor: torch.Tensor) -> str:
     """128 bits of the tensor's bytes in row-major order, as 32 hex digits; computed where the tensor is.
 
     Each word of 8 bytes is mixed with a key made from its place, and the results are summed up, which needs no order:
-    a GPU reads 8 GB in 40 ms, where `fingerprint` would take seconds to copy them to the host. Whole numbers wrap
-    around alike on every device, so the result does not depend on it. Against damage and mix-ups, not against forgery.
+    a GPU reads 8 GB in less than 0.1 s, where `fingerprint` would take seconds to copy them to the host. Whole numbers
+    wrap around alike on every device, so the result does not depend on it. Against damage and mix-ups, not against
+    forgery: one changed word always shows, more of them do but for a chance of 2^-64 or so.
     Source: the mixing steps are those of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014).
 
     Example:
@@ -61,15 +62,21 @@ def word_fingerprint(tensor: torch.Tensor) -> str:
     for start in range(0, words.numel(), _WORDS_AT_ONCE):
         part = words[start : start + _WORDS_AT_ONCE]
         keys = torch.arange(start + 1, start + 1 + part.numel(), device=data.device).mul_(_signed(_SPREAD))
-        keys ^= keys >> 30
+        keys ^= _shifted(keys, 30)
         mixed = keys.mul_(_signed(_MIX)) ^ part
-        mixed ^= mixed >> 27
+        mixed ^= _shifted(mixed, 27)
         mixed.mul_(_signed(_FOLD))
-        mixed ^= mixed >> 31
+        mixed ^= _shifted(mixed, 31)
         sums[0] += mixed.sum()
         sums[1] += mixed.mul_(keys).sum()
     first, second = (value % (1 << 64) for value in sums.tolist())
     return f"{(first + size) % (1 << 64):016x}{second:016x}"
+
+
+def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """words >> bits with zeros coming in. torch's shift repeats the sign: ``x ^ (x >> bits)`` is then the same for the
+    complement of x, and a word of zeros passes for one of 0xff."""
+    return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _signed(word: int) -> int:
