@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_train_model import save_tiny
 from torch import Tensor
 from trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
 from slime.samples.types import TrainBatch
+from slime.train.megatron.context import _copy_rows
 
 LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3", "entropy_coef": 0.01, "optimizer": "sgd"}
 MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]
@@ -156,3 +159,19 @@ def test_virtual_stages_by_layers(checkpoint: tuple[Path, Any], per_stage: int, 
         with pytest.raises(UserError, match="2 does not fit") as caught:
             stages(6)
         assert "6 / 2 = 3 layers" in caught.value.why
+
+
+@given(
+    rows=st.integers(1, 5), size=st.integers(1, 3), width=st.integers(1, 40), before=st.integers(0, 9),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+)  # fmt: skip
+@settings(deadline=None, max_examples=60)
+def test_rows_are_copied_in_wide_words_or_narrow_ones(
+    rows: int, size: int, width: int, before: int, dtype: torch.dtype
+) -> None:
+    whole = torch.randn(size, rows, before + width).to(dtype)
+    source = whole[:, :, before:].transpose(0, 1)
+    target = torch.zeros(rows, size, width + 3, dtype=dtype)
+    _copy_rows(target[..., :width], source)
+    assert torch.equal(target[..., :width], source)
+    assert not target[..., width:].any()

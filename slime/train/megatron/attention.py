@@ -113,7 +113,8 @@ class PackedSelfAttention(SelfAttention):
         from slime.train.kernels.attention_heads import SplitNormRotate
 
         mixed, _ = self.get_query_key_value_tensors(hidden, split_qkv=False)
-        weights, eps = (None, None), 0.0
+        weights: tuple[Tensor | None, Tensor | None] = (None, None)
+        eps = 0.0
         if isinstance(self.q_layernorm, RMSNorm):
             weights, eps = (self.q_layernorm.weight, self.k_layernorm.weight), self.q_layernorm.eps
         per_group = self.num_attention_heads_per_partition // self.num_query_groups_per_partition

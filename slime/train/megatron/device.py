@@ -127,7 +127,7 @@ def _offer_accumulating_products() -> None:
     def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
         add_product(main_grad, grad_output.t(), inputs)
 
-    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
         wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
     )
     layers._grad_accum_fusion_available = True
@@ -138,12 +138,19 @@ def _measure_norms_at_once() -> None:
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_l2_norm
 
-    def norm(chunk_size: int, flag: Any, lists: list[list[torch.Tensor]], *_: Any) -> tuple[torch.Tensor, None]:
-        norms = torch._foreach_norm([tensor for tensors in lists for tensor in tensors])
-        return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
-
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl = norm
+        clip_grads.l2_norm_impl = _norm_at_once
+
+
+def _norm_at_once(
+    chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], *_: Any
+) -> tuple[torch.Tensor, None]:
+    """float32 [1] on ``flag``'s device, the norm of all tensors in all lists together; in Apex's form."""
+    tensors = [tensor for tensors in lists for tensor in tensors]
+    if not tensors:
+        return torch.zeros(1, device=flag.device), None
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)  # 16-bit gradients need not have a 16-bit norm
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
 
 
 def has_kernels() -> bool:
