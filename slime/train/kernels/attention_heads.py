@@ -160,7 +160,7 @@ class SplitNormRotate(torch.autograd.Function):
         ctx: Any, mixed: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, cos: Tensor, sin: Tensor,
         per_group: int, eps: float, interleaved: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        mixed = mixed.contiguous()
+        mixed, cos, sin = mixed.contiguous(), cos.contiguous(), sin.contiguous()
         n, groups, width = mixed.shape
         dim, half = width // (per_group + 2), cos.size(-1)
         shape = {
