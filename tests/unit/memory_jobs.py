@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -90,27 +92,57 @@ def count_parameters(info: Any, names: list[str], flags: dict[str, Any]) -> dict
     return counted
 
 
-class FusedNorm(torch.autograd.Function):
-    """A norm that keeps what torch's kernel for GPUs keeps: its input and one number per row. Forward pass only."""
+class InputKeepingNorm(torch.autograd.Function):
+    """Keeps what `slime.train.kernels.rms_norm` keeps. Forward pass only, as all that stands in for kernels here."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
-        scale = torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, scale, weight)
-        return (x * scale * weight).to(x.dtype)
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        return torch.rms_norm(x, shape, weight, eps)
+
+
+class OnePass(torch.autograd.Function):
+    """Takes, returns and keeps what `slime.train.kernels.attention_heads.SplitNormRotate` does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, cos: Tensor, sin: Tensor,
+        per_group: int, eps: float, interleaved: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        tokens, groups, width = mixed.shape
+        heads = mixed.contiguous().view(tokens, groups, per_group + 2, width // (per_group + 2))
+        query, key, value = heads.split([per_group, 1, 1], dim=2)
+        kept = (mixed, query_weight, key_weight) if query_weight is not None else (None, None, None)
+        ctx.save_for_backward(*kept, cos, sin)
+        return query.flatten(1, 2).clone(), key.flatten(1, 2).clone(), value.flatten(1, 2).clone()
+
+
+@contextmanager
+def kernels_of_a_gpu() -> Iterator[None]:
+    """Stand-ins that keep what the kernels keep."""
+    from slime.train.megatron import attention, layers
+
+    module = types.ModuleType("slime.train.kernels.attention_heads")
+    module.SplitNormRotate = OnePass  # type: ignore[attr-defined]
+    with (
+        patch.object(layers.F, "rms_norm", InputKeepingNorm.apply),
+        patch.dict(sys.modules, {module.__name__: module}),
+        patch.object(attention.PackedSelfAttention, "_takes_one_pass", lambda self, hidden: True),
+    ):
+        yield
 
 
 def saved_bytes(
     info: Any, names: list[str], flags: dict[str, Any], lengths: list[int], fused: bool = False
 ) -> dict[str, float]:
     """Per family: bytes that a forward pass over sequences of these lengths keeps for the backward pass, weights and
-    micro-batch left out. With ``fused``, norms keep what they keep on a GPU."""
-    from slime.train.megatron import layers, parallel
+    micro-batch left out. With ``fused``, norms and attention heads keep what they keep on a GPU."""
+    from slime.train.megatron import parallel
     from slime.train.megatron.packed import PackingOptions, pack
 
     sizes = {}
-    norm = patch.object(layers.F, "rms_norm", FusedNorm.apply) if fused else nullcontext()
-    with norm, models(info, names, flags) as built:
+    with kernels_of_a_gpu() if fused else nullcontext(), models(info, names, flags) as built:
         for name, chunks in built:
             torch.manual_seed(3)
             tokens = [torch.randint(0, 97, (length + 1,)) for length in lengths]

@@ -293,6 +293,9 @@ def test_what_was_measured_is_compared_with_the_plan(
     planned, metric = sum(tensors.values()) / 1e9, "perf/forward_backward_peak_memory_gb"
     measured = Measured(plan)
     with caplog.at_level(logging.INFO, "slime"):
+        assert measured.look({}) == []  # a step of the driver without an update
+        assert measured.look({metric: planned * 0.6, "train/loss": 1.0}) == []
+        assert not caplog.text  # there were no moments yet
         assert measured.look({metric: planned * 0.9, "train/loss": 1.0}) == []
     assert f"{planned * 0.9:.1f} GB measured, {planned:.1f} GB planned" in caplog.text
     assert measured.look({metric: planned * 0.91}) == [] and measured.look({}) == []
@@ -301,6 +304,23 @@ def test_what_was_measured_is_compared_with_the_plan(
     assert measured.look({metric: planned * 1.2}) == []  # said once
     [warning] = measured.look({"perf/trainer_asleep_gb": 9.0})
     assert "the sleeping trainer: 9.0 GB measured" in warning
+    [warning] = Measured(plan).look({metric: planned * 1.2})  # without moments already
+    assert "memory of train" in warning
+
+
+@pytest.mark.parametrize(
+    ("flags", "compared"),
+    [({}, 1), ({"offload_optimizer_states": True}, 0), ({"optimizer": "sgd", "sgd_momentum": 0.0}, 0)],
+)
+def test_memory_of_training_is_compared_once_the_moments_exist(
+    flags: dict[str, Any], compared: int, folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    measured = Measured(plan_of(folders[DENSE], 141, **flags))
+    for update in range(3):
+        with caplog.at_level(logging.INFO, "slime"):
+            measured.look({"perf/forward_backward_peak_memory_gb": 40.0 + update})
+        assert ("memory of train" in caplog.text) is (update == compared)
+        caplog.clear()
 
 
 # -- what there is ---------------------------------------------------------------------------------------------------
@@ -315,6 +335,10 @@ def test_gpu_memory_is_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.M
     seen = device_memory(make_config(hf_checkpoint="m"))
     assert seen.nbytes == 81559 * 2**20 and seen.on_gpu and seen.source == "nvidia-smi"
     assert device_memory(make_config(hf_checkpoint="m", gpu_memory_gb=141)).nbytes == 141e9
+    for capability, flash4 in (("9.0", True), ("8.0", False), ("12.0", False), ("[N/A]", True)):
+        script.write_text(f"#!/bin/sh\necho 143771, 9.0\necho 81559, {capability}\n")
+        seen = device_memory(make_config(hf_checkpoint="m"))
+        assert (seen.nbytes, seen.flash4) == (81559 * 2**20, flash4)
     script.write_text("#!/bin/sh\nexit 9\n")
     assert device_memory(make_config(hf_checkpoint="m")).nbytes == 80e9
 

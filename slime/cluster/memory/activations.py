@@ -5,6 +5,7 @@ saved tensors of the real layers and demands agreement. ``T`` is the rank's shar
 parallelism, whole under tensor parallelism; with sequence parallelism what is not inside attention or MLP is divided.
 
     dense layer     norm ► qkv ► (norms of q and k) ► rotate ► attention ► projection ► norm ► [gate|up] ► product
+                             └─ on GPUs one kernel ───────┘
     latent layer    norm ► compressed ► norm ► expanded ► attention ► projection ► …
     expert layer    … ► norm ► router ► rows, k per token ► [gate|up] ► product ► sum
 """
@@ -66,17 +67,20 @@ class Kernels:
 
     Attributes:
         element: bytes of one activation: 2 in half precision, else 4.
-        fused: norms keep their input and one number per row, and expert outputs are weighted where the gate is
-            applied, as on GPUs; else norms also keep the normalised rows in float32.
+        fused: as on GPUs (`slime.train.kernels`): norms keep their input alone, queries, keys and values come from
+            one kernel, and expert outputs are weighted where the gate is applied; else norms also keep the normalised
+            rows in float32, and queries and keys are copied by each part of the way.
+        grouped: attention takes keys and values as they are, as flash-attn-4 does; else they are repeated for every
+            query head first, as for torch's kernel before 2.13.
     """
 
     element: int
     fused: bool
+    grouped: bool = True
 
     def norm(self, width: float, rows: float = 1.0) -> float:
         """Bytes that norms of ``width`` entries in ``rows`` rows keep beside their input."""
-        statistics = rows * _FLOAT32
-        return statistics if self.fused else statistics + width * (2 * _FLOAT32 - self.element)
+        return 0.0 if self.fused else rows * _FLOAT32 + width * (2 * _FLOAT32 - self.element)
 
 
 def saved_by_layer(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels, recompute: Recompute) -> Saved:
@@ -103,16 +107,22 @@ def _attention(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]
     groups = max(spec.num_query_groups / layout.tensor, 1.0)
     query, key_value = heads * width * element, 2 * groups * width * element
     has_norms = bool(spec.transformer.get("qk_layernorm"))
-    parts = {"query, key, value": query + key_value}  # the value is a view of all three
+    # the kernel reads the mixed product, and keeps it for the norms alone; it wants whole groups on a rank
+    one_pass = kernels.fused and spec.num_query_groups >= layout.tensor
+    parts = {"mixed product": query + key_value} if has_norms or not one_pass else {}
     if layout.context > 1:
-        exchanged = min(max(groups, float(layout.context)), heads)
+        exchanged = min(max(groups, float(layout.context)), heads) if kernels.grouped else heads
         parts["exchanged over context ranks"] = query + 2 * exchanged * width * element
         parts["exchanged attention output"] = query
         if not has_norms:
-            del parts["query, key, value"]
+            parts.pop("mixed product", None)
+    elif not kernels.grouped:
+        parts["query, repeated key and value"] = 3 * query
+    elif one_pass:
+        parts["query, key, value"] = query + key_value
     else:
-        parts["rotated query and key"] = query + key_value / 2
-    if has_norms:
+        parts["rotated query and key"] = query + key_value / 2  # the value is a view of the mixed product
+    if has_norms and not one_pass:
         copied = query if groups > 1 else 0.0  # the queries of several groups do not lie side by side
         parts["norms of query and key"] = copied + kernels.norm((heads + groups) * width, heads + groups)
     parts["attention output"] = query
@@ -221,20 +231,27 @@ def saved_by_stage(
             kept = len(again) * checkpoint + sum(one.total for one in rest)
             rebuilt = max(one.total for one in again)
             uneven = max(one.per_row for one in again) + sum(one.per_row for one in rest)
-    working = max(_working(spec, layout, layer) * kernels.element for layer in layers)
+    working = max(_working(spec, layout, layer, kernels) * kernels.element for layer in layers)
     return StageActivations(kept, rebuilt, working, uneven)
 
 
-def _working(spec: ModelSpec, layout: Layout, layer: int) -> float:
+def _working(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels) -> float:
     """Entries of one layer's temporaries on the way back: gradients of its widest parts, and what they are made of.
 
-    An estimate from above, not a count: what is alive at once depends on kernels.
+    An estimate from above, not a count: what is alive at once depends on kernels. Gradients of weights are none of
+    them on GPUs, where the product adds to the buffer.
     """
     facts, hidden = spec.transformer, spec.hidden_size
-    attention = 4 * spec.num_heads / layout.tensor * spec.head_dim
+    query = spec.num_heads / layout.tensor * spec.head_dim
+    if kernels.fused:
+        # gradients of output, query, key and value (repeated: three times as wide as the query), and the query's sum
+        # in float32, which counts twice in half precision
+        attention = (4 + _FLOAT32 / kernels.element) * query
+    else:
+        attention = 4 * query
     if spec.is_moe_layer(layer):
         rows, width = rows_per_token(spec, layout), int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor
         mlp = rows * (2 * hidden + 4 * width)
-    else:
-        mlp = 5 * int(facts["ffn_hidden_size"]) / layout.tensor
+    else:  # gradients of the product and of gate and up, and without a kernel the parts that the latter is made of
+        mlp = (3 if kernels.fused else 5) * int(facts["ffn_hidden_size"]) / layout.tensor
     return 4 * hidden + max(attention, mlp)

@@ -14,7 +14,10 @@ _ASSUMED_GB, _LARGEST_GB = 80.0, 10_000.0
 #: Source of what was asked of this host's driver.
 DRIVER = "nvidia-smi"
 
-_QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+#: Compute capabilities that flash-attn-4 is for: Hopper and Blackwell, of data centres.
+_FLASH4_MAJORS = (9, 10)
+
+_QUERY = ("nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits")
 _QUERY_SECONDS = 20.0
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = (
@@ -25,11 +28,16 @@ _CGROUPS = (
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of what a trainer or engine rank computes on, and how they are known."""
+    """Bytes of what a trainer or engine rank computes on, and how they are known.
+
+    Attributes:
+        flash4: flash-attn-4 is for these GPUs, as far as known.
+    """
 
     nbytes: float
     source: str
     on_gpu: bool
+    flash4: bool = True
 
 
 def is_on_gpu(config: Config) -> bool:
@@ -55,20 +63,32 @@ def device_memory(config: Config, seen: float | None = None, *, on_gpu: bool = F
         return DeviceMemory(told * 1e9, "--gpu-memory-gb", on_gpu=True)
     if seen is not None:
         return DeviceMemory(seen, "as its nodes say", on_gpu=True)
-    seen = seen_gpu_memory()
-    if seen is not None:
-        return DeviceMemory(seen, DRIVER, on_gpu=True)
+    found = _seen_gpus()
+    if found:
+        flash4 = all(major is None or major in _FLASH4_MAJORS for _, major in found)
+        return DeviceMemory(min(size for size, _ in found), DRIVER, on_gpu=True, flash4=flash4)
     return DeviceMemory(_ASSUMED_GB * 1e9, "assumed; --gpu-memory-gb tells otherwise", on_gpu=True)
 
 
 def seen_gpu_memory() -> float | None:
     """Bytes of the smallest GPU of this host, as its driver reports; None where there is no driver to ask."""
+    return min((size for size, _ in _seen_gpus()), default=None)
+
+
+def _seen_gpus() -> list[tuple[float, int | None]]:
+    """(bytes, major compute capability or None where the driver does not tell) of this host's GPUs."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    sizes = [int(line) for line in done.stdout.split() if line.isdigit()]
-    return min(sizes) * float(1 << 20) if done.returncode == 0 and sizes else None
+        return []
+    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
+    majors = [row[1].split(".")[0] if len(row) > 1 else "" for row in rows]
+    found = [
+        (int(row[0]) * float(1 << 20), int(major) if major.isdigit() else None)
+        for row, major in zip(rows, majors, strict=True)
+        if row[0].isdigit()
+    ]
+    return found if done.returncode == 0 else []
 
 
 def host_memory() -> float:

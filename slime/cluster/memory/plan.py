@@ -113,7 +113,7 @@ class MemoryPlan:
             UserError: the model is of no known family.
         """
         device = device or device_memory(config)
-        facts = facts_of(config, on_gpu=device.on_gpu)
+        facts = facts_of(config, on_gpu=device.on_gpu, flash4=device.flash4)
         if not device.on_gpu:
             return MemoryPlan(facts, device, (host_phase(facts),), notes=_notes(facts, device.nbytes))
         return MemoryPlan(
@@ -156,15 +156,15 @@ def _host_limit(device: DeviceMemory) -> float:
     return host_memory() if device.source == DRIVER else float("inf")
 
 
-def facts_of(config: Config, *, on_gpu: bool) -> Facts:
-    """What the plan depends on, from the flags and the model's config.json."""
+def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
+    """What the plan depends on, from the flags and the model's config.json; ``flash4`` as of `DeviceMemory`."""
     placement, cluster = PlacementPlan.of(config), config.cluster
     path = config.checkpoint.hf_checkpoint
     assert path is not None, "checked with the flags"
     spec = family_of(path, config.checkpoint.model_name).model_spec(path)
     longest = longest_sequence(config)[0]
     return Facts(
-        trainer=TrainerSettings.of(config, spec, on_gpu=on_gpu) if placement.num_train else None,
+        trainer=TrainerSettings.of(config, spec, on_gpu=on_gpu, flash4=flash4) if placement.num_train else None,
         engine=EngineSettings.of(config, spec, longest, on_gpu=on_gpu) if placement.num_engines else None,
         placement=placement,
         colocate=cluster.colocate and bool(placement.num_train and placement.num_engines),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 
 from slime.cluster.memory.activations import Kernels, Recompute, StageActivations, saved_by_stage
 from slime.cluster.memory.parameters import Layout, Parameter, rank_parameters
@@ -27,10 +28,18 @@ IMBALANCE = 1.3
 #: Moments that are on the device at a time with --offload-optimizer-states (`slime.train.megatron.host_states`).
 _MOMENTS_BUCKET = 512 * 1024 * 1024
 
-#: A block of logits on a GPU, in entries, and the bytes per entry that are alive at once (`slime.algorithms.logprobs`):
-#: the product in half precision, float32 logits, their exponentials and a gradient.
-_BLOCK_ENTRIES, _BLOCK_BYTES, _BLOCK_ROWS, _MIN_COLUMNS = 1 << 26, 16, 8192, 512
-_CPU_BLOCK_ENTRIES = 1 << 22
+#: A block of logits (`slime.algorithms.logprobs`), in entries.
+_BLOCK_ENTRIES, _CPU_BLOCK_ENTRIES, _BLOCK_ROWS, _MIN_COLUMNS = 1 << 26, 1 << 22, 8192, 512
+
+#: Of them that are alive at once on a GPU, in the dtype of the model: logits, their gradient, and the gradient of the
+#: block before. Elsewhere, in bytes per entry: the product, float32 logits, their exponentials and a gradient.
+_GPU_BLOCKS, _CPU_BLOCK_BYTES = 3, 16
+
+#: What cuBLAS and cuBLASLt take from torch's allocator for their products.
+_WORKSPACE_BYTES = 64 * 1024 * 1024
+
+#: Widest heads of flash-attn-4, and the torch whose own kernel takes grouped keys and values.
+_FLASH4_WIDEST, _TORCH_TAKES_GROUPS = 128, (2, 13)
 
 _DTYPE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
 _ASSUMED_PROMPT = 1024
@@ -56,7 +65,8 @@ class TrainerSettings:
         chunk_rows: --log-probs-chunk-size.
         with_logits: a custom loss gets whole logits.
         only, frozen: regular expressions of what is trained, or is not.
-        on_gpu: sizes of blocks differ.
+        on_gpu: kernels and sizes of blocks differ.
+        grouped: attention takes keys and values as they are (`slime.cluster.memory.activations.Kernels`).
     """
 
     spec: ModelSpec
@@ -80,13 +90,15 @@ class TrainerSettings:
     only: tuple[str, ...]
     frozen: tuple[str, ...]
     on_gpu: bool
+    grouped: bool = True
 
     @staticmethod
-    def of(config: Config, spec: ModelSpec, *, on_gpu: bool) -> TrainerSettings:
+    def of(config: Config, spec: ModelSpec, *, on_gpu: bool, flash4: bool = True) -> TrainerSettings:
         """From the flags.
 
         Args:
             spec: of the checkpoint, vocabulary not padded.
+            flash4: the GPUs are among those that flash-attn-4 is for.
         """
         megatron, algorithm = config.megatron, config.algorithm
         layout = Layout.of(config, spec)
@@ -117,6 +129,7 @@ class TrainerSettings:
             only=config.train.only_train_params_name_list,
             frozen=config.train.freeze_params_name_list,
             on_gpu=on_gpu,
+            grouped=not on_gpu or _takes_groups(config, spec, flash4),
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
@@ -217,10 +230,27 @@ class StageMemory:
             "activations": saved.kept * under_way * settings.tokens,
             "activations computed again": saved.rebuilt * settings.tokens,
             "activations of uneven experts": experts * max(1.0, under_way) * settings.tokens,
-            "temporaries of a layer": saved.working * settings.tokens + self._largest_gradient(),
+            "temporaries of a layer": self._temporaries(),
             **self._output(),
         }
+        if settings.on_gpu:
+            found["workspaces of products"] = _WORKSPACE_BYTES
         return {name: size for name, size in found.items() if size}
+
+    def _temporaries(self) -> float:
+        """Of the backward pass through the widest layer.
+
+        On a GPU the measured peak is the output layer's backward pass (with all activations there, and
+        blocks of logits); a layer's temporaries come after it, and both are planned with: that is what the plan is
+        above the measured, beside fragmentation, which is not in it.
+        """
+        settings, saved = self.settings, self.saved
+        working = saved.working * settings.tokens
+        if not settings.on_gpu:
+            return working + self._largest_gradient()
+        # the product adds a weight's gradient to the buffer; only the embedding's is made as a whole, at the very
+        # end of a backward pass, when the activations of its micro-batch are gone
+        return max(working, self._embedding_gradient() - saved.kept * settings.tokens)
 
     @property
     def micro_batches_under_way(self) -> float:
@@ -236,7 +266,7 @@ class StageMemory:
     def saved(self) -> StageActivations:
         """Bytes per token that autograd keeps."""
         settings = self.settings
-        kernels = Kernels(settings.element, fused=settings.on_gpu)
+        kernels = Kernels(settings.element, fused=settings.on_gpu, grouped=settings.grouped)
         return saved_by_stage(settings.spec, settings.layout, self.number, kernels, settings.recompute)
 
     def _output(self) -> dict[str, float]:
@@ -246,9 +276,10 @@ class StageMemory:
             return {}
         spec, rows = settings.spec, settings.tokens
         columns = spec.padded_vocab_size / settings.layout.tensor
-        found = {
+        per_entry = _GPU_BLOCKS * settings.element if settings.on_gpu else _CPU_BLOCK_BYTES
+        found = {  # the last layer's output, normalised, those that predict, and their gradient
             "hidden states of predicted tokens": rows * spec.hidden_size * (3 * settings.element + 4),
-            "blocks of logits": self._block(rows, columns) * _BLOCK_BYTES,
+            "blocks of logits": self._block(rows, columns) * per_entry,
         }
         if settings.with_logits:
             found["whole logits for the custom loss"] = rows * columns * (2 * 4 + settings.element)
@@ -261,10 +292,27 @@ class StageMemory:
         entries = _BLOCK_ENTRIES if settings.on_gpu else _CPU_BLOCK_ENTRIES
         return min(at_once, rows) * min(columns, max(_MIN_COLUMNS, entries // at_once))
 
+    def _embedding_gradient(self) -> float:
+        """Dense, as large as the embedding, before it is added to the buffer."""
+        sizes = (p.numel for p in self.parameters if self.settings.is_trained(p) and p.kind == "embedding")
+        return sum(sizes) * self.settings.element
+
     def _largest_gradient(self) -> float:
         """A weight's gradient before it is added to the buffer; the embedding's is as large as the embedding."""
         trained = [p.numel for p in self.parameters if self.settings.is_trained(p) and p.kind != "output"]
         return max(trained, default=0) * self.settings.element
+
+
+def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
+    """Will attention on GPUs take keys and values as they are (`slime.train.megatron.attention`)?"""
+    wide = spec.head_dim > _FLASH4_WIDEST
+    by_flash4 = flash4 and not wide and not config.megatron.transformer.get("deterministic_mode")
+    return by_flash4 or spec.is_mla or _torch_version() >= _TORCH_TAKES_GROUPS
+
+
+def _torch_version() -> tuple[int, ...]:
+    """Of this environment, without importing it."""
+    return tuple(map(int, version("torch").split("+")[0].split(".")[:2]))
 
 
 def longest_sequence(config: Config) -> tuple[int, bool]:
