@@ -8,6 +8,7 @@ and shapes alone, which is what SGLang's ``flattened_bucket`` expects, and every
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@functools.cache
 def dtype_of(name: str) -> torch.dtype:
     """Inverse of `dtype_name`; also takes "torch.bfloat16". ValueError for anything that is no dtype."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
@@ -117,7 +119,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
@@ -142,7 +144,11 @@ class Bucket:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, view into the buffer); writing to a view writes to the bucket."""
-        return unpack(self.buffer, self.entries)
+        return iter(self._views)
+
+    @functools.cached_property
+    def _views(self) -> list[tuple[str, torch.Tensor]]:
+        return list(unpack(self.buffer, self.entries))
 
 
 class BufferPair:
@@ -265,7 +271,7 @@ def _fill(tensors: list[tuple[str, torch.Tensor]], dtype: torch.dtype, allocate:
     entries = entries_of(names, [dtype_name(dtype)] * len(names), shapes)
     total = entries[-1].offset + entries[-1].nbytes
     make = allocate or partial(torch.empty, dtype=torch.uint8, device=tensors[0][1].device)
-    buffer = make(total)
-    for (_, source), (_, target) in zip(tensors, unpack(buffer, entries), strict=True):
-        target.copy_(source.detach())
-    return Bucket(buffer, entries)
+    bucket = Bucket(make(total), entries)
+    # all in one call: a model of experts has ten thousand tensors and more
+    torch._foreach_copy_([view for _, view in bucket.tensors()], [source.detach() for _, source in tensors])
+    return bucket
