@@ -222,8 +222,11 @@ class Cluster:
         self._give_trainers_memory()
         metrics = self._call_trainers("train", batch.shards, what="training")
         self._call_rollout("mark_consumed", batch.rollout_id, what="noting consumed prompts")
-        turns = self._hand_over.metrics() if self._hand_over is not None else {}
-        return metrics[self._trainers.reporting_rank] | turns if self._trainers is not None else {}
+        return metrics[self._trainers.reporting_rank] if self._trainers is not None else {}
+
+    def turns(self) -> dict[str, float]:
+        """What handing memory over between trainer and engines took since the last call (``perf/sleep_time``, …)."""
+        return self._hand_over.metrics() if self._hand_over is not None else {}
 
     def failed_step(self) -> list[Any]:
         """What each trainer rank kept of a step with NaN or Inf; to be asked for right after that failure."""

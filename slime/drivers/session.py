@@ -79,6 +79,7 @@ class Session:
         self.sinks.begin(self.start_rollout_id, self.num_rollout, sum(launch.seconds.values()))
         logger.info("launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in launch.seconds.items()))
         self.update_weights()
+        self.cluster.turns()  # those of the launch belong to no step
 
     def _count_rollouts(self, launch: Launch) -> int:
         rollout = self.config.rollout
@@ -118,6 +119,7 @@ class Session:
 
     def log(self, metrics: dict[str, float]) -> None:
         if metrics:
+            metrics |= self.cluster.turns()
             self.sinks.log(self.step, metrics)
         for line in self._memory.look(metrics) if self._memory is not None else ():
             logger.warning("%s", line)
