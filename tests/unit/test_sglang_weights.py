@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,14 @@ from safetensors.torch import load_file
 
 from slime.config import Config, make_config
 from slime.errors import UserError
+from slime.rollout.engines.embedded.architecture import Architecture
+from slime.rollout.engines.sglang import weight_probe
 from slime.rollout.engines.sglang.command import EnginePlace
 from slime.weights import ipc
+from slime.weights.buckets import FINGERPRINTS
 from slime.weights.convert import family_of
+from slime.weights.engine_check import SliceDigest
+from slime.weights.process_group import ExternalGroup
 from slime.weights.receipt import WeightMismatch
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
@@ -22,7 +28,7 @@ from tests.megatron_stub import MegatronStub
 from tests.unit import stage_jobs
 from tests.unit.embedded_models import save_tiny_model
 from tests.unit.sglang_servers import FakeSGLang, fake_sglang, sglang_installed
-from tests.unit.trainer_ranks import Pools
+from tests.unit.trainer_ranks import Pools, free_port
 
 WORDS = {"rollout_engine": "sglang", "fp32": True, "rollout_batch_size": 4, "num_rollout": 1}
 
@@ -150,3 +156,77 @@ def test_engines_beyond_the_trainers_gpus_are_refused(servers: list[FakeSGLang],
     with pytest.raises(UserError, match="without a trainer rank"):
         sync.connect([EngineSlots(servers[1].url, (0, 1))])
     sync.close()
+
+
+# -- the probe ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told() -> Iterator[Callable[..., Any]]:
+    """``told(model, **request)``: what `weight_probe.report` says; the request may be changed by name."""
+    store = ExternalGroup.open_store("127.0.0.1", 1, 10.0)
+
+    def ask(model: torch.nn.Module, **request: Any) -> Any:
+        place = {"host": "127.0.0.1", "port": store.port, "key": "k"}
+        raw = torch.frombuffer(bytearray(json.dumps({**place, **request}).encode()), dtype=torch.uint8)
+        weight_probe.report(model, [("request", raw)])
+        answer = json.loads(store.get("k/0"))
+        store.delete_key("k/0")
+        return answer
+
+    yield ask
+
+
+@pytest.mark.parametrize("method", FINGERPRINTS)
+@pytest.mark.parametrize("shape", ["qwen3", "qwen3_moe"])
+def test_trainer_and_probe_agree_on_slices(shape: str, method: str, tmp_path: Path, told: Callable[..., Any]) -> None:
+    from sglang.modules import sharded_model
+
+    sent = load_file(save_tiny_model(tmp_path / shape, shape) / "model.safetensors")
+    shapes = {name: list(tensor.shape) for name, tensor in sent.items()}
+    arch = Architecture.from_dir(tmp_path / shape)
+    for size in (1, 2):
+        compared = set()
+        for rank in range(size):
+            model = sharded_model(sent, arch, rank, size)
+            slices = {
+                name: part for name, part in told(model, action="layout", tensors=shapes)["slices"].items() if part
+            }
+            answer = told(model, action="fingerprint", tensors=shapes, method=method)["fingerprints"]
+            assert answer.keys() == slices.keys()
+            digest = SliceDigest({name: [tuple(part)] for name, part in slices.items()}, method)
+            for name, held in answer.items():
+                assert digest(name, sent[name]) == {tuple(slices[name]): held}
+                changed = sent[name].clone()
+                changed.view(-1)[0] += 1  # in the first rank's slice
+                moved = digest(name, changed) != {tuple(slices[name]): held}
+                assert moved is (slices[name][1] == 0)
+                compared.add(name)
+        assert compared == set(sent)
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (
+            {"action": "fingerprint", "method": "md5"},
+            "ValueError: fingerprints by 'md5' are not known here",
+        ),
+        ({"action": "fingerprint"}, "KeyError: 'method'"),
+        ({"action": "fingerprint", "method": "words", "tensors": 3}, "AttributeError"),
+        ({}, "KeyError: 'action'"),
+    ],
+    ids=["unknown method", "no method", "nonsense", "no action"],
+)
+def test_the_probe_reports_its_errors(request_: dict[str, Any], said: str, told: Callable[..., Any]) -> None:
+    answer = told(torch.nn.Linear(2, 2), **{"tensors": {"weight": [2, 2]}, **request_})
+    assert answer["error"].startswith(said) and "Traceback" in answer["traceback"]
+
+
+def test_the_probe_outlives_a_trainer_that_is_gone(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(weight_probe, "_STORE_SECONDS", 0.2)
+    request = {"action": "layout", "tensors": {}, "host": "127.0.0.1", "port": free_port(), "key": "k"}
+    for raw in (json.dumps(request).encode(), b"no request"):
+        caplog.clear()
+        weight_probe.report(torch.nn.Linear(2, 2), [("request", torch.frombuffer(bytearray(raw), dtype=torch.uint8))])
+        assert "nobody could be told about the weights" in caplog.text

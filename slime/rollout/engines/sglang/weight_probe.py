@@ -60,20 +60,27 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
         named_tensors: one uint8 tensor of JSON: ``{"action": "layout" | "fingerprint", "tensors": {name: shape},
             "method": of `FINGERPRINTS`, "host", "port", "key"}``.
     """
-    [(_, raw)] = named_tensors
-    request = json.loads(bytes(raw.cpu().numpy().tobytes()))
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    try:
+        [(_, raw)] = named_tensors
+        request = json.loads(bytes(raw.cpu().numpy().tobytes()))
+        answer = _answer(model, request)
+        limit = timedelta(seconds=_STORE_SECONDS)
+        port = int(request["port"])
+        store = dist.TCPStore(request["host"], port, is_master=False, timeout=limit, wait_for_workers=False)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        store.set(f"{request['key']}/{rank}", json.dumps(answer))
+    except Exception:  # must not reach the engine's scheduler; the trainer, if it is there, says that nothing came
+        logger.exception("nobody could be told about the weights")
+
+
+def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
     try:
         if request["action"] == "layout":
-            answer = _layout(model, request["tensors"])
-        else:
-            answer = _fingerprints(model, request["tensors"], request["method"])
+            return _layout(model, request["tensors"])
+        return _fingerprints(model, request["tensors"], request["method"])
     except Exception as error:  # must not reach the engine's scheduler, which would die of it
         logger.exception("weights could not be reported")
-        answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-    limit = timedelta(seconds=_STORE_SECONDS)
-    store = dist.TCPStore(request["host"], int(request["port"]), is_master=False, timeout=limit, wait_for_workers=False)
-    store.set(f"{request['key']}/{rank}", json.dumps(answer))
+        return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
 
 def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
@@ -91,6 +98,8 @@ def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
 
 
 def _fingerprints(model: nn.Module, shapes: dict[str, list[int]], method: str) -> dict[str, Any]:
+    if method not in FINGERPRINTS:
+        raise ValueError(f"fingerprints by {method!r} are not known here, only by {', '.join(FINGERPRINTS)}")
     tree, take = Tree(model), FINGERPRINTS[method]
     found = {name: tree.find(name, tuple(shape)) for name, shape in shapes.items()}
     return {"fingerprints": {name: take(held.tensor) for name, held in found.items() if held is not None}}
