@@ -70,8 +70,9 @@ def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path)
         expected = [word.format(next(versions)) if "{}" in word else word for word in expected]
         for engine in engines:
             assert phases(engine) == expected
-        rows = driver.rows()
-        assert all(row["perf/release_engines_time"] >= 0 for row in rows if "rollout/raw_reward" in row)
+        steps = [row for row in driver.rows() if "rollout/raw_reward" in row]
+        turns = [f"perf/{what}_time" for what in ("wake", "sleep", "release_engines", "resume_engines")]
+        assert len(steps) == 2 and all(row[name] >= 0 for row in steps for name in turns)
         assert "IPC handles" in "".join(log.read_text() for log in (driver.path / "logs").glob("trainer-0*"))
         driver.leaves_nothing()
 
