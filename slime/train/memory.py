@@ -23,6 +23,7 @@ from slime.errors import UserError
 from slime.samples.types import TrainBatch
 
 _GB = 1e9
+_FEW_ROWS = 128  # of logits: fewer make slow products
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 #: What libraries write instead of raising torch.OutOfMemoryError or MemoryError.
@@ -43,10 +44,12 @@ class LargestMicroBatch:
     Attributes:
         lengths: tokens of its samples, prompt and response, longest first.
         sample_indices: of these samples, in the same order.
+        whole_step: it is all that this rank has of its optimizer step.
     """
 
     lengths: list[int]
     sample_indices: list[int]
+    whole_step: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -55,10 +58,10 @@ class LargestMicroBatch:
     @staticmethod
     def of(batch: TrainBatch) -> LargestMicroBatch:
         totals = batch.total_lengths
-        micro_batches = [samples for step in batch.steps for samples in step.micro_batches]
-        largest = max(micro_batches, key=lambda samples: sum(totals[i] for i in samples), default=[])
+        found = [(samples, len(step.micro_batches) == 1) for step in batch.steps for samples in step.micro_batches]
+        largest, whole = max(found, key=lambda one: sum(totals[i] for i in one[0]), default=([], False))
         order = sorted(largest, key=lambda i: -totals[i])
-        return LargestMicroBatch([totals[i] for i in order], [batch.sample_indices[i] for i in order])
+        return LargestMicroBatch([totals[i] for i in order], [batch.sample_indices[i] for i in order], whole)
 
     def __str__(self) -> str:
         count = len(self.lengths)
@@ -156,21 +159,33 @@ def remedies(config: Config, phase: str, largest: LargestMicroBatch | None, *, o
     if scoring:
         ways += _smaller_micro_batches(config, largest)
         ways += _parallel(config)
-        rows = config.train.log_probs_chunk_size
-        if rows < 1 or rows > 128:
-            ways.append(f"--log-probs-chunk-size {rows} → {1024 if rows < 1 else rows // 2} (rows of logits at a time)")
-    else:
-        ways += _states(config)
+    ways += _states(config, on_gpu) if not scoring else _moments_on_host(config, on_gpu)
     ways += _sharing(config, on_gpu)
-    if scoring and config.train.global_batch_size % 2 == 0:
-        half, steps = config.train.global_batch_size // 2, config.train.num_steps_per_rollout
-        ways.append(
-            f"--global-batch-size {config.train.global_batch_size} → {half} (and --num-steps-per-rollout "
-            f"{steps} → {steps * 2}): fewer samples per optimizer step"
-        )
+    if scoring:
+        ways += _smaller_blocks_of_logits(config, on_gpu)
+        ways += _smaller_steps(config, largest)
     if not on_gpu:
         ways.append("other processes of this host compete for the same memory: engines, Ray's object store, page cache")
     return ways
+
+
+def _smaller_blocks_of_logits(config: Config, on_gpu: bool) -> list[str]:
+    """Fewer rows make blocks of more columns (`slime.algorithms.logprobs`), until these are the whole vocabulary."""
+    rows = config.train.log_probs_chunk_size
+    if not on_gpu or 0 < rows <= _FEW_ROWS:
+        return []
+    return [f"--log-probs-chunk-size {rows} → {_FEW_ROWS}: blocks of logits take 0.4 GB at most, and then about 0.1"]
+
+
+def _smaller_steps(config: Config, largest: LargestMicroBatch | None) -> list[str]:
+    """Gradients of micro-batches are added up one after the other: how many a step has does not matter to the peak."""
+    size, steps = config.train.global_batch_size, config.train.num_steps_per_rollout
+    if size % 2:
+        return []
+    change = f"--global-batch-size {size} → {size // 2} (and --num-steps-per-rollout {steps} → {steps * 2})"
+    if largest is not None and largest.whole_step and len(largest.lengths) > 1:
+        return [f"{change}: the largest micro-batch is all that this rank has of a step, and becomes half of it"]
+    return [f"{change}: lowers the peak only once a rank's part of a step is less than one micro-batch"]
 
 
 def _recompute(config: Config) -> list[str]:
@@ -225,12 +240,20 @@ def _parallel(config: Config) -> list[str]:
     return []
 
 
-def _states(config: Config) -> list[str]:
+def _moments_on_host(config: Config, on_gpu: bool) -> list[str]:
+    """Without a GPU they are there anyway."""
+    megatron = config.megatron
+    if not on_gpu or megatron.offload_optimizer_states or megatron.optimizer_cpu_offload:
+        return []
+    return [
+        "--offload-optimizer-states: Adam's moments live in host memory, 8 bytes per parameter and replica less here"
+    ]
+
+
+def _states(config: Config, on_gpu: bool) -> list[str]:
     """Weights, gradients and optimizer states; what the batch is does not matter to them."""
     megatron = config.megatron
-    ways = []
-    if not (megatron.offload_optimizer_states or megatron.optimizer_cpu_offload):
-        ways.append("--offload-optimizer-states: Adam's moments live in host memory, 8 bytes per parameter less here")
+    ways = _moments_on_host(config, on_gpu)
     if not megatron.use_distributed_optimizer:
         ways.append("remove --no-use-distributed-optimizer: states are sharded over the data-parallel ranks")
     tensor = megatron.tensor_model_parallel_size
@@ -243,14 +266,14 @@ def _sharing(config: Config, on_gpu: bool) -> list[str]:
     if not (config.cluster.colocate and on_gpu) or config.debug.debug_train_only:
         return []
     fraction = config.engine.sglang.get("mem_fraction_static")
-    ways = [
-        f"--sglang-mem-fraction-static {fraction} → {max(0.1, fraction - 0.2):.1f}: the engines share this GPU"
+    change = (
+        f"--sglang-mem-fraction-static {fraction} → {max(0.1, fraction - 0.2):.1f}"
         if isinstance(fraction, float)
-        else "--sglang-mem-fraction-static 0.4 (now SGLang's own choice): the engines share this GPU"
-    ]
-    if not config.megatron.offload_optimizer_states:
-        ways.append("--offload-optimizer-states")
-    return ways
+        else "--sglang-mem-fraction-static 0.4 (now SGLang's own choice)"
+    )
+    if config.cluster.offload_rollout:
+        return [f"{change}: if the engines, which sleep now, hold more of this GPU than their CUDA contexts"]
+    return ["--offload-rollout: the engines give their part of this GPU away meanwhile", change]
 
 
 def _device_use(device: torch.device) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -340,7 +341,9 @@ def test_running_out_of_memory_is_explained(verb: str, phase: str, monkeypatch: 
     assert f"largest micro-batch of this rank: {tokens} tokens in {len(largest)} samples" in error.why
     assert ("--recompute-activations" in error.fix) is (phase == "forward_backward")
     assert ("--max-tokens-per-gpu 8192 → " in error.fix) is (phase != "optimizer")
-    assert ("--offload-optimizer-states" in error.fix) is (phase == "optimizer")
+    assert ("--no-use-distributed-optimizer" in error.fix) is False
+    assert "--offload-optimizer-states" not in error.fix  # without a GPU they are on the host anyway
+    assert ("or more trainer GPUs" in error.fix) is (phase == "optimizer")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)  # it travels through Ray
 
 
@@ -386,9 +389,16 @@ def test_other_errors_pass_unchanged() -> None:
         raise RuntimeError("shapes")
 
 
-def advice(phase: str = "forward_backward", lengths: tuple[int, ...] = (900, 600), **flags: Any) -> str:
-    largest = LargestMicroBatch(list(lengths), list(range(len(lengths))))
-    return "\n".join(remedies(make_config(**flags), phase, largest, on_gpu=True))
+def advice(
+    phase: str = "forward_backward",
+    lengths: tuple[int, ...] = (900, 600),
+    *,
+    whole_step: bool = False,
+    on_gpu: bool = True,
+    **flags: Any,
+) -> str:
+    largest = LargestMicroBatch(list(lengths), list(range(len(lengths))), whole_step)
+    return "\n".join(remedies(make_config(**flags), phase, largest, on_gpu=on_gpu))
 
 
 def test_remedies_carry_this_runs_values() -> None:
@@ -398,12 +408,38 @@ def test_remedies_carry_this_runs_values() -> None:
     assert "--max-tokens-per-gpu 32768 → 8192" in advice(**dynamic, max_tokens_per_gpu=32768)
     assert "--micro-batch-size 4 → 2" in advice(micro_batch_size=4, rollout_batch_size=4)
     assert "--seq-length 4096 → 3072" in advice(seq_length=4096)
-    assert "--log-probs-chunk-size 512 → 256" in advice(log_probs_chunk_size=512)
-    assert "--global-batch-size 256 → 128" in advice(global_batch_size=256)
     assert "--recompute-activations" not in advice(recompute_activations=True)
     tensor = {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
     assert "--sequence-parallel" in advice(**tensor)
     assert "--sequence-parallel" not in advice(**tensor, sequence_parallel=True)
+
+
+def test_what_does_not_lower_the_peak_is_not_advised_as_if_it_did() -> None:
+    """Gradients of micro-batches add up, whatever their number; blocks of logits keep their size with fewer rows,
+    until they are as wide as the vocabulary; moments are on the host where there is no GPU."""
+    several, one = (advice(global_batch_size=256, whole_step=whole) for whole in (False, True))
+    assert "--global-batch-size 256 → 128" in several.splitlines()[-1] and "only once" in several
+    assert "--global-batch-size 256 → 128" in one.splitlines()[-1] and "becomes half of it" in one
+    assert "only once" in advice(global_batch_size=256, whole_step=True, lengths=(900,))
+    assert "--global-batch-size" not in advice(global_batch_size=3, rollout_batch_size=3)
+    assert "--log-probs-chunk-size 512 → 128" in advice(log_probs_chunk_size=512)
+    assert "--log-probs-chunk-size" not in advice(log_probs_chunk_size=128)
+    assert "--log-probs-chunk-size" not in advice(on_gpu=False)
+    for phase in ("forward_backward", "optimizer"):
+        assert advice(phase, colocate=True).count("--offload-optimizer-states") == 1
+        assert "--offload-optimizer-states" not in advice(phase, offload_optimizer_states=True)
+        assert "--offload-optimizer-states" not in advice(phase, on_gpu=False)
+    micro_batches = advice(use_dynamic_batch_size=True, max_tokens_per_gpu=8192).splitlines()
+    assert [line.split()[0] for line in micro_batches[:2]] == ["--recompute-activations:", "--max-tokens-per-gpu"]
+
+
+@pytest.mark.parametrize(("steps", "whole"), [([[[0, 1, 2], [3]]], False), ([[[0, 1, 2]], [[3], [4, 5]]], True)])
+def test_the_largest_micro_batch_may_be_a_whole_step(steps: list[list[list[int]]], whole: bool) -> None:
+    batch = make_batch([[0, 1, 2, 3, 4, 5]])
+    [step] = batch.steps
+    batch.steps = [dataclasses.replace(step, micro_batches=micro_batches) for micro_batches in steps]
+    largest = LargestMicroBatch.of(batch)
+    assert len(largest.lengths) == 3 and largest.whole_step is whole
 
 
 def test_one_long_sample_is_told_apart() -> None:
@@ -414,5 +450,8 @@ def test_one_long_sample_is_told_apart() -> None:
 
 
 def test_colocated_engines_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--sglang-mem-fraction-static 0.8 → 0.6" in advice(colocate=True, sglang_mem_fraction_static=0.8)
+    asleep = advice(colocate=True, sglang_mem_fraction_static=0.8)
+    assert "--sglang-mem-fraction-static 0.8 → 0.6: if the engines, which sleep now" in asleep
+    awake = advice(colocate=True, sglang_mem_fraction_static=0.8, offload_rollout=False)
+    assert "--offload-rollout" in awake and "--sglang-mem-fraction-static 0.8 → 0.6" in awake
     assert "--sglang-mem-fraction-static" not in advice()

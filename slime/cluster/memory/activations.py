@@ -243,12 +243,8 @@ def _working(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels) -> f
     """
     facts, hidden = spec.transformer, spec.hidden_size
     query = spec.num_heads / layout.tensor * spec.head_dim
-    if kernels.fused:
-        # gradients of output, query, key and value (repeated: three times as wide as the query), and the query's sum
-        # in float32, which counts twice in half precision
-        attention = (4 + _FLOAT32 / kernels.element) * query
-    else:
-        attention = 4 * query
+    # gradients of output, query, key and value, none wider than the query, and on GPUs the query's sum in float32
+    attention = (4 + (_FLOAT32 / kernels.element if kernels.fused else 0)) * query
     if spec.is_moe_layer(layer):
         rows, width = rows_per_token(spec, layout), int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor
         mlp = rows * (2 * hidden + 4 * width)

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from slime.cluster.memory.activations import Kernels, Recompute, StageActivations, saved_by_stage
 from slime.cluster.memory.parameters import Layout, Parameter, rank_parameters
 from slime.config import Config
+from slime.train.sizes import MOMENTS_BUCKET_BYTES
 from slime.weights.convert.spec import ModelSpec
 
 #: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it sleeps.
@@ -24,9 +25,6 @@ CONTEXT = "CUDA context, NCCL"
 
 #: How many more rows than the average the busiest expert rank gets.
 IMBALANCE = 1.3
-
-#: Moments that are on the device at a time with --offload-optimizer-states (`slime.train.megatron.host_states`).
-_MOMENTS_BUCKET = 512 * 1024 * 1024
 
 #: A block of logits (`slime.algorithms.logprobs`), in entries.
 _BLOCK_ENTRIES, _CPU_BLOCK_ENTRIES, _BLOCK_ROWS, _MIN_COLUMNS = 1 << 26, 1 << 22, 8192, 512
@@ -201,7 +199,7 @@ class StageMemory:
             "optimizer moments": self.moments * (1 - settings.moments_on_host),
         }
         if settings.staged:
-            found["optimizer moments (bucket)"] = min(self.moments, _MOMENTS_BUCKET)
+            found["optimizer moments (bucket)"] = min(self.moments, MOMENTS_BUCKET_BYTES)
         return {name: size for name, size in found.items() if size}
 
     def on_host(self, *, sleeps: bool) -> float:

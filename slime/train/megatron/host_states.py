@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from slime.train.megatron import device
+from slime.train.sizes import MOMENTS_BUCKET_BYTES
 from slime.weights.host_memory import host_buffer
-
-_BUCKET_BYTES = 512 * 1024 * 1024  # of moments on the device at a time; one larger parameter is a bucket of its own
 
 Member = tuple[int, torch.nn.Parameter]
 
@@ -35,14 +34,14 @@ class HostStates:
         bucket_bytes: of moments that are on the device at a time.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, bucket_bytes: int = _BUCKET_BYTES) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, bucket_bytes: int = MOMENTS_BUCKET_BYTES) -> None:
         self.inner, self.bucket_bytes = inner, bucket_bytes
         self._step = inner.step
         self._buffers: dict[tuple[int, str], Tensor] = {}
         """Host copies by parameter and name; kept, because pinning memory anew costs more than the copy."""
 
     @staticmethod
-    def install(inner: torch.optim.Optimizer, bucket_bytes: int = _BUCKET_BYTES) -> HostStates:
+    def install(inner: torch.optim.Optimizer, bucket_bytes: int = MOMENTS_BUCKET_BYTES) -> HostStates:
         """From now on ``inner.step()`` works bucket by bucket."""
         states = HostStates(inner, bucket_bytes)
         inner.step = states.step  # type: ignore[method-assign, assignment]
