@@ -150,7 +150,8 @@ class TrainConfig:
     transformer_impl: Literal["auto", "local", "transformer_engine"] = flag("auto")
     """Layer implementation; auto is local. transformer_engine needs it installed, and has not been run by us."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag("auto")
-    """Attention kernel, with or without Transformer Engine; one that is not there is refused by name."""
+    """Attention kernel, with or without Transformer Engine; one that is not there is refused by name. On GPUs auto is
+    flash-attn-4 where it is installed (SGLang brings it) and knows the GPU, else, like flash, torch's packed kernel."""
     custom_model_provider_path: str | None = flag(None)
     """Function (pre_process, post_process, vp_stage) -> GPTModel that builds the model."""
     custom_megatron_init_path: str | None = flag(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -281,6 +282,19 @@ def test_every_part_of_a_layer_has_its_counterpart() -> None:
     assert attention.linear_qkv is mlp.linear_fc1 is parts[ColumnParallelLinear]
     assert attention.linear_proj is mlp.linear_fc2 is parts[RowParallelLinear]
     assert attention.q_layernorm is attention.k_layernorm is parts[RMSNorm]
+
+
+def test_attention_backend_flash_is_torchs_kernel_even_where_there_is_another_one() -> None:
+    from slime.train.megatron.model import build_model_chunks
+
+    backend = trainer()
+    try:
+        config, spec = backend.config, backend.spec
+        chosen = dataclasses.replace(config, train=dataclasses.replace(config.train, attention_backend="flash"))
+        kernels = [build_model_chunks(spec, one, initialise=True)[0].decoder.layers[0] for one in (config, chosen)]
+    finally:
+        backend.close()
+    assert [layer.self_attention.core_attention.torch_only for layer in kernels] == [False, True]
 
 
 def test_no_gpu_is_no_obstacle() -> None:

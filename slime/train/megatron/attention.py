@@ -39,10 +39,19 @@ logger = get_logger(__name__)
 
 
 class PackedAttention(torch.nn.Module):
-    """``core_attention`` of the local layer spec. Grouped queries; no parameters, no dropout."""
+    """``core_attention`` of the local layer spec. Grouped queries; no parameters, no dropout.
+
+    Args:
+        torch_only: on a GPU, torch's own kernel, also where a faster one is installed.
+    """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        torch_only: bool = False,
+        **_: Any,
     ) -> None:
         super().__init__()
         if config.attention_dropout:
@@ -52,6 +61,7 @@ class PackedAttention(torch.nn.Module):
                 fix="leave it out",
             )
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.torch_only = torch_only
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         """query [T, heads, dim], key and value [T, groups, dim] → [T, heads, dim]; of T this rank's stripe."""
@@ -63,7 +73,8 @@ class PackedAttention(torch.nn.Module):
     def _whole(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         layout = sequences.padded
         if layout is None:
-            return _flash_packed(query, key, value, sequences, self.scale)
+            kernel = torch_varlen if self.torch_only else _flash_packed
+            return kernel(query, key, value, sequences, self.scale)
         padded = [_Pad.apply(x, layout) if not layout.identity else x for x in (query, key, value)]
         outputs, start = [], 0
         for block in layout.blocks:

@@ -161,9 +161,12 @@ def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = Fa
     """
     transformer = transformer_config(spec, config, initialise=initialise)
     virtual = transformer.virtual_pipeline_model_parallel_size
+    core: type | ModuleSpec = PackedAttention
+    if config.train.attention_backend == "flash" and not te_layers.is_used(config):
+        core = ModuleSpec(module=PackedAttention, params={"torch_only": True})
 
     def build(first: bool, last: bool, vp_stage: int | None) -> PolicyModel:
-        layers = block_spec(transformer, vp_stage, post_norms=spec.post_norms)
+        layers = block_spec(transformer, vp_stage, post_norms=spec.post_norms, core_attention=core)
         return PolicyModel(
             spec, transformer, vp_stage, transformer_layer_spec=layers, pre_process=first, post_process=last
         )
@@ -182,7 +185,11 @@ def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = Fa
 
 
 def block_spec(
-    config: TransformerConfig, vp_stage: int | None, *, post_norms: bool = False
+    config: TransformerConfig,
+    vp_stage: int | None,
+    *,
+    post_norms: bool = False,
+    core_attention: type | ModuleSpec = PackedAttention,
 ) -> TransformerBlockSubmodules:
     """megatron-core's local layers with our norm, attention and activation in their places."""
     plain = copy.copy(config)
@@ -199,13 +206,13 @@ def block_spec(
         attention = parts.self_attention
         if attention.module is SelfAttention:
             attention.module = PackedSelfAttention
-            attention.submodules.core_attention = PackedAttention
+            attention.submodules.core_attention = core_attention
             for name in ("q_layernorm", "k_layernorm"):
                 if getattr(attention.submodules, name) is not IdentityOp:
                     setattr(attention.submodules, name, RMSNorm)
         elif attention.module is MLASelfAttention:
             attention.module = PackedMLASelfAttention
-            attention.submodules.core_attention = PackedAttention
+            attention.submodules.core_attention = core_attention
             attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
         if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MLP and config.use_te_activation_func:
             parts.mlp.submodules.activation_func = SwiGLUActivation
