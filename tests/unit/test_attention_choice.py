@@ -7,15 +7,19 @@ import types
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from trainer_ranks import Pools
 
 from slime.train.megatron import attention, backend, device  # noqa: F401  (prepares the host for megatron)
 from slime.train.megatron.attention import PackedAttention, PackedSelfAttention
 from slime.train.megatron.layers import RMSNorm
 from slime.train.megatron.packed import PackedSequences
+from slime.train.megatron.rotary import Rotate
 
 # isort: split
 from megatron.core.transformer.identity_op import IdentityOp
@@ -208,3 +212,30 @@ def test_flash_attention_4_may_be_missing_or_another_version(missing: bool, monk
     monkeypatch.setitem(sys.modules, "flash_attn", None if missing else types.ModuleType("flash_attn"))
     monkeypatch.delitem(sys.modules, "flash_attn.cute", raising=False)
     assert flash4(monkeypatch, (9, 0)) is None
+
+
+# -- weights that no module is called for ------------------------------------------------------------------------------
+
+
+def heads_at_once(self: PackedSelfAttention, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`PackedSelfAttention._heads_in_one_pass` in torch: it reads the norms' weights, and calls no norm."""
+    mixed, sizes = self.get_query_key_value_tensors(hidden, split_qkv=False)
+    dim = self.hidden_size_per_attention_head
+    query, key, value = (x.reshape(hidden.size(0), -1, dim) for x in mixed[:, 0].split(sizes, dim=-1))
+    query = F.rms_norm(query, (dim,), self.q_layernorm.weight, self.q_layernorm.eps)
+    key = F.rms_norm(key, (dim,), self.k_layernorm.weight, self.k_layernorm.eps)
+    return Rotate.apply(query, cos, sin, False), Rotate.apply(key, cos, sin, False), value
+
+
+def one_pass_job(info: Any, flags: dict[str, Any]) -> dict[str, Any]:
+    from test_train_memory import train_job
+
+    with mock.patch.object(PackedSelfAttention, "_heads", heads_at_once):
+        return train_job(info, flags)
+
+
+def test_late_parameters_are_awaited_for_norms_that_are_not_called(ranks: Pools) -> None:
+    late = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1}
+    plain, overlapped = (ranks.run(2, one_pass_job, flags) for flags in ({}, late))
+    for ours, theirs in zip(overlapped, plain):
+        assert all(torch.allclose(ours["weights"][n], theirs["weights"][n], atol=1e-4) for n in theirs["weights"])
