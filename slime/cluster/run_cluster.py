@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from slime.cluster.placement import Slots, reserve
 from slime.cluster.plan import PlacementPlan, has_evaluation
 from slime.cluster.ray_session import start_ray
 from slime.cluster.rollout_actor import RolloutActor, RolloutResult
+from slime.cluster.start_news import StartNews
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
 from slime.cluster.waiting import ActorDied, DeadlinePassed, StopRequested, Watch, raise_failed, wait_for
 from slime.config import Config
@@ -113,6 +113,7 @@ class Cluster:
         clock.lap("placement")
         self._rollout = ray.remote(RolloutActor).options(num_cpus=0, max_concurrency=16).remote(config, self.run_path)
         coming_up = {_ROLLOUT: self._rollout.setup.remote()}
+        news = StartNews(coming_up, self.run_path / "logs")
         if self.plan.num_engines:
             threads = threads_per_process(self.plan.num_engines, self._take_turns)
             self._engines = EngineGroup(config, self.plan, self._slots, self.run_path, threads)
@@ -121,7 +122,11 @@ class Cluster:
         def wait(names: Sequence[str], what: str) -> list[Any]:
             """For these; but whoever fails first ends it."""
             refs = [coming_up[name] for name in names]
-            look = partial(raise_failed, coming_up, "while the run came up")
+
+            def look() -> None:
+                raise_failed(coming_up, "while the run came up")
+                news.look()
+
             return wait_for(refs, what, self._start_limit(), self._should_stop, look, names)
 
         if self._engines is not None and self._takes_memory_turns(self._slots):
