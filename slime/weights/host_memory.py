@@ -5,15 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import threading
 import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from slime.config.host import free_host_memory
 from slime.errors import UserError
+from slime.observe.log import get_logger
+
+logger = get_logger(__name__)
 
 _ALIGNMENT = 64
+_SPARE_BYTES = 4e9  # of the host's free memory, that is not locked before it is needed
+_LOCK_SECONDS = 300.0  # for one buffer, at most
 
 
 def host_buffer(nbytes: int, *, pin: bool) -> Tensor:
@@ -38,6 +45,57 @@ def host_buffer(nbytes: int, *, pin: bool) -> Tensor:
         raise torch.cuda.CudaError(status)
     weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False  # the driver does it at exit
     return buffer
+
+
+class BuffersAhead:
+    """Page-locked `host_buffer`s that a thread makes before they are needed: to lock 8 GiB takes 3 s.
+
+    The driver works without Python's lock. What fails is told in the log and no more: whoever needs the memory asks
+    for it again, and gets the error then.
+
+    Args:
+        sizes: in bytes.
+        gpu: whose driver locks them; None: the calling thread's choice is that of every thread.
+    """
+
+    def __init__(self, sizes: Sequence[int], gpu: torch.device | int | None = None) -> None:
+        self._made: list[Tensor] = []
+        self._enough = threading.Event()
+        arguments = (list(sizes), gpu, self._made)
+        self._thread = threading.Thread(target=self._make, args=arguments, name="host-buffers", daemon=True)
+        self._thread.start()
+
+    def take(self) -> list[Tensor]:
+        """Those that are ready, once; no more are begun. Waits for the one that is being made."""
+        self._enough.set()
+        self._thread.join(_LOCK_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("host memory has been locked for %d s now, and is not waited for", _LOCK_SECONDS)
+            return []
+        made, self._made = self._made, []
+        return made
+
+    def _make(self, sizes: list[int], gpu: torch.device | int | None, made: list[Tensor]) -> None:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # a new thread starts with the first one
+        for done, size in enumerate(sizes):
+            if self._enough.is_set():
+                return
+            free = free_host_memory()
+            if size + _SPARE_BYTES > free:
+                _tell_rest(sizes[done:], f"{free / 1e9:.1f} GB are free, which may fill up meanwhile")
+                return
+            try:
+                made.append(host_buffer(size, pin=True))
+            except (RuntimeError, MemoryError, OSError) as error:
+                _tell_rest(sizes[done:], str(error).splitlines()[0])
+                return
+
+
+def _tell_rest(sizes: Sequence[int], why: str) -> None:
+    logger.warning(
+        "%.1f GB of host memory are not locked ahead of time, but when they are needed: %s", sum(sizes) / 1e9, why
+    )
 
 
 class HostMemory:

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.cluster.memory import hardware
 from slime.cluster.memory.check import check_memory, judge
 from slime.cluster.memory.hardware import DeviceMemory, device_memory
 from slime.cluster.memory.measured import Measured
@@ -21,7 +20,7 @@ from slime.cluster.memory.plan import MemoryPlan, Phase, ranges
 from slime.cluster.memory.remedies import refuse, remedies
 from slime.cluster.memory.table import summary, table
 from slime.cluster.memory.trainer import CONTEXT
-from slime.config import Config, make_config
+from slime.config import Config, host, make_config
 from slime.errors import UserError
 
 PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "fixtures" / "model_configs.json").read_text())
@@ -350,14 +349,14 @@ def test_a_size_that_no_gpu_has_is_refused() -> None:
 
 def test_host_memory_respects_the_limit_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit, used = tmp_path / "max", tmp_path / "current"
-    monkeypatch.setattr(hardware, "_CGROUPS", ((limit, used),))
-    whole = hardware.host_memory()
-    assert hardware.free_host_memory() <= whole
+    monkeypatch.setattr(host, "_CGROUPS", ((limit, used),))
+    whole = host.host_memory()
+    assert host.free_host_memory() <= whole
     limit.write_text("1000000\n")
     used.write_text("400000\n")
-    assert (hardware.host_memory(), hardware.free_host_memory()) == (1e6, 6e5)
+    assert (host.host_memory(), host.free_host_memory()) == (1e6, 6e5)
     limit.write_text("max\n")
-    assert hardware.host_memory() == whole
+    assert host.host_memory() == whole
 
 
 def test_without_gpus_the_host_is_planned_for_and_never_refused(

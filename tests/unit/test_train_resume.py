@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,39 @@ def test_the_updated_reference_survives_a_resume(tmp_path: Path, caplog: pytest.
             assert not all(torch.equal(a, b) for a, b in zip(reference, third.reference.tensors))
         finally:
             third.close()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_memory_for_moments_is_locked_before_they_exist(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime.train.megatron.offload import Offloader
+
+    locked: list[int] = []
+    status = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: locked.append(nbytes) or 0,  # type: ignore[func-returns-value]
+        cudaHostUnregister=lambda address: 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: status)
+    backend = trainer(bf16=True)
+    try:
+        for seed in range(steps):
+            backend.train(make_batch(seed=seed))
+        offloader = Offloader(backend.model_chunks, backend.optimizer, pin=True)
+        offloader.sleep(keep_weights=True)
+        assert offloader._ahead is None  # the push comes first
+        offloader.sleep()
+        assert offloader._ahead is not None
+        offloader._ahead._thread.join(30)
+        whole = sum(p.numel() for p in backend.model_chunks[0].parameters())
+        # weights (their buffer is padded), master weights and moments, which are not there yet where steps is 0
+        assert sum(locked) == pytest.approx(whole * (2 + 4 + 2 * 4), rel=0.01)
+        offloader.wake()
+        backend.train(make_batch(seed=1))
+        before = len(locked)
+        offloader.sleep()
+        assert len(locked) == before  # all that was needed was there
+        offloader.wake()
+    finally:
+        backend.close()
 
 
 @pytest.mark.parametrize("keep_weights", [False, True])

@@ -1,13 +1,12 @@
-"""How much memory there is: of a GPU and of this host, found without torch."""
+"""How much memory a rank has to compute in, found without torch."""
 
 from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 from slime.config import Config
-from slime.config.host import num_gpus
+from slime.config.host import free_host_memory, num_gpus
 from slime.errors import UserError
 
 _ASSUMED_GB, _LARGEST_GB = 80.0, 10_000.0
@@ -19,11 +18,6 @@ _FLASH4_MAJORS = (9, 10)
 
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits")
 _QUERY_SECONDS = 20.0
-_MEMINFO = Path("/proc/meminfo")
-_CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-)
 
 
 @dataclass(frozen=True)
@@ -89,37 +83,3 @@ def _seen_gpus() -> list[tuple[float, int | None]]:
         if row[0].isdigit()
     ]
     return found if done.returncode == 0 else []
-
-
-def host_memory() -> float:
-    """Bytes of this host, or what its container may have."""
-    limits = [_number(limit) for limit, _ in _CGROUPS]
-    return min([_meminfo("MemTotal"), *(limit for limit in limits if limit is not None)])
-
-
-def free_host_memory() -> float:
-    """Bytes that new processes can have."""
-    free = [_meminfo("MemAvailable")]
-    for limit, used in _CGROUPS:
-        most, now = _number(limit), _number(used)
-        if most is not None and now is not None:
-            free.append(max(0.0, most - now))
-    return min(free)
-
-
-def _meminfo(key: str) -> float:
-    if not _MEMINFO.exists():
-        return float("inf")
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith(key + ":"):
-            return float(line.split()[1]) * 1024
-    return float("inf")
-
-
-def _number(path: Path) -> float | None:
-    """None for no such file, and for "max"."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return float(text) if text.isdigit() and int(text) < 1 << 60 else None

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from slime.cluster.memory import engine as engine_side
 from slime.cluster.memory import trainer as trainer_side
 from slime.cluster.memory.engine import EngineSettings
-from slime.cluster.memory.hardware import DRIVER, DeviceMemory, device_memory, host_memory
+from slime.cluster.memory.hardware import DRIVER, DeviceMemory, device_memory
 from slime.cluster.memory.trainer import TrainerSettings, longest_sequence
 from slime.cluster.plan import PlacementPlan
 from slime.config import Config
+from slime.config.host import host_memory
 from slime.weights.convert import family_of
 
 #: Of a device's memory; the rest is what allocators lose to fragmentation.

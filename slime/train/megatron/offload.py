@@ -1,7 +1,8 @@
 """Giving the GPU's memory to the engines between updates, and taking it back.
 
 Works on storages, not on tensors: a storage is emptied and refilled in place, so every view of it (parameters in DDP
-buffers, shards in the optimizer) stays valid. The pinned host copies are kept: pinning costs more than copying.
+buffers, shards in the optimizer) stays valid. The pinned host copies are kept: pinning costs more than copying. Those
+for Adam's moments, which the first update makes, are pinned while the engines generate for it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from slime.train.megatron import device
-from slime.train.megatron.optimizer import megatron_optimizers
-from slime.weights.host_memory import host_buffer
+from slime.train.megatron.host_states import host_states_of
+from slime.train.megatron.optimizer import megatron_optimizers, torch_optimizers
+from slime.weights.host_memory import BuffersAhead, host_buffer
 
 
 @dataclass
@@ -41,14 +43,20 @@ class Offloader:
         sleep(keep_weights=True)   gradients and optimizer state go; the weights can still be pushed
         sleep()                    what is left goes
         wake()                     everything is back, bit for bit
+
+    Args:
+        pin: copies lie in page-locked memory; default: where there is a GPU.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, *, pin: bool | None = None) -> None:
         self.chunks = chunks
         self.optimizer = optimizer
+        self.pin = device.has_gpu() if pin is None else pin
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         """Pinned memory by size, kept from sleep to sleep."""
         self._away: list[_Away] = []
+        self._ahead: BuffersAhead | None = None
+        """For moments that were not there at the first whole sleep."""
 
     @torch.no_grad()
     def sleep(self, *, keep_weights: bool = False) -> int:
@@ -57,6 +65,8 @@ class Offloader:
         kept = {s.data_ptr() for s in _storages(_weights(self.chunks))} if keep_weights else set()
         everything = [*_gradients(self.chunks), *_weights(self.chunks), *_optimizer_tensors(self.optimizer)]
         going = []
+        for buffer in self._ahead.take() if self._ahead is not None else ():
+            self._free[buffer.nbytes].append(buffer)
         for storage in _storages(everything):  # those that went before are empty, and not among them
             if storage.data_ptr() not in kept:
                 copy = None if storage.data_ptr() in gradients else self._copy_of(storage)
@@ -69,6 +79,8 @@ class Offloader:
         self._away += going
         if device.has_gpu():
             torch.cuda.empty_cache()
+        if not keep_weights and self.pin and self._ahead is None:
+            self._ahead = BuffersAhead(_moments_to_come(self.optimizer), torch.cuda.current_device())
         return sum(part.nbytes for part in going)
 
     @torch.no_grad()
@@ -89,9 +101,22 @@ class Offloader:
 
     def _copy_of(self, storage: torch.UntypedStorage) -> Tensor:
         free = self._free[storage.nbytes()]
-        copy = free.pop() if free else host_buffer(storage.nbytes(), pin=device.has_gpu())
+        copy = free.pop() if free else host_buffer(storage.nbytes(), pin=self.pin)
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return copy.copy_(source, non_blocking=True)
+
+
+def _moments_to_come(optimizer: MegatronOptimizer) -> list[int]:
+    """Bytes of each storage that Adam's first step will make on the device: two per parameter."""
+    return [
+        parameter.numel() * parameter.element_size()
+        for inner in torch_optimizers(optimizer)
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW) and host_states_of(inner) is None
+        for group in inner.param_groups
+        for parameter in group["params"]
+        if parameter.numel() and not inner.state.get(parameter)
+        for _ in range(2)
+    ]
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
