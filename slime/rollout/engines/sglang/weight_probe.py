@@ -69,8 +69,8 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
         store = dist.TCPStore(request["host"], port, is_master=False, timeout=limit, wait_for_workers=False)
         rank = dist.get_rank() if dist.is_initialized() else 0
         store.set(f"{request['key']}/{rank}", json.dumps(answer))
-    except Exception:  # must not reach the engine's scheduler; the trainer, if it is there, says that nothing came
-        logger.exception("nobody could be told about the weights")
+    except Exception as error:  # must not reach the engine's scheduler; the trainer, if there is one, misses the answer
+        logger.exception("nobody could be told about the weights (%s)", error)
 
 
 def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
