@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
-#: Largest error, relative to the largest entry of a tensor.
+#: Largest error, relative to the largest entry of a tensor; of 16 bits the last one, since the interpreter truncates.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
