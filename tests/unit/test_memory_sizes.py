@@ -254,6 +254,8 @@ def test_the_plan_is_not_below_what_was_measured_and_little_above(
 
 
 def test_who_takes_grouped_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIME_NUM_GPUS", "1")
+
     def takes(torch_version: tuple[int, int], name: str = "qwen3", **changes: Any) -> bool:
         monkeypatch.setattr(trainer, "_torch_version", lambda: torch_version)
         flash4 = changes.pop("flash4", True)
@@ -261,7 +263,7 @@ def test_who_takes_grouped_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> N
         return TrainerSettings.of(config, spec_of(name), on_gpu=True, flash4=flash4).grouped
 
     assert takes((2, 11)) and not takes((2, 11), flash4=False) and takes((2, 13), flash4=False)
-    assert not takes((2, 11), deterministic_mode=True)
+    assert not takes((2, 11), deterministic_mode=True) and not takes((2, 11), attention_backend="flash")
     assert takes((2, 11), "deepseek_v3", flash4=False)  # each of its heads has its own
 
 
@@ -301,4 +303,4 @@ def test_engine_weights_are_divided() -> None:
     one, two = engine("Qwen/Qwen3-4B"), engine("Qwen/Qwen3-4B", rollout_num_gpus_per_engine=2)
     assert one.weights == pytest.approx(8.04e9, rel=0.01)
     assert one.weights / 2 < two.weights < one.weights / 2 * 1.01  # norms are on every rank
-    assert one.kv_cache(80e9) == pytest.approx(0.88 * 80e9 - one.weights)
+    assert one.kv_cache(80e9) == pytest.approx(0.876 * 80e9 - one.weights)

@@ -12,10 +12,11 @@ from slime.weights.convert.spec import ModelSpec
 
 #: What SGLang about chooses when ``--sglang-mem-fraction-static`` is not set: on a small GPU it leaves at least these
 #: bytes, beside a part of all.
-_AUTOMATIC_FRACTION, _AUTOMATIC_PART, _AUTOMATIC_REST = 0.88, 0.95, 5.0e9
+_AUTOMATIC_FRACTION, _AUTOMATIC_PART, _AUTOMATIC_REST = 0.88, 0.95, 5.9e9
 
-#: CUDA context, kernels, CUDA graphs and the workspace of a prefill; part of them stays while the engine sleeps.
-AWAKE_BYTES, ASLEEP_BYTES = 3.5e9, 2.0e9
+#: CUDA context, kernels, CUDA graphs and the workspace of a prefill; part of them stays while the engine sleeps (2.6
+#: GB on an H200).
+AWAKE_BYTES, ASLEEP_BYTES = 3.5e9, 2.7e9
 
 _VOCABULARY_UNIT = 64  # SGLang pads the vocabulary to a multiple of it
 _KV_BYTES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "fp4_e2m1": 0.5}

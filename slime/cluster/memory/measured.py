@@ -2,7 +2,7 @@
 
 perf/forward_backward_peak_memory_gb   ◄─►   phase train, the trainer's part without its CUDA context
 perf/ref_log_probs_peak_memory_gb      ◄─►   phase log-probs
-perf/trainer_asleep_gb                 ◄─►   what a sleeping trainer may keep
+perf/trainer_asleep_gb                 ◄─►   what a sleeping trainer may keep in tensors
 
 Adam makes its moments in the first update, after the passes that were measured: unless a checkpoint brought them, they
 are in the peaks from the second update on. So the first one is looked at for what is above the plan already, no more.
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from slime.cluster.memory.plan import MemoryPlan
 from slime.cluster.memory.table import gb
-from slime.cluster.memory.trainer import ASLEEP_BYTES, CONTEXT
+from slime.cluster.memory.trainer import ASLEEP_TENSORS, CONTEXT
 from slime.observe.log import get_logger
 
 logger = get_logger(__name__)
@@ -37,7 +37,7 @@ class Measured:
 
     def __init__(self, plan: MemoryPlan) -> None:
         self.planned = {metric: _trainer_part(plan, phase) for metric, phase in _PHASES.items()}
-        self.planned[_ASLEEP] = ASLEEP_BYTES
+        self.planned[_ASLEEP] = ASLEEP_TENSORS
         self._most: dict[str, float] = {}
         self._without_moments = set(_PHASES) if _has_moments(plan) else set[str]()
         """Metrics that the first update, whose moments may not exist, has yet to bring."""

@@ -36,7 +36,7 @@ def table(plan: MemoryPlan) -> str:
         devices  phase     of       what            GB   total   limit
         GPU 0-3  generate  engine   weights        4.0
                            engine   KV cache      94.7
-                           trainer  asleep         1.5   100.2   135.4
+                           trainer  asleep         2.2   100.9   135.4
     """
     rows: list[tuple[str, ...]] = [("devices", "phase", "of", "what", "GB", "total", "limit")]
     devices = ""

@@ -17,8 +17,9 @@ from slime.config import Config
 from slime.train.sizes import MOMENTS_BUCKET_BYTES
 from slime.weights.convert.spec import ModelSpec
 
-#: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it sleeps.
-AWAKE_BYTES, ASLEEP_BYTES = 2.0e9, 1.5e9
+#: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it sleeps (2.2 GB on an
+#: H200, with what the driver keeps for itself); of the latter, what may be torch's.
+AWAKE_BYTES, ASLEEP_BYTES, ASLEEP_TENSORS = 2.5e9, 2.2e9, 0.7e9
 
 #: What that is called in the plan.
 CONTEXT = "CUDA context, NCCL"
@@ -304,7 +305,8 @@ class StageMemory:
 def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
     """Will attention on GPUs take keys and values as they are (`slime.train.megatron.attention`)?"""
     wide = spec.head_dim > _FLASH4_WIDEST
-    by_flash4 = flash4 and not wide and not config.megatron.transformer.get("deterministic_mode")
+    torch_only = config.megatron.transformer.get("deterministic_mode") or config.train.attention_backend == "flash"
+    by_flash4 = flash4 and not wide and not torch_only
     return by_flash4 or spec.is_mla or _torch_version() >= _TORCH_TAKES_GROUPS
 
 
