@@ -204,6 +204,7 @@ WORDS = {
     "--sequence-parallel": ("sequence_parallel", bool),
     "--offload-optimizer-states": ("offload_optimizer_states", bool),
     "--max-tokens-per-gpu": ("max_tokens_per_gpu", int),
+    "--rollout-max-context-len": ("rollout_max_context_len", int),
     "--tensor-model-parallel-size": ("tensor_model_parallel_size", int),
     "--pipeline-model-parallel-size": ("pipeline_model_parallel_size", int),
     "--expert-model-parallel-size": ("expert_model_parallel_size", int),
@@ -229,7 +230,7 @@ def flags_of(text: str) -> dict[str, Any] | None:
     model=st.sampled_from([DENSE, MOE]),
     size=st.sampled_from([16, 24, 40, 80]),
     colocate=st.booleans(),
-    tokens=st.sampled_from([8192, 32768]),
+    tokens=st.sampled_from([4096, 8192, 32768]),
     tensor=st.sampled_from([1, 2, 4]),
     fraction=st.sampled_from([0.5, 0.8, 0.97]),
 )

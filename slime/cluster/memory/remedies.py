@@ -160,11 +160,11 @@ def _smaller_micro_batches(trainer: TrainerSettings) -> Iterator[tuple[str, Trai
     elif trainer.tokens > floor * 1.25:
         yield "--micro-batch-size 1", dataclasses.replace(trainer, tokens=floor)
     else:
-        shorter = trainer.longest * 3 // 4
-        yield (
-            f"--rollout-max-context-len {trainer.longest} → {shorter}",
-            dataclasses.replace(trainer, tokens=trainer.tokens * 3 // 4, longest=shorter),
-        )
+        shorter, lower = trainer.longest * 3 // 4, trainer.tokens * 3 // 4
+        text = f"--rollout-max-context-len {trainer.longest} → {shorter}"
+        if trainer.dynamic:  # else as many tokens are packed, of more sequences
+            text += f" and --max-tokens-per-gpu ≤ {lower}"
+        yield text, dataclasses.replace(trainer, tokens=lower, longest=shorter)
 
 
 def _wider_layouts(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSettings]]:
