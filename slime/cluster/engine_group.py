@@ -1,184 +1,44 @@
-"""Engines and their router as Ray actors that own the server processes."""
+"""All engines of a run and their routers, each a Ray actor that owns a server process."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
+from slime.cluster.engine_actor import DisaggregatedWorkers, EngineActor, Obituary, raise_obituary
 from slime.cluster.engine_placement import EnginePart, engine_parts
 from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS
 from slime.cluster.placement import Slots
 from slime.cluster.plan import PlacementPlan
-from slime.cluster.ports import PortReservation, node_ip, reserve_port
-from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.waiting import Watch, wait_for
 from slime.config import Config
-from slime.errors import RunFailed, UserError
-from slime.observe.log import get_logger, log_to_file_only
+from slime.errors import RunFailed
+from slime.observe.log import get_logger
 from slime.rollout.engines.api import EngineError
 from slime.rollout.engines.sglang.groups import ServedModel
+from slime.rollout.router import register_workers, remove_worker
 from slime.weights.engine_fleet import EngineFleet
 from slime.weights.transport import EngineSlots
 
 logger = get_logger(__name__)
 
 _COLOCATED_SHARE = 0.2
-_PORT_TRIES = 5
 _PAIR = ("prefill", "decode")
 _ALL_MEMORY = [CACHE, WEIGHTS, GRAPHS]
 _IDLE_SECONDS = 10.0  # for requests that were aborted to end
+_ROUTER_SECONDS = 10.0  # to take a worker out; generation is waited for meanwhile
+_JOIN_ROUTER_SECONDS = 60.0
+_KILL_SECONDS = 60.0
 _MEMORY_SECONDS = 300.0  # a copy of the weights to the host or back, and the end of the last requests
-
-
-class DisaggregatedWorkers(NamedTuple):
-    """Prefill servers with their bootstrap ports, and decode servers."""
-
-    prefill: list[tuple[str, int]]
-    decode: list[str]
-
-
-class EngineActor:
-    """Owns one engine server process, or the router. The process dies with this actor."""
-
-    def __init__(
-        self, config: Config, name: str, run_path: Path, num_threads: int, part: EnginePart | None = None
-    ) -> None:
-        self.config, self.name, self.num_threads, self.part = config, name, num_threads, part
-        self.log_path = run_path / "logs" / f"{name}.log"
-        self._process: ServerProcess | None = None
-        self._port: PortReservation | None = None
-        self._held: list[PortReservation] = []
-        self._bootstrap_port: int | None = None
-        log_to_file_only(config, name, run_path / "logs")
-
-    def rendezvous(self) -> str:
-        """host:port where the nodes of this engine meet; held until the engine is stopped."""
-        host = node_ip()
-        self._held.append(reserve_port(host))
-        return f"{host}:{self._held[-1].port}"
-
-    def start(self, model_path: str, dist_init_addr: str | None = None) -> str:
-        """Start the engine server; returns its base URL once it answers.
-
-        Args:
-            dist_init_addr: where the nodes of an engine meet that has several.
-        Raises:
-            UserError: it did not come up; carries its last log lines.
-        """
-        from slime.rollout.engines.launch import LaunchSpec, embedded_command, sglang_command
-
-        host = node_ip()
-
-        def sglang(port: int) -> LaunchSpec:
-            assert self.part is not None
-            self._held.append(reserve_port(host))
-            place = dataclasses.replace(
-                self.part.place,
-                nccl_port=self._held[-1].port,
-                dist_init_addr=dist_init_addr,
-                overrides={**self.part.place.overrides, **self._disaggregation(host)},
-            )
-            return sglang_command(self.config, model_path, host, port, place)
-
-        if self.config.engine.rollout_engine == "sglang":
-            return self._serve(sglang, host)
-        assert self.part is not None
-        number = self.part.place.number
-        return self._serve(lambda port: embedded_command(self.config, model_path, host, port, number), host)
-
-    def bootstrap_port(self) -> int | None:
-        """Where decode servers fetch the cache of this prefill server; None for servers of another kind."""
-        return self._bootstrap_port
-
-    def _disaggregation(self, host: str) -> dict[str, Any]:
-        """Options of a prefill or decode server."""
-        kind = self.part.group.worker_type if self.part is not None else "regular"
-        if kind not in ("prefill", "decode"):
-            return {}
-        if kind == "decode":
-            return {"disaggregation_mode": kind}
-        self._held.append(reserve_port(host))
-        self._bootstrap_port = self._held[-1].port
-        return {"disaggregation_mode": kind, "disaggregation_bootstrap_port": self._bootstrap_port}
-
-    def start_router(self, worker_urls: list[str], pairs: DisaggregatedWorkers | None = None) -> str:
-        from slime.rollout.engines.launch import disaggregated_router_command, router_command
-        from slime.rollout.router import register_workers
-
-        host = node_ip()
-        if pairs is not None:
-            return self._serve(lambda port: disaggregated_router_command(self.config, host, port, *pairs), host)
-        url = self._serve(lambda port: router_command(self.config, host, port, worker_urls), host)
-        policy = self.config.engine.router.get("policy") or "cache_aware"
-        asyncio.run(register_workers(url, worker_urls, timeout=60.0, policy=policy))
-        return url
-
-    def _serve(self, make_spec: Callable, host: str) -> str:
-        for attempt in range(_PORT_TRIES):
-            self._port = reserve_port(host)
-            url = f"http://{host}:{self._port.port}"
-            spec = make_spec(self._port.port)
-            spec = dataclasses.replace(spec, env={**spec.env, "OMP_NUM_THREADS": str(self.num_threads)})
-            self._process = ServerProcess(self.name, spec, url, self.log_path)
-            self._process.start()
-            try:
-                self._process.wait_ready()
-                return url
-            except ServerDied as died:
-                self._give_ports_back()
-                if died.is_port_clash and attempt + 1 < _PORT_TRIES:
-                    logger.warning("%s: one of its ports was taken meanwhile, trying others", self.name)
-                    continue
-                raise UserError(
-                    f"{died.name} {died.what}",
-                    why=f"last lines of {self.log_path}:\n{_indent(died.log_tail)}",
-                    fix="read the log; on out of memory lower --sglang-mem-fraction-static",
-                ) from died
-        raise AssertionError("unreachable")
-
-    def obituary(self) -> tuple[str, str] | None:
-        """How the server process ended and its last log lines; None while it lives."""
-        assert self._process is not None, "start comes first"
-        if self._process.is_alive():
-            return None
-        return self._process.how_it_ended(), self._process.log_tail()
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.stop()
-            self._process = None
-        self._give_ports_back()
-
-    def _give_ports_back(self) -> None:
-        for reservation in [*([self._port] if self._port is not None else []), *self._held]:
-            reservation.release()
-        self._port, self._held = None, []
 
 
 def _router_name(model: ServedModel) -> str:
     return "router" if model.is_policy else f"router-{model.name}"
-
-
-def _raise_obituary(name: str, obituary: tuple[str, str] | None) -> None:
-    if obituary is None:
-        return
-    how, log_tail = obituary
-    raise RunFailed(
-        f"{name} {how}",
-        why=f"last lines of its log:\n{_indent(log_tail)}",
-        fix="1. --use-fault-tolerance  2. a higher --sglang-mem-fraction-static  3. a smaller --rollout-batch-size"
-        "  4. --sglang-disable-cuda-graph, to find the cause",
-    )
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"      {line}" for line in text.splitlines())
 
 
 class EngineGroup:
@@ -186,7 +46,8 @@ class EngineGroup:
 
     Attributes:
         parts: what was started where; an engine over several nodes has a part on each.
-        urls: base URLs of the policy's engines, one each, once they run.
+        serving: base URL by number, of the policy's engines that run.
+        part_urls: of each part's latest server, by name.
         router_url: the policy's.
         router_urls: by model, the policy's among them.
     """
@@ -210,13 +71,15 @@ class EngineGroup:
             name: actor.options(num_cpus=0, max_restarts=0).remote(config, _router_name(model), run_path, 1)
             for name, model in self._models.items()
         }
-        self.urls: list[str] = []
+        self.serving: dict[int, str] = {}
+        self.part_urls: dict[str, str] = {}
         self.router_urls: dict[str, str] = {}
         self.servers = dict(zip(self.names, self.engines))
         self.servers |= {_router_name(self._models[name]): router for name, router in self._routers.items()}
         self._fleet: EngineFleet | None = None
         self._others: EngineFleet | None = None
         self._paused = False
+        self._model_path = ""
 
     @property
     def router_url(self) -> str:
@@ -226,7 +89,7 @@ class EngineGroup:
     def fleet(self) -> EngineFleet:
         """Connections to the policy's engines, past the router."""
         if self._fleet is None:
-            self._fleet = EngineFleet(self.urls)
+            self._fleet = EngineFleet(list(self.serving.values()))
         return self._fleet
 
     @property
@@ -236,22 +99,25 @@ class EngineGroup:
 
     @property
     def layout(self) -> list[EngineSlots]:
-        """Which slots the ranks of each of the policy's engines stand on, in the order of ``urls``."""
+        """Which slots the ranks of each of the policy's engines stand on, in the order of ``serving``."""
         slots: dict[int, tuple[int, ...]] = {}
         for part in self.parts:
             slots[part.place.number] = (*slots.get(part.place.number, ()), *part.slots)
-        firsts = [part for part in self.parts if part.is_first and part.model.is_policy]
-        return [EngineSlots(url, slots[part.place.number]) for url, part in zip(self.urls, firsts, strict=True)]
+        return [EngineSlots(url, slots[number]) for number, url in self.serving.items()]
 
     def begin_start(self, model_path: str) -> dict[str, ray.ObjectRef]:
         """Start all engines at once; a reference by name for each, whose values go to `put_router_in_front`."""
+        self._model_path = model_path
+        return self._begin_start(self.parts)
+
+    def _begin_start(self, parts: Sequence[EnginePart]) -> dict[str, ray.ObjectRef]:
         meeting: dict[int, Any] = {}
         refs = {}
-        for part, engine in zip(self.parts, self.engines):
-            number = part.place.number
+        for part in parts:
+            number, engine = part.place.number, self.servers[part.name]
             if part.place.num_nodes > 1 and part.is_first:
                 meeting[number] = engine.rendezvous.remote()  # resolved by Ray before the others' `start` runs
-            refs[part.name] = engine.start.remote(model_path, meeting.get(number))
+            refs[part.name] = engine.start.remote(self._model_path, meeting.get(number))
         return refs
 
     def put_routers_in_front(self, urls: list[str], should_stop: Callable[[], bool]) -> None:
@@ -259,7 +125,9 @@ class EngineGroup:
         started = [self._begin_router(name, urls, should_stop) for name in self._routers]
         names = [_router_name(model) for model in self._models.values()]
         self.router_urls = dict(zip(self._routers, wait_for(started, "starting", 120, should_stop, names=names)))
-        self.urls = self._urls_of(urls, self._policy)
+        self.part_urls = dict(zip(self.names, urls, strict=True))
+        policy = [part.place.number for part in self.parts if part.is_first and part.model.is_policy]
+        self.serving = dict(zip(policy, self._urls_of(urls, self._policy), strict=True))
         if others := [url for name in self._routers if name != self._policy for url in self._urls_of(urls, name)]:
             self._others = EngineFleet(others)
         for name, url in self.router_urls.items():
@@ -292,6 +160,8 @@ class EngineGroup:
             RunFailed: an engine refused or did not answer.
         """
         with self._naming_engines("giving memory up"):
+            if not self.serving:  # all are dead
+                return
             fleet = self.fleet
             try:
                 fleet.flush_cache(_IDLE_SECONDS)
@@ -332,16 +202,86 @@ class EngineGroup:
 
     # -- death -----------------------------------------------------------------------------------------
 
+    def obituaries(self, names: Sequence[str]) -> dict[str, Obituary | None]:
+        """Of these servers, none of which is starting."""
+        refs = [self.servers[name].obituary.remote() for name in names]
+        return dict(zip(names, wait_for(refs, "asking the engines", timeout=10, names=names)))
+
     def raise_if_dead(self) -> None:
         """Raise a `RunFailed` when a server process has ended; answers now, for errors that this would explain."""
-        refs = [actor.obituary.remote() for actor in self.servers.values()]
-        names = list(self.servers)
-        for name, obituary in zip(names, wait_for(refs, "asking the engines", timeout=10, names=names)):
-            _raise_obituary(name, obituary)
+        for name, obituary in self.obituaries(list(self.servers)).items():
+            raise_obituary(name, obituary)
 
-    def watch(self) -> Watch:
-        """Raises a `RunFailed` soon after a server process has ended."""
-        return Watch(self.servers, "obituary", _raise_obituary)
+    def watch(self, judge: Callable[[str, Obituary | None], None] = raise_obituary) -> Watch:
+        """Hears soon of a server process that has ended.
+
+        Args:
+            judge: called with its name and obituary; by default raises a `RunFailed`.
+        """
+        return Watch(self.servers, "obituary", judge)
+
+    # -- restart: take_out ─► begin_restart ─► take_in ─► (push) ─► put_behind_router ---------------------------
+
+    def restartable(self, name: str) -> int | None:
+        """The number of the engine that ``name`` is (a part of), if it can be restarted: one of the policy's that
+        answers alone. Prefill and decode servers are on their router's command line."""
+        for part in self.parts:
+            if part.name == name and part.model.is_policy and part.group.worker_type not in _PAIR:
+                return part.place.number
+        return None
+
+    def names_of(self, number: int) -> list[str]:
+        """Of the parts of an engine."""
+        return [part.name for part in self.parts if part.place.number == number]
+
+    def take_out(self, number: int) -> str:
+        """An engine is dead: end what is left of it, and no request goes there any more. Returns its last log lines."""
+        url = self.serving.pop(number)
+        self._drop_fleet()
+        names = self.names_of(number)
+        killed = [self.servers[name].kill.remote() for name in names]
+        try:
+            asyncio.run(remove_worker(self.router_url, url, _ROUTER_SECONDS))
+        except EngineError as error:  # the router goes on sending requests there, which fail and are sent again
+            logger.warning("engine-%d is still behind the router: %s", number, error)
+        return str(wait_for(killed, "ending a dead engine", _KILL_SECONDS, names=names)[0])
+
+    def begin_restart(self, number: int) -> dict[str, ray.ObjectRef]:
+        """Start it again on its slots, with other ports; a reference by name for each part, whose values are URLs."""
+        return self._begin_start([part for part in self.parts if part.place.number == number])
+
+    def take_in(self, number: int, urls: Sequence[str]) -> None:
+        """It runs again: pushes and memory are its business too from now on, requests not yet.
+
+        Args:
+            urls: of its parts.
+        """
+        self.part_urls |= dict(zip(self.names_of(number), urls, strict=True))
+        self.serving = dict(sorted({**self.serving, number: urls[0]}.items()))
+        self._drop_fleet()
+
+    def put_behind_router(self, number: int) -> None:
+        """It has the current weights: requests may come.
+
+        Raises:
+            EngineError: the router does not take it.
+        """
+        asyncio.run(register_workers(self.router_url, [self.serving[number]], timeout=_JOIN_ROUTER_SECONDS))
+
+    def release_memory_of(self, number: int, tags: Sequence[str]) -> None:
+        """`release_memory` of one engine that has just started."""
+        with self._naming_engines("giving memory up"):
+            fleet = EngineFleet([self.serving[number]])
+            try:
+                fleet.flush_cache(_IDLE_SECONDS)  # the first token, by which it showed that it runs
+                fleet.post("/release_memory_occupation", {"tags": list(tags)}, _MEMORY_SECONDS)
+            finally:
+                fleet.close()
+
+    def _drop_fleet(self) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
+        self._fleet = None
 
     def close(self, timeout: float) -> None:
         for fleet in (self._fleet, self._others):

@@ -97,6 +97,25 @@ class HandOver:
         self.holder = Holder.ENGINES
         return lacking
 
+    @contextmanager
+    def restarting(self, release_fresh: Callable[[list[str]], None]) -> Iterator[None]:
+        """Within, nobody has memory, so that dead engines can start again; afterwards the trainer has it.
+
+        Args:
+            release_fresh: has the engines that were started within, which hold all their memory, release these tags.
+        """
+        self._release()
+        if self.holder is not Holder.ENGINES:
+            with self._timed("perf/sleep_time"):
+                self._trainers("sleep", False)
+        self.holder = Holder.ENGINES
+        yield
+        if self._absent:
+            release_fresh(sorted(self._absent))
+        with self._timed("perf/wake_time"):
+            self._trainers("wake")
+        self.holder = Holder.TRAINER
+
     def metrics(self) -> dict[str, float]:
         """Seconds spent since the last call, and memory as the trainer saw it: ``perf/…``."""
         found = self._seconds | self._trainer_metrics

@@ -21,6 +21,8 @@ from typing import Any
 import ray
 
 from slime.cluster.engine_group import EngineGroup
+from slime.cluster.engine_repair import EngineRepair, HealthChecks
+from slime.cluster.engine_weights import EngineWeights
 from slime.cluster.hand_over import HandOver
 from slime.cluster.memory.check import check_memory_of_cluster
 from slime.cluster.placement import Slots, reserve
@@ -35,7 +37,6 @@ from slime.errors import RunFailed
 from slime.observe.log import get_logger
 from slime.rollout.engines.sglang.command import STARTUP_SECONDS
 from slime.samples.types import TrainLayout
-from slime.weights.canary import Canary
 from slime.weights.shared_memory import remove_stale
 
 logger = get_logger(__name__)
@@ -71,6 +72,8 @@ class Cluster:
         take_turns: generation and training never overlap (train.py), so each may use all CPU cores.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         on_progress: called with the rollout's counters while a rollout is waited for.
+        on_push: called with the version of weights that were pushed although nobody asked for it, since all engines
+            had died in the middle of a rollout.
     """
 
     def __init__(
@@ -81,17 +84,20 @@ class Cluster:
         take_turns: bool,
         should_stop: Callable[[], bool] = lambda: False,
         on_progress: Callable[[dict[str, float]], None] | None = None,
+        on_push: Callable[[int], None] = lambda version: None,
     ) -> None:
         self.config, self.run_path = config, run_path
         self.plan = PlacementPlan.of(config)
-        self._take_turns, self._should_stop, self._on_progress = take_turns, should_stop, on_progress
+        self._take_turns, self._should_stop = take_turns, should_stop
+        self._on_progress, self._on_push = on_progress, on_push
         self._started_ray = False
         self._slots: Slots | None = None
         self._rollout: Any = None
         self._trainers: TrainerGroup | None = None
         self._engines: EngineGroup | None = None
         self._hand_over: HandOver | None = None
-        self._canary: Canary | None = None
+        self._weights: EngineWeights | None = None
+        self._repair: EngineRepair | None = None
         self._watches: list[Watch] = []
         self._progress: Watch | None = None
         self._seconds_limit = config.cluster.distributed_timeout_minutes * 60.0
@@ -160,18 +166,14 @@ class Cluster:
     def _restore(self, start: TrainerStart) -> None:
         if "source" in start.extra_state:
             self._call_rollout("load_state_dict", start.extra_state["source"], what="restoring the data position")
+        if self._engines is not None and self.config.fault_tolerance.use_fault_tolerance:
+            limit, stop = self._start_limit(), self._should_stop
+            self._repair = EngineRepair(self._engines, self._hand_over, HealthChecks.of(self.config), limit, stop)
         if self._trainers is not None and self._engines is not None:
-            version = int(start.extra_state.get("weight_version", 0))
-            self._trainers.call(
-                "connect_engines",
-                self._engines.layout,
-                self._engines.nodes == {self._trainers.nodes[0]},
-                version,
-                what="connecting trainer and engines",
-                timeout=self._seconds_limit,
+            self._weights = EngineWeights(
+                self.config, self._engines, self._trainers, self._call_trainers, self._hand_over, self._repair
             )
-            if self.config.debug.check_canary and self._engines.answers_alone:
-                self._canary = Canary(self.config, self._engines.fleet)
+            self._weights.connect(int(start.extra_state.get("weight_version", 0)))
 
     def close(self, *, politely: bool = True) -> None:
         """Stop engines and router, end actors, give the slots back, stop a Ray that was started here.
@@ -217,7 +219,10 @@ class Cluster:
     def collect(self, pending: Pending) -> RolloutResult:
         # the rollout loop has its own watchdog, which knows more than this outer deadline
         limit = self.config.rollout.rollout_timeout
-        return self._wait_rollout(pending.ref, "generating", limit)
+        result: RolloutResult = self._wait_rollout(pending.ref, "generating", limit)
+        if self._repair is not None:
+            self._repair.rollout_completed()
+        return result
 
     def generate(self, rollout_id: int) -> RolloutResult:
         return self.collect(self.start_generating(rollout_id))
@@ -230,8 +235,10 @@ class Cluster:
         return metrics[self._trainers.reporting_rank] if self._trainers is not None else {}
 
     def turns(self) -> dict[str, float]:
-        """What handing memory over between trainer and engines took since the last call (``perf/sleep_time``, …)."""
-        return self._hand_over.metrics() if self._hand_over is not None else {}
+        """What happened besides since the last call: handing memory over between trainer and engines
+        (``perf/sleep_time``, …), restarts of engines."""
+        found = self._hand_over.metrics() if self._hand_over is not None else {}
+        return found | (self._repair.metrics() if self._repair is not None else {})
 
     def failed_step(self) -> list[Any]:
         """What each trainer rank kept of a step with NaN or Inf; to be asked for right after that failure."""
@@ -245,20 +252,8 @@ class Cluster:
         self._call_trainers("set_run_length", num_rollout, what="setting the length of the run")
 
     def update_weights(self) -> dict[str, float]:
-        """Push the trainer's weights to the engines, which then say the same of the canary as the trainer."""
-        if self._engines is None or self._trainers is None:
-            return {}
-        if self._hand_over is not None:
-            self._hand_over.to_push()
-        tokens = self._canary.tokens if self._canary is not None else []
-        by_rank = self._call_trainers("update_weights", tokens, what="pushing weights")
-        metrics, _ = by_rank[0]
-        if self._canary is None:
-            return metrics
-        _, self._canary.expected = by_rank[self._trainers.reporting_rank]
-        if self._hand_over is not None:
-            self._hand_over.to_engines()  # without their caches they answer nothing
-        return metrics | self._canary.check("a weight push")
+        """Push the trainer's weights to the engines, those that were restarted among them."""
+        return self._weights.update() if self._weights is not None else {}
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Metrics ``eval/…``; {} when there is nothing to evaluate."""
@@ -316,12 +311,27 @@ class Cluster:
 
     def _wake_engines(self) -> None:
         """Before they are asked anything. Those that were asleep must still compute what the trainer computed."""
+        if self._repair is not None and not self._repair.any_serves():
+            return  # whoever waits for the rollout brings them back
         woke = self._hand_over is not None and self._hand_over.to_engines()
-        if woke and self._canary is not None:
-            self._canary.check("taking its memory back")
+        if woke and self._weights is not None:
+            self._weights.check_canary("taking its memory back")
+
+    def _care_for_engines(self) -> None:
+        """While a rollout is waited for."""
+        assert self._repair is not None
+        self._repair.kill_hanging()
+        if self._weights is None:  # there is no trainer: the weights that engines start with are right
+            self._repair.bring_back()
+            self._repair.admit()
+        elif not self._repair.engines.serving:
+            metrics = self._weights.update()
+            self._on_push(int(metrics["perf/weight_version"]))
 
     def _give_trainers_memory(self) -> None:
         if self._hand_over is not None:
+            if self._repair is not None:
+                self._repair.ask()  # those that died are left out
             self._hand_over.to_trainer()
 
     def _start_limit(self) -> float:
@@ -337,8 +347,13 @@ class Cluster:
         return wait_for([ref], what, self._seconds_limit, names=[_ROLLOUT])[0]
 
     def _wait_rollout(self, ref: ray.ObjectRef, what: str, limit: float) -> Any:
+        if self._repair is not None:
+            self._repair.begin_rollout()
+
         def poll() -> None:
             self._look()
+            if self._repair is not None:
+                self._care_for_engines()
             if self._progress is not None:
                 self._progress.look()
 
@@ -359,7 +374,9 @@ class Cluster:
         """From now on whoever dies ends the wait for the others."""
         if self._trainers is not None:
             self._watches.append(self._trainers.watch())
-        if self._engines is not None and not self.config.fault_tolerance.use_fault_tolerance:
+        if self._repair is not None:
+            self._watches.append(self._repair.watch())
+        elif self._engines is not None:
             self._watches.append(self._engines.watch())
         show = self._on_progress
         if show is not None:
@@ -368,6 +385,8 @@ class Cluster:
     def _look(self) -> None:
         for watch in self._watches:
             watch.look()
+        if self._repair is not None:
+            self._repair.look()
 
     @contextmanager
     def _blaming_engines(self) -> Iterator[None]:
@@ -379,7 +398,10 @@ class Cluster:
         except Exception as error:
             if self._engines is not None and not isinstance(error, RunFailed):
                 with contextlib.suppress(ActorDied, DeadlinePassed):  # the error at hand says more
-                    self._engines.raise_if_dead()
+                    if self._repair is not None:
+                        self._repair.ask()
+                    else:
+                        self._engines.raise_if_dead()
             raise
 
 

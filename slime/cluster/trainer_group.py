@@ -85,17 +85,19 @@ class TrainerActor:
         self.backend.set_run_length(num_rollout)
 
     def connect_engines(self, engines: list[EngineSlots], on_this_node: bool, version: int) -> None:
+        """Call again when the engines have changed: ``version`` then counts no more, the number of pushes goes on."""
         from slime.weights.sync import WeightSync
 
         assert self.backend.hf_config is not None
-        self.sync = WeightSync(
-            self.config,
-            self.backend.model_chunks,
-            self.backend.hf_config,
-            rank=self.rank,
-            world_size=self.world_size,
-            start_version=version,
-        )
+        if self.sync is None:
+            self.sync = WeightSync(
+                self.config,
+                self.backend.model_chunks,
+                self.backend.hf_config,
+                rank=self.rank,
+                world_size=self.world_size,
+                start_version=version,
+            )
         self.sync.connect(engines, on_this_node=on_this_node)
 
     def update_weights(self, canary: list[int]) -> tuple[dict[str, float], list[float] | None]:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from slime.config.field import derived, flag
 
-_NO_HEALTH = "health checks between requests are not in this version; a dead engine shows at its next request"
 _NO_PROFILER = "profiling and memory recording are not in this version; py-spy works on every process"
 
 
@@ -67,13 +66,14 @@ class FaultToleranceConfig:
     """Watching engines and replacing dead ones."""
 
     use_fault_tolerance: bool = flag(False)
-    """Ride out engines that fail: their requests are retried until the engine answers again."""
-    rollout_health_check_interval: float = flag(30.0, refused=_NO_HEALTH)
-    """Seconds between two health checks of an engine."""
-    rollout_health_check_timeout: float = flag(30.0, refused=_NO_HEALTH)
-    """Seconds after which an unanswered health check counts as failed."""
-    rollout_health_check_first_wait: float = flag(0.0, refused=_NO_HEALTH)
-    """Seconds before the first health check, for engines that compile on first use."""
+    """Engines that die or hang are started again and come back with the next weight push; others take over their
+    requests. Without it the death of an engine ends the run."""
+    rollout_health_check_interval: float = flag(30.0)
+    """Seconds between two health checks of an engine while it generates, with --use-fault-tolerance."""
+    rollout_health_check_timeout: float = flag(30.0)
+    """Seconds without a good answer to a health check after which an engine counts as hung, and is killed."""
+    rollout_health_check_first_wait: float = flag(0.0)
+    """Seconds before the first health check of each rollout, for engines that compile on first use."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,8 +88,9 @@ _GROUPS: tuple[tuple[Interval, tuple[str, ...]], ...] = (
     (Interval(1, or_minus_one=True, what="-1 is the whole vocabulary"), ("rollout_top_k", "eval_top_k")),
     (_finite(0, above=True), (
         "placement_timeout", "distributed_timeout_minutes", "rollout_timeout", "rollout_stall_timeout", "rm_timeout",
-        "gpu_memory_gb",
+        "gpu_memory_gb", "rollout_health_check_interval", "rollout_health_check_timeout",
     )),
+    (_finite(0), ("rollout_health_check_first_wait",)),
     # sampling
     (_finite(0, "log-probs are divided by it", above=True), ("rollout_temperature",)),
     (_finite(0, "0 is greedy"), ("eval_temperature",)),

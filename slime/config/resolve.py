@@ -192,10 +192,6 @@ def _algorithm(draft: Draft) -> None:
     )
     draft.copy("balance_data", "balance_by_flops")
     draft.copy("use_routing_replay", "use_rollout_routing_replay")
-    if draft["use_fault_tolerance"]:
-        draft.warnings.append(
-            "--use-fault-tolerance retries requests for longer; this version does not restart an engine that died"
-        )
     if draft["advantage_estimator"] == "cispo" and draft["eps_clip"] < 1:
         draft.warnings.append(
             f"--advantage-estimator cispo with --eps-clip {draft['eps_clip']:g}: CISPO clips the importance weight "

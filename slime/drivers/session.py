@@ -49,6 +49,7 @@ class Session:
             take_turns=take_turns,
             should_stop=self._stop.is_set,
             on_progress=self.sinks.progress,
+            on_push=self._pushed,
         )
         self.start_rollout_id = 0
         self.num_rollout = 0
@@ -132,9 +133,12 @@ class Session:
     def update_weights(self) -> dict[str, float]:
         with self.sinks.phase("update_weights"):
             metrics = self.cluster.update_weights()
-        self.weight_version = int(metrics.get("perf/weight_version", self.weight_version))
-        self._trained_at_push[self.weight_version] = self.step
+        self._pushed(int(metrics.get("perf/weight_version", self.weight_version)))
         return metrics
+
+    def _pushed(self, version: int) -> None:
+        self.weight_version = version
+        self._trained_at_push[version] = self.step
 
     def staleness(self, versions: dict[int, int]) -> dict[str, float]:
         """How far the trainer has moved on since the weights that generated a batch, in rollouts trained on.

@@ -52,6 +52,7 @@ class Canary:
     Attributes:
         tokens: input ids.
         expected: the trainer's log-probs of ``tokens[1:]`` with the weights of the last push; set with each.
+        fleet: the engines that are asked; may be replaced.
     """
 
     def __init__(self, config: Config, fleet: EngineFleet) -> None:
@@ -61,7 +62,7 @@ class Canary:
         context = config.rollout.rollout_max_context_len or math.inf
         self.tokens = canary_tokens(spec.vocab_size, int(min(_NUM_TOKENS, context - 1)))
         self.expected: Sequence[float] = ()
-        self._fleet = fleet
+        self.fleet = fleet
         infos = fleet.get("/server_info", _SECONDS)
         self._in_float32 = config.megatron.fp32 and all(info.get("dtype") in ("float32", "float") for info in infos)
         quantised = any(_is_quantised(info, hf_config) for info in infos) or config.megatron.transformer.get("fp8")
@@ -104,8 +105,8 @@ class Canary:
             "logprob_start_len": 0,
         }
         try:
-            answers = self._fleet.post("/generate", body, _SECONDS)
-            return [_log_probs(*pair, self.tokens) for pair in zip(self._fleet.urls, answers, strict=True)]
+            answers = self.fleet.post("/generate", body, _SECONDS)
+            return [_log_probs(*pair, self.tokens) for pair in zip(self.fleet.urls, answers, strict=True)]
         except EngineError as error:
             raise UserError(
                 f"an engine did not score the canary after {event}: {error}",
@@ -133,10 +134,10 @@ class Canary:
             else "the first token, which sees no other, agrees: attention, positions (rope) or cache"
         )
         return UserError(
-            f"after {event}, engine {self._fleet.urls[engine]} gives other log-probs than the trainer with the same"
+            f"after {event}, engine {self.fleet.urls[engine]} gives other log-probs than the trainer with the same"
             f" weights: they differ by {difference.mean:.2g} on average, most at position {at + 1} of the canary, by"
             f" {difference.largest:.2g} (trainer {self.expected[at]:.4f}, engine {said[at]:.4f});"
-            f" allowed is a {kind} of {self._tolerance:.2g}. {num_wrong} of {len(self._fleet.urls)} engines differ",
+            f" allowed is a {kind} of {self._tolerance:.2g}. {num_wrong} of {len(self.fleet.urls)} engines differ",
             why=f"{where}. Known causes: buffers (rotary tables, scales) lost when the engine released memory, a"
             " config.json or rope other than the trainer's, the attention backend, quantisation",
             fix="1. --check-weight-update-equal compares all weights  2. --no-offload-rollout tells whether a release"

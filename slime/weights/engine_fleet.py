@@ -69,6 +69,11 @@ class EngineFleet:
 
         return self._run(get_all(), timeout)
 
+    def start_get(self, url: str, path: str, timeout: float) -> Future[Body]:
+        """Ask one of the engines; the future holds its answer, or the EngineError that came instead."""
+        client = self._clients[self.urls.index(url.rstrip("/"))]
+        return asyncio.run_coroutine_threadsafe(client.get(path, timeout), self._loop)
+
     def flush_cache(self, timeout: float) -> None:
         """Empty every engine's prefix cache. An engine that still ends requests says no for a moment: ask again.
 

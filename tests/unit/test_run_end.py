@@ -38,6 +38,9 @@ class Trainers:
     def update_weights(self) -> dict[str, float]:
         return {}
 
+    def turns(self) -> dict[str, float]:
+        return {}
+
     def save(self, rollout_id: int, weight_version: int) -> None:
         (partial_dir(self.root / f"iter_{rollout_id:07d}") / "data.distcp").write_text("half")
 

@@ -284,11 +284,11 @@ def cluster(tmp_path: Path) -> Iterator[tuple[Cluster, list[str]]]:
     cluster, log = Cluster(make_config(colocate=True), tmp_path, take_turns=True), []
 
     class Logged:
-        def check(self, event: str) -> None:
+        def check_canary(self, event: str) -> None:
             log.append(event)
 
     cluster._hand_over = HandOver(Memory(), lambda *call, what: [], offload_train=True, offload_rollout=True)
-    cluster._canary = Logged()  # type: ignore[assignment]
+    cluster._weights = Logged()  # type: ignore[assignment]
     yield cluster, log
 
 

@@ -1,0 +1,187 @@
+"""The actor that owns an engine's server process, or the router's, and what it tells of its end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slime.cluster.engine_placement import EnginePart
+from slime.cluster.ports import PortReservation, node_ip, reserve_port
+from slime.cluster.server_process import ServerDied, ServerProcess
+from slime.config import Config
+from slime.errors import RunFailed, UserError
+from slime.observe.log import get_logger, log_to_file_only
+from slime.rollout.router import register_workers
+
+logger = get_logger(__name__)
+
+_PORT_TRIES = 5
+
+
+class DisaggregatedWorkers(NamedTuple):
+    """Prefill servers with their bootstrap ports, and decode servers."""
+
+    prefill: list[tuple[str, int]]
+    decode: list[str]
+
+
+class Obituary(NamedTuple):
+    """How a server process ended ("was killed (SIGKILL)"), the last lines of its log, and the URL that it had."""
+
+    how: str
+    log_tail: str
+    url: str
+
+
+class EngineActor:
+    """Owns one engine server process, or the router. The process dies with this actor."""
+
+    def __init__(
+        self, config: Config, name: str, run_path: Path, num_threads: int, part: EnginePart | None = None
+    ) -> None:
+        self.config, self.name, self.num_threads, self.part = config, name, num_threads, part
+        self.log_path = run_path / "logs" / f"{name}.log"
+        self._process: ServerProcess | None = None
+        self._port: PortReservation | None = None
+        self._held: list[PortReservation] = []
+        self._bootstrap_port: int | None = None
+        log_to_file_only(config, name, run_path / "logs")
+
+    def rendezvous(self) -> str:
+        """host:port where the nodes of this engine meet; held until the engine is stopped."""
+        host = node_ip()
+        self._held.append(reserve_port(host))
+        return f"{host}:{self._held[-1].port}"
+
+    def start(self, model_path: str, dist_init_addr: str | None = None) -> str:
+        """Start the engine server; returns its base URL once it answers.
+
+        Args:
+            dist_init_addr: where the nodes of an engine meet that has several.
+        Raises:
+            UserError: it did not come up; carries its last log lines.
+        """
+        from slime.rollout.engines.launch import LaunchSpec, embedded_command, sglang_command
+
+        if self._process is not None and self._process.is_alive():
+            self._process.stop(grace=0)  # this node's part of an engine whose other part did not come up
+        host = node_ip()
+
+        def sglang(port: int) -> LaunchSpec:
+            assert self.part is not None
+            self._held.append(reserve_port(host))
+            place = dataclasses.replace(
+                self.part.place,
+                nccl_port=self._held[-1].port,
+                dist_init_addr=dist_init_addr,
+                overrides={**self.part.place.overrides, **self._disaggregation(host)},
+            )
+            return sglang_command(self.config, model_path, host, port, place)
+
+        if self.config.engine.rollout_engine == "sglang":
+            return self._serve(sglang, host)
+        assert self.part is not None
+        number = self.part.place.number
+        return self._serve(lambda port: embedded_command(self.config, model_path, host, port, number), host)
+
+    def bootstrap_port(self) -> int | None:
+        """Where decode servers fetch the cache of this prefill server; None for servers of another kind."""
+        return self._bootstrap_port
+
+    def _disaggregation(self, host: str) -> dict[str, Any]:
+        """Options of a prefill or decode server."""
+        kind = self.part.group.worker_type if self.part is not None else "regular"
+        if kind not in ("prefill", "decode"):
+            return {}
+        if kind == "decode":
+            return {"disaggregation_mode": kind}
+        self._held.append(reserve_port(host))
+        self._bootstrap_port = self._held[-1].port
+        return {"disaggregation_mode": kind, "disaggregation_bootstrap_port": self._bootstrap_port}
+
+    def start_router(self, worker_urls: list[str], pairs: DisaggregatedWorkers | None = None) -> str:
+        from slime.rollout.engines.launch import disaggregated_router_command, router_command
+
+        host = node_ip()
+        if pairs is not None:
+            return self._serve(lambda port: disaggregated_router_command(self.config, host, port, *pairs), host)
+        url = self._serve(lambda port: router_command(self.config, host, port, worker_urls), host)
+        policy = self.config.engine.router.get("policy") or "cache_aware"
+        asyncio.run(register_workers(url, worker_urls, timeout=60.0, policy=policy))
+        return url
+
+    def _serve(self, make_spec: Callable, host: str) -> str:
+        for attempt in range(_PORT_TRIES):
+            self._port = reserve_port(host)
+            url = f"http://{host}:{self._port.port}"
+            spec = make_spec(self._port.port)
+            spec = dataclasses.replace(spec, env={**spec.env, "OMP_NUM_THREADS": str(self.num_threads)})
+            self._process = ServerProcess(self.name, spec, url, self.log_path)
+            self._process.start()
+            try:
+                self._process.wait_ready()
+                return url
+            except ServerDied as died:
+                self._give_ports_back()
+                if died.is_port_clash and attempt + 1 < _PORT_TRIES:
+                    logger.warning("%s: one of its ports was taken meanwhile, trying others", self.name)
+                    continue
+                raise UserError(
+                    f"{died.name} {died.what}",
+                    why=f"last lines of {self.log_path}:\n{_indent(died.log_tail)}",
+                    fix="read the log; on out of memory lower --sglang-mem-fraction-static",
+                ) from died
+        raise AssertionError("unreachable")
+
+    def obituary(self) -> Obituary | None:
+        """None while the server process lives."""
+        assert self._process is not None, "start comes first"
+        if self._process.is_alive():
+            return None
+        return Obituary(self._process.how_it_ended(), self._process.log_tail(), self._process.url)
+
+    def kill(self) -> str:
+        """End what is left of the server, children included, so that another can `start`; its last log lines."""
+        assert self._process is not None, "start comes first"
+        self._process.stop(grace=0)
+        self._give_ports_back()
+        return self._process.log_tail()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+        self._give_ports_back()
+
+    def _give_ports_back(self) -> None:
+        for reservation in [*([self._port] if self._port is not None else []), *self._held]:
+            reservation.release()
+        self._port, self._held = None, []
+
+
+def raise_obituary(name: str, obituary: Obituary | None, *, tolerant: bool = False) -> None:
+    """Raise a `RunFailed` unless ``obituary`` is None.
+
+    Args:
+        tolerant: --use-fault-tolerance is in force, and so no remedy.
+    """
+    if obituary is None:
+        return
+    remedies = [
+        *(() if tolerant else ("--use-fault-tolerance",)),
+        "a higher --sglang-mem-fraction-static",
+        "a smaller --rollout-batch-size",
+        "--sglang-disable-cuda-graph, to find the cause",
+    ]
+    raise RunFailed(
+        f"{name} {obituary.how}",
+        why=f"last lines of its log:\n{_indent(obituary.log_tail)}",
+        fix="  ".join(f"{number}. {remedy}" for number, remedy in enumerate(remedies, 1)),
+    )
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"      {line}" for line in text.splitlines())

@@ -1,0 +1,187 @@
+"""--use-fault-tolerance: engines that are killed or hang in the middle of a run come back; nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.loop.process_fixtures import Driver, World, start, wait_until
+from tests.loop.test_sglang_loop import environment as sglang_environment
+
+pytestmark = pytest.mark.full
+
+Start = Callable[..., Driver]
+ENGINE = "slime.rollout.engines.embedded"
+FAST_CHECKS = ("--rollout-health-check-interval", 1, "--rollout-health-check-timeout", 2)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World.create(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    """Folder that `tests.loop.hold` looks at."""
+    return tmp_path
+
+
+@pytest.fixture
+def begin(world: World, hold: Path) -> Iterator[Start]:
+    drivers: list[Driver] = []
+
+    def start_driver(name: str, *flags: object, script: str = "train.py", num_engines: int = 2, **env: str) -> Driver:
+        words = world.flags(name, "--use-fault-tolerance", "--custom-rm-path", "tests.loop.hold.reward", *flags)
+        words += ["--no-colocate", "--rollout-num-gpus", str(num_engines)] if "--turns" not in words else []
+        words = [word for word in words if word != "--turns"]
+        drivers.append(start(words, world.outputs / name, script, SLIME_TEST_HOLD=str(hold), **env))
+        return drivers[-1]
+
+    yield start_driver
+    for driver in drivers:
+        driver.clean_up()
+
+
+def wait_for(driver: Driver, condition: Callable[[], Any], what: str) -> Any:
+    found = wait_until(lambda: condition() or driver.process.poll() is not None, what)
+    assert driver.process.poll() is None, driver.stderr
+    return found
+
+
+def wait_held(driver: Driver, hold: Path, rollout_id: int) -> None:
+    wait_for(driver, (hold / f"held-{rollout_id}").exists, f"rollout {rollout_id}")
+
+
+def is_back(driver: Driver, times: int = 1) -> bool:
+    return driver.stderr.count("is back after") >= times
+
+
+def weight_version(url: str) -> str:
+    """What an engine samples with."""
+    body = json.dumps({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}).encode()
+    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return str(json.load(answer)["meta_info"]["weight_version"])
+
+
+def engines(driver: Driver, word: str = ENGINE) -> list[psutil.Process]:
+    """Its living engines, in the order of their start."""
+    driver._take_note()
+    found = []
+    for process in driver._family:
+        try:
+            if word in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def check_end(driver: Driver, steps: list[int], restarts: int) -> None:
+    assert driver.end() == 0, driver.stderr
+    assert driver.steps() == steps and "Traceback" not in driver.stderr
+    rows = [row for row in driver.rows() if "rollout/raw_reward" in row]
+    assert sum(row["rollout/engine_restarts"] for row in rows) == restarts
+    assert [row["rollout/num_samples"] for row in rows] == [8] * len(steps)
+    driver.leaves_nothing()
+
+
+def test_one_of_two_engines_is_killed(begin: Start, hold: Path) -> None:
+    """SIGKILL in the middle of a rollout; the next ones are held until it runs again and is pushed to."""
+    (hold / "hold-0").touch()
+    driver = begin("killed", "--num-rollout", 5)
+    wait_held(driver, hold, 0)
+    victim = engines(driver)[0]
+    victim.kill()
+    wait_for(driver, lambda: "was killed (SIGKILL); it is started again" in driver.stderr, "the death is noticed")
+    (hold / "hold-3").touch()
+    (hold / "hold-0").unlink()
+    wait_held(driver, hold, 3)
+    wait_for(driver, lambda: "runs again and comes back" in driver.stderr, "it runs")
+    assert len(engines(driver)) == 2 and victim not in engines(driver)
+    (hold / "hold-4").touch()
+    (hold / "hold-3").unlink()
+    wait_held(driver, hold, 4)
+    found = re.search(r"is back after .* as (http://\S+): it was killed", driver.stderr)
+    assert found is not None, driver.stderr
+    assert weight_version(found[1]) == "5", "of the launch and of four steps"
+    (hold / "hold-4").unlink()
+    check_end(driver, [1, 2, 3, 4, 5], restarts=1)
+
+
+@pytest.mark.parametrize("script", ["train.py", "train_async.py"])
+def test_the_only_engine_hangs_in_the_middle_of_a_rollout(begin: Start, hold: Path, script: str) -> None:
+    """Nothing can be generated without it, so it comes back before the rollout is over."""
+    (hold / "hold-1").touch()
+    driver = begin(f"hung-{script}", "--num-rollout", 3, *FAST_CHECKS, script=script, num_engines=1)
+    wait_held(driver, hold, 1)
+    [victim] = engines(driver)
+    victim.send_signal(signal.SIGSTOP)
+    wait_for(driver, lambda: is_back(driver), "it is back")
+    assert "engine-0 gave no sign of life for 2 s and was killed" in driver.stderr
+    (hold / "hold-1").unlink()
+    check_end(driver, [1, 2, 3], restarts=1)
+    versions = [row["rollout/weight_version/max"] for row in driver.rows() if "rollout/raw_reward" in row]
+    assert versions[0] == 1 and versions[-1] == (4 if script == "train.py" else 3)  # one more than without a death
+    assert all(row.get("rollout/staleness/max", 0) in (0, 1) for row in driver.rows())
+
+
+def test_without_a_trainer(begin: Start, hold: Path) -> None:
+    """The weights that it starts with are right: it comes back as soon as it is up."""
+    (hold / "hold-0").touch()
+    driver = begin("no-trainer", "--debug-rollout-only")
+    wait_held(driver, hold, 0)
+    engines(driver)[0].kill()
+    wait_for(driver, lambda: is_back(driver), "it is back")
+    (hold / "hold-0").unlink()
+    check_end(driver, [1, 2], restarts=1)
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_run(begin: Start, hold: Path) -> None:
+    (hold / "hold-0").touch()
+    driver = begin("again", num_engines=1)
+    wait_held(driver, hold, 0)
+    for times in range(1, 4):
+        engines(driver)[0].kill()
+        wait_for(driver, lambda times=times: is_back(driver, times), f"it is back {times} times")
+    engines(driver)[0].kill()
+    assert driver.end(60) == 1, driver.stderr
+    error = driver.error()
+    assert "engine-0 died 4 times without a completed rollout between" in error[0] and "SIGKILL" in error[0]
+    assert "last lines of its log" in "".join(error) and "--use-fault-tolerance" not in "".join(error)
+    assert "Traceback" not in driver.stderr
+    driver.leaves_nothing()
+
+
+def test_engines_that_share_their_memory_with_the_trainer(begin: Start, hold: Path) -> None:
+    """The stand-in of SGLang, which minds what it is asked while its memory is away: the new engine starts while the
+    trainer sleeps, gives its memory up, and then does what the other does."""
+    calls = hold / "calls.jsonl"
+    (hold / "hold-0").touch()
+    flags = ("--turns", "--rollout-engine", "sglang", "--actor-num-gpus-per-node", 2, "--num-gpus-per-node", 8)
+    driver = begin("turns", *flags, **sglang_environment(calls))
+    wait_held(driver, hold, 0)
+    engines(driver, "sglang.launch_server")[0].kill()
+    wait_for(driver, lambda: "was killed (SIGKILL); it is started again" in driver.stderr, "the death is noticed")
+    (hold / "hold-0").unlink()
+    check_end(driver, [1, 2], restarts=1)
+    by_port: dict[int, list[str]] = {}
+    for call in map(json.loads, calls.read_text().splitlines()):
+        if "memory_occupation" in call["path"] or call.get("load_format") == "flattened_bucket":
+            tags = " ".join(sorted(call.get("tags") or [f"bucket {call.get('weight_version')}"]))
+            words = by_port.setdefault(call["port"], [])
+            words += [word for word in [f"{call['path'].split('_')[0]} {tags}"] if words[-1:] != [word]]
+    assert len(by_port) == 3
+    release = "/release cuda_graph kv_cache weights"
+    pushes = {n: ["/resume weights", f"/update bucket {n}", "/resume cuda_graph kv_cache", release] for n in (1, 2, 3)}
+    survivor = max(by_port.values(), key=len)
+    assert survivor == [release, *pushes[1], *pushes[2], *pushes[3][:-1]]
+    assert [release, *pushes[2], *pushes[3][:-1]] in by_port.values()
