@@ -94,10 +94,14 @@ def check_end(driver: Driver, steps: list[int], restarts: int) -> None:
     driver.leaves_nothing()
 
 
-def test_one_of_two_engines_is_killed(begin: Start, hold: Path) -> None:
+BROADCAST = ("--custom-megatron-init-path", "tests.loop.toy.engines_look_remote")
+
+
+@pytest.mark.parametrize("way", [pytest.param((), id="shared-memory"), pytest.param(BROADCAST, id="broadcast")])
+def test_one_of_two_engines_is_killed(begin: Start, hold: Path, way: tuple[str, ...]) -> None:
     """SIGKILL in the middle of a rollout; the next ones are held until it runs again and is pushed to."""
     (hold / "hold-0").touch()
-    driver = begin("killed", "--num-rollout", 5)
+    driver = begin(f"killed-{len(way)}", "--num-rollout", 5, *way)
     wait_held(driver, hold, 0)
     victim = engines(driver)[0]
     victim.kill()
