@@ -106,6 +106,10 @@ class EngineFleet:
             return
 
         async def leave() -> None:
+            unanswered = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in unanswered:  # nobody waits for them; left alone they would fail of the closed connections
+                task.cancel()
+            await asyncio.gather(*unanswered, return_exceptions=True)
             for client in self._clients:
                 await client.close()
 

@@ -6,6 +6,7 @@ SLIME_TEST_HOLD=<folder>: rollout k waits (at most a minute) while <folder>/hold
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -27,6 +28,19 @@ def reward(args: Any, sample: Sample, **_: Any) -> float:
     if (folder / f"raise-{rollout_id}").exists():
         raise ZeroDivisionError("a mistake in the reward function")
     return float(len(sample.response))
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """--custom-generate-function-path: requests of rollout k wait as rewards do, for <folder>/hold-request-<k>."""
+    from slime.rollout.generate import generate
+
+    assert sample.index is not None
+    rollout_id = sample.index // (args.rollout_batch_size * args.n_samples_per_prompt)
+    folder, end = Path(os.environ["SLIME_TEST_HOLD"]), time.monotonic() + 60
+    while (folder / f"hold-request-{rollout_id}").exists() and time.monotonic() < end:
+        (folder / f"held-request-{rollout_id}").touch()
+        await asyncio.sleep(0.05)
+    return await generate(args, sample, sampling_params)
 
 
 def hold_saves(args: Any) -> None:

@@ -121,6 +121,21 @@ def test_one_of_two_engines_is_killed(begin: Start, hold: Path, way: tuple[str, 
     check_end(driver, [1, 2, 3, 4, 5], restarts=1)
 
 
+def test_requests_of_an_engine_that_hangs_are_sent_again(begin: Start, hold: Path) -> None:
+    """It takes its share of a rollout's requests and answers none."""
+    (hold / "hold-request-0").touch()
+    routing = ("--router-policy", "round_robin", "--custom-generate-function-path", "tests.loop.hold.generate")
+    driver = begin("share", *FAST_CHECKS, *routing)
+    wait_for(driver, (hold / "held-request-0").exists, "requests wait")
+    engines(driver)[0].send_signal(signal.SIGSTOP)
+    (hold / "hold-request-0").unlink()
+    assert driver.end() == 0 and driver.steps() == [1, 2], driver.stderr
+    assert "gave no sign of life for 2 s and was killed; it is started again, 1 go on meanwhile" in driver.stderr
+    [first, _] = [row for row in driver.rows() if "rollout/raw_reward" in row]
+    assert first["rollout/num_samples"] == 8 and first["rollout/retries"] >= 4  # half of them
+    driver.leaves_nothing()
+
+
 @pytest.mark.parametrize("script", ["train.py", "train_async.py"])
 def test_the_only_engine_hangs_in_the_middle_of_a_rollout(begin: Start, hold: Path, script: str) -> None:
     """Nothing can be generated without it, so it comes back before the rollout is over."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS, HandOver, Holder
 from slime.config import make_config
 from slime.errors import RunFailed, UserError
 from slime.rollout.engines.api import EngineError
+from slime.weights.engine_fleet import EngineFleet
 
 KILLED = "was killed (SIGKILL)"
 
@@ -467,3 +470,14 @@ def test_other_engines_are_not_blamed_for_questions_to_the_former_ones(
     others.clock.now = 7
     fleet.clock.now = 100
     assert checks.silent(others) == []  # type: ignore[arg-type]
+
+
+def test_a_question_under_way_when_the_engines_change_is_dropped_silently(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        fleet = EngineFleet([url := f"http://127.0.0.1:{silent.getsockname()[1]}"])
+        answer = fleet.start_get(url, "/health", timeout=60)
+        assert not answer.done()
+        fleet.close()
+        del answer
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
