@@ -55,14 +55,12 @@ class Case:
 
 _TINY = "tiny --tokens 512 --length 64 --steps 2"
 _TINY_RUN = "--shape tiny --prompts 2 --samples 2 --new-tokens 8"
-_LAYOUTS = (
-    "--layout tensor_model_parallel_size=2 sequence_parallel=true "
-    "--layout context_parallel_size=2 overlap_grad_reduce=true overlap_param_gather=true"
-)
+_LAYOUTS = "--layout tensor_model_parallel_size=2 sequence_parallel=true --layout context_parallel_size=2"
 _FEW_GRAPHS = "--cuda-graph-max-bs 8"  # SGLang starts sooner, where no speed of generation is measured
 
 CASES = [
-    Case("trainer-0.6b", 1, 40, 180, "trainer qwen3-0.6b --peer --profile", f"trainer {_TINY} --peer --profile"),
+    Case("trainer-0.6b", 1, 40, 180, "trainer qwen3-0.6b --max-tokens 8192 --peer --profile",
+         f"trainer {_TINY} --peer --profile"),
     Case("trainer-4b", 1, 40, 120, "trainer qwen3-4b --max-tokens 4096", f"trainer {_TINY}"),
     Case("trainer-moe", 1, 40, 120, "trainer qwen3-moe-4b", f"trainer {_TINY.replace('tiny', 'tiny-moe')}"),
     Case("sleep-wake-4b", 1, 60, 180, "sleep_wake --shape qwen3-4b", "sleep_wake --shape tiny --rounds 2", ""),

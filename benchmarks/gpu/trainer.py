@@ -16,7 +16,6 @@ other in processes of their own; medians over --steps after two steps of warm-up
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -88,8 +87,7 @@ def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
     tensor_parallel = backend.config.megatron.tensor_model_parallel_size
     spec = family_of(SHAPES[shape]).model_spec(SHAPES[shape]).padded(tensor_parallel)
     backend.setup(spec=spec, initialise=True)
-    gc.collect()
-    gc.freeze()  # as `TrainerActor` does
+    backend.settle()
     layout_of = backend.layout
     batch = make_batch(args, spec.vocab_size, backend.data_parallel_rank, layout_of.data_parallel_size)
 

@@ -35,7 +35,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size of the trainer")
     parser.add_argument("--buffer-mb", type=int, default=512, help="--update-weight-buffer-size")
     parser.add_argument("--profile", action="store_true", help="of one more push, where rank 0 spends its time")
-    parser.add_argument("--verify", action="store_true", help="compare every weight after the first push")
+    parser.add_argument("--verify", action="store_true", help="compare every weight after each push")
     return parser.parse_args(argv)
 
 

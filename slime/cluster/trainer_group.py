@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -75,8 +74,7 @@ class TrainerActor:
         info = RankInfo(self.rank, self.world_size, local_rank, master_addr, master_port)
         self.backend = MegatronBackend(self.config, info)
         start = self.backend.setup()
-        gc.collect()
-        gc.freeze()  # a million objects that stay: to look through them now and then would halt a step for 0.3 s
+        self.backend.settle()
         return TrainerStart(
             start, dict(self.backend.extra_state), self.backend.layout, reports=self.backend.is_reporting_rank
         )

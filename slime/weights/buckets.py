@@ -40,10 +40,10 @@ _SPREAD, _MIX, _FOLD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 def word_fingerprint(tensor: torch.Tensor) -> str:
     """128 bits of the tensor's bytes in row-major order, as 32 hex digits; computed where the tensor is.
 
-    Each word of 8 bytes is mixed with a key made from its place, and the results are summed up, which needs no order:
-    a GPU reads 8 GB in less than 0.1 s, where `fingerprint` would take seconds to copy them to the host. Whole numbers
-    wrap around alike on every device, so the result does not depend on it. Against damage and mix-ups, not against
-    forgery: one changed word always shows, more of them do but for a chance of 2^-64 or so.
+    Each word of 8 bytes is mixed with a key made from its place, and the results are summed up, which needs no order: a
+    GPU can do it, where `fingerprint` would copy everything to the host. Whole numbers wrap around alike on every
+    device, so the result does not depend on it. Against damage and mix-ups, not against forgery: one changed word
+    always shows, more of them do but for a chance of 2^-64 or so.
     Source: the mixing steps are those of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014).
 
     Example:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.loop import toy
+from tests.loop.process_fixtures import Driver, StartHeld, start
 
 #: Numbers that say how samples were served, not what they are: they follow the clock, like ``perf/``.
 _SERVING = ("rollout/engine_load", "rollout/prefix_cache", "rollout/avg_cached", "rollout/requests", "rollout/retries")
@@ -57,6 +58,26 @@ class RunResult:
 
 
 Run = Callable[..., RunResult]
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    """Folder that `tests.loop.hold` looks at."""
+    return tmp_path
+
+
+@pytest.fixture
+def start_held(hold: Path) -> Iterator[StartHeld]:
+    """``start_held(flags, run folder, script)``: a driver that obeys ``hold``, killed at the end if need be."""
+    drivers: list[Driver] = []
+
+    def begin(flags: list[str], path: Path, script: str = "train.py", **environment: str) -> Driver:
+        drivers.append(start(flags, path, script, SLIME_TEST_HOLD=str(hold), **environment))
+        return drivers[-1]
+
+    yield begin
+    for driver in drivers:
+        driver.clean_up()
 
 
 @pytest.fixture(scope="session")

@@ -237,3 +237,19 @@ def start(flags: list[str], path: Path, script: str = "train.py", **env: str) ->
             start_new_session=True,
         )
     return Driver(process, path, output)
+
+
+#: The fixture `start_held`: (flags, run folder, script, **environment) → driver.
+StartHeld = Callable[..., Driver]
+
+
+def wait_while_running(driver: Driver, condition: Callable[[], Any], what: str) -> Any:
+    """`wait_until`, but a driver that ends meanwhile is a failure, with what it said."""
+    found = wait_until(lambda: condition() or driver.process.poll() is not None, what)
+    assert driver.process.poll() is None, driver.stderr
+    return found
+
+
+def wait_held(driver: Driver, hold: Path, rollout_id: int) -> None:
+    """Until the rewards of rollout ``rollout_id`` are waiting (`tests.loop.hold`)."""
+    wait_while_running(driver, (hold / f"held-{rollout_id}").exists, f"rollout {rollout_id}")

@@ -46,11 +46,6 @@ def cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
-@pytest.fixture
-def hold(tmp_path: Path) -> Path:
-    return tmp_path
-
-
 def noted(hold: Path, who: str) -> list[dict[str, str]]:
     return [json.loads(file.read_text()) for file in hold.glob(f"{who}-*.json")]
 

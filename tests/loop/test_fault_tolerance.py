@@ -6,14 +6,13 @@ import json
 import re
 import signal
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.loop.process_fixtures import Driver, World, start, wait_until
+from tests.loop.process_fixtures import Driver, StartHeld, World, wait_held, wait_while_running
 from tests.loop.test_sglang_loop import environment as sglang_environment
 
 pytestmark = pytest.mark.full
@@ -29,35 +28,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture
-def hold(tmp_path: Path) -> Path:
-    """Folder that `tests.loop.hold` looks at."""
-    return tmp_path
-
-
-@pytest.fixture
-def begin(world: World, hold: Path) -> Iterator[Start]:
-    drivers: list[Driver] = []
-
+def begin(world: World, start_held: StartHeld) -> Start:
     def start_driver(name: str, *flags: object, script: str = "train.py", num_engines: int = 2, **env: str) -> Driver:
         words = world.flags(name, "--use-fault-tolerance", "--custom-rm-path", "tests.loop.hold.reward", *flags)
         words += ["--no-colocate", "--rollout-num-gpus", str(num_engines)] if "--turns" not in words else []
         words = [word for word in words if word != "--turns"]
-        drivers.append(start(words, world.outputs / name, script, SLIME_TEST_HOLD=str(hold), **env))
-        return drivers[-1]
+        return start_held(words, world.outputs / name, script, **env)
 
-    yield start_driver
-    for driver in drivers:
-        driver.clean_up()
-
-
-def wait_for(driver: Driver, condition: Callable[[], Any], what: str) -> Any:
-    found = wait_until(lambda: condition() or driver.process.poll() is not None, what)
-    assert driver.process.poll() is None, driver.stderr
-    return found
-
-
-def wait_held(driver: Driver, hold: Path, rollout_id: int) -> None:
-    wait_for(driver, (hold / f"held-{rollout_id}").exists, f"rollout {rollout_id}")
+    return start_driver
 
 
 def is_back(driver: Driver, times: int = 1) -> bool:
@@ -105,11 +83,13 @@ def test_one_of_two_engines_is_killed(begin: Start, hold: Path, way: tuple[str, 
     wait_held(driver, hold, 0)
     victim = engines(driver)[0]
     victim.kill()
-    wait_for(driver, lambda: "was killed (SIGKILL); it is started again" in driver.stderr, "the death is noticed")
+    wait_while_running(
+        driver, lambda: "was killed (SIGKILL); it is started again" in driver.stderr, "the death is noticed"
+    )
     (hold / "hold-3").touch()
     (hold / "hold-0").unlink()
     wait_held(driver, hold, 3)
-    wait_for(driver, lambda: "runs again and comes back" in driver.stderr, "it runs")
+    wait_while_running(driver, lambda: "runs again and comes back" in driver.stderr, "it runs")
     assert len(engines(driver)) == 2 and victim not in engines(driver)
     (hold / "hold-4").touch()
     (hold / "hold-3").unlink()
@@ -126,7 +106,7 @@ def test_requests_of_an_engine_that_hangs_are_sent_again(begin: Start, hold: Pat
     (hold / "hold-request-0").touch()
     routing = ("--router-policy", "round_robin", "--custom-generate-function-path", "tests.loop.hold.generate")
     driver = begin("share", *FAST_CHECKS, *routing)
-    wait_for(driver, (hold / "held-request-0").exists, "requests wait")
+    wait_while_running(driver, (hold / "held-request-0").exists, "requests wait")
     engines(driver)[0].send_signal(signal.SIGSTOP)
     (hold / "hold-request-0").unlink()
     assert driver.end() == 0 and driver.steps() == [1, 2], driver.stderr
@@ -144,7 +124,7 @@ def test_the_only_engine_hangs_in_the_middle_of_a_rollout(begin: Start, hold: Pa
     wait_held(driver, hold, 1)
     [victim] = engines(driver)
     victim.send_signal(signal.SIGSTOP)
-    wait_for(driver, lambda: is_back(driver), "it is back")
+    wait_while_running(driver, lambda: is_back(driver), "it is back")
     assert "engine-0 gave no sign of life for 2 s and was killed" in driver.stderr
     (hold / "hold-1").unlink()
     check_end(driver, [1, 2, 3], restarts=1)
@@ -159,7 +139,7 @@ def test_without_a_trainer(begin: Start, hold: Path) -> None:
     driver = begin("no-trainer", "--debug-rollout-only")
     wait_held(driver, hold, 0)
     engines(driver)[0].kill()
-    wait_for(driver, lambda: is_back(driver), "it is back")
+    wait_while_running(driver, lambda: is_back(driver), "it is back")
     (hold / "hold-0").unlink()
     check_end(driver, [1, 2], restarts=1)
 
@@ -170,7 +150,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_run(begin: Start, hold: Pa
     wait_held(driver, hold, 0)
     for times in range(1, 4):
         engines(driver)[0].kill()
-        wait_for(driver, lambda times=times: is_back(driver, times), f"it is back {times} times")
+        wait_while_running(driver, lambda times=times: is_back(driver, times), f"it is back {times} times")
     engines(driver)[0].kill()
     assert driver.end(60) == 1, driver.stderr
     error = driver.error()
@@ -189,7 +169,9 @@ def test_engines_that_share_their_memory_with_the_trainer(begin: Start, hold: Pa
     driver = begin("turns", *flags, **sglang_environment(calls))
     wait_held(driver, hold, 0)
     engines(driver, "sglang.launch_server")[0].kill()
-    wait_for(driver, lambda: "was killed (SIGKILL); it is started again" in driver.stderr, "the death is noticed")
+    wait_while_running(
+        driver, lambda: "was killed (SIGKILL); it is started again" in driver.stderr, "the death is noticed"
+    )
     (hold / "hold-0").unlink()
     check_end(driver, [1, 2], restarts=1)
     by_port: dict[int, list[str]] = {}

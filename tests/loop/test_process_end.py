@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.loop.process_fixtures import Driver, World, start, wait_until
+from tests.loop.process_fixtures import Driver, StartHeld, World, wait_held, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -23,32 +23,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture
-def hold(tmp_path: Path) -> Path:
-    """Folder that `tests.loop.hold` looks at."""
-    return tmp_path
-
-
-@pytest.fixture
-def begin(world: World, hold: Path) -> Iterator[Start]:
-    """``begin(name, *flags)``: a driver whose rewards obey ``hold``, killed at the end if need be."""
-    drivers: list[Driver] = []
+def begin(world: World, start_held: StartHeld) -> Start:
+    """``begin(name, *flags)``: a driver whose rewards obey ``hold``."""
 
     def start_driver(name: str, *flags: object, script: str = "train.py") -> Driver:
         words = world.resumable(name, "--custom-rm-path", "tests.loop.hold.reward", *flags)
-        drivers.append(start(words, world.outputs / name, script, SLIME_TEST_HOLD=str(hold)))
-        return drivers[-1]
+        return start_held(words, world.outputs / name, script)
 
-    yield start_driver
-    for driver in drivers:
-        driver.clean_up()
-
-
-def wait_held(driver: Driver, hold: Path, rollout_id: int) -> None:
-    """Until the rewards of rollout ``rollout_id`` are waiting."""
-    wait_until(
-        lambda: (hold / f"held-{rollout_id}").exists() or driver.process.poll() is not None, f"rollout {rollout_id}"
-    )
-    assert driver.process.poll() is None, driver.stderr
+    return start_driver
 
 
 def crash_of(driver: Driver) -> dict[str, str]:

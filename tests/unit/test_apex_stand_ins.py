@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_model import trainer
+from test_train_model import gradients, trainer
 from torch import Tensor
 from trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
@@ -118,28 +118,12 @@ def both_ways_job(info: Any, flags: dict[str, Any]) -> tuple[dict[str, Tensor], 
     batch = make_batch([[0, 1], [2, 3], [4], [5]])
     if backend.layout.data_parallel_size == 2:
         batch = shard(batch, [[0, 1, 4], [2, 3, 5]][backend.data_parallel_rank], [[0, 1], [2]])
-    fused = trained_gradients(backend, batch)
+    fused = gradients(backend, batch)
     layers = [m for chunk in backend.model_chunks for m in chunk.modules() if "gradient_accumulation_fusion" in vars(m)]
     assert len(layers) >= 4 * 4 and all(layer.gradient_accumulation_fusion for layer in layers)
     for layer in layers:
         layer.gradient_accumulation_fusion = False
-    return fused, trained_gradients(backend, batch)
-
-
-def trained_gradients(backend: MegatronBackend, batch: Any) -> dict[str, Tensor]:
-    """Of one step, of the parameters that are not frozen; where the optimizer is sharded, summed up in its part."""
-    from slime.train import update as module
-
-    data = module._initial_tensors(backend, batch)
-    module.compute_advantages(backend, batch, data)
-    step = batch.steps[0]
-    backend.forward_backward(batch, 0, lambda samples: module._loss_inputs(backend, batch, data, step, samples))
-    return {
-        name: parameter.main_grad.clone()
-        for chunk in backend.model_chunks
-        for name, parameter in chunk.named_parameters()
-        if parameter.requires_grad
-    }
+    return fused, gradients(backend, batch)
 
 
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 1}

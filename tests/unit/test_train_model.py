@@ -101,7 +101,7 @@ def test_log_probs_equal_transformers(kind: str, tmp_path: Path) -> None:
 
 
 def gradients(backend: MegatronBackend, batch: TrainBatch) -> dict[str, Tensor]:
-    """Of the whole step, by parameter name; what the optimizer would get before clipping."""
+    """Of the whole step, by parameter name; what the optimizer would get before clipping. Frozen ones have none."""
     from slime.train import update as module
 
     data = module._initial_tensors(backend, batch)
@@ -113,6 +113,7 @@ def gradients(backend: MegatronBackend, batch: TrainBatch) -> dict[str, Tensor]:
         name: parameter.main_grad.clone()
         for chunk in backend.model_chunks
         for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
     }
 
 

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from slime.config import Config
 from slime.config.host import free_host_memory, num_gpus
 from slime.errors import UserError
+from slime.train.limits import FLASH4_MAJORS
 
 _ASSUMED_GB, _LARGEST_GB = 80.0, 10_000.0
 #: Source of what was asked of this host's driver.
 DRIVER = "nvidia-smi"
-
-#: Compute capabilities that flash-attn-4 is for: Hopper and Blackwell, of data centres.
-_FLASH4_MAJORS = (9, 10)
 
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits")
 _QUERY_SECONDS = 20.0
@@ -59,7 +57,7 @@ def device_memory(config: Config, seen: float | None = None, *, on_gpu: bool = F
         return DeviceMemory(seen, "as its nodes say", on_gpu=True)
     found = _seen_gpus()
     if found:
-        flash4 = all(major is None or major in _FLASH4_MAJORS for _, major in found)
+        flash4 = all(major is None or major in FLASH4_MAJORS for _, major in found)
         return DeviceMemory(min(size for size, _ in found), DRIVER, on_gpu=True, flash4=flash4)
     return DeviceMemory(_ASSUMED_GB * 1e9, "assumed; --gpu-memory-gb tells otherwise", on_gpu=True)
 

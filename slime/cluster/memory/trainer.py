@@ -14,7 +14,7 @@ from importlib.metadata import version
 from slime.cluster.memory.activations import Kernels, Recompute, StageActivations, saved_by_stage
 from slime.cluster.memory.parameters import Layout, Parameter, rank_parameters
 from slime.config import Config
-from slime.train.sizes import MOMENTS_BUCKET_BYTES
+from slime.train.limits import FLASH4_WIDEST, MOMENTS_BUCKET_BYTES
 from slime.weights.convert.spec import ModelSpec
 
 #: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it sleeps (2.2 GB on an
@@ -37,8 +37,8 @@ _GPU_BLOCKS, _CPU_BLOCK_BYTES = 3, 16
 #: What cuBLAS and cuBLASLt take from torch's allocator for their products.
 _WORKSPACE_BYTES = 64 * 1024 * 1024
 
-#: Widest heads of flash-attn-4, and the torch whose own kernel takes grouped keys and values.
-_FLASH4_WIDEST, _TORCH_TAKES_GROUPS = 128, (2, 13)
+#: The torch whose own kernel takes grouped keys and values.
+_TORCH_TAKES_GROUPS = (2, 13)
 
 _DTYPE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
 _ASSUMED_PROMPT = 1024
@@ -304,7 +304,7 @@ class StageMemory:
 
 def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
     """Will attention on GPUs take keys and values as they are (`slime.train.megatron.attention`)?"""
-    wide = spec.head_dim > _FLASH4_WIDEST
+    wide = spec.head_dim > FLASH4_WIDEST
     torch_only = config.megatron.transformer.get("deterministic_mode") or config.train.attention_backend == "flash"
     by_flash4 = flash4 and not wide and not torch_only
     return by_flash4 or spec.is_mla or _torch_version() >= _TORCH_TAKES_GROUPS

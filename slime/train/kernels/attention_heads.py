@@ -31,13 +31,29 @@ def _offsets(HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr)
 
 
 @triton.jit
+def _of_head(q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, t, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr):
+    """This program's slot in its group (queries, then key, then value), where tokens ``t`` of that head begin in the
+    tensor that has it alone, and the weight of its norm."""
+    group = tl.program_id(1) // (PER_GROUP + 2)
+    slot = tl.program_id(1) % (PER_GROUP + 2)
+    if slot < PER_GROUP:
+        place = q_ptr + (t * GROUPS * PER_GROUP + group * PER_GROUP + slot) * DIM
+        w_ptr = wq_ptr
+    elif slot == PER_GROUP:
+        place = k_ptr + (t * GROUPS + group) * DIM
+        w_ptr = wk_ptr
+    else:
+        place = v_ptr + (t * GROUPS + group) * DIM
+        w_ptr = wk_ptr
+    return slot, place, w_ptr
+
+
+@triton.jit
 def _forward(
     mixed_ptr, q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, n, eps,
     GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr, WITH_NORM: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(1) // (PER_GROUP + 2)
-    slot = tl.program_id(1) % (PER_GROUP + 2)
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     inside = t < n
     i, first, second = _offsets(HALF, BLOCK, INTERLEAVED)
@@ -48,15 +64,7 @@ def _forward(
     x1 = tl.load(source + first, mask=pairs, other=0.0).to(tl.float32)
     x2 = tl.load(source + second, mask=pairs, other=0.0).to(tl.float32)
     x3 = tl.load(source + rest, mask=others, other=0.0).to(tl.float32)
-    if slot < PER_GROUP:
-        target = q_ptr + (t * GROUPS * PER_GROUP + group * PER_GROUP + slot) * DIM
-        w_ptr = wq_ptr
-    elif slot == PER_GROUP:
-        target = k_ptr + (t * GROUPS + group) * DIM
-        w_ptr = wk_ptr
-    else:
-        target = v_ptr + (t * GROUPS + group) * DIM
-        w_ptr = wk_ptr
+    slot, target, w_ptr = _of_head(q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, t, GROUPS, PER_GROUP, DIM)
     if slot <= PER_GROUP:
         if WITH_NORM:
             squares = tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1) + tl.sum(x3 * x3, axis=1)
@@ -80,8 +88,6 @@ def _backward(
     GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr, WITH_NORM: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(1) // (PER_GROUP + 2)
-    slot = tl.program_id(1) % (PER_GROUP + 2)
     i, first, second = _offsets(HALF, BLOCK, INTERLEAVED)
     rest = 2 * HALF + tl.arange(0, REST)[None, :]
     dw1 = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
@@ -92,15 +98,7 @@ def _backward(
         inside = t < n
         pairs = inside & (i < HALF)
         others = inside & (rest < DIM)
-        if slot < PER_GROUP:
-            grad = dq_ptr + (t * GROUPS * PER_GROUP + group * PER_GROUP + slot) * DIM
-            w_ptr = wq_ptr
-        elif slot == PER_GROUP:
-            grad = dk_ptr + (t * GROUPS + group) * DIM
-            w_ptr = wk_ptr
-        else:
-            grad = dv_ptr + (t * GROUPS + group) * DIM
-            w_ptr = wk_ptr
+        slot, grad, w_ptr = _of_head(dq_ptr, dk_ptr, dv_ptr, wq_ptr, wk_ptr, t, GROUPS, PER_GROUP, DIM)
         g1 = tl.load(grad + first, mask=pairs, other=0.0).to(tl.float32)
         g2 = tl.load(grad + second, mask=pairs, other=0.0).to(tl.float32)
         g3 = tl.load(grad + rest, mask=others, other=0.0).to(tl.float32)
@@ -133,9 +131,8 @@ def _backward(
         tl.store(dmixed_ptr + place + first, g1.to(dmixed_ptr.dtype.element_ty), mask=pairs)
         tl.store(dmixed_ptr + place + second, g2.to(dmixed_ptr.dtype.element_ty), mask=pairs)
         tl.store(dmixed_ptr + place + rest, g3.to(dmixed_ptr.dtype.element_ty), mask=others)
-    if WITH_NORM and slot <= PER_GROUP:
+    if WITH_NORM and tl.program_id(1) % (PER_GROUP + 2) <= PER_GROUP:
         partial = dw_ptr + (tl.program_id(0) * GROUPS * (PER_GROUP + 2) + tl.program_id(1)) * DIM
-        i, first, second = _offsets(HALF, BLOCK, INTERLEAVED)
         tl.store(partial + first, tl.sum(dw1, axis=0)[None, :], mask=i < HALF)
         tl.store(partial + second, tl.sum(dw2, axis=0)[None, :], mask=i < HALF)
         tl.store(partial + rest, tl.sum(dw3, axis=0)[None, :], mask=rest < DIM)

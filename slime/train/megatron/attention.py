@@ -24,6 +24,7 @@ from torch import Tensor
 
 from slime.errors import UserError
 from slime.observe.log import get_logger
+from slime.train.limits import FLASH4_MAJORS, FLASH4_WIDEST
 from slime.train.megatron import device
 from slime.train.megatron.layers import RMSNorm
 from slime.train.megatron.packed import PackedSequences
@@ -33,7 +34,6 @@ from slime.train.megatron.rotary import Rotate
 # below this length a bfloat16 CPU is faster with explicit products than with torch's blocked kernel (2.4x to 6x on
 # AVX512-bf16, forward and backward); above it, or in float32, the blocked kernel wins
 _EXPLICIT_BELOW = 320
-_FLASH4_WIDEST = 128  # dimensions of a head
 
 logger = get_logger(__name__)
 
@@ -144,7 +144,7 @@ def attend(layer: Attention, core: Callable[..., Tensor], query: Tensor, key: Te
 def _flash_packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
     """By the package flash-attn-4, which comes with SGLang and is twice as fast on Hopper, or by torch's kernel."""
     fast = None if torch.are_deterministic_algorithms_enabled() else _flash4(query.device)
-    if fast is None or max(query.size(-1), value.size(-1)) > _FLASH4_WIDEST:
+    if fast is None or max(query.size(-1), value.size(-1)) > FLASH4_WIDEST:
         return torch_varlen(query, key, value, sequences, scale)
     ends, longest = sequences.cu_seqlens_q, sequences.max_seqlen_q
     out = fast(
@@ -157,7 +157,7 @@ def _flash_packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSe
 @functools.cache
 def _flash4(place: torch.device) -> Callable[..., Any] | None:
     """The kernel for packed sequences of flash-attn-4; None where it is not installed or not for this GPU."""
-    if torch.cuda.get_device_capability(place)[0] not in (9, 10):
+    if torch.cuda.get_device_capability(place)[0] not in FLASH4_MAJORS:
         return None
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # later processes need not compile again
     try:

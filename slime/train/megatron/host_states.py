@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.train.limits import MOMENTS_BUCKET_BYTES
 from slime.train.megatron import device
-from slime.train.sizes import MOMENTS_BUCKET_BYTES
 from slime.weights.host_memory import host_buffer
 
 Member = tuple[int, torch.nn.Parameter]

@@ -272,7 +272,7 @@ def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dic
         "recompute_granularity": megatron.recompute_granularity,
         "recompute_method": megatron.recompute_method,
         "recompute_num_layers": megatron.recompute_num_layers,
-        # `device.install` offers what it needs; Transformer Engine has its own way
+        # by `device.install`'s products; off with Transformer Engine, which would do it in layers of its own, untried
         "gradient_accumulation_fusion": not te_layers.is_used(config),
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
