@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slime.errors import UserError
+from slime.weights import expert_runs
 from slime.weights.buckets import dtype_in, dtype_name
 from slime.weights.convert import Match, ModelFamily, family_of
 from slime.weights.convert.layouts import Shard, VocabParallel
@@ -110,7 +111,7 @@ def load_hf(
 
 
 def _match(family: ModelFamily, name: str, spec: ModelSpec, tensor: torch.Tensor) -> Match | None:
-    match = family.match_megatron(name, spec)
+    match = _match_of(family, name, spec)
     if match is None and isinstance(tensor, nn.Parameter):
         raise UserError(
             f"the model has a parameter {name} {list(tensor.shape)} that the table of {family.name} does not know",
@@ -118,6 +119,15 @@ def _match(family: ModelFamily, name: str, spec: ModelSpec, tensor: torch.Tensor
             fix="drop the flag that adds it, or choose the model family that has it",
         )
     return match
+
+
+def _match_of(family: ModelFamily, name: str, spec: ModelSpec) -> Match | None:
+    """Also for runs of experts, whose names the tables do not know."""
+    known, last = expert_runs.first_of(name)
+    match = family.match_megatron(known, spec)
+    if match is None or last is None:
+        return match
+    return dataclasses.replace(match, exports=tuple(expert_runs.run_name(one, last) for one in match.exports))
 
 
 def _shard_of(match: Match, placement: Placement) -> Shard:
@@ -189,6 +199,7 @@ class HfExporter:
         model_name: conversion table, when the config does not tell.
         own_stage: only what this pipeline stage holds; collective over the ranks of the stage, and nothing crosses the
             pipeline.
+        in_runs: experts that are stacked here come many at a time (`slime.weights.expert_runs`).
     """
 
     def __init__(
@@ -198,12 +209,13 @@ class HfExporter:
         *,
         model_name: str | None = None,
         own_stage: bool = False,
+        in_runs: bool = False,
     ) -> None:
         self.family = family_of(hf_config, model_name)
         self.spec = self.family.model_spec(hf_config)
         place = Placement.current()
         self.placement = dataclasses.replace(place, pp_group=None) if own_stage else place
-        self._local = dict(global_parameters(model_chunks, self.spec.num_experts, self.placement))
+        self._local = dict(global_parameters(model_chunks, self.spec.num_experts, self.placement, in_runs=in_runs))
         self._matches: dict[str, Match] = {}
         for name, tensor in self._local.items():
             match = _match(self.family, name, self.spec, tensor)
@@ -225,7 +237,7 @@ class HfExporter:
             for held in batch:
                 match = exported[held.name]
                 with torch.no_grad():
-                    tensors = match.rule.layout.export(pieces[held.name], self.spec)
+                    tensors = _exported(match, pieces[held.name], self.spec)
                 yield from zip(match.exports, tensors, strict=True)
 
     def nbytes(self) -> int:
@@ -237,7 +249,7 @@ class HfExporter:
         return self._names
 
     def _match_of(self, name: str) -> Match:
-        match = self._matches.get(name) or self.family.match_megatron(name, self.spec)
+        match = self._matches.get(name) or _match_of(self.family, name, self.spec)
         assert match is not None
         return match
 
@@ -268,6 +280,15 @@ class HfExporter:
 
     def _device(self) -> torch.device:
         return next(iter(self._local.values())).device if self._local else _collective_device()
+
+
+def _exported(match: Match, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+    """Hugging Face tensors from the pieces of all tensor-parallel ranks; [experts, out, in] each for a run."""
+    if expert_runs.ExpertRun.parse(match.exports[0]) is None:
+        return match.rule.layout.export(pieces, spec)
+    # layouts know the axes of one expert: that of the experts goes behind them for the while
+    moved = match.rule.layout.export([piece.permute(1, 2, 0) for piece in pieces], spec)
+    return [tensor.permute(2, 0, 1) for tensor in moved]
 
 
 def iter_hf_tensors(

@@ -6,13 +6,15 @@
 
 Nothing but handles leaves a GPU. Stock SGLang reads them as ``serialized_named_tensors`` in the format
 ``flattened_bucket``: a pickle of one uint8 tensor (a CUDA IPC handle; on hosts without GPUs a file in shared memory)
-and a table. While engines load one bucket the next is gathered and packed; a buffer is written to again only when every
-engine has answered for it.
+and a table. Runs of experts need its hook for custom loaders (`slime.rollout.engines.sglang.weight_loader`). While
+engines load one bucket the next is gathered and packed; a buffer is written to again only when every engine has
+answered for it.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from slime.errors import UserError
+from slime.rollout.engines.api import WEIGHT_LOADER
 from slime.weights.buckets import Bucket, BufferPair, dtype_of, pack
 from slime.weights.engine_fleet import EngineFleet
 from slime.weights.transport import EngineSlots, NamedTensors, Observer, Transferred, deadline_for
@@ -42,6 +45,7 @@ class IpcTransport:
         group: gloo group of all trainer ranks; None for one rank alone.
         buffer_size: bytes per bucket; two are held during a push.
         dtype: of the engines' floating-point weights.
+        in_runs: experts come in runs, which only our own loader inside the engines understands.
     Raises:
         UserError: an engine stands on a GPU without a trainer rank, or this process's memory cannot be shared.
     """
@@ -55,8 +59,9 @@ class IpcTransport:
         group: dist.ProcessGroup | None,
         buffer_size: int,
         dtype: torch.dtype,
+        in_runs: bool = False,
     ) -> None:
-        self._fleet, self._engines, self._group = fleet, engines, group
+        self._fleet, self._engines, self._group, self._in_runs = fleet, engines, group, in_runs
         self._buffer_size, self._dtype = buffer_size, dtype
         self._buffers = BufferPair(buffer_size, _own_device())
         self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}  # buffer number → engines' answers
@@ -133,19 +138,18 @@ class IpcTransport:
 
     def _requests(self, bucket: Bucket, handles: list[Handle], version: int) -> Callable[[int], dict[str, Any]]:
         """By engine: a payload for each of its ranks."""
-        table = [_row(entry.name, entry.shape, entry.dtype, entry.offset, entry.nbytes) for entry in bucket.entries]
+        contents = _bucket_and_table(bucket) if self._in_runs else _flattened_bucket(bucket)
         payloads: dict[int, str] = {}
 
         def payload(slot: int) -> str:
             if slot not in payloads:
-                content = {"flattened_tensor": _Opened(handles[slot]), "metadata": table}
-                payloads[slot] = base64.b64encode(pickle.dumps(content)).decode()
+                payloads[slot] = base64.b64encode(pickle.dumps(contents(_Opened(handles[slot])))).decode()
             return payloads[slot]
 
         def request(number: int) -> dict[str, Any]:
             return {
                 "serialized_named_tensors": [payload(slot) for slot in self._engines[number].slots],
-                "load_format": "flattened_bucket",
+                "load_format": WEIGHT_LOADER if self._in_runs else "flattened_bucket",
                 "weight_version": str(version),
                 "flush_cache": False,  # once for all buckets, by `WeightSync`
             }
@@ -189,6 +193,19 @@ def handle_of(buffer: torch.Tensor) -> Handle:
     typed = Handle(reductions.rebuild_typed_storage, (untyped, torch.uint8))
     place = (buffer.storage_offset(), buffer.size(), buffer.stride(), False)
     return Handle(reductions.rebuild_tensor, (torch.Tensor, typed, place))
+
+
+def _flattened_bucket(bucket: Bucket) -> Callable[[_Opened], Any]:
+    """What SGLang's own reader of buckets wants, from the opened buffer."""
+    table = [_row(entry.name, entry.shape, entry.dtype, entry.offset, entry.nbytes) for entry in bucket.entries]
+    return lambda buffer: {"flattened_tensor": buffer, "metadata": table}
+
+
+def _bucket_and_table(bucket: Bucket) -> Callable[[_Opened], Any]:
+    """What `slime.rollout.engines.sglang.weight_loader.load` wants; SGLang hands pairs of names and tensors on."""
+    words = json.dumps([entry.to_json() for entry in bucket.entries]).encode()
+    table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    return lambda buffer: [("bucket", buffer), ("table", table)]
 
 
 def _row(name: str, shape: tuple[int, ...], dtype: str, offset: int, nbytes: int) -> SimpleNamespace:

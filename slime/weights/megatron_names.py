@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from slime.weights import expert_runs
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias)(?=\d+$))(\d+)")
 _STACKED = re.compile(r"\.experts\.linear_fc[12]\.weight$")
@@ -71,11 +73,18 @@ def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def global_parameters(
-    model_chunks: Sequence[nn.Module], num_experts: int = 0, placement: Placement | None = None
+    model_chunks: Sequence[nn.Module],
+    num_experts: int = 0,
+    placement: Placement | None = None,
+    *,
+    in_runs: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(global name, local tensor) of every parameter of this rank, and of its persistent buffers.
 
     Stacked experts come one by one, as views: ``…mlp.experts.linear_fc1.weight{expert}``.
+
+    Args:
+        in_runs: stacked experts come many at a time, ``…linear_fc1.weight{first}-{last}`` [experts, out, in].
 
     Example (second of two pipeline stages of a four-layer model):
         >>> next(global_parameters([stage]))[0]
@@ -88,7 +97,11 @@ def global_parameters(
         persistent = set(chunk.state_dict(keep_vars=True))
         buffers = ((name, tensor) for name, tensor in chunk.named_buffers() if name in persistent)
         for name, tensor in [*chunk.named_parameters(), *buffers]:
-            if _STACKED.search(name):
+            if _STACKED.search(name) and in_runs:
+                weights, stem = tensor.detach(), _globalised(name, numbers, first_expert)
+                for start, stop in expert_runs.bounds(weights.shape[0], weights[0].nbytes):
+                    yield f"{stem}{first_expert + start}-{first_expert + stop - 1}", weights[start:stop]
+            elif _STACKED.search(name):
                 for local, expert in enumerate(_unstacked(tensor)):
                     yield _globalised(f"{name}{local}", numbers, first_expert), expert
             else:

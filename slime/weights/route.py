@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from slime.config import Config
 from slime.errors import UserError
+from slime.rollout.engines.api import WEIGHT_LOADER
 from slime.weights.buckets import dtype_of
 from slime.weights.convert.spec import HfConfig, read_hf_config
 
@@ -23,12 +24,14 @@ class Route:
         dtype: of the engines' floating-point weights.
         asks_ranks: the engines' ranks are asked for their slices (SGLang), not the engines for whole tensors.
         sources: the rank that sends, of each pipeline stage; rank 0 alone if it has everything brought to it.
+        in_runs: neighbouring experts travel as one tensor (`slime.weights.expert_runs`).
     """
 
     kind: str
     dtype: torch.dtype
     asks_ranks: bool
     sources: tuple[int, ...] = (0,)
+    in_runs: bool = False
 
 
 def choose_route(config: Config, *, embedded: bool, local: bool) -> str:
@@ -48,6 +51,25 @@ def choose_route(config: Config, *, embedded: bool, local: bool) -> str:
     if embedded and local and (not torch.cuda.is_available() or config.cluster.colocate):
         return "shm"
     return "ipc" if config.cluster.colocate and not embedded else "broadcast"
+
+
+#: Flags of SGLang with which an expert is not where its number says, or not as it was sent.
+_MOVES_EXPERTS = ("enable_eplb", "ep_num_redundant_experts", "quantization")
+
+
+def takes_runs(kind: str, infos: Collection[Mapping[str, Any]]) -> bool:
+    """Whether all engines take runs of experts: only by handles, which our loader inside the engine can be given.
+
+    Args:
+        infos: the engines' ``/server_info``.
+    """
+    plain = all(
+        WEIGHT_LOADER in (info.get("custom_weight_loader") or ())
+        and info.get("init_expert_location") in (None, "trivial")
+        and not any(info.get(flag) for flag in _MOVES_EXPERTS)
+        for info in infos
+    )
+    return kind == "ipc" and plain
 
 
 def engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) -> torch.dtype:

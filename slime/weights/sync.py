@@ -9,6 +9,7 @@ every other way goes through rank 0, or through all ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -28,17 +29,19 @@ from slime.weights.disk import DiskTransport
 from slime.weights.distributed import JOIN_SECONDS, LEAVE_SECONDS, DistributedTransport, own_address
 from slime.weights.engine_check import Digest, EngineCheck, SliceCheck, WholeTensorCheck
 from slime.weights.engine_fleet import EngineFleet, is_local
+from slime.weights.expert_runs import ExpertRun
 from slime.weights.hf_io import HfExporter
 from slime.weights.ipc import IpcTransport
 from slime.weights.megatron_names import Placement
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
-from slime.weights.route import Route, choose_route, engine_dtype
+from slime.weights.route import Route, choose_route, engine_dtype, takes_runs
 from slime.weights.shared_memory_transport import SharedMemoryTransport
 from slime.weights.trainer_ranks import StageError, TrainerRanks
 from slime.weights.transport import EngineSlots, NamedTensors, Transferred, Transport, deadline_for
 
 logger = logging.getLogger(__name__)
 
+_CONNECTING = "connecting trainer and engines"
 _CONTROL_SECONDS = 120.0  # pausing waits for the forward pass under way, nothing longer
 
 
@@ -92,34 +95,47 @@ class WeightSync:
         """
         self.close()
         found = [EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines]
-        what = "connecting trainer and engines"
-        with self._ranks.round(what, 2 * _CONTROL_SECONDS) as reached:
+        with self._ranks.round(_CONNECTING, 2 * _CONTROL_SECONDS) as reached:
             if self.rank == 0:
                 reached.value = self._reach(found, on_this_node)
         route = self._route = reached.value
         self._ranks.sources = route.sources
+        if not self._prepare(route, found):
+            self._route = dataclasses.replace(route, in_runs=False)
+            self._prepare(self._route, found)
+
+    def _prepare(self, route: Route, engines: Sequence[EngineSlots]) -> bool:
+        """Open the way and agree with the engines on what is compared. Collective.
+
+        Returns:
+            False: engines hold runs of experts in a form that cannot be compared; nothing is open any more.
+        """
         self._exporter = HfExporter(
             self._model_chunks,
             self._hf_config,
             model_name=self.config.checkpoint.model_name,
             own_stage=len(route.sources) > 1,
+            in_runs=route.in_runs,
         )
         # both collective, hence outside of the block below
         plan = _StagePlan(self._exporter, shapes=route.asks_ranks)
         gloo = self._gloo_group() if route.kind == "ipc" else None
         self._stage_seconds = [2 * JOIN_SECONDS for _ in route.sources]
         explained = _naming_engine() if self.rank == 0 else nullcontext()
-        with self._ranks.round(what, sum(self._stage_seconds) + 2 * _CONTROL_SECONDS) as connected, explained:
+        with self._ranks.round(_CONNECTING, sum(self._stage_seconds) + 2 * _CONTROL_SECONDS) as connected, explained:
             if self._ranks.stage is not None or route.kind == "ipc":
-                self._transport = self._open_transport(route, found, gloo)
+                self._transport = self._open_transport(route, engines, gloo)
             if self._ranks.stage is not None:
                 self._ranks.report(plan)
             if self.rank == 0:
-                connected.value = self._prepare_check(found, self._ranks.reports(self._stage_seconds))
+                connected.value = self._prepare_check(engines, self._ranks.reports(self._stage_seconds))
+        if connected.value is None:
+            return False
         digest, nbytes = connected.value
         self._stage_seconds = [1.5 * deadline_for(n, self._timeout) for n in nbytes]  # a bucket's own limit comes first
         share, floor = Sampler.share / len(nbytes), Sampler.floor / len(nbytes)
         self._sampler = Sampler(share, floor, digest)
+        return True
 
     def push(self) -> Receipt:
         """Bring the current weights to every engine as version ``self.version + 1``. Collective.
@@ -176,7 +192,7 @@ class WeightSync:
         """
         flags, dtype, size = self.config.sync, route.dtype, self.config.sync.update_weight_buffer_size
         if route.kind == "ipc":
-            return IpcTransport(self._fleet, engines, gloo, size, dtype)
+            return IpcTransport(self._fleet, engines, gloo, size, dtype, route.in_runs)
         if self._fleet is None:
             self._fleet = EngineFleet([engine.url for engine in engines])
         if route.kind == "disk":
@@ -239,15 +255,26 @@ class WeightSync:
         pipeline = Placement.current().pp_group if kind == "broadcast" else None
         # the stages' ranks that have rank 0's place in all other respects: the first of TP, DP and CP
         sources = tuple(dist.get_process_group_ranks(pipeline)) if pipeline is not None else (0,)
-        return Route(kind, engine_dtype(infos, self._hf_config), asks_ranks=not embedded, sources=sources)
+        return Route(
+            kind,
+            engine_dtype(infos, self._hf_config),
+            asks_ranks=not embedded,
+            sources=sources,
+            in_runs=takes_runs(kind, infos.values()),
+        )
 
-    def _prepare_check(self, engines: Sequence[EngineSlots], stages: Sequence[_StagePlan]) -> tuple[Digest, list[int]]:
-        """Returns how tensors are digested, and the bytes of each stage."""
+    def _prepare_check(
+        self, engines: Sequence[EngineSlots], stages: Sequence[_StagePlan]
+    ) -> tuple[Digest, list[int]] | None:
+        """Returns how tensors are digested, and the bytes of each stage; None if runs of experts cannot be compared."""
         assert self._fleet is not None and self._route is not None and self._transport is not None
         self._names = [name for stage in stages for name in stage.names]
         if self._route.asks_ranks:
             shapes = {name: shape for stage in stages for name, shape in stage.shapes.items()}
             slices = SliceCheck(self._fleet, engines, own_address(self._fleet.urls), shapes)
+            if any(ExpertRun.parse(name) for name in slices.unknown):
+                slices.close()
+                return None
             if slices.unknown:
                 some = ", ".join(slices.unknown[:4])
                 logger.warning("%d tensors are not compared after pushes: %s", len(slices.unknown), some)

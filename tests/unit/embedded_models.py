@@ -109,9 +109,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def tiny_model(shape: str, seed: int = 0) -> PreTrainedModel:
-    """A float32 model of two layers whose logits are far from flat."""
-    fields = dict(SHAPES[shape])
+def tiny_model(shape: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A float32 model of two layers whose logits are far from flat; ``changes`` are fields of its config."""
+    fields = SHAPES[shape] | changes
     config = AutoConfig.for_model(
         fields.pop("model_type", shape),
         vocab_size=VOCAB,
@@ -137,9 +137,9 @@ def tiny_model(shape: str, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def save_tiny_model(directory: Path, shape: str = "qwen3", seed: int = 0) -> Path:
+def save_tiny_model(directory: Path, shape: str = "qwen3", seed: int = 0, **changes: Any) -> Path:
     """``directory``, holding the model and the byte tokenizer."""
-    tiny_model(shape, seed).save_pretrained(directory)
+    tiny_model(shape, seed, **changes).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
 

@@ -22,7 +22,7 @@ from slime.config import make_config
 from slime.config.engine_flags import stored_sglang_args
 from slime.config.registry import unknown_name
 from slime.errors import UserError
-from slime.rollout.engines.api import WEIGHT_PROBE
+from slime.rollout.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.rollout.engines.launch import disaggregated_router_command, sglang_command
 from slime.rollout.engines.sglang import command, versions
 from slime.rollout.engines.sglang.command import EnginePlace, sglang_options
@@ -57,7 +57,11 @@ def test_what_is_set_here() -> None:
     args = parsed(place, rollout_num_gpus=8, rollout_num_gpus_per_engine=2, rollout_seed=7)
     assert (args.model_path, args.host, args.port, args.nccl_port) == ("/models/m", "10.0.0.1", 31000, 20001)
     assert (args.tp_size, args.random_seed, args.dtype, args.weight_version) == (2, 10, "bfloat16", "0")
-    assert args.skip_server_warmup and args.trust_remote_code and args.custom_weight_loader == [WEIGHT_PROBE]
+    assert (
+        args.skip_server_warmup
+        and args.trust_remote_code
+        and args.custom_weight_loader == [WEIGHT_PROBE, WEIGHT_LOADER]
+    )
     assert not args.enable_memory_saver and not args.enable_deterministic_inference
     spec = sglang_command(config_of(), "m", "h", 1, place)
     assert spec.env["CUDA_VISIBLE_DEVICES"] == "4,5" and spec.health_path == "/health_generate"
@@ -86,7 +90,7 @@ def test_the_users_options_go_through_by_name_and_type_and_ours_win() -> None:
     )
     assert args.mem_fraction_static == 0.7 and args.disable_cuda_graph and args.cuda_graph_bs == [1, 2, 4]
     assert args.dtype == "float16" and args.host == "10.0.0.1"
-    assert args.custom_weight_loader == ["a.b", WEIGHT_PROBE]
+    assert args.custom_weight_loader == ["a.b", WEIGHT_PROBE, WEIGHT_LOADER]
 
 
 _PLAIN = [a for a in stored_sglang_args()[1] if a.kind in ("int", "float") and not (a.choices or a.many)]

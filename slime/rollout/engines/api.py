@@ -39,6 +39,9 @@ POST_ROUTES = (
 #: Dotted path of the function that SGLang engines are started with, to report what they hold.
 WEIGHT_PROBE = "slime.rollout.engines.sglang.weight_probe.report"
 
+#: And of the one that takes buckets in which experts lie many at a time.
+WEIGHT_LOADER = "slime.rollout.engines.sglang.weight_loader.load"
+
 
 class EngineError(Exception):
     """An engine (or the router) did not do what was asked: HTTP status, time-out or a body with success=false."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from slime.rollout.engines.sglang.weight_probe import Tree
+from slime.weights.expert_runs import ExpertRun
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")
@@ -21,9 +24,20 @@ class Indices:
     org_vocab_end_index: int
 
 
+class Rank(nn.Module):
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """SGLang's own: single tensors of a checkpoint, each to its place."""
+        tree = Tree(self)
+        for name, whole in weights:
+            assert ExpertRun.parse(name) is None, f"{name} is not in any checkpoint"
+            held = tree.find(name, tuple(whole.shape))
+            if held is not None:
+                held.tensor.copy_(whole.narrow(held.dim, held.start, held.stop - held.start))
+
+
 def sharded_model(named: Mapping[str, torch.Tensor], arch: Any, rank: int, size: int) -> nn.Module:
     """The parameters of rank ``rank`` of ``size``, copied out of whole tensors."""
-    root = nn.Module()
+    root = Rank()
     experts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
     for name, tensor in named.items():
         owner, _, leaf = name.rpartition(".")

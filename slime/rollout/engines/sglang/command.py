@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.foreign import to_argv
 from slime.errors import UserError
-from slime.rollout.engines.api import WEIGHT_PROBE
+from slime.rollout.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.rollout.engines.sglang.versions import check_version, installed_version
 
 if TYPE_CHECKING:
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 STARTUP_SECONDS = 1800.0
 #: One answer of /health_generate: it generates a token, the very first of the server, and sleeps a second meanwhile.
 HEALTH_SECONDS = 30.0
+
+#: Whether SGLang's /health generates a token, as /health_generate always does, or only answers.
+HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
+#: What SGLang reads as false there; everything else, typing errors included, is true.
+_FALSE = ("false", "0", "no", "n")
 
 #: Algorithms whose drafts come from no trained weights, so that a push leaves nothing behind.
 _DRAFTS_WITHOUT_WEIGHTS = ("NGRAM",)
@@ -60,11 +65,13 @@ ONE_GPU = EnginePlace()
 
 
 def check_sglang(config: Config) -> None:
-    """Refuse what an SGLang engine could not do for this run. Looks at flags only.
+    """Refuse what an SGLang engine could not do for this run. Looks at flags and environment variables only.
 
     Raises:
-        UserError: names the flag.
+        UserError: names the flag or variable.
     """
+    if config.cluster.offload_rollout:
+        _check_questions(config)
     flags = config.engine.sglang
     algorithm = flags.get("speculative_algorithm")
     if algorithm is not None and str(algorithm).upper() not in _DRAFTS_WITHOUT_WEIGHTS:
@@ -99,6 +106,25 @@ def check_sglang(config: Config) -> None:
         )
 
 
+def _check_questions(config: Config) -> None:
+    """The router asks for a sign of life at any time: also while memory is released, when a token ends the engine."""
+    said, path = os.environ.get(HEALTH_GENERATES), str(config.engine.router.get("health_check_endpoint") or "")
+    if said is not None and said.lower() not in _FALSE:
+        raise UserError(
+            f"{HEALTH_GENERATES}={said} does not go with --offload-rollout",
+            why="the router asks engines for /health once a minute, also during training; to answer, SGLang would"
+            " generate a token with memory that it has released, and die of it",
+            fix=f"unset {HEALTH_GENERATES}: engines are then started with false, and their own checks still generate",
+        )
+    if "health_generate" in path:
+        raise UserError(
+            f"--router-health-check-endpoint {path} does not go with --offload-rollout",
+            why="the router asks also during training; to answer, SGLang would generate a token with memory that it"
+            " has released, and die of it",
+            fix="leave the flag out",
+        )
+
+
 def sglang_options(config: Config, model_path: str, host: str, port: int, place: EnginePlace) -> dict[str, Any]:
     """All options by name: the user's, those of the server group, then ours."""
     given = {**config.engine.sglang, **place.overrides}
@@ -112,7 +138,7 @@ def sglang_options(config: Config, model_path: str, host: str, port: int, place:
         "random_seed": config.rollout.rollout_seed + place.number,
         "trust_remote_code": True,
         "skip_server_warmup": True,
-        "custom_weight_loader": (*(given.get("custom_weight_loader") or ()), WEIGHT_PROBE),
+        "custom_weight_loader": (*(given.get("custom_weight_loader") or ()), WEIGHT_PROBE, WEIGHT_LOADER),
     }
     dtype = "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
     defaults: dict[str, Any] = {
@@ -152,7 +178,9 @@ def sglang_argv(config: Config, model_path: str, host: str, port: int, place: En
 
 def sglang_environment(config: Config, place: EnginePlace) -> dict[str, str]:
     """What the server's processes need in their environment, on top of the run's."""
-    environment = {}
+    # The router's question whether the server answers must need no memory and no time: engines sleep, and pause for
+    # pushes. Whether they generate is asked by those who know that they can, at /health_generate.
+    environment = {HEALTH_GENERATES: os.environ.get(HEALTH_GENERATES, "false")}
     if place.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
     if config.cluster.offload_rollout:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slime.weights.buckets import FINGERPRINTS
+from slime.weights.expert_runs import ExpertRun
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,28 @@ class Held:
     start: int
     stop: int
     parameter: str
+
+
+@dataclass(frozen=True)
+class HeldExperts:
+    """The part of a run of experts that this rank holds: ``target`` is ``sent[first:stop].narrow(axis, start, size)``.
+
+    Attributes:
+        first, stop: places in the run.
+        axis, start: of the tensor-parallel slice; its size is ``target.shape[axis]``.
+        parameter: name of the engine's parameter that it is in.
+    """
+
+    target: torch.Tensor
+    first: int
+    stop: int
+    axis: int
+    start: int
+    parameter: str
+
+    def of(self, sent: torch.Tensor) -> torch.Tensor:
+        """What ``target`` must be."""
+        return sent[self.first : self.stop].narrow(self.axis, self.start, self.target.shape[self.axis])
 
 
 def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -120,6 +143,9 @@ class Tree:
         """
         if name in self.parameters:
             return self._direct(name, shape)
+        run = ExpertRun.parse(name)
+        if run is not None:
+            return self._run(run, shape)
         owner, _, leaf = name.rpartition(".")
         parent, _, projection = owner.rpartition(".")
         expert = _EXPERT.fullmatch(name)
@@ -170,8 +196,8 @@ class Tree:
             return None
         stacked, module = self.parameters[parameter], self.modules[owner]
         here = vars(module)
-        count = int(stacked.shape[0])
-        local = number - int(here.get("moe_ep_rank", 0)) * count
+        begin, count = _routed_experts(module, int(stacked.shape[0]))
+        local = number - begin
         if not 0 <= local < count:
             return None
         weight, rank = stacked[local], int(here.get("moe_tp_rank", 0))
@@ -181,6 +207,40 @@ class Tree:
         size = int(weight.shape[0]) // 2
         half = weight[:size] if projection == "gate" else weight[size:]
         return Held(half, 0, rank * size, (rank + 1) * size, parameter)
+
+    def _run(self, run: ExpertRun, shape: tuple[int, ...]) -> Held | None:
+        """None also for a part that is cut along two axes: `Held` has one."""
+        held = self.experts(run)
+        if held is None or held.first == held.stop or len(shape) != 3:
+            return None
+        size = int(held.target.shape[held.axis])
+        if held.stop - held.first == shape[0]:
+            return Held(held.target, held.axis, held.start, held.start + size, held.parameter)
+        whole = size == shape[held.axis]
+        return Held(held.target, 0, held.first, held.stop, held.parameter) if whole else None
+
+    def experts(self, run: ExpertRun) -> HeldExperts | None:
+        """This rank's part of a run, possibly nothing of it; None when its form is not known."""
+        leaf, axis = ("w2_weight", 2) if run.projection == "down" else ("w13_weight", 1)
+        module = self.modules.get(run.owner)
+        stacked = None if module is None else module._parameters.get(leaf)  # anew: engines may replace parameters
+        if module is None or stacked is None or stacked.dim() != 3:
+            return None
+        begin, count = _routed_experts(module, int(stacked.shape[0]))
+        first = min(max(run.first, begin), begin + count)
+        stop = max(first, min(run.last + 1, begin + count))
+        part = stacked.detach()[first - begin : stop - begin]
+        if run.projection != "down":
+            part = part.chunk(2, dim=1)[0 if run.projection == "gate" else 1]
+        start = int(vars(module).get("moe_tp_rank", 0)) * int(part.shape[axis])
+        return HeldExperts(part, first - run.first, stop - run.first, axis, start, f"{run.owner}.{leaf}")
+
+
+def _routed_experts(module: Any, stacked: int) -> tuple[int, int]:
+    """Number of this rank's first routed expert, and how many it has; shared ones may be stacked behind them."""
+    here = vars(module)
+    count = int(here.get("_num_local_routed", stacked))
+    return int(here.get("moe_ep_rank", 0)) * count, count
 
 
 def _tp_rank(module: Any) -> int:

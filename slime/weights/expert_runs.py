@@ -1,0 +1,93 @@
+"""Runs of experts: neighbours of one layer that travel to engines as one tensor.
+
+A mixture of experts has ten thousand weights and more. Whoever handles each of them by itself, in Python, on both sides
+of a push, spends seconds where the bytes need a tenth of one. The trainer holds the experts of a layer stacked, and so
+does SGLang, so a run of them needs one entry of a bucket and one copy:
+
+    model.layers.3.mlp.experts.32-63.up_proj.weight    [32, intermediate, hidden]    experts 32 to 63, both included
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+#: Bytes of a run at most, in the trainer's own piece; several fit into a batch of what is gathered at once.
+RUN_BYTES = 64 << 20
+
+_HF_RUN = re.compile(r"(?P<owner>.*\.experts)\.(?P<first>\d+)-(?P<last>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
+_MEGATRON_RUN = re.compile(r"(?P<stem>.*\.experts\.linear_fc[12]\.weight)(?P<first>\d+)-(?P<last>\d+)")
+_HF_EXPERT = re.compile(r"(?<=\.experts\.)(\d+)(?=\.)")
+
+
+@dataclass(frozen=True)
+class ExpertRun:
+    """Experts ``first`` to ``last`` (both included) of one layer and projection, as engines are sent them.
+
+    Attributes:
+        owner: "model.layers.3.mlp.experts".
+        projection: "gate", "up" or "down".
+    """
+
+    owner: str
+    first: int
+    last: int
+    projection: str
+
+    @staticmethod
+    def parse(name: str) -> ExpertRun | None:
+        """None for the name of a single tensor.
+
+        Example:
+            >>> ExpertRun.parse("model.layers.3.mlp.experts.32-63.up_proj.weight")
+            ExpertRun(owner='model.layers.3.mlp.experts', first=32, last=63, projection='up')
+        """
+        found = _HF_RUN.fullmatch(name)
+        if found is None:
+            return None
+        return ExpertRun(found["owner"], int(found["first"]), int(found["last"]), found["projection"])
+
+    def expert_name(self, number: int) -> str:
+        """Of the tensor that a checkpoint has for one of its experts."""
+        return f"{self.owner}.{number}.{self.projection}_proj.weight"
+
+    def apart(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """[experts, out, in] → (name, [out, in]) of each, as views."""
+        return ((self.expert_name(self.first + place), one) for place, one in enumerate(tensor))
+
+
+def bounds(count: int, nbytes: int, limit: int = RUN_BYTES) -> list[tuple[int, int]]:
+    """Half-open ranges over ``count`` stacked experts of ``nbytes`` each; at least one in each range.
+
+    Example:
+        >>> bounds(5, nbytes=10, limit=25)
+        [(0, 2), (2, 4), (4, 5)]
+    """
+    step = max(1, limit // max(nbytes, 1))
+    return [(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def first_of(megatron_name: str) -> tuple[str, int | None]:
+    """A Megatron parameter that the conversion tables know, and the last expert if the name is that of a run.
+
+    Example:
+        >>> first_of("decoder.layers.0.mlp.experts.linear_fc1.weight8-15")
+        ('decoder.layers.0.mlp.experts.linear_fc1.weight8', 15)
+    """
+    found = _MEGATRON_RUN.fullmatch(megatron_name)
+    return (megatron_name, None) if found is None else (found["stem"] + found["first"], int(found["last"]))
+
+
+def run_name(expert_name: str, last: int) -> str:
+    """Hugging Face name of a run from the name of its first tensor.
+
+    Example:
+        >>> run_name("model.layers.0.mlp.experts.8.down_proj.weight", 15)
+        'model.layers.0.mlp.experts.8-15.down_proj.weight'
+    """
+    return _HF_EXPERT.sub(lambda found: f"{found[1]}-{last}", expert_name, count=1)
