@@ -29,11 +29,17 @@ class DisaggregatedWorkers(NamedTuple):
 
 
 class Obituary(NamedTuple):
-    """How a server process ended ("was killed (SIGKILL)"), the last lines of its log, and the URL that it had."""
+    """How a server process ended ("was killed (SIGKILL)"), the last lines of its log, the URL that it had, and the
+    exception that its log names, if any."""
 
     how: str
     log_tail: str
     url: str
+    exception: str = ""
+
+    @property
+    def why(self) -> str:
+        return _from_log(self.exception, self.log_tail, "its log")
 
 
 class EngineActor:
@@ -131,7 +137,7 @@ class EngineActor:
                     continue
                 raise UserError(
                     f"{died.name} {died.what}",
-                    why=f"last lines of {self.log_path}:\n{_indent(died.log_tail)}",
+                    why=_from_log(self._process.exception_line(), died.log_tail, str(self.log_path)),
                     fix="read the log; on out of memory lower --sglang-mem-fraction-static",
                 ) from died
         raise AssertionError("unreachable")
@@ -141,7 +147,8 @@ class EngineActor:
         assert self._process is not None, "start comes first"
         if self._process.is_alive():
             return None
-        return Obituary(self._process.how_it_ended(), self._process.log_tail(), self._process.url)
+        process = self._process
+        return Obituary(process.how_it_ended(), process.log_tail(), process.url, process.exception_line())
 
     def kill(self) -> str:
         """End what is left of the server, children included, so that another can `start`; its last log lines."""
@@ -162,25 +169,36 @@ class EngineActor:
         self._port, self._held = None, []
 
 
-def raise_obituary(name: str, obituary: Obituary | None, *, tolerant: bool = False) -> None:
+def raise_obituary(name: str, obituary: Obituary | None, *, tolerant: bool = False, what: str = "") -> None:
     """Raise a `RunFailed` unless ``obituary`` is None.
 
     Args:
         tolerant: --use-fault-tolerance is in force, and so no remedy.
+        what: was being done with it ("taking memory back").
     """
     if obituary is None:
         return
+    less_memory = ["a higher --sglang-mem-fraction-static", "a smaller --rollout-batch-size"]
+    if "out of memory" in obituary.exception.lower():
+        less_memory[0] = "a lower --sglang-mem-fraction-static"
+    elif obituary.exception:
+        less_memory = []  # it died of something else
     remedies = [
         *(() if tolerant else ("--use-fault-tolerance",)),
-        "a higher --sglang-mem-fraction-static",
-        "a smaller --rollout-batch-size",
+        *less_memory,
         "--sglang-disable-cuda-graph, to find the cause",
     ]
     raise RunFailed(
-        f"{name} {obituary.how}",
-        why=f"last lines of its log:\n{_indent(obituary.log_tail)}",
+        f"{what}{': ' if what else ''}{name} {obituary.how}",
+        why=obituary.why,
         fix="  ".join(f"{number}. {remedy}" for number, remedy in enumerate(remedies, 1)),
     )
+
+
+def _from_log(exception: str, tail: str, log: str) -> str:
+    """Why a server died, as far as its log tells."""
+    first = f"{exception}\n       " if exception else ""
+    return f"{first}last lines of {log}:\n{_indent(tail)}"
 
 
 def _indent(text: str) -> str:

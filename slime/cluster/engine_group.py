@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from slime.cluster.engine_placement import EnginePart, engine_parts
 from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS
 from slime.cluster.placement import Slots
 from slime.cluster.plan import PlacementPlan
-from slime.cluster.waiting import Watch, wait_for
+from slime.cluster.waiting import ActorDied, DeadlinePassed, Watch, wait_for
 from slime.config import Config
 from slime.errors import RunFailed
 from slime.observe.log import get_logger
@@ -34,6 +36,8 @@ _IDLE_SECONDS = 10.0  # for requests that were aborted to end
 _ROUTER_SECONDS = 10.0  # to take a worker out; generation is waited for meanwhile
 _JOIN_ROUTER_SECONDS = 60.0
 _KILL_SECONDS = 60.0
+_LOOK_SECONDS = 0.25
+_DEATH_SECONDS = 3.0  # connections may break before the process is gone
 _MEMORY_SECONDS = 300.0  # a copy of the weights to the host or back, and the end of the last requests
 
 
@@ -194,6 +198,8 @@ class EngineGroup:
         try:
             yield
         except EngineError as error:
+            with contextlib.suppress(ActorDied, DeadlinePassed):  # the error at hand says more
+                self.raise_if_dead(what, _DEATH_SECONDS if error.status is None else 0.0)
             raise RunFailed(
                 f"{what}: {error}",
                 why="trainer and engines share GPUs and take turns; the next phase would run out of memory",
@@ -207,10 +213,22 @@ class EngineGroup:
         refs = [self.servers[name].obituary.remote() for name in names]
         return dict(zip(names, wait_for(refs, "asking the engines", timeout=10, names=names)))
 
-    def raise_if_dead(self) -> None:
-        """Raise a `RunFailed` when a server process has ended; answers now, for errors that this would explain."""
-        for name, obituary in self.obituaries(list(self.servers)).items():
-            raise_obituary(name, obituary)
+    def raise_if_dead(self, what: str = "", patience: float = 0.0) -> None:
+        """Raise a `RunFailed` when a server process has ended that should run, for errors that this would explain.
+
+        Args:
+            what: was being done, for the message.
+            patience: seconds that its end may take.
+        """
+        numbers = {name: self.restartable(name) for name in self.servers}
+        names = [name for name, number in numbers.items() if number is None or number in self.serving]
+        tolerant, end = self.config.fault_tolerance.use_fault_tolerance, time.monotonic() + patience
+        while True:
+            for name, obituary in self.obituaries(names).items():
+                raise_obituary(name, obituary, tolerant=tolerant, what=what)
+            if time.monotonic() >= end:
+                return
+            time.sleep(_LOOK_SECONDS)
 
     def watch(self, judge: Callable[[str, Obituary | None], None] = raise_obituary) -> Watch:
         """Hears soon of a server process that has ended.

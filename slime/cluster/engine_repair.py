@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ logger = get_logger(__name__)
 #: Deaths of one engine since a rollout was last completed; one more ends the run.
 MOST_RESTARTS = 3
 _POLL_SECONDS = 0.5
+_ASK_AGAIN_SECONDS = 0.1
 _AT_HAND_SECONDS = 60.0
 
 
@@ -122,7 +123,7 @@ class EngineRepair:
         if number is None:
             raise_obituary(name, obituary, tolerant=True)
         elif number in self.engines.serving and obituary.url == self.engines.part_urls[name]:  # no late news
-            self._lost(number, obituary.how)
+            self._lost(number, f"{obituary.how}: {obituary.exception}" if obituary.exception else obituary.how)
 
     def ask(self) -> None:
         """Hear now, instead of sooner or later, who has died. Raises as `heard`."""
@@ -134,8 +135,12 @@ class EngineRepair:
         """To be called now and then while the engines generate: those that hang are lost. Raises as `heard`."""
         if self.health is None or not self.engines.serving:
             return
+        self._lose_hanging(self.health.silent(self.engines.fleet))
+
+    def _lose_hanging(self, urls: Sequence[str]) -> None:
+        assert self.health is not None
         numbers = {url: number for number, url in self.engines.serving.items() if number not in self._returning}
-        for url in self.health.silent(self.engines.fleet):
+        for url in urls:
             if url in numbers:
                 self._lost(numbers[url], f"gave no sign of life for {self.health.timeout:.0f} s and was killed")
 
@@ -170,6 +175,13 @@ class EngineRepair:
         """The engines are awake from now on, which `kill_hanging` presumes."""
         if self.health is not None:
             self.health.begin()
+
+    def before_release(self) -> None:
+        """To be called before the engines give memory up: those that died or hang are left out, and no health check is
+        under way any more. Raises as `heard`."""
+        self.ask()
+        if self.health is not None and self.engines.serving:
+            self._lose_hanging(self.health.end(self.engines.fleet))
 
     def rollout_completed(self) -> None:
         """The engines that serve have proved themselves."""
@@ -257,7 +269,7 @@ class EngineRepair:
         An engine that the router refuses counts as lost.
         """
         if self._returning and self._hand_over is not None:
-            self._hand_over.to_engines()  # the router asks for a sign of life
+            self._hand_over.to_engines()  # requests may come from now on
         for number in list(self._returning):
             restart = self._returning[number]
             try:
@@ -286,7 +298,8 @@ def _all_done(refs: list[ray.ObjectRef]) -> bool:
 class HealthChecks:
     """Finds engines that hang: alive, but no good answer for ``timeout`` seconds after they were asked.
 
-    Only engines that are awake may be asked: SGLang's answer is a token.
+    Only engines that are awake may be asked: SGLang's answer is a token. So no question may be under way either when
+    they give their memory up (`end`).
 
     Args:
         path: that answers 200 while all is well.
@@ -344,6 +357,19 @@ class HealthChecks:
         if now < self._asked_at + self.timeout:
             return []
         hanging, self._open = list(self._open), {}
+        return hanging
+
+    def end(self, fleet: EngineFleet) -> list[str]:
+        """Wait for the answers to questions under way; `begin` is to come before the next ones. URLs of those that
+        hang."""
+        if fleet is not self._fleet:  # its questions were dropped with its connections
+            self._open = {}
+        hanging: list[str] = []
+        while self._open:
+            wait(self._open.values(), timeout=_POLL_SECONDS)
+            hanging += self.silent(fleet)
+            if self._open:
+                time.sleep(_ASK_AGAIN_SECONDS)
         return hanging
 
     def _ask(self, fleet: EngineFleet, urls: list[str]) -> dict[str, Future[Any]]:

@@ -253,7 +253,10 @@ class Cluster:
 
     def update_weights(self) -> dict[str, float]:
         """Push the trainer's weights to the engines, those that were restarted among them."""
-        return self._weights.update() if self._weights is not None else {}
+        if self._weights is None:
+            return {}
+        with self._blaming_engines():
+            return self._weights.update()
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Metrics ``eval/…``; {} when there is nothing to evaluate."""
@@ -315,7 +318,8 @@ class Cluster:
             return  # whoever waits for the rollout brings them back
         woke = self._hand_over is not None and self._hand_over.to_engines()
         if woke and self._weights is not None:
-            self._weights.check_canary("taking its memory back")
+            with self._blaming_engines():
+                self._weights.check_canary("taking its memory back")
 
     def _care_for_engines(self) -> None:
         """While a rollout is waited for."""
@@ -331,7 +335,7 @@ class Cluster:
     def _give_trainers_memory(self) -> None:
         if self._hand_over is not None:
             if self._repair is not None:
-                self._repair.ask()  # those that died are left out
+                self._repair.before_release()
             self._hand_over.to_trainer()
 
     def _start_limit(self) -> float:
@@ -401,13 +405,14 @@ class Cluster:
                     if self._repair is not None:
                         self._repair.ask()
                     else:
-                        self._engines.raise_if_dead()
+                        self._engines.raise_if_dead(patience=_DEATH_SECONDS)
             raise
 
 
 _ROLLOUT = "rollout"
 _ANSWER_SECONDS = 120.0  # for what a process has at hand
 _POLL_SECONDS = 0.5
+_DEATH_SECONDS = 1.0  # connections may break before the process is gone
 
 
 class _Clock:

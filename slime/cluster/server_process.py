@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -16,6 +17,12 @@ from pathlib import Path
 from slime.rollout.engines.launch import LaunchSpec
 
 _PR_SET_PDEATHSIG = 1
+_LOG_BYTES = 1 << 18
+_NUM_LAST = 40  # lines of a log: an exception above them was survived
+#: SGLang's processes fall one after the other; the first to fail says why.
+_FIRST_FAILURE = "Scheduler hit an exception:"
+_TRACEBACK = "Traceback (most recent call last):"
+_NO_CAUSE = re.compile(r"KeyboardInterrupt|SystemExit|(\w+\.)*CancelledError")
 _CLASH_MARKS = ("address already in use", "address in use", "errno 98", "addrinuse")
 
 
@@ -32,6 +39,26 @@ class ServerDied(Exception):
 
     def __str__(self) -> str:
         return f"{self.name} {self.what}; last lines of its log:\n{self.log_tail}"
+
+
+def exception_line(log: str) -> str:
+    """The line of a dead process's log that names the exception it died of; "" when there is none.
+
+    Example:
+        >>> exception_line("Traceback (most recent call last):\\n  File ...\\nValueError: no\\nSIGQUIT received.")
+        'ValueError: no'
+    """
+    _, mark, failure = log.partition(_FIRST_FAILURE)
+    lines = (failure if mark else log).splitlines()
+    found, inside = [], False
+    for number, line in enumerate(lines):
+        if _TRACEBACK in line:
+            inside = True
+        elif inside and line.strip() and not line[0].isspace():
+            inside = False
+            if (mark or number >= len(lines) - _NUM_LAST) and not _NO_CAUSE.match(line):
+                found.append(line.strip())
+    return found[0 if mark else -1] if found else ""
 
 
 def _die_with_parent(libc: ctypes.CDLL) -> Callable[[], None]:
@@ -61,10 +88,12 @@ class ServerProcess:
     def __init__(self, name: str, spec: LaunchSpec, url: str, log_path: Path) -> None:
         self.name, self.spec, self.url, self.log_path = name, spec, url, log_path
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
 
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
+            self._log_start = log.tell()  # what former servers of this name wrote is not this one's
             self._process = subprocess.Popen(
                 self.spec.argv,
                 env={**os.environ, **self.spec.env},
@@ -91,9 +120,17 @@ class ServerProcess:
     def log_tail(self, num_lines: int = 6) -> str:
         if not self.log_path.exists():
             return "(no log)"
+        return "\n".join(self._log(16_384).splitlines()[-num_lines:])
+
+    def exception_line(self) -> str:
+        """See `exception_line`."""
+        return exception_line(self._log(_LOG_BYTES)) if self.log_path.exists() else ""
+
+    def _log(self, num_bytes: int) -> str:
+        """The end of what this process wrote."""
         with open(self.log_path, "rb") as log:
-            log.seek(max(0, self.log_path.stat().st_size - 16_384))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-num_lines:])
+            log.seek(max(self._log_start, self.log_path.stat().st_size - num_bytes))
+            return log.read().decode(errors="replace")
 
     def wait_ready(self) -> None:
         """Poll the health path until it answers 200.

@@ -55,9 +55,12 @@ def phases(calls: list[dict[str, Any]]) -> list[str]:
 
 
 def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path) -> None:
-    """Two trainer ranks, an engine on the slot of each: weights through handles, memory handed over and back."""
+    """Two trainer ranks, an engine on the slot of each: weights through handles, memory handed over and back.
+
+    The router asks all the time, also engines that sleep, and would end them if they generated to answer."""
     calls = tmp_path / "calls.jsonl"
     flags = world.flags("turns", "--rollout-engine", "sglang", "--actor-num-gpus-per-node", 2, "--num-gpus-per-node", 8)
+    flags += ["--router-health-check-interval-secs", "1"]
     with start(flags, world.outputs / "turns", **environment(calls)) as driver:
         assert driver.end() == 0, driver.stderr
         assert driver.steps() == [1, 2]
@@ -70,10 +73,24 @@ def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path)
         expected = [word.format(next(versions)) if "{}" in word else word for word in expected]
         for engine in engines:
             assert phases(engine) == expected
+            assert "/health" in [call["path"] for call in engine], "the router has asked a sleeping engine"
         steps = [row for row in driver.rows() if "rollout/raw_reward" in row]
         turns = [f"perf/{what}_time" for what in ("wake", "sleep", "release_engines", "resume_engines")]
         assert len(steps) == 2 and all(row[name] >= 0 for row in steps for name in turns)
         assert "IPC handles" in "".join(log.read_text() for log in (driver.path / "logs").glob("trainer-0*"))
+        driver.leaves_nothing()
+
+
+@pytest.mark.full
+def test_an_engine_that_dies_while_it_is_talked_to_is_named_with_its_exception(world: World, tmp_path: Path) -> None:
+    """At the first push, when it takes memory back."""
+    env = environment(tmp_path / "calls", FAKE_SGLANG_DIES_AT="/resume_memory_occupation")
+    with start(world.flags("dies", "--rollout-engine", "sglang"), world.outputs / "dies", **env) as driver:
+        assert driver.end() == 1, driver.stderr
+        error = driver.error()
+        assert error[0] == "error: taking memory back: engine-0 was killed (SIGKILL)"
+        assert error[1] == "  why: ValueError: Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"
+        assert "SIGQUIT received" in "".join(error) and "mem-fraction" not in "".join(error)
         driver.leaves_nothing()
 
 

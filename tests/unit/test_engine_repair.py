@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -470,6 +471,49 @@ def test_other_engines_are_not_blamed_for_questions_to_the_former_ones(
     others.clock.now = 7
     fleet.clock.now = 100
     assert checks.silent(others) == []  # type: ignore[arg-type]
+
+
+def test_the_end_waits_for_the_answers_to_questions_under_way() -> None:
+    fleet = FakeFleet("a", "b")
+    checks = HealthChecks("/alive", interval=10, timeout=3, first_wait=0, clock=fleet.clock)
+    answers = {url: Future() for url in fleet.urls}
+    fleet.start_get = lambda url, path, timeout: answers[url]  # type: ignore[method-assign]
+    checks.begin()
+    assert checks.silent(fleet) == []  # type: ignore[arg-type]
+    answers["a"].set_result({})
+    late = threading.Timer(0.2, answers["b"].set_result, [{}])
+    late.start()
+    assert checks.end(fleet) == [] and answers["b"].done()  # type: ignore[arg-type]
+    assert checks.end(fleet) == [], "nothing is under way"  # type: ignore[arg-type]
+
+
+def test_who_hangs_is_found_at_the_end_too(checked: tuple[HealthChecks, FakeFleet]) -> None:
+    checks, fleet = checked
+    fleet.answer = lambda url: None if url == "b" else {}
+    checks.begin()
+    assert silent_until(checks, fleet, 6) == {}
+    fleet.clock.now = 9
+    assert checks.end(fleet) == ["b"]  # type: ignore[arg-type]
+    fleet.clock.now, fleet.answer = 15, lambda url: None
+    assert checks.silent(fleet) == [] and len(fleet.asked) == 4  # type: ignore[arg-type]
+    assert checks.end(FakeFleet("a")) == [], "questions to former engines are dropped"  # type: ignore[arg-type]
+
+
+def test_before_a_release_those_that_died_or_hang_are_left_out() -> None:
+    """And the dead first: they would not answer."""
+    engines = FakeEngines()
+
+    class Checks(HealthChecks):
+        def end(self, fleet: Any) -> list[str]:
+            engines.log.append("end")
+            return ["http://engine-1/0"]
+
+    repair = EngineRepair(engines, health=Checks("/alive", interval=10, timeout=3, first_wait=0))
+    engines.die(0)
+    repair.before_release()
+    assert engines.log == ["out 0", "start 0", "end", "out 1", "start 1"]
+    repair.before_release()
+    assert engines.log[5:] == [], "there is nobody to wait for"
 
 
 def test_a_question_under_way_when_the_engines_change_is_dropped_silently(caplog: pytest.LogCaptureFixture) -> None:

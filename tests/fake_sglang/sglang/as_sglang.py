@@ -2,7 +2,7 @@
 
 Its extensions go (shared memory, fingerprints by name), SGLang's ways come: pickles with an allow list and one payload
 per tensor-parallel rank, custom weight loaders on modules with SGLang's fused and sharded parameters, one group member
-per rank, memory tags that must be released before they are taken back.
+per rank, memory tags that must be released before they are taken back, and tokens that end it while memory is away.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from aiohttp import web
 
 from sglang import __version__
 from sglang.modules import sharded_model
+from sglang.scheduler import NO_MEMORY, die, generates
+from slime.rollout.engines.embedded.generate_routes import health_generate
 from slime.rollout.engines.embedded.state import json_response
 from slime.rollout.engines.embedded.weight_update import WeightUpdater
 from slime.rollout.engines.embedded.weights import WeightError, WeightStore
@@ -142,12 +144,17 @@ def install(args: argparse.Namespace) -> None:
     async def as_sglang(request: web.Request, handler: Handler) -> web.StreamResponse:
         body = await _body(request)
         path = request.path
-        calls.note(path, body)
+        calls.note(path, body, is_asleep=bool(released))
+        if path == os.environ.get("FAKE_SGLANG_DIES_AT"):
+            die(NO_MEMORY)
+        if generates(path):
+            if released & {"weights", "kv_cache"}:
+                die(NO_MEMORY)
+            return await plain(request, health_generate if path == "/health" else handler)
         if "memory_occupation" in path:
             problem = _memory(path, body, released, args)
             if problem:
-                print(problem, flush=True)
-                os._exit(1)  # SGLang's scheduler dies of the exception, and the server with it
+                die(f"AssertionError: {problem}")
         elif path.startswith("/update_weights") and "weights" in released and not _looks_only(body, args):
             return json_response({"success": False, "message": "weights are released"}, status=400)
         elif path == "/weights_checker":
@@ -195,15 +202,16 @@ def _resume_with_rubbish(self: WeightStore) -> None:
 
 
 class Calls:
-    """Appends steering calls to a file, for tests to look at their order."""
+    """Appends steering calls to a file, for tests to look at their order, and what comes while memory is away."""
 
     STEERING = ("pause", "continue", "update", "memory", "flush", "checker", "group")
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._path, self._port = os.environ.get("FAKE_SGLANG_CALLS"), args.port
 
-    def note(self, path: str, body: Mapping[str, Any]) -> None:
-        if self._path is None or not (path == "/generate" or any(word in path for word in self.STEERING)):
+    def note(self, path: str, body: Mapping[str, Any], *, is_asleep: bool) -> None:
+        is_steering = path == "/generate" or any(word in path for word in self.STEERING)
+        if self._path is None or not (is_steering or (is_asleep and path == "/health")):
             return
         row = {"at": time.monotonic(), "port": self._port, "path": path, "tags": body.get("tags")}
         row |= {key: body[key] for key in ("load_format", "weight_version", "action", "mode") if key in body}
