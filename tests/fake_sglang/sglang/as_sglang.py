@@ -27,10 +27,12 @@ from aiohttp import web
 from sglang import __version__
 from sglang.modules import sharded_model
 from sglang.scheduler import NO_MEMORY, die, generates
+from slime.rollout.engines.api import WEIGHT_PROBE
 from slime.rollout.engines.embedded.generate_routes import health_generate
 from slime.rollout.engines.embedded.state import json_response
 from slime.rollout.engines.embedded.weight_update import WeightUpdater
 from slime.rollout.engines.embedded.weights import WeightError, WeightStore
+from slime.rollout.engines.sglang.weight_probe import Tree
 from slime.weights.buckets import entries_of, unpack
 from slime.weights.process_group import ExternalGroup
 
@@ -78,10 +80,13 @@ class SGLangUpdater:
         real = dist.is_initialized, dist.get_rank
         for rank, content in enumerate(contents):
             dist.is_initialized, dist.get_rank = (lambda: True), (lambda rank=rank: rank)
+            model = sharded_model(store.named, store.arch, rank, self.args.tp_size)
             try:
-                loader(sharded_model(store.named, store.arch, rank, self.args.tp_size), content)
+                loader(model, content)
             finally:
                 dist.is_initialized, dist.get_rank = real
+            if len(content) > 1:  # not only looked at
+                _take_back(model, store)
 
     def join_group(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
         count = self.args.tp_size
@@ -119,6 +124,15 @@ class SGLangUpdater:
         with ThreadPoolExecutor(len(groups)) as pool:
             ranks = list(pool.map(receive, groups))
         return own._apply(ranks[0], body)
+
+
+def _take_back(model: torch.nn.Module, store: WeightStore) -> None:
+    """What a loader has put into a rank's parameters, into the weights that the engine generates with."""
+    tree = Tree(model)
+    for name, tensor in store.named.items():
+        held = tree.find(name, tuple(tensor.shape))
+        if held is not None:
+            tensor.narrow(held.dim, held.start, held.stop - held.start).copy_(held.tensor)
 
 
 def _pairs(content: Any, load_format: str | None) -> list[tuple[str, torch.Tensor]]:
@@ -173,8 +187,8 @@ def install(args: argparse.Namespace) -> None:
 
 
 def _looks_only(body: Mapping[str, Any], args: argparse.Namespace) -> bool:
-    """A custom loader may look at shapes while the memory is away."""
-    return body.get("load_format") in (args.custom_weight_loader or ())
+    """The probe may look at shapes while the memory is away."""
+    return body.get("load_format") == WEIGHT_PROBE and WEIGHT_PROBE in (args.custom_weight_loader or ())
 
 
 def _memory(path: str, body: Mapping[str, Any], released: set[str], args: argparse.Namespace) -> str:

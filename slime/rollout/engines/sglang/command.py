@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.foreign import to_argv
 from slime.errors import UserError
-from slime.rollout.engines.api import WEIGHT_PROBE
+from slime.rollout.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.rollout.engines.sglang.versions import check_version, installed_version
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def sglang_options(config: Config, model_path: str, host: str, port: int, place:
         "random_seed": config.rollout.rollout_seed + place.number,
         "trust_remote_code": True,
         "skip_server_warmup": True,
-        "custom_weight_loader": (*(given.get("custom_weight_loader") or ()), WEIGHT_PROBE),
+        "custom_weight_loader": (*(given.get("custom_weight_loader") or ()), WEIGHT_PROBE, WEIGHT_LOADER),
     }
     dtype = "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
     defaults: dict[str, Any] = {
