@@ -80,7 +80,7 @@ CASES = [
          f"long_run {_TINY_RUN} --steps 4 --settle 1 --ways async", "--cuda-graph-max-bs 128"),
     Case("weight-sync-4b-2-to-2", 4, 90, 240, "weight_sync --shape qwen3-4b --way apart --tp 2",
          "weight_sync --shape tiny --way apart --tp 2 --rounds 2", _FEW_GRAPHS),
-    Case("weight-sync-moe", 4, 90, 300, "weight_sync --shape qwen3-30b-a3b-6-layers --tp 4 --ep 4",
+    Case("weight-sync-moe", 4, 120, 300, "weight_sync --shape qwen3-30b-a3b-12-layers --tp 4 --ep 4",
          "weight_sync --shape tiny-moe --tp 2 --ep 2 --rounds 2",
          f"{_FEW_GRAPHS} --enforce-disable-flashinfer-allreduce-fusion"),
 ]  # fmt: skip

@@ -36,6 +36,11 @@ _QWEN3 = {
     "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0, "max_position_embeddings": 40960, "tie_word_embeddings": True, "hidden_act": "silu",
 }  # fmt: skip
+_QWEN3_30B_A3B = {
+    **_QWEN3, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         **_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -48,12 +53,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 32, "num_experts_per_tok": 4,
         "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
-    "qwen3-30b-a3b-6-layers": {
-        **_QWEN3, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 6,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-        "tie_word_embeddings": False,
-    },
+    # its first layers: the time of a push is linear in their number, and two of them give the full size of 48
+    **{f"qwen3-30b-a3b-{layers}-layers": {**_QWEN3_30B_A3B, "num_hidden_layers": layers} for layers in (6, 12)},
     "tiny": {
         **_QWEN3, "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -84,12 +85,13 @@ def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
     )  # fmt: skip
     from slime.weights.convert import family_of
 
-    tensor_parallel = backend.config.megatron.tensor_model_parallel_size
-    spec = family_of(SHAPES[shape]).model_spec(SHAPES[shape]).padded(tensor_parallel)
+    flags = backend.config.megatron
+    spec = family_of(SHAPES[shape]).model_spec(SHAPES[shape]).padded(flags.tensor_model_parallel_size)
     backend.setup(spec=spec, initialise=True)
     backend.settle()
     layout_of = backend.layout
-    batch = make_batch(args, spec.vocab_size, backend.data_parallel_rank, layout_of.data_parallel_size)
+    sharing = flags.tensor_model_parallel_size * flags.context_parallel_size
+    batch = make_batch(args, spec.vocab_size, backend.data_parallel_rank, layout_of.data_parallel_size, sharing)
 
     peaks: list[float] = []
 
@@ -176,8 +178,12 @@ def packed_flash_attention(
 # -- the work, and what is measured ----------------------------------------------------------------------------
 
 
-def make_batch(args: argparse.Namespace, vocab: int, rank: int, data_parallel: int) -> Any:
-    """This rank's equal part of --tokens tokens in sequences of --length, in micro-batches of --max-tokens."""
+def make_batch(args: argparse.Namespace, vocab: int, rank: int, data_parallel: int, sharing: int = 1) -> Any:
+    """This rank's equal part of --tokens tokens in sequences of --length.
+
+    Args:
+        sharing: ranks that share the tokens of a micro-batch, which has so many times --max-tokens.
+    """
     import torch
 
     from slime.samples.types import StepPlan, TrainBatch
@@ -186,7 +192,7 @@ def make_batch(args: argparse.Namespace, vocab: int, rank: int, data_parallel: i
     generator = torch.Generator().manual_seed(rank)
     tokens = [torch.randint(0, vocab, (args.length,), generator=generator) for _ in range(count)]
     responses = [args.length - 1] * count
-    per_micro = max(1, (args.max_tokens or args.tokens) // args.length)
+    per_micro = max(1, (sharing * args.max_tokens if args.max_tokens else args.tokens) // args.length)
     micro_batches = [list(range(start, min(start + per_micro, count))) for start in range(0, count, per_micro)]
     return TrainBatch(
         rollout_id=0, tokens=tokens, response_lengths=responses, loss_masks=[torch.ones(r) for r in responses],
@@ -222,7 +228,7 @@ def measured(
         "gpus": gpus,
         "layout": list(args.layout) if side == "slime" else [],
         "tokens": args.tokens,
-        "micro_batch_tokens": args.max_tokens or args.tokens,
+        "micro_batch_tokens_per_gpu": args.max_tokens or args.tokens // gpus,
         "seconds": seconds,
         "tokens_per_second": args.tokens / median,
         "tflops_per_gpu": achieved,
@@ -325,7 +331,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("shapes", nargs="+", choices=SHAPES)
     parser.add_argument("--tokens", type=int, default=16384, help="per optimizer step, over all GPUs")
     parser.add_argument("--length", type=int, default=2048, help="of each sequence")
-    parser.add_argument("--max-tokens", type=int, help="of a micro-batch; default: all in one")
+    parser.add_argument("--max-tokens", type=int, help="of a micro-batch per GPU; default: all in one")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--gpus", type=int, default=1, help="more than one: each --layout on these, and one GPU alone")
     parser.add_argument(
