@@ -166,6 +166,7 @@ def test_engines_that_share_their_memory_with_the_trainer(begin: Start, hold: Pa
     calls = hold / "calls.jsonl"
     (hold / "hold-0").touch()
     flags = ("--turns", "--rollout-engine", "sglang", "--actor-num-gpus-per-node", 2, "--num-gpus-per-node", 8)
+    flags += ("--rollout-health-check-interval", 1, "--router-health-check-interval-secs", 1)
     driver = begin("turns", *flags, **sglang_environment(calls))
     wait_held(driver, hold, 0)
     engines(driver, "sglang.launch_server")[0].kill()
@@ -176,7 +177,7 @@ def test_engines_that_share_their_memory_with_the_trainer(begin: Start, hold: Pa
     check_end(driver, [1, 2], restarts=1)
     by_port: dict[int, list[str]] = {}
     for call in map(json.loads, calls.read_text().splitlines()):
-        if "memory_occupation" in call["path"] or call.get("load_format") == "flattened_bucket":
+        if "memory_occupation" in call["path"] or "weight_version" in call:
             tags = " ".join(sorted(call.get("tags") or [f"bucket {call.get('weight_version')}"]))
             words = by_port.setdefault(call["port"], [])
             words += [word for word in [f"{call['path'].split('_')[0]} {tags}"] if words[-1:] != [word]]

@@ -45,7 +45,7 @@ def phases(calls: list[dict[str, Any]]) -> list[str]:
             word = "pause"
         elif path == "/continue_generation":
             word = "continue"
-        elif call.get("load_format") == "flattened_bucket":
+        elif "weight_version" in call:
             word = "bucket " + call["weight_version"]
         else:
             continue
