@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import shutil
 import statistics
@@ -163,10 +164,12 @@ def host_memory() -> dict[str, float]:
 
 
 def gpu_memory() -> dict[str, float]:
-    """Bytes in use by GPU, as the driver says; {} where it cannot be asked."""
+    """Bytes in use by GPU that this process may use, as the driver says; {} where it cannot be asked."""
     if not num_gpus():
         return {}
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
+    query += ["-i", mine] if mine else []
     try:
         said = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()
     except (OSError, subprocess.SubprocessError):  # the run's own metrics are left
