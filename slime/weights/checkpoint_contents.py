@@ -13,7 +13,7 @@ from slime.errors import UserError
 #: Not the policy's weights: what else a checkpoint may hold, by the first part of its name.
 _OTHER = ("optimizer", "reference", "rng_state", "rerun_state_machine_state")
 #: Transformer Engine's scaling factors, which other layers do not have.
-_EXTRA = "_extra_state"
+TE_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def account_for(model_state: dict[str, Any], contents: Any, directory: Path) -> 
     dist.all_gather_object(wanted, {entry.key for entry in entries})
     needed = set().union(*wanted)
     present = {name for name in contents.state_dict_metadata if name.split(".")[0].split("/")[0] not in _OTHER}
-    ignored = {name for name in present if _EXTRA in name}
+    ignored = {name for name in present if TE_STATE in name}
     missing, left_over = sorted(needed - present), sorted(present - ignored - needed)
     if missing or left_over:
         raise UserError(

@@ -43,7 +43,11 @@ class PackedAttention(torch.nn.Module):
 
     Args:
         torch_only: on a GPU, torch's own kernel, also where a faster one is installed.
+    Attributes:
+        one_head_size: queries, keys and values must have heads of one size.
     """
+
+    one_head_size = True
 
     def __init__(
         self,

@@ -125,7 +125,9 @@ class PackedMLASelfAttention(MLASelfAttention):
         return query, key, value.contiguous()
 
     def _padded_core(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
-        """[T, heads, v_head_dim]. The kernels want one head size: zeros behind the shorter ones change nothing."""
+        """[T, heads, v_head_dim]. Most kernels want one head size: zeros behind the shorter ones change nothing."""
+        if not self.core_attention.one_head_size:
+            return self.core_attention(query, key, value, sequences)
         own, common = value.size(-1), max(query.size(-1), value.size(-1))
         query, key, value = (F.pad(x, (0, common - x.size(-1))) if x.size(-1) < common else x
                              for x in (query, key, value))  # fmt: skip

@@ -272,8 +272,7 @@ def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dic
         "recompute_granularity": megatron.recompute_granularity,
         "recompute_method": megatron.recompute_method,
         "recompute_num_layers": megatron.recompute_num_layers,
-        # by `device.install`'s products; off with Transformer Engine, which would do it in layers of its own, untried
-        "gradient_accumulation_fusion": not te_layers.is_used(config),
+        "gradient_accumulation_fusion": True,  # by `device.install`'s products, or in Transformer Engine's layers
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         # one full-size draw that every layout cuts its piece from: random weights do not depend on the layout

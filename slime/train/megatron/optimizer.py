@@ -6,12 +6,20 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as core_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    distrib_optimizer,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
@@ -226,7 +234,11 @@ def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[Megatro
             **megatron.optimizer,
         }
     )
-    optimizer = get_megatron_optimizer(optimizer_config, chunks)
+    if optimizer_config.use_precision_aware_optimizer:  # by Transformer Engine's Adam
+        optimizer = get_megatron_optimizer(optimizer_config, chunks)
+    else:
+        with _torchs_own():
+            optimizer = get_megatron_optimizer(optimizer_config, chunks)
     for inner in torch_optimizers(optimizer):
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             for group in inner.param_groups:  # one pass over parameters, gradients and moments instead of a dozen
@@ -235,6 +247,29 @@ def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[Megatro
             _move_states_to_host(inner)
     chunks[0].module.config.grad_scale_func = optimizer.scale_loss if dtype == torch.float16 else None
     return optimizer, build_schedule(optimizer, config)
+
+
+@contextmanager
+def _torchs_own() -> Iterator[None]:
+    """Megatron builds Transformer Engine's Adam and SGD where that is installed; within this, torch's.
+
+    They keep the same states, but in another form, and know neither a gradient scale nor `HostStates`. So what is
+    trained, saved and planned for does not depend on what else is installed.
+    """
+    stand_ins: tuple[tuple[Any, str, Any], ...] = (
+        (core_optimizer, "USING_PYTORCH_OPTIMIZER", True),
+        (core_optimizer, "Adam", torch.optim.AdamW),
+        (core_optimizer, "SGD", torch.optim.SGD),
+        (distrib_optimizer, "Adam", torch.optim.Adam),
+    )
+    before = [vars(module)[name] for module, name, _ in stand_ins]
+    try:
+        for module, name, value in stand_ins:
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name, _), value in zip(stand_ins, before, strict=True):
+            setattr(module, name, value)
 
 
 def _move_states_to_host(inner: torch.optim.Optimizer) -> None:
@@ -318,6 +353,8 @@ def reset_moments(optimizer: MegatronOptimizer) -> None:
     """Forget Adam's moments and step counts (``--reset-optimizer-states``)."""
     for inner in torch_optimizers(optimizer):
         inner.state.clear()
+        for group in inner.param_groups:
+            group.pop("step", None)  # Transformer Engine's Adam counts per group
 
 
 @torch.no_grad()

@@ -116,8 +116,10 @@ def _attention_class() -> type:
     class TEPackedAttention(TEDotProductAttention):
         """Transformer Engine's attention in the place, and with the call, of `PackedAttention`."""
 
+        one_head_size = False
+
         def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
-            """query [T, heads, dim], key and value [T, groups, dim] → [T, heads · dim]."""
+            """query [T, heads, dim], key [T, groups, dim], value [T, groups, own dim] → [T, heads, own dim]."""
             described = PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=sequences.cu_seqlens_q,
@@ -127,11 +129,13 @@ def _attention_class() -> type:
             )
             context = sequences.context
             if context is None:
-                return super().forward(query, key, value, None, AttnMaskType.padding_causal, None, described)
+                out = super().forward(query, key, value, None, AttnMaskType.padding_causal, None, described)
+                return out.view(*query.shape[:2], value.size(-1))
             # each rank has whole sequences for some heads: its own context parallelism must stay out of it
             described.local_cp_size = 1
             heads = context.to_heads(query, key, value)
+            self.num_gqa_groups_per_partition = heads[1].size(1)  # fewer than it was built for; it checks
             out = super().forward(*heads, None, AttnMaskType.padding_causal, None, described)
-            return context.to_tokens(out.view(heads[0].shape[0], -1, value.shape[-1]))
+            return context.to_tokens(out.view(*heads[0].shape[:2], value.size(-1)))
 
     return TEPackedAttention
