@@ -29,7 +29,8 @@ _ONLY: dict[str, str] = {"transformer_impl": "transformer_engine", "attention_ba
 #: Of these, the ones that act inside Transformer Engine's layers: without them they would do nothing.
 ACTS_IN_LAYERS = ("fp8_format", "fp4_format", "fp8_param_gather", "delay_wgrad_compute")
 
-INSTALL = "pip install 'transformer-engine[pytorch]' on the trainer's hosts (GPU, CUDA toolkit)"
+#: The releases that megatron-core 0.16 is made for.
+INSTALL = "pip install 'transformer-engine[pytorch]>=2.9,<2.12' on the trainer's hosts (GPU, CUDA toolkit)"
 
 
 def is_installed() -> bool:

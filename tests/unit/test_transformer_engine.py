@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from test_train_model import trainer
 from test_weights_convert import config_of
 from torch import Tensor
 
+from slime.errors import UserError
 from slime.samples.types import StepPlan, TrainBatch
 from slime.train.megatron import forward, optimizer, te_layers
 from slime.train.megatron.backend import MegatronBackend
@@ -262,6 +265,16 @@ def test_layers_with_an_extra_state_share_checkpoints_with_others(
         reader.close()
         assert norms == {NormWithState if kind else RMSNorm} and reader.next_rollout_id == 1
         assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_one_that_cannot_be_imported_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_layers, "is_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))  # and no more of it
+    monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", False)
+    with pytest.raises(UserError) as caught:
+        trainer(transformer_impl="transformer_engine")
+    assert "cannot be used" in caught.value.what and "ModuleNotFoundError" in caught.value.why
+    assert ">=2.9,<2.12" in caught.value.fix
 
 
 def test_the_optimizer_is_torchs_also_where_megatron_knows_another(monkeypatch: pytest.MonkeyPatch) -> None:

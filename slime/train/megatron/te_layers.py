@@ -7,13 +7,15 @@ converters, checkpoints and weight sync need not know which implementation runs.
 
 FP8 flags (``--fp8-format``, ``--fp8-recipe``, …) are fields of `TransformerConfig` and reach these layers through it.
 
-Written against megatron-core 0.16.1 by reading; it has not been run with Transformer Engine installed.
+Made for megatron-core 0.16 and the Transformer Engine it is made for (2.9 to 2.11). Of 2.11 the Python code has been
+run in training steps on a CPU, with torch's products and norms in the place of its kernels; the kernels have not been.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -24,7 +26,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from slime.config import Config
-from slime.config.te_flags import is_installed, missing
+from slime.config.te_flags import INSTALL, is_installed, missing
+from slime.errors import UserError
 from slime.train.megatron.attention import PackedAttention
 from slime.train.megatron.layers import RMSNorm
 from slime.train.megatron.packed import PackedSequences
@@ -93,8 +96,27 @@ def _replaced(value: Any, parts: dict[type, type]) -> Any:
     return parts.get(value, value) if isinstance(value, type) else value
 
 
+def _check_usable() -> None:
+    """Megatron takes one that it cannot import for none, and says so layer by layer.
+
+    Raises:
+        UserError: with what went wrong.
+    """
+    from megatron.core.extensions import transformer_engine as extension
+
+    if extension.HAVE_TE:
+        return
+    try:
+        importlib.import_module("transformer_engine.pytorch.fp8")  # what Megatron looks for
+        problem = "it could be imported only now"
+    except (ImportError, OSError, RuntimeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise UserError("Transformer Engine is installed but cannot be used", why=problem, fix=INSTALL)
+
+
 @functools.cache
 def _parts() -> dict[type, type]:
+    _check_usable()
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TENorm,
