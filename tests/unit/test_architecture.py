@@ -21,7 +21,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "algorithms": (),
     "prompts": ("samples.buffer",),
     # evaluation reads rows; the embedded engine receives weights; the SFT "rollout" masks the turns of others
-    "rollout": ("prompts", "weights.buckets", "weights.process_group", "weights.shared_memory", "samples.sft"),
+    "rollout": (
+        "prompts",
+        "weights.buckets",
+        "weights.expert_runs",
+        "weights.process_group",
+        "weights.shared_memory",
+        "samples.sft",
+    ),
     "samples": ("algorithms",),
     # a trainer rank loads and saves its own weights; it does not push them
     "train": (

@@ -67,7 +67,7 @@ class SGLangUpdater:
         with self.lock:
             if load_format in (self.args.custom_weight_loader or ()):
                 self._run_loader(own._engine.store, load_format, contents)
-                return "Success"
+                return own._apply([], body)
             assert load_format in (None, "flattened_bucket"), f"Unknown load_format={load_format}"
             ranks = [_pairs(content, load_format) for content in contents]
             for other in ranks[1:]:
