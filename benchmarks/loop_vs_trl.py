@@ -2,11 +2,12 @@
 
     pip install --no-deps "trl==1.16.*" accelerate
     python -m benchmarks.loop_vs_trl --model MODEL_DIR --steps 8                                            # CPU
-    python -m benchmarks.loop_vs_trl --model MODEL_DIR --steps 12 --prompts 16 --dtypes bfloat16 \\
+    python -m benchmarks.loop_vs_trl --model MODEL_DIR --steps 12 --prompts 16 --new-tokens 512 --dtypes bfloat16 \\
         --slime-flags "--rollout-engine sglang --sglang-attention-backend fa3"                              # a GPU
 
 The work: --prompts × 8 samples a step, "What is i + j? Answer with just the number." for i, j < 10, at most 64 new
-tokens, temperature 1, no KL, no gradient checkpointing, AdamW, one optimizer step per rollout. Each side runs in each
+tokens (with --new-tokens more, and then "Explain step by step …"), temperature 1, no KL, no gradient checkpointing,
+AdamW, one optimizer step per rollout. Each side runs in each
 dtype, in a process of its own, one after the other; the first two steps of each are warm-up and the median of the
 others counts. Both see the same prompts in an order of their own; response lengths are reported, since they decide how
 much work a step is. On a GPU TRL generates in both ways that it has without another engine: `generate` of transformers
@@ -31,10 +32,14 @@ from slime.config.host import num_gpus
 WARM_UP_STEPS = 2
 SAMPLES = 8
 _CONTINUOUS = "trl-continuous"
+_SHORT = 64
 
 
-def questions() -> list[tuple[str, str]]:
-    return [(f"What is {i} + {j}? Answer with just the number.", str(i + j)) for i in range(10) for j in range(10)]
+def questions(new_tokens: int) -> list[tuple[str, str]]:
+    """(question, answer); those with room for it ask for a long one."""
+    short, long = "What is {} + {}? Answer with just the number.", "Explain step by step, in detail, what {} + {} is."
+    text = short if new_tokens <= _SHORT else long
+    return [(text.format(i, j), str(i + j)) for i in range(10) for j in range(10)]
 
 
 # -- TRL -------------------------------------------------------------------------------------------------
@@ -49,7 +54,8 @@ def run_trl(options: argparse.Namespace) -> None:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    rows = [{"prompt": [{"role": "user", "content": text}], "answer": answer} for text, answer in questions()]
+    asked = questions(options.new_tokens)
+    rows = [{"prompt": [{"role": "user", "content": text}], "answer": answer} for text, answer in asked]
     seconds: list[float] = []
     lengths: list[float] = []
 
@@ -73,7 +79,7 @@ def run_trl(options: argparse.Namespace) -> None:
         use_transformers_continuous_batching=options.side == _CONTINUOUS,
         per_device_train_batch_size=options.prompts * SAMPLES,
         num_generations=SAMPLES,
-        max_completion_length=64,
+        max_completion_length=options.new_tokens,
         temperature=1.0,
         beta=0.0,
         gradient_checkpointing=False,
@@ -104,7 +110,7 @@ def run_slime(options: argparse.Namespace) -> None:
     folder = Path(tempfile.mkdtemp(prefix="loop_vs_trl-"))
     data = folder / "questions.jsonl"
     with open(data, "w") as file:
-        for text, answer in questions():
+        for text, answer in questions(options.new_tokens):
             file.write(json.dumps({"prompt": [{"role": "user", "content": text}], "label": answer}) + "\n")
     precision = ["--bf16" if options.dtype == "bfloat16" else "--fp32", "--embedded-dtype", options.dtype]
     train.main(
@@ -113,7 +119,8 @@ def run_slime(options: argparse.Namespace) -> None:
         + ["--custom-rm-path", "benchmarks.loop_vs_trl.exact_match"]
         + ["--rollout-batch-size", str(options.prompts), "--n-samples-per-prompt", str(SAMPLES)]
         + ["--num-steps-per-rollout", "1"]
-        + ["--rollout-max-response-len", "64", "--rollout-max-context-len", "256", "--rollout-temperature", "1.0"]
+        + ["--rollout-max-response-len", str(options.new_tokens), "--rollout-temperature", "1.0"]
+        + ["--rollout-max-context-len", str(options.new_tokens + 192)]
         + ["--rollout-skip-special-tokens"]
         + ["--num-rollout", str(options.steps), "--lr", "1e-6", "--lr-decay-style", "constant", "--clip-grad", "1.0"]
         + ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
@@ -150,6 +157,7 @@ def measure(side: str, dtype: str, options: argparse.Namespace) -> Row:
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
         command = [sys.executable, "-m", "benchmarks.loop_vs_trl", "--model", options.model, "--side", side]
         command += ["--dtype", dtype, "--steps", str(options.steps), "--prompts", str(options.prompts)]
+        command += ["--new-tokens", str(options.new_tokens)]
         command += [f"--slime-flags={options.slime_flags}", "--answer", result.name]
         here = Path(__file__).resolve().parents[1]
         log = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=options.timeout)
@@ -186,6 +194,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="Hugging Face directory of SmolLM2-135M-Instruct")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=4, help="a step; 8 samples each")
+    parser.add_argument("--new-tokens", type=int, default=_SHORT, help="of a sample at most")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--sides", nargs="+", choices=["trl", _CONTINUOUS, "slime"])
     parser.add_argument("--slime-flags", default="", help="more flags for our side, in one word")
