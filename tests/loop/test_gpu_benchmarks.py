@@ -74,12 +74,12 @@ def test_growth_and_drift_are_seen_where_they_are_and_only_there() -> None:
     rows = [
         {"step": i, "time": float(i + 1), long_run.MEAN: 0.01 * (1 + i / 10), long_run.LARGEST: 0.1} for i in range(40)
     ]
-    samples = [(i + 0.5, {"host: in all": 1e9 + 5e6 * i}) for i in range(40)]
+    samples = [(i + 0.5, {"host: engine": 1e9 + 5e6 * i, "host: Ray and others": 2e9 + 9e6 * i}) for i in range(40)]
     row = long_run.evaluate(Stage("", rows=rows), samples, settle=5)
     growth, drift = row["goals"][1], row["goals"][2]
     assert growth["measured"] == pytest.approx(5.0) and not growth["met"]
     assert drift["measured"] > 1.5 and not drift["met"]
-    assert row["mb_by_step"]["host: in all"][:2] == [1000.0, 1005.0]
+    assert row["mb_by_step"]["host: engine"][:2] == [1000.0, 1005.0]
 
 
 def test_the_driver_of_all_skips_what_does_not_fit_and_names_it(tmp_path: Path, capsys: Any) -> None:
