@@ -33,7 +33,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.cache
     def compiled() -> Callable[P, R]:  # at the first use: importing the compiler takes seconds
-        return torch.compile(function, fullgraph=True, dynamic=True)
+        return whole_graph(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -43,3 +43,17 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         return chosen(*args, **kwargs)
 
     return call
+
+
+#: Forms of arguments (dimensions, sizes of 1, dtypes, with and without gradients) that one function may be called with.
+#: torch stops at 8, and latent attention alone has as many: queries and keys, of one head and of several.
+_MOST_FORMS = 64
+
+
+def whole_graph(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, compiled as one graph with sizes as variables; imports the compiler."""
+    from torch._dynamo import config
+
+    # behind the limit torch would go on uncompiled, but of a function that must be one graph it makes an error
+    config.recompile_limit = max(config.recompile_limit, _MOST_FORMS)
+    return torch.compile(function, fullgraph=True, dynamic=True)

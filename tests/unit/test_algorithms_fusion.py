@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from slime.algorithms import logprobs
+from slime.algorithms import fusion, logprobs
 from slime.train.megatron import moe_dispatch, rotary
 
 Call = tuple[Callable[..., Tensor], Callable[[int, torch.dtype], list[Any]]]
@@ -75,6 +76,15 @@ def test_can_be_traced_as_one_graph(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_equals_eager(name: str) -> None:
     _compare(name, "inductor")
+
+
+def test_many_forms_of_arguments_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own limit of 8 would raise, since each of these must be one graph."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compiled = fusion.whole_graph(lambda x: x + 1)
+    for dimensions in range(1, 13):
+        x = torch.zeros([2] * dimensions)
+        assert torch.equal(compiled(x), x + 1)
 
 
 def test_a_cpu_compiles_nothing() -> None:
