@@ -148,7 +148,7 @@ class TrainConfig:
     keep_old_actor: bool = flag(False, refused=_NO_OLD_ACTOR)
     """Take the old policy from a lagged copy of the weights."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = flag("auto")
-    """Layer implementation; auto is local. transformer_engine needs it installed, and has not been run by us."""
+    """Layer implementation; auto is local. transformer_engine needs it installed (2.9 to 2.11)."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag("auto")
     """Attention kernel, with or without Transformer Engine; one that is not there is refused by name. On GPUs auto is
     flash-attn-4 where it is installed (SGLang brings it) and knows the GPU, else, like flash, torch's packed kernel."""
