@@ -25,7 +25,7 @@ from slime.errors import UserError
 from slime.weights.checkpoint_contents import TE_STATE, LoadReport, account_for
 from slime.weights.checkpoint_dir import RELEASE, check_contents
 from slime.weights.load_plan import LoadPlan
-from slime.weights.megatron_names import unwrapped
+from slime.weights.megatron_names import stored_tensors, unwrapped
 from slime.weights.optimizer_state import ensure_state, optimizer_tensors, restore, sharded_optimizer_state
 from slime.weights.random_state import (
     random_layout,
@@ -51,8 +51,8 @@ class TrainerState:
         model_chunks: one per virtual pipeline stage, wrapped or not.
         optimizer: Megatron's (distributed or not); None leaves it out.
         scheduler: learning-rate schedule with ``state_dict`` / ``load_state_dict``.
-        reference: weights of the reference model, one tensor per parameter of the chunks in their order; None unless
-            the run has changed them (--ref-update-interval), as otherwise --ref-load has them.
+        reference: weights of the reference model, one for each of the chunks' `stored_tensors`; None unless the run
+            has changed them (--ref-update-interval), as otherwise --ref-load has them.
         reference_iteration: the rollout after which they were the policy's.
         moments_on_host: Adam's moments live in host memory (--offload-optimizer-states).
     """
@@ -187,8 +187,7 @@ def _reference_state(state: TrainerState) -> list[Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     assert state.reference is not None
-    parameters = [parameter for chunk in state.model_chunks for parameter in chunk.parameters()]
-    copy_of = {id(parameter): copy for parameter, copy in zip(parameters, state.reference, strict=True)}
+    copy_of = {id(own): copy for own, copy in zip(stored_tensors(state.model_chunks), state.reference, strict=True)}
     return [
         replace(entry, key=f"{REFERENCE}.{entry.key}", data=copy_of[id(entry.data)])
         for entry in nested_values(_model_state(state))

@@ -72,6 +72,17 @@ def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:
     return unwrap_model(list(model_chunks))
 
 
+def stored_tensors(model_chunks: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """What of this rank's chunks a checkpoint holds: parameters, and persistent buffers (a router's expert bias)."""
+    found: list[torch.Tensor] = []
+    for chunk in model_chunks:
+        found += chunk.parameters()
+        for module in chunk.modules():
+            computed = module._non_persistent_buffers_set
+            found += [b for name, b in module._buffers.items() if b is not None and name not in computed]
+    return found
+
+
 def global_parameters(
     model_chunks: Sequence[nn.Module],
     num_experts: int = 0,

@@ -238,6 +238,41 @@ def test_the_reference_has_its_own_expert_bias(tmp_path: Path) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(before, policy))
 
 
+def test_an_updated_reference_goes_on_with_its_expert_bias(tmp_path: Path) -> None:
+    save_tiny("glm4_moe, as Air", tmp_path / "hf")
+    save = str(tmp_path / "run")
+    flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1, "moe_router_bias_update_rate": 0.05}
+    backend = trainer(tmp_path / "hf", save=save, **flags)
+    try:
+        backend.train(make_batch())
+        assert backend.reference is not None
+        saved = [tensor.clone() for tensor in backend.reference.tensors]
+        backend.save(0)
+    finally:
+        backend.close()
+    resumed = trainer(tmp_path / "hf", load=save, save=save, **flags)
+    try:
+        assert resumed.reference is not None and resumed.reference_iteration == 0
+        assert len(resumed.reference.tensors) == len(saved)
+        assert all(torch.equal(a, b) for a, b in zip(resumed.reference.tensors, saved))
+    finally:
+        resumed.close()
+
+
+def test_a_model_that_only_model_name_tells_is_exported_as_it_was_loaded(tmp_path: Path) -> None:
+    save_tiny("glm4", tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "model_type": "not_known_here", "architectures": ["NotKnownHere"]}))
+    backend = trainer(tmp_path / "hf", model_name="glm4", save_hf=str(tmp_path / "back"))
+    try:
+        backend.save(0)
+    finally:
+        backend.close()
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
 # -- published models ------------------------------------------------------------------------------------------------
 
 

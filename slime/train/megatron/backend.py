@@ -205,7 +205,8 @@ class MegatronBackend:
             )
         if flags.save_hf and flags.hf_checkpoint and self.hf_config:
             target = flags.save_hf.format(rollout_id=rollout_id)
-            save_hf(self.model_chunks, self.hf_config, target, assets_from=flags.hf_checkpoint)
+            family = flags.model_name
+            save_hf(self.model_chunks, self.hf_config, target, assets_from=flags.hf_checkpoint, model_name=family)
         return path
 
     def finish_saving(self) -> None:

@@ -10,21 +10,11 @@ from torch import Tensor, nn
 
 from slime.train.megatron import device
 from slime.weights.host_memory import host_buffer
-
-
-def _weights(chunks: Sequence[nn.Module]) -> list[Tensor]:
-    """Parameters, and the buffers that checkpoints hold: a router's expert bias is one."""
-    found: list[Tensor] = []
-    for chunk in chunks:
-        found += chunk.parameters()
-        for module in chunk.modules():
-            computed = module._non_persistent_buffers_set
-            found += [b for name, b in module._buffers.items() if b is not None and name not in computed]
-    return found
+from slime.weights.megatron_names import stored_tensors
 
 
 class WeightsCopy:
-    """A copy of a model's weights: parameters and persistent buffers.
+    """A copy of a model's weights: parameters and persistent buffers (`stored_tensors`).
 
     On a GPU it lies in pinned host memory. Swapping in does not move the policy's own weights: each parameter points
     elsewhere for a while, and back afterwards.
@@ -37,7 +27,7 @@ class WeightsCopy:
     @torch.no_grad()
     def take(self, chunks: Sequence[nn.Module]) -> None:
         """Copy the weights as they are now."""
-        parameters = _weights(chunks)
+        parameters = stored_tensors(chunks)
         if not self.tensors:
             pin = device.has_gpu()
             flat = [host_buffer(p.numel() * p.element_size(), pin=pin) for p in parameters]
@@ -49,7 +39,7 @@ class WeightsCopy:
     @contextmanager
     def swapped_in(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
         """Within the block the model computes with these weights."""
-        parameters = _weights(chunks)
+        parameters = stored_tensors(chunks)
         own = [parameter.data for parameter in parameters]
         try:
             for parameter, copy in zip(parameters, self.tensors):
@@ -62,5 +52,5 @@ class WeightsCopy:
     @torch.no_grad()
     def equals(self, chunks: Sequence[nn.Module]) -> bool:
         """Are the model's weights the same bits as the copy?"""
-        parameters = _weights(chunks)
+        parameters = stored_tensors(chunks)
         return all(torch.equal(copy, p.detach().cpu()) for copy, p in zip(self.tensors, parameters))
