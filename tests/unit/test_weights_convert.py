@@ -153,6 +153,22 @@ def test_contradicting_rotary_bases_are_refused() -> None:
         rotary_settings({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}})
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize("plain", [{"rope_type": "default"}, {}])
+def test_a_scaling_added_in_the_old_spelling_is_not_lost(plain: dict) -> None:
+    """As model cards tell one to do for long contexts; transformers takes it, also beside ``rope_parameters``."""
+    new = {"rope_theta": 1e6, **plain}
+    with pytest.raises(UserError, match="contradicts itself on rotary scaling"):
+        rotary_settings({"rope_parameters": new, "rope_scaling": YARN})
+    old = {**YARN, "type": YARN["rope_type"]}
+    del old["rope_type"]
+    agreed = rotary_settings({"rope_parameters": {"rope_theta": 1e6, **YARN}, "rope_scaling": old})
+    assert agreed == (1e6, 1.0, YARN)
+    assert rotary_settings({"rope_parameters": new, "rope_scaling": {"type": "default"}}) == (1e6, 1.0, None)
+
+
 def test_the_spec_agrees_with_transformers_defaults() -> None:
     import transformers
 

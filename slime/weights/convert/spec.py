@@ -164,11 +164,15 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
 
 def rotary_settings(
     config: Mapping[str, Any], default_base: float = 10000.0, default_percent: float = 1.0
-) -> tuple[float, float, dict | None]:
+) -> tuple[float, float, dict[str, Any] | None]:
     """(base, percent, scaling) of the rotary embedding, from either spelling.
 
     transformers ≤ 4 writes ``rope_theta`` and ``rope_scaling`` (with "type" or "rope_type"), transformers 5 one
-    ``rope_parameters``. Where both are there they must agree.
+    ``rope_parameters``. Where both are there they must agree: a ``rope_scaling`` that someone adds to a config in the
+    new spelling is what transformers takes, and would be lost here.
+
+    Raises:
+        UserError: they do not, or there is an embedding per kind of layer.
 
     Example:
         >>> rotary_settings({"rope_theta": 1e6, "rope_scaling": None})
@@ -192,11 +196,21 @@ def rotary_settings(
         )
     base = float(new_base if new_base is not None else old_base if old_base is not None else default_base)
     percent = new.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    scaling = dict(new) if new else dict(config.get("rope_scaling") or {})
-    for key in ("rope_theta", "partial_rotary_factor"):
-        scaling.pop(key, None)
-    if "type" in scaling:
-        scaling.setdefault("rope_type", scaling["type"])
-        del scaling["type"]
-    plain = scaling.get("rope_type", "default") == "default"
-    return base, float(percent) if percent is not None else default_percent, None if plain else scaling
+    old_scaling = config.get("rope_scaling") or {}
+    scaling = _scaling(new or old_scaling)
+    if new and old_scaling and _scaling(old_scaling) != scaling:
+        raise UserError(
+            "the model config contradicts itself on rotary scaling",
+            why=f"rope_scaling is {old_scaling}, rope_parameters is {new}",
+            fix="keep one of the two: in rope_parameters, rope_theta stands beside the fields of rope_scaling",
+        )
+    return base, float(percent) if percent is not None else default_percent, scaling
+
+
+def _scaling(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Only what scales, under the names of transformers 5; None for plain rope."""
+    scaling = {key: value for key, value in settings.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    kind = scaling.pop("type", None)
+    if kind is not None:
+        scaling.setdefault("rope_type", kind)
+    return None if scaling.get("rope_type", "default") == "default" else scaling
