@@ -72,7 +72,8 @@ def resolve_load(config: Config) -> LoadPlan:
         if tracked is not None or (flags.ckpt_step is not None and saved_iterations(root)):
             return _megatron(config, root, tracked, flags.ckpt_step, resumable)
         if is_hf_dir(root):
-            return _from_hf(config, root, f"Hugging Face weights from {root}")
+            _refuse_step(root, flags.ckpt_step, "--ckpt-step")
+            return _weights_only("hf", root, None, f"Hugging Face weights from {root}", config)
         raise _nothing_there(root, "--load")
     return _fresh(config, "no --load")
 
@@ -87,13 +88,7 @@ def resolve_reference(config: Config) -> LoadPlan:
     given = flags.ref_load or flags.hf_checkpoint
     if given is None:
         raise UserError("no weights for the reference model", fix="pass --ref-load or --hf-checkpoint")
-    root, tracked = Path(given), read_tracker(Path(given))
-    if tracked is None and is_hf_dir(root):
-        return _weights_only("hf", root, None, f"reference model from {root}")
-    if tracked is None and flags.ref_ckpt_step is None:
-        raise _nothing_there(root, "--ref-load")
-    path, _ = _pick(root, tracked, flags.ref_ckpt_step, "--ref-ckpt-step")
-    return _weights_only("megatron", path, None, f"reference model from {path}")
+    return _reference_weights(Path(given), "--ref-load", flags.ref_ckpt_step, "reference model from")
 
 
 def is_hf_dir(path: Path) -> bool:
@@ -107,22 +102,33 @@ def is_hf_dir(path: Path) -> bool:
 
 def _fresh(config: Config, reason: str) -> LoadPlan:
     flags = config.checkpoint
-    for given in (flags.ref_load, flags.hf_checkpoint):
-        if given is None:
-            continue
-        root = Path(given)
-        tracked = read_tracker(root)
-        if tracked is not None:
-            path, _ = _pick(root, tracked, flags.ref_ckpt_step, "--ref-ckpt-step")
-            return _weights_only("megatron", path, None, f"{reason}: fresh start from {path}", config)
-        if is_hf_dir(root):
-            return _from_hf(config, root, f"{reason}: fresh start from {root}")
-        raise _nothing_there(root, "--ref-load" if given == flags.ref_load else "--hf-checkpoint")
+    given = flags.ref_load or flags.hf_checkpoint
+    if given is not None:
+        flag = "--ref-load" if flags.ref_load else "--hf-checkpoint"
+        return _reference_weights(Path(given), flag, flags.ref_ckpt_step, f"{reason}: fresh start from", config)
     raise UserError("no weights to start from", why=reason, fix="pass --hf-checkpoint, or --load with a checkpoint")
 
 
-def _from_hf(config: Config, root: Path, note: str) -> LoadPlan:
-    return _weights_only("hf", root, None, note, config)
+def _reference_weights(root: Path, flag: str, step: int | None, note: str, config: Config | None = None) -> LoadPlan:
+    """Weights without a past, of either kind; ``note`` is followed by the path."""
+    tracked = read_tracker(root)
+    if tracked is not None or (step is not None and saved_iterations(root)):
+        path, _ = _pick(root, tracked, step, "--ref-ckpt-step")
+        return _weights_only("megatron", path, None, f"{note} {path}", config)
+    if is_hf_dir(root):
+        _refuse_step(root, step, "--ref-ckpt-step")
+        return _weights_only("hf", root, None, f"{note} {root}", config)
+    raise _nothing_there(root, flag)
+
+
+def _refuse_step(root: Path, step: int | None, flag: str) -> None:
+    """A Hugging Face directory holds one state of the weights; another one may be wanted."""
+    if step is not None:
+        raise UserError(
+            f"{flag} {step} cannot be found: {root} is a Hugging Face directory",
+            why="it holds no iterations of a Megatron checkpoint (iter_…)",
+            fix=f"leave {flag} out, or pass the --save directory of the run that is meant",
+        )
 
 
 def _weights_only(

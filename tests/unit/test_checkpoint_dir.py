@@ -105,6 +105,21 @@ def test_the_reference_model(hf: Path, root: Path) -> None:
         resolve_reference(make_config(hf_checkpoint=str(hf), ref_load=str(root)))
 
 
+def test_an_iteration_of_the_reference_needs_no_tracker(hf: Path, root: Path) -> None:
+    complete(root, 3, track=False)
+    flags = {"hf_checkpoint": str(hf), "ref_load": str(root), "ref_ckpt_step": 3}
+    assert resolve_reference(make_config(**flags)).path == plan_of(**flags).path == root / "iter_0000003"
+
+
+def test_an_iteration_of_a_hugging_face_directory_is_refused(hf: Path) -> None:
+    with pytest.raises(UserError, match="--ckpt-step 5 cannot be found"):
+        plan_of(load=hf, ckpt_step=5, hf_checkpoint=hf)
+    flags = {"hf_checkpoint": str(hf), "ref_load": str(hf), "ref_ckpt_step": 5}
+    for resolve in (resolve_load, resolve_reference):
+        with pytest.raises(UserError, match="--ref-ckpt-step 5 cannot be found"):
+            resolve(make_config(**flags))
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
