@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from slime.cluster.engine_actor import DisaggregatedWorkers, EngineActor, Obituary, raise_obituary
+from slime.cluster.engine_memory import EngineMemory
 from slime.cluster.engine_placement import EnginePart, engine_parts
 from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS
 from slime.cluster.placement import Slots
@@ -82,6 +83,7 @@ class EngineGroup:
         self.servers |= {_router_name(self._models[name]): router for name, router in self._routers.items()}
         self._fleet: EngineFleet | None = None
         self._others: EngineFleet | None = None
+        self._memory = EngineMemory()
         self._paused = False
         self._model_path = ""
 
@@ -158,38 +160,40 @@ class EngineGroup:
     # -- memory ----------------------------------------------------------------------------------------
 
     def release_memory(self, tags: Sequence[str]) -> None:
-        """Have every engine give up what is tagged, once it has ended its last request.
+        """Have every engine give up what is tagged and has not been given up, once it has ended its last request.
 
         Raises:
             RunFailed: an engine refused or did not answer.
         """
         with self._naming_engines("giving memory up"):
-            if not self.serving:  # all are dead
-                return
-            fleet = self.fleet
-            try:
-                fleet.flush_cache(_IDLE_SECONDS)
-            except EngineError as error:
-                # a rollout that was given up still sends requests; on memory that is gone they would kill the engine
-                logger.warning("engines are paused, because they are not idle: %s", error)
-                fleet.post("/pause_generation", {"mode": "abort"}, _MEMORY_SECONDS)
-                self._paused = True
-                fleet.flush_cache(_MEMORY_SECONDS)
-            fleet.post("/release_memory_occupation", {"tags": list(tags)}, _MEMORY_SECONDS)
+            if self.serving:  # else all are dead
+                self._end_requests(self.fleet)
+                self._memory.release(self.fleet, tags)
             if self._others is not None and CACHE in tags:
                 self._others.flush_cache(_MEMORY_SECONDS)
-                self._others.post("/release_memory_occupation", {"tags": _ALL_MEMORY}, _MEMORY_SECONDS)
+                self._memory.release(self._others, _ALL_MEMORY)
+
+    def _end_requests(self, fleet: EngineFleet) -> None:
+        try:
+            fleet.flush_cache(_IDLE_SECONDS)
+        except EngineError as error:
+            # a rollout that was given up still sends requests; on memory that is gone they would kill the engine
+            logger.warning("engines are paused, because they are not idle: %s", error)
+            fleet.post("/pause_generation", {"mode": "abort"}, _MEMORY_SECONDS)
+            self._paused = True
+            fleet.flush_cache(_MEMORY_SECONDS)
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Have every engine take memory for what is tagged; the contents are those of before or none.
+        """Have every engine take what it lacks of the tagged memory; the contents are those of before or none.
 
         Models other than the policy take part in no push: they give and take all at once, with the caches.
         """
         with self._naming_engines("taking memory back"):
-            self.fleet.post("/resume_memory_occupation", {"tags": list(tags)}, _MEMORY_SECONDS)
+            if self.serving:
+                self._memory.resume(self.fleet, tags)
             if self._others is not None and CACHE in tags:
-                self._others.post("/resume_memory_occupation", {"tags": _ALL_MEMORY}, _MEMORY_SECONDS)
-            if self._paused and CACHE in tags:
+                self._memory.resume(self._others, _ALL_MEMORY)
+            if self._paused and CACHE in tags and self.serving:
                 self.fleet.post("/continue_generation", {}, _MEMORY_SECONDS)
                 self._paused = False
 
@@ -255,6 +259,7 @@ class EngineGroup:
     def take_out(self, number: int) -> str:
         """An engine is dead: end what is left of it, and no request goes there any more. Returns its last log lines."""
         url = self.serving.pop(number)
+        self._memory.forget(url)
         self._drop_fleet()
         names = self.names_of(number)
         killed = [self.servers[name].kill.remote() for name in names]
@@ -292,7 +297,7 @@ class EngineGroup:
             fleet = EngineFleet([self.serving[number]])
             try:
                 fleet.flush_cache(_IDLE_SECONDS)  # the first token, by which it showed that it runs
-                fleet.post("/release_memory_occupation", {"tags": list(tags)}, _MEMORY_SECONDS)
+                self._memory.release(fleet, tags)
             finally:
                 fleet.close()
 

@@ -74,7 +74,7 @@ class EngineWeights:
             except UserError as error:
                 if not repair.has_lost_more_than(lost):
                     raise
-                logger.warning("an engine died during a weight push, which is repeated: %s", error)
+                logger.warning("an engine died during a weight push, which is repeated: %s", error.what)
             else:
                 repair.admit()
                 return metrics

@@ -25,6 +25,8 @@ WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
 
 
 class Engines(Protocol):
+    """Each verb asks only those engines that have not done it yet, so that one that failed can be tried again."""
+
     def release_memory(self, tags: list[str]) -> None: ...
     def resume_memory(self, tags: list[str]) -> None: ...
 
@@ -36,14 +38,15 @@ CallTrainers = Callable[..., list[Any]]
 class Holder(Enum):
     """Who has the GPUs' memory."""
 
-    BOTH = "both"
+    BOTH = "both"  # before the first turn, or since one began that has not come to its end
     TRAINER = "trainer"
     PUSH = "push"  # the trainer its weights, the engines theirs
     ENGINES = "engines"
 
 
 class HandOver:
-    """Moves memory between trainer and engines; each verb does nothing when things are so already.
+    """Moves memory between trainer and engines; each verb does nothing when things are so already, and can be called
+    again when it has failed because an engine died: the others may have done what was asked, or not.
 
     Args:
         engines: None while there are none.
@@ -59,13 +62,15 @@ class HandOver:
         self.holder = Holder.BOTH
         self._seconds: dict[str, float] = {}
         self._trainer_metrics: dict[str, float] = {}
-        self._absent: set[str] = set()
-        """Tags that the engines have released."""
+        self._held, self._absent = {WEIGHTS, CACHE, GRAPHS}, set[str]()
+        """Tags of which some engine may have the memory, and which some engine may have released. In both are those
+        of a request that has failed."""
 
     def to_trainer(self) -> None:
         """The engines give up everything, then the trainer takes its memory back."""
         if self.holder is Holder.TRAINER:
             return
+        self.holder = Holder.BOTH
         self._release()
         with self._timed("perf/wake_time"):
             self._trainers("wake")
@@ -81,6 +86,7 @@ class HandOver:
         if self.holder in (Holder.PUSH, Holder.ENGINES):
             assert self.holder is Holder.PUSH, "the trainer pushes what it has trained, before the engines generate"
             return
+        self.holder = Holder.BOTH
         with self._timed("perf/sleep_time"):
             self._trainers("sleep", True)
         self._resume([WEIGHTS])
@@ -90,6 +96,7 @@ class HandOver:
         """The trainer frees everything, then the engines take what they lack; true when there was something."""
         if self.holder is Holder.ENGINES:
             return False
+        self.holder = Holder.BOTH
         with self._timed("perf/sleep_time"):
             self._trainers("sleep", False)
         lacking = bool(self._absent)
@@ -123,15 +130,17 @@ class HandOver:
         return found
 
     def _release(self) -> None:
-        tags = [tag for tag in (CACHE, WEIGHTS, GRAPHS) if tag not in self._absent]
+        tags = [tag for tag in (CACHE, WEIGHTS, GRAPHS) if tag in self._held]
         if self._offload_rollout and tags:
+            self._absent |= set(tags)
             with self._timed("perf/release_engines_time"):
                 self._engines.release_memory(tags)
-            self._absent |= set(tags)
+            self._held -= set(tags)
 
     def _resume(self, wanted: list[str]) -> None:
         tags = [tag for tag in wanted if tag in self._absent]
         if tags:
+            self._held |= set(tags)
             with self._timed("perf/resume_engines_time"):
                 self._engines.resume_memory(tags)
             self._absent -= set(tags)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -33,13 +33,14 @@ from slime.cluster.start_news import StartNews
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
 from slime.cluster.waiting import ActorDied, DeadlinePassed, StopRequested, Watch, raise_failed, wait_for
 from slime.config import Config
-from slime.errors import RunFailed
+from slime.errors import RunFailed, UserError
 from slime.observe.log import get_logger
 from slime.rollout.engines.sglang.command import STARTUP_SECONDS
 from slime.samples.types import TrainLayout
 from slime.weights.shared_memory import remove_stale
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -316,7 +317,7 @@ class Cluster:
         """Before they are asked anything. Those that were asleep must still compute what the trainer computed."""
         if self._repair is not None and not self._repair.any_serves():
             return  # whoever waits for the rollout brings them back
-        woke = self._hand_over is not None and self._hand_over.to_engines()
+        woke = self._hand_over is not None and self._turn(self._hand_over.to_engines)
         if woke and self._weights is not None:
             with self._blaming_engines():
                 self._weights.check_canary("taking its memory back")
@@ -336,7 +337,18 @@ class Cluster:
         if self._hand_over is not None:
             if self._repair is not None:
                 self._repair.before_release()
-            self._hand_over.to_trainer()
+            self._turn(self._hand_over.to_trainer)
+
+    def _turn(self, verb: Callable[[], T]) -> T:
+        """A verb of the hand-over, once more without the engines that died of it."""
+        while True:
+            lost = self._repair.num_lost if self._repair is not None else 0
+            try:
+                return verb()
+            except UserError as error:
+                if self._repair is None or not self._repair.has_lost_more_than(lost):
+                    raise
+                logger.warning("an engine died while memory was handed over, which is repeated: %s", error.what)
 
     def _start_limit(self) -> float:
         """Seconds for everything to come up: SGLang compiles and captures graphs for minutes."""

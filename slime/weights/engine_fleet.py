@@ -10,7 +10,7 @@ import asyncio
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
@@ -61,11 +61,23 @@ class EngineFleet:
         """
         return self.wait(self.start(path, body, timeout), timeout)
 
+    def post_to(self, path: str, bodies: Mapping[str, Body], timeout: float) -> dict[str, Body | EngineError]:
+        """Send to some of the engines, by URL, and wait for what comes of each: its answer, or the error."""
+        clients = dict(zip(self.urls, self._clients, strict=True))
+
+        async def post_all() -> list[Any]:
+            posts = [clients[url].post(path, body, timeout) for url, body in bodies.items()]
+            return await asyncio.gather(*posts, return_exceptions=True)
+
+        outcomes = self._run(post_all(), timeout)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):
+                raise outcome
+        return dict(zip(bodies, outcomes, strict=True))
+
     def get(self, path: str, timeout: float) -> list[Body]:
         async def get_all() -> list[Body]:
-            return _answers(
-                await asyncio.gather(*(c.get(path, timeout) for c in self._clients), return_exceptions=True)
-            )
+            return answers(await asyncio.gather(*(c.get(path, timeout) for c in self._clients), return_exceptions=True))
 
         return self._run(get_all(), timeout)
 
@@ -93,7 +105,7 @@ class EngineFleet:
                 await asyncio.sleep(0.2)
 
         async def flush_all() -> None:
-            _answers(await asyncio.gather(*(flush(client) for client in self._clients), return_exceptions=True))
+            answers(await asyncio.gather(*(flush(client) for client in self._clients), return_exceptions=True))
 
         self._run(flush_all(), timeout)
 
@@ -131,7 +143,7 @@ class EngineFleet:
                 for call in late:
                     call.cancel()
         results = await asyncio.gather(*calls, return_exceptions=True)
-        return _answers([result for result in results if not isinstance(result, asyncio.CancelledError)])
+        return answers([result for result in results if not isinstance(result, asyncio.CancelledError)])
 
     def _run(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -142,7 +154,7 @@ class EngineFleet:
             raise
 
 
-def _answers(results: Sequence[Any]) -> list[Any]:
+def answers(results: Sequence[Any]) -> list[Any]:
     """The results, or one EngineError for all engines that failed."""
     failed = [result for result in results if isinstance(result, EngineError)]
     for result in results:

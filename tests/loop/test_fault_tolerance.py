@@ -187,3 +187,12 @@ def test_engines_that_share_their_memory_with_the_trainer(begin: Start, hold: Pa
     survivor = max(by_port.values(), key=len)
     assert survivor == [release, *pushes[1], *pushes[2], *pushes[3][:-1]]
     assert [release, *pushes[2], *pushes[3][:-1]] in by_port.values()
+
+
+def test_one_of_two_engines_dies_of_taking_its_memory_back(begin: Start, hold: Path) -> None:
+    """At the first push; the other one has its memory by then, and would die of being asked again."""
+    flags = ("--turns", "--rollout-engine", "sglang", "--actor-num-gpus-per-node", 2, "--num-gpus-per-node", 8)
+    env = {"FAKE_SGLANG_DIES_AT": "/resume_memory_occupation", "FAKE_SGLANG_DIES_ONCE": str(hold / "dead")}
+    driver = begin("resume", *flags, **sglang_environment(hold / "calls.jsonl", **env))
+    check_end(driver, [1, 2], restarts=0)  # in the steps; it was before them
+    assert (hold / "dead").exists() and is_back(driver) and driver.stderr.count("is started again") == 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.cluster.engine_memory import EngineMemory
 from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS, HandOver
+from slime.rollout.engines.api import EngineError
 
 ALL = {CACHE, GRAPHS, WEIGHTS}
 
@@ -105,3 +108,90 @@ def test_one_side_alone(side: str) -> None:
         verb()
     moved = {"wake", "sleep", "sleep but for weights"} & set(gpu.log), {"release", "resume"} & set(gpu.log)
     assert bool(moved[0]) is (side == "train") and bool(moved[1]) is (side == "rollout")
+
+
+# -- engines that die ------------------------------------------------------------------------------------------------
+
+
+class Fleet:
+    """Engines that must not be asked twice, like SGLang's. ``dying``: the URL of the one that its next request ends."""
+
+    def __init__(self) -> None:
+        self.held = {f"http://engine-{number}/0": set(ALL) for number in range(3)}
+        self.dying: str | None = None
+        self.memory = EngineMemory()
+
+    @property
+    def urls(self) -> Sequence[str]:
+        return tuple(self.held)
+
+    def post_to(
+        self, path: str, bodies: Mapping[str, dict[str, Any]], timeout: float
+    ) -> dict[str, dict[str, Any] | EngineError]:
+        outcomes: dict[str, dict[str, Any] | EngineError] = {}
+        for url, body in bodies.items():
+            tags = set(body["tags"])
+            if url == self.dying:
+                outcomes[url] = EngineError(url, "connection reset")
+                continue
+            assert tags and (not tags & self.held[url] if "resume" in path else tags <= self.held[url]), "asked twice"
+            self.held[url] = self.held[url] | tags if "resume" in path else self.held[url] - tags
+            outcomes[url] = {}
+        return outcomes
+
+    def release_memory(self, tags: list[str]) -> None:
+        self.memory.release(self, tags)
+
+    def resume_memory(self, tags: list[str]) -> None:
+        self.memory.resume(self, tags)
+
+    def lose(self) -> str:
+        """The one that was to die is dead, and taken out."""
+        url, self.dying = self.dying, None
+        assert url is not None
+        del self.held[url]
+        self.memory.forget(url)
+        return url
+
+    def start(self, urls: Sequence[str]) -> None:
+        """With the ports that they had before."""
+        assert not any(self.held.values()), "they start beside others' memory"
+        self.held |= {url: set(ALL) for url in urls}
+
+
+#: Of each turn: which engine dies of its first request, if it has that many, and what is done then.
+EVENTS = st.lists(st.tuples(st.sampled_from([None, 0, 1, 2]), st.sampled_from(["repeat", "restart"])), max_size=20)
+
+
+@settings(deadline=None)
+@given(EVENTS)
+def test_who_survives_the_death_of_another_is_not_asked_twice(events: list[tuple[int | None, str]]) -> None:
+    fleet, lost = Fleet(), []
+    trainer_sleeps = [False]
+
+    def trainers(method: str, *_: Any, what: str) -> list[Any]:
+        assert method == "sleep" or not any(fleet.held.values()), "the trainer wakes beside engines"
+        trainer_sleeps[0] = method == "sleep"
+        return []
+
+    def release_fresh(tags: list[str]) -> None:
+        fleet.memory.release(fleet, tags)
+        lost.clear()
+
+    turns = HandOver(fleet, trainers, offload_train=True, offload_rollout=True)
+    turns.before_trainer()
+    order = [(turns.to_push, {WEIGHTS}), (turns.to_engines, ALL), (turns.to_trainer, set[str]())]
+    for number, (victim, then) in enumerate(events):
+        verb, held = order[number % 3]
+        fleet.dying = fleet.urls[victim] if victim is not None and victim < len(fleet.urls) else None
+        try:
+            verb()
+        except EngineError:
+            lost.append(fleet.lose())
+            if then == "restart":
+                with turns.restarting(release_fresh):
+                    fleet.start(lost)
+                assert not trainer_sleeps[0] and not any(fleet.held.values())
+            verb()
+        assert all(tags == held for tags in fleet.held.values())
+        assert trainer_sleeps[0] is (verb != turns.to_trainer)

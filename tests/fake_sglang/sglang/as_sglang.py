@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ def install(args: argparse.Namespace) -> None:
         body = await _body(request)
         path = request.path
         calls.note(path, body, is_asleep=bool(released))
-        if path == os.environ.get("FAKE_SGLANG_DIES_AT"):
+        if path == os.environ.get("FAKE_SGLANG_DIES_AT") and _is_first_to_die():
             die(NO_MEMORY)
         if generates(path):
             if released & {"weights", "kv_cache"}:
@@ -184,6 +185,17 @@ def install(args: argparse.Namespace) -> None:
     embedded._errors = as_sglang
     if args.enable_memory_saver and not args.enable_weights_cpu_backup:
         WeightStore.resume = _resume_with_rubbish  # type: ignore[method-assign]
+
+
+def _is_first_to_die() -> bool:
+    once = os.environ.get("FAKE_SGLANG_DIES_ONCE")
+    if once is None:
+        return True
+    try:
+        Path(once).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _looks_only(body: Mapping[str, Any], args: argparse.Namespace) -> bool:
