@@ -110,7 +110,7 @@ def test_any_override_of_a_group_reaches_the_server(argument: Any, value: int) -
     [
         ({"sglang_speculative_algorithm": "EAGLE"}, "--sglang-speculative-algorithm EAGLE cannot follow"),
         ({"sglang_pp_size": 2, "rollout_num_gpus_per_engine": 2}, "--sglang-pp-size 2"),
-        ({"sglang_dp_size": 2}, "--sglang-dp-size 2 without --sglang-enable-dp-attention"),
+        ({"sglang_dp_size": 2}, r"--sglang-dp-size 2 cannot take .* without DP attention"),
         ({"sglang_disaggregation_mode": "prefill"}, "--sglang-disaggregation-mode prefill"),
     ],
 )
@@ -205,6 +205,9 @@ def test_an_engine_over_two_nodes_has_a_part_on_each() -> None:
         ([{"num_gpus": 2, "kind": "x"}], {}, "unknown key 'kind'"),
         ([{"num_gpus": 2, "overrides": {"port": 1}}], {}, "cannot override port"),
         ([{"num_gpus": 2, "overrides": {"no_such": 1}}], {}, "SGLang 0.5.16 does not have"),
+        ([{"num_gpus": 2, "overrides": {"speculative-algorithm": "EAGLE"}}], {}, "group 0 .* EAGLE, which cannot"),
+        ([{"num_gpus": 2, "overrides": {"pp_size": 2}}], {}, "has pp_size 2, which cannot take weight pushes"),
+        ([{"num_gpus": 2, "overrides": {"dp_size": 2}}], {}, "has dp_size 2, which cannot .* without DP attention"),
         ([{"num_gpus": 2, "worker_type": "encoder"}], {}, "worker_type encoder"),
         ([{"num_gpus": 2, "worker_type": "prefill"}], {}, "no decode group"),
         ([{"num_gpus": 2, "worker_type": "placeholder"}], {}, "has no servers"),

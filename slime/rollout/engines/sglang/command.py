@@ -72,37 +72,53 @@ def check_sglang(config: Config) -> None:
     """
     if config.cluster.offload_rollout:
         _check_questions(config)
-    flags = config.engine.sglang
-    algorithm = flags.get("speculative_algorithm")
-    if algorithm is not None and str(algorithm).upper() not in _DRAFTS_WITHOUT_WEIGHTS:
-        raise UserError(
-            f"--sglang-speculative-algorithm {algorithm} cannot follow the weights of a training run",
-            why="its draft model is no part of what the trainer trains, so that no push would update it, and fewer and"
-            " fewer of its drafts would be accepted",
-            fix="pass --sglang-speculative-algorithm NGRAM, which drafts without weights, or leave the flag out",
-        )
+    flags, num_gpus = config.engine.sglang, config.cluster.rollout_num_gpus_per_engine
     if flags.get("disaggregation_mode") not in (None, "null"):
         raise UserError(
             f"--sglang-disaggregation-mode {flags['disaggregation_mode']} would make every engine one half of a pair",
             fix="give server groups with --sglang-config, or leave the flag out",
         )
-    num_gpus, stages = config.cluster.rollout_num_gpus_per_engine, int(flags.get("pp_size") or 1)
-    if num_gpus % stages:
+    if num_gpus % int(flags.get("pp_size") or 1):
         raise UserError(
-            f"--rollout-num-gpus-per-engine {num_gpus} is not a multiple of --sglang-pp-size {stages}",
+            f"--rollout-num-gpus-per-engine {num_gpus} is not a multiple of --sglang-pp-size {flags['pp_size']}",
             why="an engine's tensor-parallel size is the former divided by the latter",
         )
-    if stages > 1:
+    check_pushes(flags)
+
+
+def check_pushes(options: Mapping[str, Any], where: str = "") -> None:
+    """Refuse options with which an engine could not follow the trainer's weights.
+
+    Args:
+        options: SGLang's, by name; of the command line, or of a server group with these beneath its own.
+        where: "FILE: server group 0 of policy" for the latter.
+    Raises:
+        UserError: names the option.
+    """
+
+    def named(option: str) -> str:
+        value = options[option]
+        return f"{where} has {option} {value}, which" if where else f"--sglang-{option.replace('_', '-')} {value}"
+
+    algorithm = options.get("speculative_algorithm")
+    if algorithm is not None and str(algorithm).upper() not in _DRAFTS_WITHOUT_WEIGHTS:
         raise UserError(
-            f"--sglang-pp-size {stages}: weights cannot be pushed to engines with pipeline stages",
-            why="stock SGLang numbers the members of a weight-update group by tensor-parallel rank only",
-            fix="leave it out; --rollout-num-gpus-per-engine makes engines tensor-parallel",
+            f"{named('speculative_algorithm')} cannot follow the weights of a training run",
+            why="its draft model is no part of what the trainer trains, so that no push would update it, and fewer and"
+            " fewer of its drafts would be accepted",
+            fix="take NGRAM, which drafts without weights (--sglang-speculative-algorithm NGRAM), or leave it out",
         )
-    if int(flags.get("dp_size") or 1) > 1 and not flags.get("enable_dp_attention"):
+    if int(options.get("pp_size") or 1) > 1:
         raise UserError(
-            f"--sglang-dp-size {flags['dp_size']} without --sglang-enable-dp-attention cannot take weight pushes",
+            f"{named('pp_size')} cannot take weight pushes",
+            why="stock SGLang numbers the members of a weight-update group by tensor-parallel rank only",
+            fix="leave it out; more GPUs per engine (--rollout-num-gpus-per-engine) make engines tensor-parallel",
+        )
+    if int(options.get("dp_size") or 1) > 1 and not options.get("enable_dp_attention"):
+        raise UserError(
+            f"{named('dp_size')} cannot take weight pushes without DP attention (--sglang-enable-dp-attention)",
             why="stock SGLang refuses them",
-            fix="start more engines instead: raise --rollout-num-gpus, or add --sglang-enable-dp-attention",
+            fix="start more engines instead (raise --rollout-num-gpus), or add enable_dp_attention",
         )
 
 

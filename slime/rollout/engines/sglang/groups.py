@@ -23,6 +23,7 @@ import yaml
 
 from slime.config.engine_flags import SGLANG_RESERVED, sglang_args
 from slime.errors import UserError
+from slime.rollout.engines.sglang.command import check_pushes
 
 if TYPE_CHECKING:
     from slime.config import Config
@@ -86,6 +87,10 @@ def served_models(config: Config) -> list[ServedModel]:
     models = []
     for number, row in enumerate(rows):
         groups = tuple(_groups_of(path, row, per_engine))
+        if number == policy:
+            for place, group in enumerate(groups):
+                options = {**config.engine.sglang, **group.overrides}
+                check_pushes(options, f"{path}: server group {place} of {_name(row)}")
         _check_kinds(path, _name(row), groups)
         models.append(ServedModel(_name(row), str(row.get("model_path") or checkpoint), number == policy, groups))
     given = sum(group.num_gpus for model in models for group in model.groups)
