@@ -72,8 +72,9 @@ def check_architecture(config: Config) -> None:
 
 
 def check_weights(config: Config, plan: LoadPlan) -> None:
-    """Every Hugging Face directory that will be read holds a known model, whole."""
+    """Every Hugging Face directory that will be read holds a known model, whole, and the same one."""
     from slime.weights.convert import family_of
+    from slime.weights.convert.spec import check_same_model
     from slime.weights.hf_files import HfReader
 
     flags = config.checkpoint
@@ -86,7 +87,9 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
         reference = resolve_reference(config)
         if reference.kind == "hf":
             folders.add(reference.path)
+    spec = family.model_spec(flags.hf_checkpoint)
     for folder in sorted(folders):
+        check_same_model(spec, family_of(folder, flags.model_name).model_spec(folder), folder)
         HfReader(folder, names_only=True).verify(family, family.model_spec(folder))
 
 

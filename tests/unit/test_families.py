@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from slime.train.megatron.moe_layer import expert_layers
 from slime.train.megatron.parallel import RankInfo
 from slime.train.megatron.rotary import inverse_frequencies
 from slime.weights.convert import FAMILIES, family_of
+from slime.weights.convert.spec import check_same_model
 from tests.megatron_stub import hf_shape
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
@@ -308,6 +310,29 @@ def test_rotary_frequencies_of_published_models(model: str) -> None:
         assert torch.allclose(served, expected.inv_freq, rtol=1e-6, atol=0)
         assert engine.rope.attention_factor == pytest.approx(expected.attention_scaling, rel=1e-6)
         assert engine.rope.interleaved == (spec.transformer["rotary_interleaved"] or spec.is_mla)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_weights_with_another_rope_are_another_model(model: str) -> None:
+    """They fit, and would be computed with the rope of --hf-checkpoint."""
+    old, new = (family_of(config).model_spec(config) for config in spellings(model))
+    check_same_model(old, new, Path("same"))
+    settings = {"rope_type": "linear", "factor": 2.0}
+    for change in ({"rope_theta": 12345.0, "rope_scaling": None}, {"rope_theta": 1e4, "rope_scaling": settings}):
+        config = {**PUBLISHED[model]["config"], **change}
+        with pytest.raises(UserError, match=r"other is another model than --hf-checkpoint(.|\n)*rotary_"):
+            check_same_model(old, family_of(config).model_spec(config), Path("other"))
+
+
+def test_a_reference_with_another_rope_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    save_tiny("glm4", tmp_path / "hf")
+    shutil.copytree(tmp_path / "hf", tmp_path / "ref")
+    path = tmp_path / "ref" / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["rope_theta"] *= 10
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match="ref is another model than --hf-checkpoint"):
+        trainer(tmp_path / "hf", ref_load=str(tmp_path / "ref"), use_kl_loss=True, kl_loss_coef=0.1)
 
 
 def test_rotary_settings_that_go_into_the_attention() -> None:

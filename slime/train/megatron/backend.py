@@ -47,7 +47,7 @@ from slime.weights.checkpoint import TrainerState, saved_reference  # noqa: E402
 from slime.weights.checkpoint import load as load_checkpoint  # noqa: E402
 from slime.weights.checkpoint_writer import CheckpointWriter  # noqa: E402
 from slime.weights.convert import family_of  # noqa: E402
-from slime.weights.convert.spec import ModelSpec, read_hf_config  # noqa: E402
+from slime.weights.convert.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402
 from slime.weights.hf_io import load_hf, save_hf  # noqa: E402
 from slime.weights.load_plan import LoadPlan, resolve_load, resolve_reference  # noqa: E402
 
@@ -165,7 +165,9 @@ class MegatronBackend:
 
     def _load_weights(self, plan: LoadPlan) -> None:
         if plan.kind == "hf":
-            load_hf(self.model_chunks, plan.path, model_name=self.config.checkpoint.model_name)
+            name = self.config.checkpoint.model_name
+            check_same_model(self.spec, family_of(plan.path, name).model_spec(plan.path), plan.path)
+            load_hf(self.model_chunks, plan.path, model_name=name)
         else:
             load_checkpoint(plan, TrainerState(self.model_chunks))
 

@@ -135,6 +135,33 @@ class ModelSpec:
         return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
 
 
+#: Of no weight and no number that the model computes.
+_OF_NO_NUMBER = ("attention_dropout", "hidden_dropout")
+
+
+def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None:
+    """Weights are computed with as the model of --hf-checkpoint says; those of another model may fit it all the same.
+
+    Args:
+        spec: of --hf-checkpoint.
+        other: of ``directory``, whose weights are to be loaded into it.
+    Raises:
+        UserError: names what differs, e.g. the rotary base, with both values.
+    """
+    facts = ("family", "activation", "vocab_size", "rotary_base", "rotary_percent", "rotary_scaling", "tie_embeddings")
+    pairs = [(name, getattr(spec, name), getattr(other, name)) for name in facts]
+    names = sorted((spec.transformer.keys() | other.transformer.keys()) - {*_OF_NO_NUMBER})
+    pairs += [(name, spec.transformer.get(name), other.transformer.get(name)) for name in names]
+    differing = [f"its {name} is {there}, of --hf-checkpoint {here}" for name, here, there in pairs if here != there]
+    if differing:
+        raise UserError(
+            f"{directory} is another model than --hf-checkpoint",
+            why="; ".join(differing),
+            fix="its weights would be computed with as --hf-checkpoint says: pass a directory of the same architecture,"
+            " or --hf-checkpoint with the one that the weights belong to",
+        )
+
+
 def read_hf_config(source: HfConfig) -> dict[str, Any]:
     """The config as a plain dict, whatever form it comes in.
 
