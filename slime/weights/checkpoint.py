@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slime.errors import UserError
-from slime.weights.checkpoint_contents import TE_STATE, LoadReport, account_for
+from slime.weights.checkpoint_contents import TE_STATE, LoadReport, account_for, account_for_optimizer
 from slime.weights.checkpoint_dir import RELEASE, check_contents
 from slime.weights.load_plan import LoadPlan
 from slime.weights.megatron_names import stored_tensors, unwrapped
@@ -223,7 +223,10 @@ def _read_optimizer(plan: LoadPlan, state: TrainerState, saved: StateDict) -> fl
     """After the model: master weights may share memory with float32 parameters, and are the finer ones."""
     ensure_state(state.optimizer, on_host=state.moments_on_host)
     tensors = optimizer_tensors(state.optimizer, _model_state(state))
-    read({"wanted": tensors.known_to(read_contents(plan.path))}, plan.path)  # in place
+    contents = read_contents(plan.path)
+    wanted = tensors.known_to(contents)
+    account_for_optimizer(wanted, contents, plan.path)
+    read({"wanted": wanted}, plan.path)  # in place
     tensors.put_back()
     if tensors.without_master:
         state.optimizer.reload_model_params()

@@ -76,6 +76,29 @@ def account_for(model_state: dict[str, Any], contents: Any, directory: Path) -> 
     return LoadReport(directory, len(entries), num_elements, len(files), len(ignored))
 
 
+def account_for_optimizer(entries: list[Any], contents: Any, directory: Path) -> None:
+    """Is there a state for all that is trained? Collective.
+
+    Args:
+        entries: this rank's sharded tensors of the optimizer.
+        contents: torch's table of contents of the checkpoint.
+    Raises:
+        UserError: names states that are missing on any rank, on every rank.
+    """
+    own = {entry.key for entry in entries} - contents.state_dict_metadata.keys()
+    missing: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(missing, own)
+    names = sorted(set().union(*missing))
+    if names:
+        raise UserError(
+            f"{directory} has no optimizer states for {len(names)} tensors that are trained now",
+            why=f"{', '.join(names[:4])}{' …' if len(names) > 4 else ''}: they were frozen when it was saved, or"
+            " --optimizer was another one",
+            fix="pass the flags that it was saved with (--optimizer, --freeze-params-name-list,"
+            " --only-train-params-name-list), or --no-load-optim to go on with a fresh optimizer",
+        )
+
+
 def _named(names: list[str], what: str) -> list[str]:
     if not names:
         return []

@@ -139,6 +139,16 @@ def test_without_the_optimizer(model: Path, tmp_path: Path) -> None:
         pass
 
 
+def test_what_was_frozen_has_no_optimizer_state(model: Path, tmp_path: Path) -> None:
+    with single(model, save=str(tmp_path), freeze_params_name_list=["mlp"]) as backend:
+        backend.save(0)
+    match = r"no optimizer states for \d+ tensors(.|\n)*\.mlp\.(.|\n)*frozen when it was saved(.|\n)*--no-load-optim"
+    with pytest.raises(UserError, match=match), single(model, load=str(tmp_path)):
+        pass
+    with single(model, load=str(tmp_path), freeze_params_name_list=["mlp", "norm"]) as backend:
+        assert backend.next_rollout_id == 1
+
+
 def test_another_model_is_refused(model: Path, tmp_path: Path) -> None:
     other = jobs.make_model(tmp_path / "other", num_key_value_heads=4)
     root = tmp_path / "ckpt"
