@@ -205,6 +205,7 @@ def test_layout_gives_the_numbers_of_one_process(
             assert (log_probs - by_sample[index][0]).abs().max() <= TOLERANCE
             assert (entropies - by_sample[index][1]).abs().max() <= TOLERANCE
         for ours, theirs in zip(result["metrics"], single["metrics"]):
+            assert abs(ours["train/loss"] - theirs["train/loss"]) <= TOLERANCE
             for key in theirs:
                 assert ours[key] == pytest.approx(theirs[key], rel=2e-5, abs=2e-5), key
     assert seen == set(batch.sample_indices)
