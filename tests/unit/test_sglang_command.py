@@ -105,10 +105,14 @@ def test_any_override_of_a_group_reaches_the_server(argument: Any, value: int) -
     assert getattr(args, argument.name) == value
 
 
+ON_DISK = {"update_weight_transport": "disk", "update_weight_disk_dir": "weights"}
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ({"sglang_speculative_algorithm": "EAGLE"}, "--sglang-speculative-algorithm EAGLE cannot follow"),
+        (ON_DISK | {"sglang_speculative_algorithm": "NGRAM"}, "NGRAM does not go with .* disk"),
         ({"sglang_pp_size": 2, "rollout_num_gpus_per_engine": 2}, "--sglang-pp-size 2"),
         ({"sglang_dp_size": 2}, r"--sglang-dp-size 2 cannot take .* without DP attention"),
         ({"sglang_disaggregation_mode": "prefill"}, "--sglang-disaggregation-mode prefill"),

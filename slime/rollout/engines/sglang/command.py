@@ -83,10 +83,10 @@ def check_sglang(config: Config) -> None:
             f"--rollout-num-gpus-per-engine {num_gpus} is not a multiple of --sglang-pp-size {flags['pp_size']}",
             why="an engine's tensor-parallel size is the former divided by the latter",
         )
-    check_pushes(flags)
+    check_pushes(config, flags)
 
 
-def check_pushes(options: Mapping[str, Any], where: str = "") -> None:
+def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") -> None:
     """Refuse options with which an engine could not follow the trainer's weights.
 
     Args:
@@ -107,6 +107,12 @@ def check_pushes(options: Mapping[str, Any], where: str = "") -> None:
             why="its draft model is no part of what the trainer trains, so that no push would update it, and fewer and"
             " fewer of its drafts would be accepted",
             fix="take NGRAM, which drafts without weights (--sglang-speculative-algorithm NGRAM), or leave it out",
+        )
+    if algorithm is not None and config.sync.update_weight_transport == "disk":
+        raise UserError(
+            f"{named('speculative_algorithm')} does not go with --update-weight-transport disk",
+            why="SGLang has its drafting part read the files, too, which has no weights, and dies of that",
+            fix="leave one of the two out; pushes by handles (--colocate) and broadcasts go well with it",
         )
     if int(options.get("pp_size") or 1) > 1:
         raise UserError(

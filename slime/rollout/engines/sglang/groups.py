@@ -90,7 +90,7 @@ def served_models(config: Config) -> list[ServedModel]:
         if number == policy:
             for place, group in enumerate(groups):
                 options = {**config.engine.sglang, **group.overrides}
-                check_pushes(options, f"{path}: server group {place} of {_name(row)}")
+                check_pushes(config, options, f"{path}: server group {place} of {_name(row)}")
         _check_kinds(path, _name(row), groups)
         models.append(ServedModel(_name(row), str(row.get("model_path") or checkpoint), number == policy, groups))
     given = sum(group.num_gpus for model in models for group in model.groups)
