@@ -67,6 +67,14 @@ def _virtual_stages(draft: Draft) -> None:
     for dest in ("microbatch_group_size_per_vp_stage", "overlap_p2p_comm_warmup_flush", "align_param_gather"):
         if draft.differs(dest) and not stages:
             raise without(dest, "--num-virtual-stages-per-pipeline-rank")
+    dest, ranks = "microbatch_group_size_per_vp_stage", draft["pipeline_model_parallel_size"]
+    group = draft.values.get(dest)
+    if group is not None and group < ranks:
+        raise UserError(
+            f"{option_of(dest)} {group} is less than the pipeline parallel size {ranks}",
+            why="a pipeline rank would wait for the micro-batch that it has just sent on",
+            fix=f"pass {ranks} or more, or leave it out",
+        )
 
 
 def _schedule(draft: Draft) -> None:

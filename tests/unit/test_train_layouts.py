@@ -161,6 +161,30 @@ def test_virtual_stages_by_layers(checkpoint: tuple[Path, Any], per_stage: int, 
         assert "6 / 2 = 3 layers" in caught.value.why
 
 
+def layout_job(info: Any, flags: dict[str, Any]) -> int:
+    from slime.train.megatron.backend import MegatronBackend
+
+    backend = MegatronBackend(trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info)
+    backend.setup()
+    assert backend.canary_log_probs([1, 2, 3]) is not None or not backend.has_output
+    return backend.layout.micro_batch_multiple
+
+
+def test_steps_have_whole_groups_of_micro_batches(ranks: Pools, checkpoint: tuple[Path, Any]) -> None:
+    """Megatron's schedule stops at a part of one, in the middle of a run."""
+    flags = flags_for(checkpoint, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    assert ranks.run(2, layout_job, flags) == [2, 2]
+    assert ranks.run(2, layout_job, {**flags, "microbatch_group_size_per_vp_stage": 3}) == [3, 3]
+
+
+def test_a_group_of_micro_batches_fills_the_pipeline() -> None:
+    from slime.errors import UserError
+
+    flags = {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
+    with pytest.raises(UserError, match="1 is less than the pipeline parallel size 2"):
+        trainer_config(**flags, microbatch_group_size_per_vp_stage=1)
+
+
 @given(
     rows=st.integers(1, 5), size=st.integers(1, 3), width=st.integers(1, 40), before=st.integers(0, 9),
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),

@@ -88,10 +88,12 @@ def shut_down() -> None:
 def train_layout(config: Config) -> TrainLayout:
     """What packing must know of the layout."""
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    # Megatron's schedule goes through virtual stages by groups of micro-batches, and stops at a part of one
+    group = config.megatron.transformer.get("microbatch_group_size_per_vp_stage")
     return TrainLayout(
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        micro_batch_multiple=config.megatron.pipeline_model_parallel_size if virtual else 1,
+        micro_batch_multiple=(group or config.megatron.pipeline_model_parallel_size) if virtual else 1,
     )
 
 
