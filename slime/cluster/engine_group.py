@@ -179,8 +179,8 @@ class EngineGroup:
         except EngineError as error:
             # a rollout that was given up still sends requests; on memory that is gone they would kill the engine
             logger.warning("engines are paused, because they are not idle: %s", error)
+            self._paused = True  # some of them, even if others fail
             fleet.post("/pause_generation", {"mode": "abort"}, _MEMORY_SECONDS)
-            self._paused = True
             fleet.flush_cache(_MEMORY_SECONDS)
 
     def resume_memory(self, tags: Sequence[str]) -> None:

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.cluster.engine_group import EngineGroup
 from slime.cluster.engine_memory import EngineMemory
 from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS, HandOver
+from slime.errors import RunFailed
 from slime.rollout.engines.api import EngineError
 
 ALL = {CACHE, GRAPHS, WEIGHTS}
@@ -195,3 +197,38 @@ def test_who_survives_the_death_of_another_is_not_asked_twice(events: list[tuple
             verb()
         assert all(tags == held for tags in fleet.held.values())
         assert trainer_sleeps[0] is (verb != turns.to_trainer)
+
+
+class GroupFleet(Fleet):
+    """With what a group of engines asks besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused: set[str] = set()
+
+    def flush_cache(self, timeout: float) -> None:
+        self._fail()
+
+    def post(self, path: str, body: dict[str, Any], timeout: float) -> None:
+        alive = {url for url in self.urls if url != self.dying}
+        self.paused = self.paused | alive if path == "/pause_generation" else self.paused - alive
+        self._fail()
+
+    def _fail(self) -> None:
+        if self.dying is not None:
+            raise EngineError(self.dying, "connection reset")
+
+
+def test_engines_that_were_paused_beside_a_dead_one_go_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, group = GroupFleet(), EngineGroup.__new__(EngineGroup)
+    group._fleet, group._others, group._memory, group._paused = fleet, None, fleet.memory, False  # type: ignore[assignment]
+    group.serving = dict(enumerate(fleet.urls))
+    monkeypatch.setattr(group, "raise_if_dead", lambda *_: None)
+    fleet.dying = fleet.urls[0]
+    with pytest.raises(RunFailed, match="giving memory up"):
+        group.release_memory([CACHE])
+    assert len(fleet.paused) == 2
+    fleet.lose()
+    group.release_memory([CACHE])
+    group.resume_memory([CACHE])
+    assert not fleet.paused and all(CACHE in held for held in fleet.held.values())
