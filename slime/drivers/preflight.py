@@ -203,6 +203,21 @@ def _check_outputs(config: Config) -> None:
     for flag, value in flags.items():
         if value:
             _check_writable(flag, Path(value.partition("{")[0] or "."))
+    _check_export(config)
+
+
+def _check_export(config: Config) -> None:
+    """--save-hf replaces its directory: nothing else of the run may be there."""
+    from slime.weights.hf_files import check_export
+
+    flags = config.checkpoint
+    if flags.save_hf:
+        kept = {
+            "--save": flags.save, "--load": flags.load, "--ref-load": flags.ref_load,
+            "--hf-checkpoint": flags.hf_checkpoint, "--output-dir": config.observe.output_dir,
+        }  # fmt: skip
+        target = Path(flags.save_hf.format(rollout_id=0))
+        check_export(target, {flag: Path(path) for flag, path in kept.items() if path})
 
 
 def _check_writable(flag: str, path: Path) -> None:

@@ -13,7 +13,7 @@ import logging
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -205,25 +205,44 @@ def _describe(names: list[str], adjective: str, spec: ModelSpec) -> list[str]:
     return [f"{count}{where}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"]
 
 
+def check_export(directory: Path, kept: Mapping[str, Path]) -> None:
+    """An export replaces its directory as a whole: that may be an earlier export, and nothing else.
+
+    Args:
+        kept: by the flag that names it, what must not be lost.
+    Raises:
+        UserError: one of ``kept`` is the directory or in it; the directory holds anything but a model's files.
+    """
+    fix = "give exports a directory of their own, e.g. --save-hf exports/{rollout_id}"
+    for flag, path in kept.items():
+        if path.resolve() == directory.resolve():
+            why = "the export replaces the directory as a whole, and what is there would be lost"
+            raise UserError(f"{directory} is the {flag} itself", why=why, fix=fix)
+        if path.resolve().is_relative_to(directory.resolve()):
+            why = f"the export replaces the directory as a whole, and {path} would be lost"
+            raise UserError(f"{directory} holds {flag} {path}", why=why, fix=fix)
+    entries = sorted(directory.iterdir()) if directory.is_dir() else []
+    is_model = any(entry.name.endswith(".safetensors") for entry in entries)
+    if directory.is_file() or any(entry.is_dir() for entry in entries) or (entries and not is_model):
+        there = ", ".join(entry.name for entry in entries[:8]) or "a file"
+        why = f"the export replaces the directory as a whole; there is: {there}{' …' if len(entries) > 8 else ''}"
+        raise UserError(f"{directory} holds something else than an earlier export", why=why, fix=fix)
+
+
 class HfWriter:
     """Writes a Hugging Face directory: shards, index, config and tokenizer assets. Visible only when complete.
 
     Args:
-        directory: final place; replaced as a whole when it exists.
+        directory: final place; an earlier export there is replaced as a whole.
         assets_from: directory whose config and tokenizer files are copied.
         shard_bytes: upper bound of a weight file.
     Raises:
-        UserError: ``directory`` is ``assets_from``.
+        UserError: what is in ``directory`` must not be lost (`check_export`).
     """
 
     def __init__(self, directory: str | Path, assets_from: str | Path, shard_bytes: int = 4 << 30) -> None:
         self.directory, self.assets_from, self.shard_bytes = Path(directory), Path(assets_from), shard_bytes
-        if self.directory.resolve() == self.assets_from.resolve():
-            raise UserError(
-                f"{self.directory} is the --hf-checkpoint itself",
-                why="writing there would destroy the model that training started from",
-                fix="pass another directory to --save-hf",
-            )
+        check_export(self.directory, {"--hf-checkpoint": self.assets_from})
 
     def __enter__(self) -> HfWriter:
         self._partial = partial_dir(self.directory)

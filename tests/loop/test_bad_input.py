@@ -217,6 +217,14 @@ def test_directories_that_cannot_be_made(refuse: Callable[..., str], tmp_path: P
     assert "--save" in refuse("--save", file / "checkpoints")
 
 
+def test_exports_would_replace_what_must_not_be_lost(refuse: Callable[..., str], tmp_path: Path) -> None:
+    told = refuse("--save", tmp_path / "runs" / "ckpt", "--save-hf", tmp_path / "runs")
+    assert f"runs holds --save {tmp_path}/runs/ckpt" in told and "--save-hf exports/{rollout_id}" in told
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    assert "there is: thesis.tex" in refuse("--save-hf", tmp_path / "mine")
+
+
 def test_a_file_system_that_refuses(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *world.flags("refused", "--output-dir", "/proc/outputs")]) == 2
     assert "cannot write the run folder /proc/outputs/refused" in capsys.readouterr().err

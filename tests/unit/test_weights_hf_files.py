@@ -123,6 +123,21 @@ def test_the_original_is_never_written_to(sharded: Path) -> None:
         HfWriter(sharded / "." / "", sharded)
 
 
+def test_what_is_no_export_is_never_replaced(sharded: Path, tmp_path: Path) -> None:
+    """A directory of checkpoints, of models, of a user's own things, or a file; nothing in them may be lost."""
+    for name, inside in (("ckpt", "iter_0000003/common.pt"), ("notes", "todo.txt"), ("models", "a/model.safetensors")):
+        kept = tmp_path / name / inside
+        kept.parent.mkdir(parents=True)
+        kept.write_text("precious")
+        with pytest.raises(UserError, match=f"{name} holds something else than an earlier export"):
+            HfWriter(tmp_path / name, sharded)
+        assert kept.read_text() == "precious"
+    with pytest.raises(UserError, match=r"todo\.txt holds something else(.|\n)*there is: a file"):
+        HfWriter(tmp_path / "notes" / "todo.txt", sharded)
+    with pytest.raises(UserError, match="holds --hf-checkpoint"):
+        HfWriter(sharded.parent, sharded)
+
+
 def test_an_existing_export_is_replaced_as_a_whole(sharded: Path, tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         with HfWriter(tmp_path / "out", sharded) as writer:
