@@ -235,6 +235,9 @@ MEASURED: list[tuple[str, int, dict[str, Any], bool, float]] = [
     ("qwen3-4b", 8192, {}, True, 106.1),
     ("qwen3-4b", 8192, {"actor_num_gpus_per_node": 2, **TP2, **SP}, True, 53.5),
     ("qwen3-4b", 4096, {"actor_num_gpus_per_node": 2, **CP2}, True, 66.6),
+    ("qwen3-4b", 16384, {"actor_num_gpus_per_node": 2, **TP2, **SP}, True, 70.2),
+    ("qwen3-4b", 8192, {"actor_num_gpus_per_node": 2, **CP2}, True, 84.4),
+    ("qwen3-moe-4b", 16384, {}, True, 111.4),
 ]
 
 
