@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,28 @@ def test_experts_in_another_order_go_the_long_way(
         right = name.replace("gate_proj", "?").replace("up_proj", "gate_proj").replace("?", "up_proj")
         held = tree.find(right if ".experts." in name else name, tuple(tensor.shape))
         assert held is not None and torch.equal(held.tensor, tensor), name
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_kernels_that_want_the_gate_below_are_known(
+    is_module: bool, weights: dict[str, torch.Tensor], model_dir: Path
+) -> None:
+    """Else a right push would be reported as a wrong one; the method may be a module or not."""
+    model = rank_of(weights, model_dir, 0, 1)
+    method = nn.Module() if is_module else SimpleNamespace()
+    method.load_up_proj_weight_first = True
+    for module in [module for module in model.modules() if "w13_weight" in module._parameters]:
+        module.quant_method = method
+    load_all(model, in_runs(weights, 3))
+    tree = Tree(model)
+    gates = [name for name in weights if name.endswith("experts.1.gate_proj.weight")]
+    for gate in gates:
+        owner = tree.modules[gate.removesuffix(".1.gate_proj.weight")]
+        up = weights[gate.replace("gate_proj", "up_proj")]
+        assert torch.equal(owner.w13_weight[1], torch.cat([up, weights[gate]]))
+        held = tree.find(gate, tuple(weights[gate].shape))
+        assert held is not None and torch.equal(held.tensor, weights[gate])
+    assert gates
 
 
 @pytest.mark.parametrize("size", [1, 2])

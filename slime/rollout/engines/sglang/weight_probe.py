@@ -190,7 +190,8 @@ class Tree:
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
 
     def _expert(self, owner: str, number: int, projection: str) -> Held | None:
-        """SGLang's fused experts: w13 [experts, 2 x intermediate, hidden], w2 [experts, hidden, intermediate]."""
+        """SGLang's fused experts: w13 [experts, 2 x intermediate, hidden], w2 [experts, hidden, intermediate]; in w13
+        the gate is above, or below where `_gate_half` says so."""
         parameter = f"{owner}.w2_weight" if projection == "down" else f"{owner}.w13_weight"
         if parameter not in self.parameters:
             return None
@@ -205,7 +206,7 @@ class Tree:
             size = int(weight.shape[1])
             return Held(weight, 1, rank * size, (rank + 1) * size, parameter)
         size = int(weight.shape[0]) // 2
-        half = weight[:size] if projection == "gate" else weight[size:]
+        half = weight.chunk(2)[_gate_half(module) if projection == "gate" else 1 - _gate_half(module)]
         return Held(half, 0, rank * size, (rank + 1) * size, parameter)
 
     def _run(self, run: ExpertRun, shape: tuple[int, ...]) -> Held | None:
@@ -231,7 +232,7 @@ class Tree:
         stop = max(first, min(run.last + 1, begin + count))
         part = stacked.detach()[first - begin : stop - begin]
         if run.projection != "down":
-            part = part.chunk(2, dim=1)[0 if run.projection == "gate" else 1]
+            part = part.chunk(2, dim=1)[_gate_half(module) if run.projection == "gate" else 1 - _gate_half(module)]
         start = int(vars(module).get("moe_tp_rank", 0)) * int(part.shape[axis])
         return HeldExperts(part, first - run.first, stop - run.first, axis, start, f"{run.owner}.{leaf}")
 
@@ -241,6 +242,15 @@ def _routed_experts(module: Any, stacked: int) -> tuple[int, int]:
     here = vars(module)
     count = int(here.get("_num_local_routed", stacked))
     return int(here.get("moe_ep_rank", 0)) * count, count
+
+
+def _gate_half(module: Any) -> int:
+    """Which half of w13 is the gate: kernels like FlashInfer's CUTLASS ones want it below, and SGLang puts it there."""
+    method: Any = vars(module).get("quant_method") or vars(module).get("_modules", {}).get("quant_method")
+    try:
+        return int(bool(method.load_up_proj_weight_first))
+    except AttributeError:  # as SGLang takes it: most methods do not say
+        return 0
 
 
 def _tp_rank(module: Any) -> int:
