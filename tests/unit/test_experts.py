@@ -439,14 +439,16 @@ def test_adam_clips_dense_and_expert_gradients_by_one_norm(model: Path, ranks: P
         assert sum(shares) ** 0.5 == pytest.approx(0.5 * 0.01, rel=1e-3)
 
 
-def bias_job(info: Any, model: Path, flags: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def bias_job(info: Any, model: Path, flags: dict[str, Any], reward: float = 1.0) -> tuple[Tensor, Tensor]:
 
     config = trainer_config(hf_checkpoint=str(model), optimizer="sgd", lr=0.0, **flags)
     backend = MegatronBackend(config, info)
     backend.setup()
     layer = backend.routing.layers[0]
     before = layer.router.expert_bias.clone()
-    backend.train(make_batch())
+    batch = make_batch()
+    batch.rewards[0] = reward
+    backend.train(batch)
     return before, layer.router.expert_bias.clone()
 
 
@@ -458,6 +460,10 @@ def test_expert_bias_moves_only_when_asked(ranks: Pools, tmp_path: Path) -> None
     assert torch.equal(before, after) and before.abs().sum() > 0
     before, after = ranks.run(1, bias_job, tmp_path, {"moe_router_bias_update_rate": 0.25})[0]
     assert {round(x, 4) for x in (after - before).abs().tolist()} <= {0.0, 0.25} and not torch.equal(before, after)
+    flags = {"moe_router_bias_update_rate": 0.25, "check_for_nan_in_loss_and_grad": False}
+    for reward in (float("nan"), 3e38):  # found in the loss, and in the gradients
+        before, after = ranks.run(1, bias_job, tmp_path, flags, reward)[0]
+        assert torch.equal(before, after), "a step that is skipped leaves everything as it was"
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

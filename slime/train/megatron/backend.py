@@ -350,12 +350,14 @@ class MegatronBackend:
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
         """Apply the accumulated gradients and advance the schedule; ``skip`` leaves both alone. Collective."""
         balance = self.routing.step_metrics() if self.routing is not None else {}
-        if skip:
-            return StepOutcome(float("nan"), applied=False, metrics=balance)
-        outcome = optimizer.apply_gradients(self.optimizer, self.config.megatron.clip_grad)
+        outcome = StepOutcome(float("nan"), applied=False)
+        if not skip:
+            outcome = optimizer.apply_gradients(self.optimizer, self.config.megatron.clip_grad)
         if outcome.applied:
             self.scheduler.step(step.global_batch_size)
             self.reference_is_policy = False
+        elif self.routing is not None:
+            self.routing.take_back_biases()
         return dataclasses.replace(outcome, metrics=balance)
 
     @property

@@ -44,6 +44,7 @@ class RoutingGuide:
         source: whose experts are replayed.
         num_layers, num_experts, topk: of the whole model.
         recorded: choices of the old-policy pass, by the samples of the micro-batch.
+        biases: of the routers whose bias moves, before the step under way.
     """
 
     layers: list[ExpertLayer]
@@ -52,6 +53,7 @@ class RoutingGuide:
     num_experts: int
     topk: int
     recorded: dict[tuple[int, ...], dict[int, Tensor]] = field(default_factory=dict)
+    biases: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     gradient_scale: float = 1.0
 
     def prepare(
@@ -69,6 +71,8 @@ class RoutingGuide:
             self.gradient_scale = gradient_scale
             for layer in self.layers:
                 layer.router.statistics.clear()
+            moving = [layer.router.expert_bias for layer in self.layers if layer.config.moe_router_bias_update_rate]
+            self.biases = [(bias, bias.clone()) for bias in moving if bias is not None]
             if self.layers and uses_balance_losses(self.layers[0].config):
                 scale = gradient_scale / self._tokens_of_step(micro_batches)
         for micro_batch in micro_batches:
@@ -81,6 +85,12 @@ class RoutingGuide:
             )
             if which != "reference":
                 self._set_choices(micro_batch, batch, which)
+
+    def take_back_biases(self) -> None:
+        """The step is not applied: Megatron moves the routers' biases when gradients are complete, before anybody has
+        looked at them."""
+        for bias, before in self.biases:
+            bias.copy_(before)
 
     def forget(self) -> None:
         """The rollout is trained: its recorded choices are of no more use."""
