@@ -72,6 +72,25 @@ def takes_runs(kind: str, infos: Collection[Mapping[str, Any]]) -> bool:
     return kind == "ipc" and plain
 
 
+def check_experts(infos: Mapping[str, Mapping[str, Any]]) -> None:
+    """Engines must hold experts so that they can be pushed to.
+
+    Args:
+        infos: engine URL → its ``/server_info``.
+    Raises:
+        UserError: one permutes them when it starts (SGLang 0.5.16, ``process_weights_after_loading`` of unquantised
+            experts), which nothing does again after a push. SGLang chooses this by itself on Blackwell GPUs.
+    """
+    for url, info in infos.items():
+        backend = str(info.get("moe_runner_backend") or "")
+        if backend.startswith("flashinfer_trtllm"):
+            raise UserError(
+                f"engine {url} cannot take experts: its moe_runner_backend is {backend}",
+                why="SGLang permutes them for these kernels when it starts, and not again after a push",
+                fix="pass --sglang-moe-runner-backend triton",
+            )
+
+
 def engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) -> torch.dtype:
     """The dtype that all engines hold their weights in; "auto" means the model config's.
 

@@ -34,7 +34,7 @@ from slime.weights.hf_io import HfExporter
 from slime.weights.ipc import IpcTransport
 from slime.weights.megatron_names import Placement
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
-from slime.weights.route import Route, choose_route, engine_dtype, takes_runs
+from slime.weights.route import Route, check_experts, choose_route, engine_dtype, takes_runs
 from slime.weights.shared_memory_transport import SharedMemoryTransport
 from slime.weights.trainer_ranks import StageError, TrainerRanks
 from slime.weights.transport import EngineSlots, NamedTensors, Transferred, Transport, deadline_for
@@ -249,6 +249,7 @@ class WeightSync:
         self._fleet = EngineFleet([engine.url for engine in engines])
         with _naming_engine():
             infos = dict(zip(self._fleet.urls, self._fleet.get("/server_info", 30), strict=True))
+        check_experts(infos)
         embedded = all(str(info.get("version")).startswith("slime-embedded") for info in infos.values())
         local = on_this_node and all(is_local(url) for url in self._fleet.urls)
         kind = choose_route(self.config, embedded=embedded, local=local)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from slime.config import make_config
+from slime.errors import UserError
 from slime.rollout.engines.api import WEIGHT_LOADER
 from slime.rollout.engines.embedded.architecture import Architecture
 from slime.rollout.engines.sglang import weight_loader
@@ -25,7 +26,7 @@ from slime.weights.buckets import Bucket, pack
 from slime.weights.engine_check import SliceDigest
 from slime.weights.expert_runs import ExpertRun, bounds
 from slime.weights.ipc import _bucket_and_table
-from slime.weights.route import takes_runs
+from slime.weights.route import check_experts, takes_runs
 from slime.weights.transport import EngineSlots
 from tests.unit import run_jobs
 from tests.unit.embedded_models import save_tiny_model
@@ -224,6 +225,15 @@ def test_only_engines_that_leave_experts_in_place_take_runs() -> None:
     for change in ({"custom_weight_loader": None}, {"enable_eplb": True}, {"quantization": "fp8"},
                    {"init_expert_location": "map.json"}, {"ep_num_redundant_experts": 4}):  # fmt: skip
         assert not takes_runs("ipc", [info, {**info, **change}])
+
+
+@pytest.mark.parametrize("backend", ["flashinfer_trtllm", "flashinfer_trtllm_routed"])
+def test_engines_that_permute_experts_are_refused(backend: str) -> None:
+    fine = {"http://a": {"moe_runner_backend": "auto"}, "http://b": {"moe_runner_backend": "triton"}, "http://c": {}}
+    check_experts(fine)
+    with pytest.raises(UserError, match=f"engine http://b cannot take experts.*{backend}") as caught:
+        check_experts({**fine, "http://b": {"moe_runner_backend": backend}})
+    assert "--sglang-moe-runner-backend triton" in str(caught.value)
 
 
 @pytest.fixture(scope="module")
