@@ -22,8 +22,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-# The name its gating asks for is only defined by an import that needs Transformer Engine; with that, the router's product
-# would be another one. It is to be the same with and without it.
+# The name its gating asks for is only defined by an import that needs Transformer Engine; the router would then compute
+# with another product. It is to be the same with and without it.
 moe_utils.te_general_gemm = None
 
 
