@@ -292,7 +292,11 @@ def retain(root: Path, keep: int | None) -> list[int]:
     """
     for entry in root.iterdir():
         if is_leftover(entry.name) and entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
+            owner = root / entry.name.split(".")[1]
+            if entry.name.endswith(".replaced") and not owner.exists():
+                entry.rename(owner)  # died between the two renames of `publish`: this is the only one there is
+            else:
+                shutil.rmtree(entry, ignore_errors=True)
     if keep is None:
         return []
     latest = read_tracker(root)
@@ -302,7 +306,7 @@ def retain(root: Path, keep: int | None) -> list[int]:
     doomed = [i for i in iterations[: max(0, len(iterations) - max(1, keep))] if i != latest]
     for iteration in doomed:
         victim = root / iteration_name(iteration)
-        hidden = victim.with_name(f".{victim.name}.replaced")  # invisible at once, even if the removal is cut short
+        hidden = victim.with_name(f".{victim.name}.discarded")  # invisible at once, even if the removal is cut short
         victim.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
     return doomed

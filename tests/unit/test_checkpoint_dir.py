@@ -314,3 +314,14 @@ def test_the_next_save_removes_what_could_not_be_discarded_whole(root: Path) -> 
     complete(root, 5)
     ckpt.retain(root, None)
     assert not left.exists()
+
+
+def test_an_iteration_that_was_being_replaced_is_put_back_not_removed(tmp_path: Path) -> None:
+    """Killed between the two renames: the former state of iteration 4 is all there is of it."""
+    for name in (".iter_0000004.replaced", "iter_0000006", ".iter_0000006.replaced", ".iter_0000008.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_text(name)
+    ckpt.retain(tmp_path, None)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000004", "iter_0000006"]
+    assert (tmp_path / "iter_0000004" / "data").read_text() == ".iter_0000004.replaced"
+    assert (tmp_path / "iter_0000006" / "data").read_text() == "iter_0000006"
