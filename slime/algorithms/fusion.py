@@ -16,6 +16,10 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
+#: Forms of arguments (dimensions, sizes of 1, dtypes, with and without gradients) that one function may be called with.
+#: torch stops at 8, and latent attention alone has as many: queries and keys, of one head and of several.
+_MOST_FORMS = 64
+
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, compiled where its first argument, a tensor, is on a GPU.
@@ -43,11 +47,6 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         return chosen(*args, **kwargs)
 
     return call
-
-
-#: Forms of arguments (dimensions, sizes of 1, dtypes, with and without gradients) that one function may be called with.
-#: torch stops at 8, and latent attention alone has as many: queries and keys, of one head and of several.
-_MOST_FORMS = 64
 
 
 def whole_graph(function: Callable[P, R]) -> Callable[P, R]:

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from slime.cluster.engine_actor import DisaggregatedWorkers, EngineActor, Obituary, raise_obituary
-from slime.cluster.engine_memory import EngineMemory
+from slime.cluster.engine_memory import MEMORY_SECONDS, EngineMemory
 from slime.cluster.engine_placement import EnginePart, engine_parts
 from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS
 from slime.cluster.placement import Slots
@@ -39,7 +39,6 @@ _JOIN_ROUTER_SECONDS = 60.0
 _KILL_SECONDS = 60.0
 _LOOK_SECONDS = 0.25
 _DEATH_SECONDS = 3.0  # connections may break before the process is gone
-_MEMORY_SECONDS = 300.0  # a copy of the weights to the host or back, and the end of the last requests
 
 
 def _router_name(model: ServedModel) -> str:
@@ -170,7 +169,7 @@ class EngineGroup:
                 self._end_requests(self.fleet)
                 self._memory.release(self.fleet, tags)
             if self._others is not None and CACHE in tags:
-                self._others.flush_cache(_MEMORY_SECONDS)
+                self._others.flush_cache(MEMORY_SECONDS)
                 self._memory.release(self._others, _ALL_MEMORY)
 
     def _end_requests(self, fleet: EngineFleet) -> None:
@@ -180,8 +179,8 @@ class EngineGroup:
             # a rollout that was given up still sends requests; on memory that is gone they would kill the engine
             logger.warning("engines are paused, because they are not idle: %s", error)
             self._paused = True  # some of them, even if others fail
-            fleet.post("/pause_generation", {"mode": "abort"}, _MEMORY_SECONDS)
-            fleet.flush_cache(_MEMORY_SECONDS)
+            fleet.post("/pause_generation", {"mode": "abort"}, MEMORY_SECONDS)
+            fleet.flush_cache(MEMORY_SECONDS)
 
     def resume_memory(self, tags: Sequence[str]) -> None:
         """Have every engine take what it lacks of the tagged memory; the contents are those of before or none.
@@ -194,7 +193,7 @@ class EngineGroup:
             if self._others is not None and CACHE in tags:
                 self._memory.resume(self._others, _ALL_MEMORY)
             if self._paused and CACHE in tags and self.serving:
-                self.fleet.post("/continue_generation", {}, _MEMORY_SECONDS)
+                self.fleet.post("/continue_generation", {}, MEMORY_SECONDS)
                 self._paused = False
 
     @contextmanager

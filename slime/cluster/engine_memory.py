@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from slime.rollout.engines.api import EngineError
 from slime.weights.engine_fleet import answers
 
-_SECONDS = 300.0  # a copy of the weights to the host or back, and the end of the last requests
+MEMORY_SECONDS = 300.0  # a copy of the weights to the host or back, and the end of the last requests
 
 
 class Fleet(Protocol):
@@ -59,5 +59,5 @@ class EngineMemory:
     @staticmethod
     def _ask(fleet: Fleet, path: str, todo: Mapping[str, list[str]]) -> dict[str, EngineError]:
         """Errors by URL, of those that failed."""
-        outcomes = fleet.post_to(path, {url: {"tags": tags} for url, tags in todo.items() if tags}, _SECONDS)
+        outcomes = fleet.post_to(path, {url: {"tags": tags} for url, tags in todo.items() if tags}, MEMORY_SECONDS)
         return {url: outcome for url, outcome in outcomes.items() if isinstance(outcome, EngineError)}

@@ -36,7 +36,7 @@ from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
 from tests.cluster_processes import running_server
 from tests.megatron_stub import MegatronStub
-from tests.unit.sglang_servers import fake_sglang, sglang_installed
+from tests.unit.sglang_servers import fake_sglang, installed  # noqa: F401 (a fixture)
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
 NUM_TOKENS = 6
@@ -68,12 +68,6 @@ def sglang(model: Path, folder: Path, flags: str = "") -> Iterator[Server]:
 def sglang_config(model: Path, **flags: Any) -> Any:
     more = {"rollout_batch_size": 4, "num_rollout": 1, "hf_checkpoint": str(model), "rollout_engine": "sglang"}
     return make_config(**more, colocate=True, **flags)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> Iterator[None]:
-    with sglang_installed():
-        yield
 
 
 @pytest.fixture(scope="module", params=["embedded", "stand-in"])

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slime.cluster.ports import PortReservation, reserve_port
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config
@@ -31,6 +33,13 @@ def sglang_installed() -> Iterator[None]:
         sys.path.remove(str(FAKE))
         for name in [name for name in sys.modules if name == "sglang" or name.startswith("sglang.")]:
             del sys.modules[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> Iterator[None]:
+    """`sglang_installed` for each test of a module that imports this."""
+    with sglang_installed():
+        yield
 
 
 @dataclass

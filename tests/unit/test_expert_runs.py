@@ -30,7 +30,7 @@ from slime.weights.route import check_experts, takes_runs
 from slime.weights.transport import EngineSlots
 from tests.unit import run_jobs
 from tests.unit.embedded_models import save_tiny_model
-from tests.unit.sglang_servers import FakeSGLang, fake_sglang, sglang_installed
+from tests.unit.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
 from tests.unit.trainer_ranks import Pools
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -38,12 +38,6 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
     {"pipeline_model_parallel_size": 2},
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> Iterator[None]:
-    with sglang_installed():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +28,7 @@ from slime.rollout.engines.sglang.command import EnginePlace, sglang_options
 from slime.rollout.engines.sglang.groups import served_models
 from slime.rollout.plugin_api import get_model_url
 from tests.unit.embedded_models import save_tiny_model
-from tests.unit.sglang_servers import process_of, sglang_installed
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> Iterator[None]:
-    with sglang_installed():
-        yield
+from tests.unit.sglang_servers import installed, process_of  # noqa: F401 (a fixture)
 
 
 def parse_args(argv: list[str]) -> Any:

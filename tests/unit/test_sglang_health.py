@@ -21,15 +21,9 @@ from slime.errors import RunFailed, UserError
 from slime.rollout.engines.launch import LaunchSpec, sglang_command
 from slime.rollout.engines.sglang.command import HEALTH_GENERATES, ONE_GPU, EnginePlace, check_sglang
 from tests.unit.embedded_models import save_tiny_model
-from tests.unit.sglang_servers import FakeSGLang, fake_sglang, sglang_installed
+from tests.unit.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
 
 POINTER = "ValueError: Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> Iterator[None]:
-    with sglang_installed():
-        yield
 
 
 def config_of(**flags: Any) -> Any:

@@ -27,16 +27,10 @@ from slime.weights.transport import EngineSlots
 from tests.megatron_stub import MegatronStub
 from tests.unit import stage_jobs
 from tests.unit.embedded_models import save_tiny_model
-from tests.unit.sglang_servers import FakeSGLang, fake_sglang, sglang_installed
+from tests.unit.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
 from tests.unit.trainer_ranks import Pools, free_port
 
 WORDS = {"rollout_engine": "sglang", "fp32": True, "rollout_batch_size": 4, "num_rollout": 1}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> Iterator[None]:
-    with sglang_installed():
-        yield
 
 
 @pytest.fixture(scope="module")

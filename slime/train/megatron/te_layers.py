@@ -7,8 +7,7 @@ converters, checkpoints and weight sync need not know which implementation runs.
 
 FP8 flags (``--fp8-format``, ``--fp8-recipe``, …) are fields of `TransformerConfig` and reach these layers through it.
 
-Made for megatron-core 0.16 and the Transformer Engine it is made for (2.9 to 2.11). 2.11 has been
-compared with the local layers on an H200, but for latent attention, which has run with stand-ins for its kernels only.
+Made for megatron-core 0.16 and the Transformer Engine that it is made for (2.9 to 2.11).
 """
 
 from __future__ import annotations

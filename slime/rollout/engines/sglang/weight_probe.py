@@ -190,24 +190,12 @@ class Tree:
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
 
     def _expert(self, owner: str, number: int, projection: str) -> Held | None:
-        """SGLang's fused experts: w13 [experts, 2 x intermediate, hidden], w2 [experts, hidden, intermediate]; in w13
-        the gate is above, or below where `_gate_half` says so."""
-        parameter = f"{owner}.w2_weight" if projection == "down" else f"{owner}.w13_weight"
-        if parameter not in self.parameters:
+        """A run of one."""
+        held = self.experts(ExpertRun(owner, number, number, projection))
+        if held is None or held.first == held.stop:
             return None
-        stacked, module = self.parameters[parameter], self.modules[owner]
-        here = vars(module)
-        begin, count = _routed_experts(module, int(stacked.shape[0]))
-        local = number - begin
-        if not 0 <= local < count:
-            return None
-        weight, rank = stacked[local], int(here.get("moe_tp_rank", 0))
-        if projection == "down":
-            size = int(weight.shape[1])
-            return Held(weight, 1, rank * size, (rank + 1) * size, parameter)
-        size = int(weight.shape[0]) // 2
-        half = weight.chunk(2)[_gate_half(module) if projection == "gate" else 1 - _gate_half(module)]
-        return Held(half, 0, rank * size, (rank + 1) * size, parameter)
+        size = int(held.target.shape[held.axis])
+        return Held(held.target[0], held.axis - 1, held.start, held.start + size, held.parameter)
 
     def _run(self, run: ExpertRun, shape: tuple[int, ...]) -> Held | None:
         """None also for a part that is cut along two axes: `Held` has one."""
@@ -221,7 +209,11 @@ class Tree:
         return Held(held.target, 0, held.first, held.stop, held.parameter) if whole else None
 
     def experts(self, run: ExpertRun) -> HeldExperts | None:
-        """This rank's part of a run, possibly nothing of it; None when its form is not known."""
+        """This rank's part of a run, possibly nothing of it; None when its form is not known.
+
+        SGLang's fused experts: w13 [experts, 2 x intermediate, hidden], w2 [experts, hidden, intermediate]; in w13 the
+        gate is above, or below where `_gate_half` says so.
+        """
         leaf, axis = ("w2_weight", 2) if run.projection == "down" else ("w13_weight", 1)
         module = self.modules.get(run.owner)
         stacked = None if module is None else module._parameters.get(leaf)  # anew: engines may replace parameters
