@@ -53,7 +53,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 32, "num_experts_per_tok": 4,
         "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
-    # its first layers: the time of a push is linear in their number, and two of them give the full size of 48
     **{f"qwen3-30b-a3b-{layers}-layers": {**_QWEN3_30B_A3B, "num_hidden_layers": layers} for layers in (6, 12)},
     "tiny": {
         **_QWEN3, "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -66,6 +65,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
 }  # fmt: skip
+
+#: Layers of the whole model, of shapes that have its first few.
+FULL_LAYERS = {f"qwen3-30b-a3b-{layers}-layers": 48 for layers in (6, 12)}
 
 #: Goals on one GPU, by shape: tokens per second, share of the matrix product's rate, peak memory in GB.
 LEAST_SPEED = {"qwen3-0.6b": 65_000.0}

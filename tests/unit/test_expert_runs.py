@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from slime.weights.expert_runs import ExpertRun, bounds
 from slime.weights.ipc import _bucket_and_table
 from slime.weights.route import check_experts, takes_runs
 from slime.weights.transport import EngineSlots
-from tests.unit import run_jobs
+from tests.unit import expert_run_jobs
 from tests.unit.embedded_models import save_tiny_model
 from tests.unit.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
 from tests.unit.trainer_ranks import Pools
@@ -60,7 +59,7 @@ def test_runs_are_all_experts_once_and_small(count: int, nbytes: int, limit: int
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
 def test_runs_hold_what_single_tensors_hold(layout: dict[str, Any], model_dir: Path, ranks: Pools) -> None:
-    for seen in ranks.run(2, run_jobs.compare_with_singles, model_dir, layout):
+    for seen in ranks.run(2, expert_run_jobs.compare_with_singles, model_dir, layout):
         assert seen["different"] == [] and seen["several_in_a_run"] and seen["fewer"]
 
 
@@ -245,10 +244,9 @@ def test_a_push_in_runs_arrives_and_is_proved(
 ) -> None:
     server.forget()
     slots = EngineSlots(server.url, (0, 1))
-    [receipts, names, fallback], _ = ranks.run(2, run_jobs.push_in_runs, model_dir, [slots])
+    [receipts, names, fallback], _ = ranks.run(2, expert_run_jobs.push_in_runs, model_dir, [slots])
     assert all(receipt.full and set(receipt.checked) == set(names) for receipt in receipts)
     assert any(ExpertRun.parse(name) for name in names) and len(names) < len(weights)
     formats = {call["load_format"] for call in server.calls() if call.get("weight_version")}
     assert formats == {WEIGHT_LOADER, "flattened_bucket"}  # the latter once runs could not be compared
     assert set(fallback) == set(weights)
-    assert json.dumps(receipts[0].metrics())
