@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from slime.weights.convert import ModelFamily, ModelSpec
-from slime.weights.convert.layouts import Shard
+from slime.models import ModelFamily, ModelSpec
+from slime.models.layouts import Shard
 
 
 class Layer(nn.Module):

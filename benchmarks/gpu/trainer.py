@@ -85,7 +85,7 @@ def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
         place, loss_type="sft_loss", bf16=True, lr=1e-5, rollout_batch_size=1, use_dynamic_batch_size=True,
         max_tokens_per_gpu=args.max_tokens or args.tokens, **dict(_setting(word) for word in args.layout),
     )  # fmt: skip
-    from slime.weights.convert import family_of
+    from slime.models import family_of
 
     flags = backend.config.megatron
     spec = family_of(SHAPES[shape]).model_spec(SHAPES[shape]).padded(flags.tensor_model_parallel_size)
@@ -218,7 +218,7 @@ def timed(step: Callable[[], None], steps: int) -> list[float]:
 def measured(
     side: str, shape: str, args: argparse.Namespace, gpus: int, seconds: list[float], peak: float | None
 ) -> Row:
-    from slime.samples.flops import SequenceCost
+    from slime.models.flops import SequenceCost
 
     median = statistics.median(seconds)
     flops = 3 * SequenceCost.from_hf_config(SHAPES[shape])(args.length) * (args.tokens // args.length)

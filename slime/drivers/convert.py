@@ -89,8 +89,8 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
     Raises:
         UserError: a shard is missing or damaged, the index names what is not there, ``save_path`` holds checkpoints.
     """
+    from slime.models import family_of
     from slime.weights.checkpoint_dir import saved_iterations
-    from slime.weights.convert import family_of
     from slime.weights.hf_files import HfReader
 
     family = family_of(options.hf_model_path, options.model_name)
@@ -162,7 +162,7 @@ def _refuse_existing(path: Path, force: bool) -> None:
 
 def _dtype(options: argparse.Namespace) -> str:
     """The wanted dtype, or the one that config.json gives; bfloat16 when it gives none."""
-    from slime.weights.convert import read_hf_config
+    from slime.models import read_hf_config
 
     config = read_hf_config(options.hf_model_path)
     said = str(options.dtype or config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
@@ -176,9 +176,9 @@ def _dtype(options: argparse.Namespace) -> str:
 def _model(options: argparse.Namespace) -> Iterator[list[Any]]:
     """The model without weights, spread over the ranks of torchrun, or in a process group of one."""
     from slime.config import make_config
-    from slime.train.layout_rules import check_layout
+    from slime.models import family_of
+    from slime.models.layout_rules import check_layout
     from slime.train.megatron import device
-    from slime.weights.convert import family_of
 
     device.install()  # before anything imports megatron
     from slime.train.megatron.model import build_model_chunks

@@ -19,8 +19,8 @@ from slime.config.host import num_cpus, num_gpus
 from slime.config.te_flags import is_installed, missing
 from slime.errors import UserError
 from slime.hooks import check_hooks, check_signature, load_function
+from slime.models.layout_rules import check_layout
 from slime.train.expert_rules import check_experts
-from slime.train.layout_rules import check_layout
 from slime.weights.load_plan import LoadPlan, resolve_load, resolve_reference
 
 #: Rows of each data file that are looked at; the rollout actor looks at all of them.
@@ -62,7 +62,7 @@ def check_flags(config: Config) -> None:
 def check_architecture(config: Config) -> None:
     """The model is of a known family, no flag contradicts it or would be ignored, and the parallel layout fits it.
     Needs its config.json only."""
-    from slime.weights.convert import family_of
+    from slime.models import family_of
 
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
@@ -73,8 +73,8 @@ def check_architecture(config: Config) -> None:
 
 def check_weights(config: Config, plan: LoadPlan) -> None:
     """Every Hugging Face directory that will be read holds a known model, whole, and the same one."""
-    from slime.weights.convert import family_of
-    from slime.weights.convert.spec import check_same_model
+    from slime.models import family_of
+    from slime.models.spec import check_same_model
     from slime.weights.hf_files import HfReader
 
     flags = config.checkpoint

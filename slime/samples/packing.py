@@ -72,7 +72,7 @@ def plan_steps(
         lengths: tokens of each sample, prompt and response.
         execution_ids: samples with one id stay in one step.
         mask_sums: trained tokens of each sample.
-        costs: what is balanced, e.g. FLOPs (`slime.samples.flops`); tokens when None.
+        costs: what is balanced, e.g. FLOPs (`slime.models.flops`); tokens when None.
 
     Example (at most 10 tokens, two ranks, so four micro-batches: 8 | 7 | 4 | 3 + 2):
         >>> rules = PackingRules(global_batch_size=5, data_parallel_size=2, max_tokens=10)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from slime.errors import UserError
+from slime.models import ModelFamily, ModelSpec
 from slime.weights.checkpoint_dir import partial_dir, publish
-from slime.weights.convert import ModelFamily, ModelSpec
 
 if TYPE_CHECKING:
     import torch

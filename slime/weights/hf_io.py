@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import nn
 
 from slime.errors import UserError
+from slime.models import Match, ModelFamily, family_of
+from slime.models.layouts import Shard, VocabParallel
+from slime.models.spec import HfConfig, ModelSpec
 from slime.weights import expert_runs
 from slime.weights.buckets import dtype_in, dtype_name
-from slime.weights.convert import Match, ModelFamily, family_of
-from slime.weights.convert.layouts import Shard, VocabParallel
-from slime.weights.convert.spec import HfConfig, ModelSpec
 from slime.weights.gathering import Held, batches, gather, whole_bytes
 from slime.weights.hf_files import HfReader, HfWriter
 from slime.weights.megatron_names import Placement, global_parameters

@@ -10,9 +10,9 @@ import torch
 
 from slime.config import Config
 from slime.errors import UserError
+from slime.models.spec import HfConfig, read_hf_config
 from slime.rollout.engines.api import WEIGHT_LOADER
 from slime.weights.buckets import dtype_of
-from slime.weights.convert.spec import HfConfig, read_hf_config
 
 
 @dataclass(frozen=True)

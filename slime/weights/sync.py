@@ -23,8 +23,8 @@ from torch import nn
 
 from slime.config import Config
 from slime.errors import UserError
+from slime.models.spec import HfConfig
 from slime.rollout.engines.api import EngineError
-from slime.weights.convert.spec import HfConfig
 from slime.weights.disk import DiskTransport
 from slime.weights.distributed import JOIN_SECONDS, LEAVE_SECONDS, DistributedTransport, own_address
 from slime.weights.engine_check import Digest, EngineCheck, SliceCheck, WholeTensorCheck

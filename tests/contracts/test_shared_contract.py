@@ -28,10 +28,10 @@ from servers import long_generation as long_request
 
 from slime.cluster.ports import reserve_port
 from slime.config import make_config
+from slime.models import family_of
 from slime.rollout.engines.api import GenerateResult
 from slime.rollout.engines.launch import sglang_command
 from slime.rollout.engines.sglang.command import EnginePlace
-from slime.weights.convert import family_of
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
 from tests.cluster_processes import running_server

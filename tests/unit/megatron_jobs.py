@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from slime.models import family_of
 from slime.samples.types import TrainBatch
-from slime.weights.convert import family_of
 from tests.megatron_stub import random_hf
 from tests.unit.test_weights_convert import config_of
 from tests.unit.trainer_ranks import make_batch, trainer_config

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.config import Config
-from slime.weights.convert import family_of
+from slime.models import family_of
 from tests.unit.trainer_ranks import trainer_config
 
 DECODER: dict[str, Any] = {
@@ -53,7 +53,7 @@ def config_for(info: Any, **flags: Any) -> Config:
 @contextmanager
 def models(info: Any, names: list[str], flags: dict[str, Any]) -> Iterator[Iterator[tuple[str, list[nn.Module]]]]:
     """(family, its chunks on this rank) one after the other, in one set of process groups."""
-    from slime.train.layout_rules import virtual_stages
+    from slime.models.layout_rules import virtual_stages
     from slime.train.megatron import backend, model, parallel, recompute
 
     assert backend is not None  # its import prepares megatron for this machine

@@ -22,8 +22,9 @@ from trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 from slime.config.te_flags import missing
 from slime.drivers.preflight import check_architecture
 from slime.errors import UserError
+from slime.models import family_of
+from slime.models.layout_rules import check_layout
 from slime.samples.types import TrainBatch
-from slime.train.layout_rules import check_layout
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.experts import (
     grouped_linear,
@@ -35,7 +36,6 @@ from slime.train.megatron.experts import (
 from slime.train.megatron.moe_dispatch import ExpertPlace, dispatch
 from slime.train.megatron.moe_layer import expert_arguments
 from slime.train.megatron.moe_router import choose_experts, router_weights
-from slime.weights.convert import family_of
 
 EXPERTS, TOPK = 8, 2
 TOLERANCE = 1e-5

@@ -20,8 +20,8 @@ from slime.cluster.memory.engine import EngineSettings
 from slime.cluster.memory.parameters import Layout, layer_parameters, outer_parameters, rank_parameters
 from slime.cluster.memory.trainer import TrainerSettings
 from slime.config import make_config
-from slime.weights.convert import family_of
-from slime.weights.convert.spec import ModelSpec
+from slime.models import family_of
+from slime.models.spec import ModelSpec
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "fixtures" / "model_configs.json").read_text()

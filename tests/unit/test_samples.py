@@ -13,11 +13,11 @@ from prompt_fixtures import CHATML, make_tokenizer, write_jsonl
 from slime.config import make_config
 from slime.errors import UserError
 from slime.hooks import DataSource
+from slime.models.flops import SequenceCost
 from slime.prompts.source import PromptSource
 from slime.rollout.sft import SftEncoder, generate_sft
 from slime.samples.buffer import SampleBuffer
 from slime.samples.convert import to_train_batches
-from slime.samples.flops import SequenceCost
 from slime.samples.types import Sample, TrainLayout
 
 TOKENIZER = make_tokenizer()

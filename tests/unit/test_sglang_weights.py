@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from slime.config import Config, make_config
 from slime.errors import UserError
+from slime.models import family_of
 from slime.rollout.engines.embedded.architecture import Architecture
 from slime.rollout.engines.sglang import weight_probe
 from slime.rollout.engines.sglang.command import EnginePlace
 from slime.weights import ipc
 from slime.weights.buckets import FINGERPRINTS
-from slime.weights.convert import family_of
 from slime.weights.engine_check import SliceDigest
 from slime.weights.process_group import ExternalGroup
 from slime.weights.receipt import WeightMismatch

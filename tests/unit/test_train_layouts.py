@@ -111,8 +111,8 @@ def test_each_rank_gets_the_keys_of_its_queries(heads: int, groups: int, size: i
 
 def test_layouts_that_do_not_fit_are_refused_by_number(checkpoint: tuple[Path, Any]) -> None:
     from slime.errors import UserError
-    from slime.train.layout_rules import check_layout
-    from slime.weights.convert import family_of
+    from slime.models import family_of
+    from slime.models.layout_rules import check_layout
 
     spec = family_of(checkpoint[0]).model_spec(checkpoint[0]).padded(1)
     config = trainer_config(actor_num_gpus_per_node=3, tensor_model_parallel_size=3, rollout_batch_size=6)
@@ -130,8 +130,8 @@ def test_layouts_that_do_not_fit_are_refused_by_number(checkpoint: tuple[Path, A
 )
 def test_megatrons_own_asserts_are_not_met(checkpoint: tuple[Path, Any], facts: Any, tensor: int, said: str) -> None:
     from slime.errors import UserError
-    from slime.train.layout_rules import check_layout
-    from slime.weights.convert import family_of
+    from slime.models import family_of
+    from slime.models.layout_rules import check_layout
 
     spec = family_of(checkpoint[0]).model_spec(checkpoint[0])
     spec = dataclasses.replace(spec, transformer={**spec.transformer, "ffn_hidden_size": 96, **facts}).padded(tensor)
@@ -144,8 +144,8 @@ def test_megatrons_own_asserts_are_not_met(checkpoint: tuple[Path, Any], facts: 
 @pytest.mark.parametrize(("per_stage", "expected"), [(1, 2), (2, None)])
 def test_virtual_stages_by_layers(checkpoint: tuple[Path, Any], per_stage: int, expected: int | None) -> None:
     from slime.errors import UserError
-    from slime.train.layout_rules import virtual_stages
-    from slime.weights.convert import family_of
+    from slime.models import family_of
+    from slime.models.layout_rules import virtual_stages
 
     def stages(num_layers: int) -> int | None:
         spec = family_of(checkpoint[0]).model_spec(checkpoint[0])

@@ -26,11 +26,11 @@ from test_weights_convert import config_of
 from torch import Tensor
 
 from slime.errors import UserError
+from slime.models import family_of
 from slime.samples.types import StepPlan, TrainBatch
 from slime.train.megatron import forward, optimizer, te_layers
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.layers import RMSNorm
-from slime.weights.convert import family_of
 from tests.megatron_stub import random_hf
 
 needs_it = [

@@ -10,7 +10,7 @@ from test_parity import MICRO_BATCHES, PP2, TOLERANCE, parity_job, worst
 from trainer_ranks import Pools, make_batch, tiny_spec, trainer_config
 
 from slime.errors import UserError
-from slime.train.layout_rules import check_layout
+from slime.models.layout_rules import check_layout
 from tests.unit import megatron_jobs as jobs
 
 FIRST = "decoder_first_pipeline_num_layers"

@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slime.errors import UserError
-from slime.weights.convert import FAMILIES, ModelFamily, Rule, family_of
-from slime.weights.convert.layouts import COLUMN, GATE_UP, QKV, REPLICATED, ROW, VOCAB, Shard
-from slime.weights.convert.spec import ModelSpec, read_hf_config, rotary_settings
+from slime.models import FAMILIES, ModelFamily, Rule, family_of
+from slime.models.layouts import COLUMN, GATE_UP, QKV, REPLICATED, ROW, VOCAB, Shard
+from slime.models.spec import ModelSpec, read_hf_config, rotary_settings
 from tests.megatron_stub import megatron_names, random_hf
 
 ARCHITECTURES = {family.name: family.architectures[0] for family in FAMILIES}
@@ -237,7 +237,7 @@ def test_routing_that_megatron_does_otherwise_is_refused() -> None:
     ],
 )
 def test_which_layers_have_experts(family: str, setting: dict[str, object], pattern: object) -> None:
-    from slime.samples.flops import has_experts
+    from slime.models.flops import has_experts
 
     config = config_of(family, num_hidden_layers=4, **setting)
     spec = family_of(config).model_spec(config)

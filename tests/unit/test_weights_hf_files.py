@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.errors import UserError
-from slime.weights.convert import family_of
+from slime.models import family_of
 from slime.weights.hf_files import INDEX, HfReader, HfWriter
 from tests.megatron_stub import random_hf
 from tests.unit.test_weights_convert import config_of

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from slime.errors import UserError
-from slime.weights.convert import family_of
-from slime.weights.convert.layouts import Shard
+from slime.models import family_of
+from slime.models.layouts import Shard
 from slime.weights.hf_io import iter_hf_tensors, load_hf, save_hf
 from slime.weights.megatron_names import Placement, global_parameters
 from tests.megatron_stub import MegatronStub, random_hf

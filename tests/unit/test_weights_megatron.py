@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from slime.config import make_config
 from slime.errors import UserError
+from slime.models.spec import read_hf_config
 from slime.rollout.engines.api import EngineClient
 from slime.rollout.engines.launch import embedded_command
 from slime.weights import sync as sync_module
 from slime.weights.canary import canary_tokens
-from slime.weights.convert.spec import read_hf_config
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
 from tests.fake_weight_engine import FakeWeightEngine

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from slime.config import make_config
 from slime.errors import UserError
+from slime.models import family_of
 from slime.weights import sync as sync_module
-from slime.weights.convert import family_of
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
 from slime.weights.shared_memory import SHM_DIR
 from slime.weights.sync import WeightSync, choose_route

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from slime.config import Config, make_config
+from slime.models.spec import ModelSpec
 from slime.samples.types import StepPlan, TrainBatch
-from slime.weights.convert.spec import ModelSpec
 
 JOB_DEADLINE = 120.0
 VOCAB = 97

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from slime.cluster.memory.parameters import Layout
 from slime.config import Config
-from slime.weights.convert.spec import ModelSpec
+from slime.models.spec import ModelSpec
 
 _FLOAT32, _INT64 = 4, 8
 

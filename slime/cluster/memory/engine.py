@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.cluster.memory.parameters import Parameter, layer_parameters, outer_parameters
 from slime.config import Config
-from slime.weights.convert.spec import ModelSpec
+from slime.models.spec import ModelSpec
 
 #: What SGLang about chooses when ``--sglang-mem-fraction-static`` is not set: on a small GPU it leaves at least these
 #: bytes, beside a part of all.

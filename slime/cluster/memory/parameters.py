@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slime.config import Config
-from slime.train.layout_rules import virtual_stages
-from slime.weights.convert.spec import ModelSpec
+from slime.models.layout_rules import virtual_stages
+from slime.models.spec import ModelSpec
 
 Cut = Literal["none", "tensor", "expert"]
 """What divides a parameter: nothing, tensor parallelism, or expert and expert tensor parallelism."""
@@ -55,7 +55,7 @@ class Layout:
 
     @staticmethod
     def of(config: Config, spec: ModelSpec) -> Layout:
-        """From the flags, which fit the model (`slime.train.layout_rules.check_layout`)."""
+        """From the flags, which fit the model (`slime.models.layout_rules.check_layout`)."""
         megatron, cluster = config.megatron, config.cluster
         tensor = megatron.tensor_model_parallel_size
         return Layout(

@@ -22,7 +22,7 @@ from slime.cluster.memory.trainer import TrainerSettings, longest_sequence
 from slime.cluster.plan import PlacementPlan
 from slime.config import Config
 from slime.config.host import host_memory
-from slime.weights.convert import family_of
+from slime.models import family_of
 
 #: Of a device's memory; the rest is what allocators lose to fragmentation.
 USABLE = 0.96

@@ -14,8 +14,8 @@ from importlib.metadata import version
 from slime.cluster.memory.activations import Kernels, Recompute, StageActivations, saved_by_stage
 from slime.cluster.memory.parameters import Layout, Parameter, rank_parameters
 from slime.config import Config
+from slime.models.spec import ModelSpec
 from slime.train.limits import FLASH4_WIDEST, MOMENTS_BUCKET_BYTES
-from slime.weights.convert.spec import ModelSpec
 
 #: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it sleeps (2.2 GB on an
 #: H200, with what the driver keeps for itself); of the latter, what may be torch's.

@@ -27,9 +27,11 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
+from slime.models import family_of  # noqa: E402
+from slime.models.layout_rules import check_layout, virtual_stages  # noqa: E402
+from slime.models.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402
 from slime.train.canary import canary_batch  # noqa: E402
 from slime.train.dumps import Shard  # noqa: E402
-from slime.train.layout_rules import check_layout, virtual_stages  # noqa: E402
 from slime.train.megatron import forward, optimizer, parallel, recompute, te_layers  # noqa: E402
 from slime.train.megatron.host_states import host_states_of  # noqa: E402
 from slime.train.megatron.model import build_model_chunks  # noqa: E402
@@ -46,8 +48,6 @@ from slime.train.update import update  # noqa: E402
 from slime.weights.checkpoint import TrainerState, saved_reference  # noqa: E402
 from slime.weights.checkpoint import load as load_checkpoint  # noqa: E402
 from slime.weights.checkpoint_writer import CheckpointWriter  # noqa: E402
-from slime.weights.convert import family_of  # noqa: E402
-from slime.weights.convert.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402
 from slime.weights.hf_io import load_hf, save_hf  # noqa: E402
 from slime.weights.load_plan import LoadPlan, resolve_load, resolve_reference  # noqa: E402
 

@@ -28,7 +28,8 @@ from torch import Tensor
 from slime.algorithms.logprobs import VocabShard, linear_log_probs
 from slime.config import Config
 from slime.config.architecture import merge_transformer
-from slime.train.layout_rules import virtual_stages
+from slime.models.layout_rules import virtual_stages
+from slime.models.spec import ModelSpec
 from slime.train.megatron import te_layers
 from slime.train.megatron.attention import PackedAttention, PackedSelfAttention
 from slime.train.megatron.layers import Embedding, RMSNorm, SwiGLUActivation, leave_as_it_is
@@ -39,7 +40,6 @@ from slime.train.megatron.post_norm import add_post_norms
 from slime.train.megatron.provider import provided
 from slime.train.megatron.rotary import RotaryAngles, inverse_frequencies
 from slime.train.records import TokenScores
-from slime.weights.convert.spec import ModelSpec
 
 
 class PolicyModel(GPTModel):
@@ -154,7 +154,7 @@ def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = Fa
     """This rank's pipeline stage(s) of the model, on the trainer's device, parameters not loaded yet.
 
     Args:
-        spec: fits the layout (`slime.train.layout_rules.check_layout`).
+        spec: fits the layout (`slime.models.layout_rules.check_layout`).
         initialise: draw random weights; without it parameters hold garbage until a checkpoint is loaded.
     Raises:
         UserError: a flag that contradicts the model or cannot be honoured, or a provider that built something else.

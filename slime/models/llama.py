@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.weights.convert.decoder import (
+from slime.models.decoder import (
     ATTENTION_RULES,
     COMPUTED_BUFFERS,
     MLP_RULES,
@@ -12,8 +12,8 @@ from slime.weights.convert.decoder import (
     decoder_spec,
     refuse,
 )
-from slime.weights.convert.family import ModelFamily
-from slime.weights.convert.spec import ModelSpec
+from slime.models.family import ModelFamily
+from slime.models.spec import ModelSpec
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:

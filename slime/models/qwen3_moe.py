@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.weights.convert.decoder import (
+from slime.models.decoder import (
     ATTENTION_RULES,
     COMPUTED_BUFFERS,
     MLP_RULES,
@@ -14,9 +14,9 @@ from slime.weights.convert.decoder import (
     refuse,
     require,
 )
-from slime.weights.convert.experts import EXPERT_RULES, ROUTER_RULES, moe_layer_freq, softmax_router
-from slime.weights.convert.family import ModelFamily
-from slime.weights.convert.spec import ModelSpec
+from slime.models.experts import EXPERT_RULES, ROUTER_RULES, moe_layer_freq, softmax_router
+from slime.models.family import ModelFamily
+from slime.models.spec import ModelSpec
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:

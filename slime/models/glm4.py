@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slime.weights.convert.decoder import (
+from slime.models.decoder import (
     ATTENTION_RULES,
     COMPUTED_BUFFERS,
     HF_LAYER,
@@ -17,9 +17,9 @@ from slime.weights.convert.decoder import (
     QKV_BIAS_RULES,
     decoder_spec,
 )
-from slime.weights.convert.family import ModelFamily, Rule
-from slime.weights.convert.layouts import REPLICATED, ROW, STACKED_GATE_UP
-from slime.weights.convert.spec import ModelSpec
+from slime.models.family import ModelFamily, Rule
+from slime.models.layouts import REPLICATED, ROW, STACKED_GATE_UP
+from slime.models.spec import ModelSpec
 
 #: transformers' Glm4Config, where config.json is silent.
 _DEFAULTS = {"attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-07}

@@ -7,15 +7,15 @@ spec = family.model_spec("path/to/model")   # what to build
 from __future__ import annotations
 
 from slime.errors import UserError
-from slime.weights.convert.deepseek_v3 import DEEPSEEK_V3
-from slime.weights.convert.family import Match, ModelFamily, Rule
-from slime.weights.convert.glm4 import GLM4
-from slime.weights.convert.glm4_moe import GLM4_MOE
-from slime.weights.convert.llama import LLAMA
-from slime.weights.convert.qwen2 import QWEN2
-from slime.weights.convert.qwen3 import QWEN3
-from slime.weights.convert.qwen3_moe import QWEN3_MOE
-from slime.weights.convert.spec import HfConfig, ModelSpec, read_hf_config
+from slime.models.deepseek_v3 import DEEPSEEK_V3
+from slime.models.family import Match, ModelFamily, Rule
+from slime.models.glm4 import GLM4
+from slime.models.glm4_moe import GLM4_MOE
+from slime.models.llama import LLAMA
+from slime.models.qwen2 import QWEN2
+from slime.models.qwen3 import QWEN3
+from slime.models.qwen3_moe import QWEN3_MOE
+from slime.models.spec import HfConfig, ModelSpec, read_hf_config
 
 FAMILIES: tuple[ModelFamily, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3)
 

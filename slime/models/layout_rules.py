@@ -5,7 +5,7 @@ from __future__ import annotations
 from slime.config import Config
 from slime.config.specs import option_of
 from slime.errors import UserError
-from slime.weights.convert.spec import ModelSpec
+from slime.models.spec import ModelSpec
 
 
 def virtual_stages(spec: ModelSpec, config: Config) -> int | None:

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from slime.weights.convert.layouts import Layout
-from slime.weights.convert.spec import HfConfig, ModelSpec, read_hf_config
+from slime.models.layouts import Layout
+from slime.models.spec import HfConfig, ModelSpec, read_hf_config
 
 _PLACEHOLDERS = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)"}
 

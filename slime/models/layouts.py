@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slime.weights.convert.spec import ModelSpec
+from slime.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slime.weights.convert.decoder import (
+from slime.models.decoder import (
     ATTENTION_RULES,
     COMPUTED_BUFFERS,
     MLP_RULES,
@@ -19,9 +19,9 @@ from slime.weights.convert.decoder import (
     mtp_layers,
     require,
 )
-from slime.weights.convert.experts import MOE_RULES, moe_layer_freq, sigmoid_router
-from slime.weights.convert.family import ModelFamily
-from slime.weights.convert.spec import ModelSpec
+from slime.models.experts import MOE_RULES, moe_layer_freq, sigmoid_router
+from slime.models.family import ModelFamily
+from slime.models.spec import ModelSpec
 
 #: transformers' Glm4MoeConfig, where config.json is silent.
 _DEFAULTS = {

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from slime.errors import UserError
-from slime.weights.convert.decoder import (
+from slime.models.decoder import (
     ATTENTION,
     ATTENTION_RULES,
     COMPUTED_BUFFERS,
@@ -24,10 +24,10 @@ from slime.weights.convert.decoder import (
     refuse,
     require,
 )
-from slime.weights.convert.experts import MOE_RULES, moe_layer_freq, sigmoid_router
-from slime.weights.convert.family import ModelFamily, Rule
-from slime.weights.convert.layouts import COLUMN, REPLICATED
-from slime.weights.convert.spec import ModelSpec, rotary_settings
+from slime.models.experts import MOE_RULES, moe_layer_freq, sigmoid_router
+from slime.models.family import ModelFamily, Rule
+from slime.models.layouts import COLUMN, REPLICATED
+from slime.models.spec import ModelSpec, rotary_settings
 
 #: transformers' DeepseekV3Config, where config.json is silent.
 _DEFAULTS = {

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from slime.errors import UserError
-from slime.weights.convert.family import Rule
-from slime.weights.convert.layouts import GATE_UP, QKV, REPLICATED, ROW, VOCAB
-from slime.weights.convert.spec import ModelSpec, rotary_settings
+from slime.models.family import Rule
+from slime.models.layouts import GATE_UP, QKV, REPLICATED, ROW, VOCAB
+from slime.models.spec import ModelSpec, rotary_settings
 
 MEGATRON_LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
 ATTENTION, HF_ATTENTION = MEGATRON_LAYER + "self_attention.", HF_LAYER + "self_attn."

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from slime.errors import UserError
-from slime.weights.convert.decoder import HF_LAYER, MEGATRON_LAYER, require
-from slime.weights.convert.family import Rule
-from slime.weights.convert.layouts import GATE_UP, REPLICATED, ROW
-from slime.weights.convert.spec import ModelSpec
+from slime.models.decoder import HF_LAYER, MEGATRON_LAYER, require
+from slime.models.family import Rule
+from slime.models.layouts import GATE_UP, REPLICATED, ROW
+from slime.models.spec import ModelSpec
 
 _EXPERTS, _HF_MLP = MEGATRON_LAYER + "mlp.experts.", HF_LAYER + "mlp."
 
