@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slime.rollout.engines.api import EngineClient
+from slime.engines.api import EngineClient
 from slime.weights.gguf import find_smollm2, gguf_to_hf
 
 NUM_REQUESTS = 64
@@ -97,7 +97,7 @@ def server(model_path: Path, dtype: str, threads: int, flags: list[str]) -> Iter
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    argv = [sys.executable, "-m", "slime.rollout.engines.embedded", "--model-path", str(model_path)]
+    argv = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model_path)]
     argv += ["--port", str(port), "--dtype", dtype, "--num-threads", str(threads), "--parent-pid", str(os.getpid())]
     process = subprocess.Popen([*argv, "--log-level", "WARNING", *flags])
     url = f"http://127.0.0.1:{port}"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slime.cluster.server_process import ServerProcess
-from slime.rollout.engines.launch import LaunchSpec
+from slime.engines.launch import LaunchSpec
 
 
 @contextmanager

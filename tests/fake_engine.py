@@ -1,4 +1,4 @@
-"""An engine that speaks the protocol of `slime.rollout.engines.api` without a model, for tests of its clients.
+"""An engine that speaks the protocol of `slime.engines.api` without a model, for tests of its clients.
 
 Its tokens are a function of (sampling_seed, first prompt token, absolute position) alone, so that any scheduling,
 any retry and any resume of a partial response gives the same tokens, as an engine in deterministic mode does.

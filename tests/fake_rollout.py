@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from slime.engines.api import EngineError, GenerateResult
+from slime.engines.client import RolloutClient
 from slime.hooks import DataSource
-from slime.rollout.client import RolloutClient
-from slime.rollout.engines.api import EngineError, GenerateResult
 from slime.rollout.generate import GenerateState, sampling_params
 from slime.samples.types import Sample
 from tests.fake_engine import answer

@@ -17,9 +17,9 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from slime.weights.buckets import TensorEntry, dtype_name, entries_of, fingerprint, unpack
-from slime.weights.process_group import ExternalGroup
-from slime.weights.shared_memory import attach
+from slime.engines.wire.buckets import TensorEntry, dtype_name, entries_of, fingerprint, unpack
+from slime.engines.wire.process_group import ExternalGroup
+from slime.engines.wire.shared_memory import attach
 
 Corrupt = Callable[[dict[str, torch.Tensor]], None]
 

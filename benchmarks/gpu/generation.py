@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, engine_url: str, front: str, in_flight: int) -
 
 
 async def measure(args: argparse.Namespace, engine_url: str, front: str, in_flight: int) -> Row:
-    from slime.rollout.client import RolloutClient
+    from slime.engines.client import RolloutClient
 
     generator = random.Random(0)
     prompts = [[generator.randrange(256) for _ in range(args.prompt_tokens)] for _ in range(2 * in_flight)]

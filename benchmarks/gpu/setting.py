@@ -23,9 +23,9 @@ from slime.cluster.ports import reserve_port
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config
 from slime.config.host import num_gpus
+from slime.engines.launch import LaunchSpec, embedded_command, router_command, sglang_command
+from slime.engines.sglang.command import EnginePlace
 from slime.observe.report.data import Stage, read_run
-from slime.rollout.engines.launch import LaunchSpec, embedded_command, router_command, sglang_command
-from slime.rollout.engines.sglang.command import EnginePlace
 from slime.samples.types import Sample
 
 HOST = "127.0.0.1"
@@ -154,7 +154,7 @@ def router(config: Config, folder: Path, url: str) -> Iterator[str]:
     """Base URL of a router in front of an engine."""
     import asyncio
 
-    from slime.rollout.router import register_workers
+    from slime.engines.router import register_workers
 
     with ExitStack() as stack:
         reservation = reserve_port(HOST)

@@ -51,8 +51,8 @@ def take_turns(place: ranks.Place, answer: ranks.Answer, flags: dict[str, Any], 
     import torch
     import torch.distributed as dist
 
+    from slime.engines.wire.buckets import fingerprint
     from slime.train.megatron.optimizer import torch_optimizers
-    from slime.weights.buckets import fingerprint
 
     backend = ranks.trainer(place, **flags)
     backend.setup()

@@ -140,7 +140,7 @@ def profile(work: Callable[[], Any], rank: int) -> None:
 
 
 def _memory(url: str, verb: str, tags: list[str]) -> None:
-    from slime.weights.engine_fleet import EngineFleet
+    from slime.engines.fleet import EngineFleet
 
     fleet = EngineFleet([url])
     fleet.post(f"/{verb}_memory_occupation", {"tags": tags}, 120)

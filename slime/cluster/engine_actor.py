@@ -12,9 +12,9 @@ from slime.cluster.engine_placement import EnginePart
 from slime.cluster.ports import PortReservation, node_ip, reserve_port
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.config import Config
+from slime.engines.router import register_workers
 from slime.errors import RunFailed, UserError
 from slime.observe.log import get_logger, log_to_file_only
-from slime.rollout.router import register_workers
 
 logger = get_logger(__name__)
 
@@ -70,7 +70,7 @@ class EngineActor:
         Raises:
             UserError: it did not come up; carries its last log lines.
         """
-        from slime.rollout.engines.launch import LaunchSpec, embedded_command, sglang_command
+        from slime.engines.launch import LaunchSpec, embedded_command, sglang_command
 
         if self._process is not None and self._process.is_alive():
             self._process.stop(grace=0)  # this node's part of an engine whose other part did not come up
@@ -109,7 +109,7 @@ class EngineActor:
         return {"disaggregation_mode": kind, "disaggregation_bootstrap_port": self._bootstrap_port}
 
     def start_router(self, worker_urls: list[str], pairs: DisaggregatedWorkers | None = None) -> str:
-        from slime.rollout.engines.launch import disaggregated_router_command, router_command
+        from slime.engines.launch import disaggregated_router_command, router_command
 
         host = node_ip()
         if pairs is not None:

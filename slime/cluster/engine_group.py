@@ -20,12 +20,12 @@ from slime.cluster.placement import Slots
 from slime.cluster.plan import PlacementPlan
 from slime.cluster.waiting import ActorDied, DeadlinePassed, Watch, wait_for
 from slime.config import Config
+from slime.engines.api import EngineError
+from slime.engines.fleet import EngineFleet
+from slime.engines.router import register_workers, remove_worker
+from slime.engines.sglang.groups import ServedModel
 from slime.errors import RunFailed
 from slime.observe.log import get_logger
-from slime.rollout.engines.api import EngineError
-from slime.rollout.engines.sglang.groups import ServedModel
-from slime.rollout.router import register_workers, remove_worker
-from slime.weights.engine_fleet import EngineFleet
 from slime.weights.transport import EngineSlots
 
 logger = get_logger(__name__)

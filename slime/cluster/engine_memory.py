@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from slime.rollout.engines.api import EngineError
-from slime.weights.engine_fleet import answers
+from slime.engines.api import EngineError
+from slime.engines.fleet import answers
 
 MEMORY_SECONDS = 300.0  # a copy of the weights to the host or back, and the end of the last requests
 
 
 class Fleet(Protocol):
-    """What of `slime.weights.engine_fleet.EngineFleet` is needed here."""
+    """What of `slime.engines.fleet.EngineFleet` is needed here."""
 
     @property
     def urls(self) -> Sequence[str]: ...

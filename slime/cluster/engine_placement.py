@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from slime.cluster.placement import Slots
 from slime.cluster.plan import PlacementPlan
 from slime.config import Config
+from slime.engines.sglang.command import EnginePlace
+from slime.engines.sglang.groups import ServedModel, ServerGroup, served_models
 from slime.errors import UserError
-from slime.rollout.engines.sglang.command import EnginePlace
-from slime.rollout.engines.sglang.groups import ServedModel, ServerGroup, served_models
 
 
 @dataclass(frozen=True)

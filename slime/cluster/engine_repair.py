@@ -23,10 +23,10 @@ from slime.cluster.engine_actor import Obituary, raise_obituary
 from slime.cluster.hand_over import HandOver
 from slime.cluster.waiting import DeadlinePassed, StopRequested, Watch, wait_for
 from slime.config import Config
+from slime.engines.api import EngineError
+from slime.engines.fleet import EngineFleet
 from slime.errors import UserError
 from slime.observe.log import get_logger
-from slime.rollout.engines.api import EngineError
-from slime.weights.engine_fleet import EngineFleet
 
 logger = get_logger(__name__)
 

@@ -86,7 +86,7 @@ def main() -> None:
         while time.monotonic() < end and _alive(known):
             time.sleep(0.05)
     sys.path.insert(0, str(Path(__file__).parents[2]))  # -S and -E leave nothing but the standard library
-    from slime.weights.shared_memory import remove_stale
+    from slime.engines.wire.shared_memory import remove_stale
 
     remove_stale()
 

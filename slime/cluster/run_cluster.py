@@ -33,11 +33,11 @@ from slime.cluster.start_news import StartNews
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
 from slime.cluster.waiting import ActorDied, DeadlinePassed, StopRequested, Watch, raise_failed, wait_for
 from slime.config import Config
+from slime.engines.sglang.command import STARTUP_SECONDS
+from slime.engines.wire.shared_memory import remove_stale
 from slime.errors import RunFailed, UserError
 from slime.observe.log import get_logger
-from slime.rollout.engines.sglang.command import STARTUP_SECONDS
 from slime.samples.types import TrainLayout
-from slime.weights.shared_memory import remove_stale
 
 logger = get_logger(__name__)
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from slime.rollout.engines.launch import LaunchSpec
+from slime.engines.launch import LaunchSpec
 
 _PR_SET_PDEATHSIG = 1
 _LOG_BYTES = 1 << 18

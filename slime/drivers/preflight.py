@@ -96,8 +96,8 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
 def check_engine_flags(config: Config) -> None:
     """SGLang engines can do for this run what the flags ask of them."""
     if config.engine.rollout_engine == "sglang" and needs_engines(config):
-        from slime.rollout.engines.sglang.command import check_sglang
-        from slime.rollout.engines.sglang.groups import served_models
+        from slime.engines.sglang.command import check_sglang
+        from slime.engines.sglang.groups import served_models
 
         check_sglang(config)
         for model in served_models(config):
@@ -111,7 +111,7 @@ def check_engine_flags(config: Config) -> None:
 def check_engine(config: Config) -> None:
     """Engines of the kind that is asked for can be started here; the nodes of a cluster look for themselves."""
     if config.engine.rollout_engine == "sglang" and needs_engines(config) and not joins_cluster(config):
-        from slime.rollout.engines.sglang.versions import check_version, installed_version
+        from slime.engines.sglang.versions import check_version, installed_version
 
         check_version(installed_version())
 

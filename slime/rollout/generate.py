@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config import Config
+from slime.engines.api import EngineError, GenerateResult
+from slime.engines.client import RequestRefused, RolloutClient
 from slime.errors import UserError
 from slime.observe.log import get_logger
 from slime.observe.trace import record_engine_timings, span
-from slime.rollout.client import RequestRefused, RolloutClient
-from slime.rollout.engines.api import EngineError, GenerateResult
 from slime.samples.types import Sample, SampleStatus
 
 logger = get_logger(__name__)

@@ -20,6 +20,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from slime.config import Config
+from slime.engines.api import EngineClient, EngineError
+from slime.engines.client import RolloutClient
+from slime.engines.router import list_workers, wants_routing_key
 from slime.errors import UserError
 from slime.hooks import (
     DataSource,
@@ -32,9 +35,7 @@ from slime.hooks import (
 )
 from slime.observe.log import get_logger
 from slime.rollout import debug_data
-from slime.rollout.client import RolloutClient
 from slime.rollout.collect import Collected, Collector
-from slime.rollout.engines.api import EngineClient, EngineError
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import EvalSet, evaluate, read_eval_prompts
 from slime.rollout.execution import GroupRunner
@@ -47,7 +48,6 @@ from slime.rollout.generate import (
 )
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards import RewardPool
-from slime.rollout.router import list_workers, wants_routing_key
 from slime.samples.types import Group
 
 logger = get_logger(__name__)

@@ -6,8 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 
+from slime.engines.client import RolloutClient
 from slime.errors import UserError
-from slime.rollout.client import RolloutClient
 from slime.rollout.execution import GroupRun, GroupRunner, Stage
 
 _WAITS_FOR = {

@@ -30,12 +30,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config import Config
+from slime.engines.api import EngineError
+from slime.engines.fleet import EngineFleet
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.spec import read_hf_config
 from slime.observe.log import get_logger
-from slime.rollout.engines.api import EngineError
-from slime.weights.engine_fleet import EngineFleet
 
 logger = get_logger(__name__)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from slime.weights.buckets import dtype_in, dtype_name
-from slime.weights.engine_fleet import EngineFleet
+from slime.engines.fleet import EngineFleet
+from slime.engines.wire.buckets import dtype_in, dtype_name
 from slime.weights.hf_files import HfWriter
 from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
 

@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 
 import torch
 
-from slime.rollout.engines.api import EngineError
-from slime.weights.buckets import Bucket, BufferPair, pack
-from slime.weights.engine_fleet import EngineFleet, is_local
-from slime.weights.process_group import ExternalGroup, address_towards
+from slime.engines.api import EngineError
+from slime.engines.fleet import EngineFleet, is_local
+from slime.engines.wire.buckets import Bucket, BufferPair, pack
+from slime.engines.wire.process_group import ExternalGroup, address_towards
 from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
 
 JOIN_SECONDS = 120.0

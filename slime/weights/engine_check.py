@@ -1,7 +1,7 @@
 """The proof that engines hold what was sent, for either kind of engine.
 
     embedded engine   its own ``/weights_checker {"action": "fingerprint"}``: whole tensors under the names sent
-    SGLang            `slime.rollout.engines.sglang.weight_probe` in its processes: each rank's slice of a tensor, which
+    SGLang            `slime.engines.sglang.weight_probe` in its processes: each rank's slice of a tensor, which
                       is wherever SGLang's fused and sharded parameters have it
 
 Whole tensors are compared by xxh3-128, slices on GPUs by a sum that GPUs compute. SGLang's own checker is used for
@@ -22,10 +22,10 @@ from typing import Any, Protocol
 
 import torch
 
-from slime.rollout.engines.api import WEIGHT_PROBE, EngineError
-from slime.weights.buckets import FINGERPRINTS, fingerprint
-from slime.weights.engine_fleet import EngineFleet
-from slime.weights.process_group import ExternalGroup
+from slime.engines.api import WEIGHT_PROBE, EngineError
+from slime.engines.fleet import EngineFleet
+from slime.engines.wire.buckets import FINGERPRINTS, fingerprint
+from slime.engines.wire.process_group import ExternalGroup
 from slime.weights.receipt import compare
 from slime.weights.transport import EngineSlots
 

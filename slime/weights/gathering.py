@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from slime.weights.buckets import dtype_of
+from slime.engines.wire.buckets import dtype_of
 from slime.weights.megatron_names import Placement
 
 #: Bytes of whole tensors that are brought here at a time.

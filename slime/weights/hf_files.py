@@ -254,7 +254,7 @@ class HfWriter:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append a tensor; a full shard goes to disk at once."""
-        from slime.weights.buckets import dtype_name
+        from slime.engines.wire.buckets import dtype_name
 
         nbytes = tensor.numel() * tensor.element_size()
         if self._open and self._open_bytes + nbytes > self.shard_bytes:

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slime.engines.wire import expert_runs
+from slime.engines.wire.buckets import dtype_in, dtype_name
 from slime.errors import UserError
 from slime.models import Match, ModelFamily, family_of
 from slime.models.layouts import Shard, VocabParallel
 from slime.models.spec import HfConfig, ModelSpec
-from slime.weights import expert_runs
-from slime.weights.buckets import dtype_in, dtype_name
 from slime.weights.gathering import Held, batches, gather, whole_bytes
 from slime.weights.hf_files import HfReader, HfWriter
 from slime.weights.megatron_names import Placement, global_parameters
@@ -199,7 +199,7 @@ class HfExporter:
         model_name: conversion table, when the config does not tell.
         own_stage: only what this pipeline stage holds; collective over the ranks of the stage, and nothing crosses the
             pipeline.
-        in_runs: experts that are stacked here come many at a time (`slime.weights.expert_runs`).
+        in_runs: experts that are stacked here come many at a time (`slime.engines.wire.expert_runs`).
     """
 
     def __init__(

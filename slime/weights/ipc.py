@@ -6,7 +6,7 @@
 
 Nothing but handles leaves a GPU. Stock SGLang reads them as ``serialized_named_tensors`` in the format
 ``flattened_bucket``: a pickle of one uint8 tensor (a CUDA IPC handle; on hosts without GPUs a file in shared memory)
-and a table. Runs of experts need its hook for custom loaders (`slime.rollout.engines.sglang.weight_loader`). While
+and a table. Runs of experts need its hook for custom loaders (`slime.engines.sglang.weight_loader`). While
 engines load one bucket the next is gathered and packed; a buffer is written to again only when every engine has
 answered for it.
 """
@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
+from slime.engines.api import WEIGHT_LOADER
+from slime.engines.fleet import EngineFleet
+from slime.engines.wire.buckets import Bucket, BufferPair, dtype_of, pack
 from slime.errors import UserError
-from slime.rollout.engines.api import WEIGHT_LOADER
-from slime.weights.buckets import Bucket, BufferPair, dtype_of, pack
-from slime.weights.engine_fleet import EngineFleet
 from slime.weights.transport import EngineSlots, NamedTensors, Observer, Transferred, deadline_for
 
 _DEVICE_ARGUMENT = 6  # of `reductions.rebuild_cuda_tensor`
@@ -202,7 +202,7 @@ def _flattened_bucket(bucket: Bucket) -> Callable[[_Opened], Any]:
 
 
 def _bucket_and_table(bucket: Bucket) -> Callable[[_Opened], Any]:
-    """What `slime.rollout.engines.sglang.weight_loader.load` wants; SGLang hands pairs of names and tensors on."""
+    """What `slime.engines.sglang.weight_loader.load` wants; SGLang hands pairs of names and tensors on."""
     words = json.dumps([entry.to_json() for entry in bucket.entries]).encode()
     table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     return lambda buffer: [("bucket", buffer), ("table", table)]

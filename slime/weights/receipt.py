@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slime.weights.buckets import fingerprint
+from slime.engines.wire.buckets import fingerprint
 
 
 class WeightMismatch(Exception):

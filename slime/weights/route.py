@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from slime.config import Config
+from slime.engines.api import WEIGHT_LOADER
+from slime.engines.wire.buckets import dtype_of
 from slime.errors import UserError
 from slime.models.spec import HfConfig, read_hf_config
-from slime.rollout.engines.api import WEIGHT_LOADER
-from slime.weights.buckets import dtype_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Route:
         dtype: of the engines' floating-point weights.
         asks_ranks: the engines' ranks are asked for their slices (SGLang), not the engines for whole tensors.
         sources: the rank that sends, of each pipeline stage; rank 0 alone if it has everything brought to it.
-        in_runs: neighbouring experts travel as one tensor (`slime.weights.expert_runs`).
+        in_runs: neighbouring experts travel as one tensor (`slime.engines.wire.expert_runs`).
     """
 
     kind: str

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from slime.weights.buckets import Bucket, pack
-from slime.weights.engine_fleet import EngineFleet
-from slime.weights.shared_memory import Segment, SegmentPool, remove_stale
+from slime.engines.fleet import EngineFleet
+from slime.engines.wire.buckets import Bucket, pack
+from slime.engines.wire.shared_memory import Segment, SegmentPool, remove_stale
 from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
 
 

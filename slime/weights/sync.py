@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import nn
 
 from slime.config import Config
+from slime.engines.api import EngineError
+from slime.engines.fleet import EngineFleet, is_local
+from slime.engines.wire.expert_runs import ExpertRun
 from slime.errors import UserError
 from slime.models.spec import HfConfig
-from slime.rollout.engines.api import EngineError
 from slime.weights.disk import DiskTransport
 from slime.weights.distributed import JOIN_SECONDS, LEAVE_SECONDS, DistributedTransport, own_address
 from slime.weights.engine_check import Digest, EngineCheck, SliceCheck, WholeTensorCheck
-from slime.weights.engine_fleet import EngineFleet, is_local
-from slime.weights.expert_runs import ExpertRun
 from slime.weights.hf_io import HfExporter
 from slime.weights.ipc import IpcTransport
 from slime.weights.megatron_names import Placement

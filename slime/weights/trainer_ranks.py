@@ -23,8 +23,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from slime.engines.api import EngineError
 from slime.errors import UserError
-from slime.rollout.engines.api import EngineError
 
 
 class StageError(Exception):

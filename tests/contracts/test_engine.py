@@ -41,11 +41,11 @@ from servers import (
     wait_until,
 )
 
-from slime.rollout.engines.api import GET_ROUTES, POST_ROUTES, EngineClient, EngineError, SamplingParams
-from slime.rollout.router import list_workers, register_workers
-from slime.weights.buckets import fingerprint, pack
-from slime.weights.process_group import ExternalGroup
-from slime.weights.shared_memory import Segment
+from slime.engines.api import GET_ROUTES, POST_ROUTES, EngineClient, EngineError, SamplingParams
+from slime.engines.router import list_workers, register_workers
+from slime.engines.wire.buckets import fingerprint, pack
+from slime.engines.wire.process_group import ExternalGroup
+from slime.engines.wire.shared_memory import Segment
 
 # -- generation ------------------------------------------------------------------------------------------------
 

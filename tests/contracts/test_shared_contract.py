@@ -28,10 +28,10 @@ from servers import long_generation as long_request
 
 from slime.cluster.ports import reserve_port
 from slime.config import make_config
+from slime.engines.api import GenerateResult
+from slime.engines.launch import sglang_command
+from slime.engines.sglang.command import EnginePlace
 from slime.models import family_of
-from slime.rollout.engines.api import GenerateResult
-from slime.rollout.engines.launch import sglang_command
-from slime.rollout.engines.sglang.command import EnginePlace
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
 from tests.cluster_processes import running_server
@@ -262,7 +262,7 @@ def test_memory_goes_and_comes_by_tags(engine: Server, model: Path) -> None:
 
 def test_a_bad_flag_ends_the_server_with_its_name(kind: str, model: Path) -> None:
     if kind == "embedded":
-        argv = [sys.executable, "-m", "slime.rollout.engines.embedded", "--model-path", str(model)]
+        argv = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model)]
     else:
         argv = sglang_command(sglang_config(model), str(model), "127.0.0.1", 30000).argv
     path = os.pathsep.join([*([str(Path(__file__).parents[1] / "fake_sglang")] if kind == "stand-in" else []),

@@ -18,7 +18,7 @@ from tests.loop.test_sglang_loop import environment as sglang_environment
 pytestmark = pytest.mark.full
 
 Start = Callable[..., Driver]
-ENGINE = "slime.rollout.engines.embedded"
+ENGINE = "slime.engines.embedded"
 FAST_CHECKS = ("--rollout-health-check-interval", 1, "--rollout-health-check-timeout", 2)
 
 

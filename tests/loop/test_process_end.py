@@ -155,7 +155,7 @@ def test_kill_9_of_the_driver(begin: Start, hold: Path) -> None:
             id="trainer",
             marks=pytest.mark.full,
         ),
-        pytest.param("train.py", "slime.rollout.engines.embedded", "engine-0", "--use-fault-tolerance", id="engine"),
+        pytest.param("train.py", "slime.engines.embedded", "engine-0", "--use-fault-tolerance", id="engine"),
         pytest.param(
             "train_async.py", "sglang::router", "router", "last lines of its log", id="router", marks=pytest.mark.full
         ),

@@ -13,13 +13,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from slime.rollout.engines.embedded.architecture import Architecture
-from slime.rollout.engines.embedded.kv_cache import KVCache
-from slime.rollout.engines.embedded.sampling_params import Params, parse_params
-from slime.rollout.engines.embedded.scheduler import Scheduler
-from slime.rollout.engines.embedded.sequence import Sequence
-from slime.rollout.engines.embedded.text import TextStream
-from slime.rollout.engines.embedded.weights import make_store
+from slime.engines.embedded.architecture import Architecture
+from slime.engines.embedded.kv_cache import KVCache
+from slime.engines.embedded.sampling_params import Params, parse_params
+from slime.engines.embedded.scheduler import Scheduler
+from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.text import TextStream
+from slime.engines.embedded.weights import make_store
 
 VOCAB = 384
 EOS = 257

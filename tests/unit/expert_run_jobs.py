@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slime.weights import expert_runs
+from slime.engines.wire import expert_runs
 from slime.weights.engine_check import SliceCheck
 from slime.weights.hf_io import HfExporter
 from slime.weights.sync import WeightSync

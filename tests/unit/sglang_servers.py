@@ -16,8 +16,8 @@ import pytest
 from slime.cluster.ports import PortReservation, reserve_port
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config
-from slime.rollout.engines.launch import sglang_command
-from slime.rollout.engines.sglang.command import EnginePlace
+from slime.engines.launch import sglang_command
+from slime.engines.sglang.command import EnginePlace
 
 FAKE = Path(__file__).parents[1] / "fake_sglang"
 _reservations: list[PortReservation] = []

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.errors import UserError
-from slime.rollout import client as client_module
-from slime.rollout.client import InFlight, RequestRefused, RolloutClient, num_requests
-from slime.rollout.engines.api import EngineClient, EngineError, GenerateResult
-from slime.rollout.router import (
+from slime.engines import client as client_module
+from slime.engines.api import EngineClient, EngineError, GenerateResult
+from slime.engines.client import InFlight, RequestRefused, RolloutClient, num_requests
+from slime.engines.router import (
     Worker,
     list_workers,
     register_workers,
@@ -28,6 +27,7 @@ from slime.rollout.router import (
     router_policy,
     wants_routing_key,
 )
+from slime.errors import UserError
 from tests.fake_engine import FakeEngine, answer
 
 PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
@@ -161,7 +161,7 @@ def test_a_dead_engine_does_not_hold_up_an_abort_unless_requests_wait_for_it() -
 
 
 def test_a_router_that_does_not_answer_holds_up_no_abort(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.rollout.router._LIST_SECONDS", 0.05)
+    monkeypatch.setattr("slime.engines.router._LIST_SECONDS", 0.05)
 
     async def never(request: web.Request) -> web.Response:
         await asyncio.sleep(3600)

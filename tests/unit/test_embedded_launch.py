@@ -11,10 +11,10 @@ import pytest
 from sglang_router.launch_router import parse_router_args
 
 from slime.config import make_config
+from slime.engines.embedded.__main__ import parse_args
+from slime.engines.embedded.server import bind
+from slime.engines.launch import embedded_command, router_command
 from slime.errors import UserError
-from slime.rollout.engines.embedded.__main__ import parse_args
-from slime.rollout.engines.embedded.server import bind
-from slime.rollout.engines.launch import embedded_command, router_command
 from slime.weights.gguf import find_smollm2, gguf_to_hf
 
 

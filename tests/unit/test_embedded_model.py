@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from slime.engines.embedded.architecture import Architecture, Rope
+from slime.engines.embedded.linear import Linear
 from slime.errors import UserError
-from slime.rollout.engines.embedded.architecture import Architecture, Rope
-from slime.rollout.engines.embedded.linear import Linear
 
 PROMPT = [5, 9, 200, 31, 7, 7, 64, 12, 300, 2, 18]
 

@@ -11,11 +11,11 @@ from embedded_models import EOS, VOCAB, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.rollout.engines.embedded.fields import BadRequest
-from slime.rollout.engines.embedded.generate_request import Limits, parse_generate
-from slime.rollout.engines.embedded.openai_request import parse_chat, parse_completion
-from slime.rollout.engines.embedded.sampling_params import Params, parse_params
-from slime.rollout.engines.embedded.text import TextStream, find_stop, hold_back, trim_stop
+from slime.engines.embedded.fields import BadRequest
+from slime.engines.embedded.generate_request import Limits, parse_generate
+from slime.engines.embedded.openai_request import parse_chat, parse_completion
+from slime.engines.embedded.sampling_params import Params, parse_params
+from slime.engines.embedded.text import TextStream, find_stop, hold_back, trim_stop
 
 TOKENIZER = byte_tokenizer()
 

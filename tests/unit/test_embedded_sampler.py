@@ -9,8 +9,8 @@ from embedded_models import VOCAB, make_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.rollout.engines.embedded.sampler import sample, token_logprobs, uniforms
-from slime.rollout.engines.embedded.sequence import Sequence
+from slime.engines.embedded.sampler import sample, token_logprobs, uniforms
+from slime.engines.embedded.sequence import Sequence
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 3.0) -> torch.Tensor:

@@ -10,9 +10,9 @@ import torch
 from embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model
 from safetensors.torch import load_file, save_file
 
+from slime.engines.embedded.weights import WeightError, WeightStore
+from slime.engines.wire.buckets import fingerprint
 from slime.errors import UserError
-from slime.rollout.engines.embedded.weights import WeightError, WeightStore
-from slime.weights.buckets import fingerprint
 
 PROMPT = [5, 9, 200, 31, 7]
 

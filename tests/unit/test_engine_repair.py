@@ -20,9 +20,9 @@ from slime.cluster.engine_repair import MOST_RESTARTS, EngineRepair, HealthCheck
 from slime.cluster.engine_weights import EngineWeights
 from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS, HandOver, Holder
 from slime.config import make_config
+from slime.engines.api import EngineError
+from slime.engines.fleet import EngineFleet
 from slime.errors import RunFailed, UserError
-from slime.rollout.engines.api import EngineError
-from slime.weights.engine_fleet import EngineFleet
 
 KILLED = "was killed (SIGKILL)"
 

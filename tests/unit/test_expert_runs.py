@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from slime.config import make_config
+from slime.engines.api import WEIGHT_LOADER
+from slime.engines.embedded.architecture import Architecture
+from slime.engines.sglang import weight_loader
+from slime.engines.sglang.command import EnginePlace
+from slime.engines.sglang.weight_probe import HeldExperts, Tree, _answer
+from slime.engines.wire.buckets import Bucket, pack
+from slime.engines.wire.expert_runs import ExpertRun, bounds
 from slime.errors import UserError
-from slime.rollout.engines.api import WEIGHT_LOADER
-from slime.rollout.engines.embedded.architecture import Architecture
-from slime.rollout.engines.sglang import weight_loader
-from slime.rollout.engines.sglang.command import EnginePlace
-from slime.rollout.engines.sglang.weight_probe import HeldExperts, Tree, _answer
-from slime.weights.buckets import Bucket, pack
 from slime.weights.engine_check import SliceDigest
-from slime.weights.expert_runs import ExpertRun, bounds
 from slime.weights.ipc import _bucket_and_table
 from slime.weights.route import check_experts, takes_runs
 from slime.weights.transport import EngineSlots

@@ -17,11 +17,11 @@ from trainer_ranks import VOCAB, free_port, make_batch, trainer_config
 
 from slime.config import make_config
 from slime.config.architecture import check_model_flags, merge_transformer
+from slime.engines.embedded.architecture import Architecture
 from slime.errors import UserError
 from slime.models import FAMILIES, family_of
 from slime.models.flops import SequenceCost
 from slime.models.spec import check_same_model
-from slime.rollout.engines.embedded.architecture import Architecture
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.moe_layer import expert_layers
 from slime.train.megatron.parallel import RankInfo

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.engines.api import EngineError, GenerateResult
+from slime.engines.client import RequestRefused, RolloutClient
 from slime.errors import UserError
-from slime.rollout.client import RequestRefused, RolloutClient
-from slime.rollout.engines.api import EngineError, GenerateResult
 from slime.rollout.execution import GroupRun, GroupRunner
 from slime.rollout.generate import (
     append_result,

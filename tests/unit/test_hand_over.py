@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from slime.cluster.engine_group import EngineGroup
 from slime.cluster.engine_memory import EngineMemory
 from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS, HandOver
+from slime.engines.api import EngineError
 from slime.errors import RunFailed
-from slime.rollout.engines.api import EngineError
 
 ALL = {CACHE, GRAPHS, WEIGHTS}
 

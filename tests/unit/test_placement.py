@@ -21,8 +21,8 @@ from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
 from slime.config import make_config
 from slime.drivers.preflight import check_slots
+from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
-from slime.rollout.engines.launch import LaunchSpec
 
 
 def plan(**flags: object) -> PlacementPlan:
@@ -158,7 +158,7 @@ def test_a_server_dies_when_its_owner_is_killed(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from slime.cluster.server_process import ServerProcess
-from slime.rollout.engines.launch import LaunchSpec
+from slime.engines.launch import LaunchSpec
 process = ServerProcess("s", LaunchSpec(["sleep", "600"]), "http://127.0.0.1:1", Path({str(tmp_path / "log")!r}))
 process.start()
 Path({str(pid_file)!r}).write_text(str(process.pid))

@@ -106,7 +106,7 @@ def test_concurrency_is_limited_per_engine() -> None:
 
 
 def test_failing_requests_are_repeated_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.rollout.client._FIRST_BACKOFF", 0.001)
+    monkeypatch.setattr("slime.engines.client._FIRST_BACKOFF", 0.001)
 
     async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
         engine.failures = 5

@@ -17,9 +17,9 @@ from slime.cluster.engine_actor import Obituary, raise_obituary
 from slime.cluster.engine_repair import HealthChecks
 from slime.cluster.server_process import ServerProcess, exception_line
 from slime.config import make_config
+from slime.engines.launch import LaunchSpec, sglang_command
+from slime.engines.sglang.command import HEALTH_GENERATES, ONE_GPU, EnginePlace, check_sglang
 from slime.errors import RunFailed, UserError
-from slime.rollout.engines.launch import LaunchSpec, sglang_command
-from slime.rollout.engines.sglang.command import HEALTH_GENERATES, ONE_GPU, EnginePlace, check_sglang
 from tests.unit.embedded_models import save_tiny_model
 from tests.unit.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
 

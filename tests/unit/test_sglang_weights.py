@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from slime.config import Config, make_config
+from slime.engines.embedded.architecture import Architecture
+from slime.engines.sglang import weight_probe
+from slime.engines.sglang.command import EnginePlace
+from slime.engines.wire.buckets import FINGERPRINTS
+from slime.engines.wire.process_group import ExternalGroup
 from slime.errors import UserError
 from slime.models import family_of
-from slime.rollout.engines.embedded.architecture import Architecture
-from slime.rollout.engines.sglang import weight_probe
-from slime.rollout.engines.sglang.command import EnginePlace
 from slime.weights import ipc
-from slime.weights.buckets import FINGERPRINTS
 from slime.weights.engine_check import SliceDigest
-from slime.weights.process_group import ExternalGroup
 from slime.weights.receipt import WeightMismatch
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots

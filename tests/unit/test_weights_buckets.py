@@ -8,8 +8,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.weights import buckets
-from slime.weights.buckets import (
+from slime.engines.wire import buckets
+from slime.engines.wire.buckets import (
     BufferPair,
     TensorEntry,
     dtype_name,

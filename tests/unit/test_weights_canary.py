@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from slime.cluster.hand_over import HandOver
 from slime.cluster.run_cluster import Cluster
 from slime.config import make_config
+from slime.engines.api import EngineError
+from slime.engines.embedded.generate_request import Limits, parse_generate
+from slime.engines.embedded.responses import Answer
+from slime.engines.embedded.scheduler import Scheduler
 from slime.errors import UserError
-from slime.rollout.engines.api import EngineError
-from slime.rollout.engines.embedded.generate_request import Limits, parse_generate
-from slime.rollout.engines.embedded.responses import Answer
-from slime.rollout.engines.embedded.scheduler import Scheduler
 from slime.weights.canary import Canary, Difference, canary_tokens
 from tests.unit.embedded_models import EOS, SHAPES, VOCAB, make_scheduler, run, save_tiny_model
 from tests.unit.test_checkpoint import single

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.config import make_config
+from slime.engines.api import EngineClient
+from slime.engines.launch import embedded_command
 from slime.errors import UserError
 from slime.models.spec import read_hf_config
-from slime.rollout.engines.api import EngineClient
-from slime.rollout.engines.launch import embedded_command
 from slime.weights import sync as sync_module
 from slime.weights.canary import canary_tokens
 from slime.weights.sync import WeightSync

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from slime.engines.wire.shared_memory import Segment, SegmentPool, attach, remove_stale
 from slime.errors import UserError
-from slime.weights.shared_memory import Segment, SegmentPool, attach, remove_stale
 
 _OWNER = """
 import sys, time
 from pathlib import Path
-from slime.weights.shared_memory import Segment
+from slime.engines.wire.shared_memory import Segment
 segment = Segment(1000, Path(sys.argv[1]))
 print(segment.name, flush=True)
 if sys.argv[2] == "wait":

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config import make_config
+from slime.engines.wire.shared_memory import SHM_DIR
 from slime.errors import UserError
 from slime.models import family_of
 from slime.weights import sync as sync_module
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
-from slime.weights.shared_memory import SHM_DIR
 from slime.weights.sync import WeightSync, choose_route
 from tests.fake_weight_engine import FakeWeightEngine
 from tests.megatron_stub import MegatronStub, random_hf

@@ -28,14 +28,14 @@ from aiohttp import web
 from sglang import __version__
 from sglang.modules import sharded_model
 from sglang.scheduler import NO_MEMORY, die, generates
-from slime.rollout.engines.api import WEIGHT_PROBE
-from slime.rollout.engines.embedded.generate_routes import health_generate
-from slime.rollout.engines.embedded.state import json_response
-from slime.rollout.engines.embedded.weight_update import WeightUpdater
-from slime.rollout.engines.embedded.weights import WeightError, WeightStore
-from slime.rollout.engines.sglang.weight_probe import Tree
-from slime.weights.buckets import entries_of, unpack
-from slime.weights.process_group import ExternalGroup
+from slime.engines.api import WEIGHT_PROBE
+from slime.engines.embedded.generate_routes import health_generate
+from slime.engines.embedded.state import json_response
+from slime.engines.embedded.weight_update import WeightUpdater
+from slime.engines.embedded.weights import WeightError, WeightStore
+from slime.engines.sglang.weight_probe import Tree
+from slime.engines.wire.buckets import entries_of, unpack
+from slime.engines.wire.process_group import ExternalGroup
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -151,7 +151,7 @@ def install(args: argparse.Namespace) -> None:
     for name in ("from_tensor", "from_distributed", "join_group", "leave_group"):
         method = getattr(updater, name)
         setattr(WeightUpdater, name, lambda own, body, method=method: method(own, body))
-    from slime.rollout.engines.embedded import server as embedded  # its routes take the methods as they are now
+    from slime.engines.embedded import server as embedded  # its routes take the methods as they are now
 
     plain, calls, released = embedded._errors, Calls(args), set[str]()
 

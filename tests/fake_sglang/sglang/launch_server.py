@@ -49,8 +49,8 @@ def main(argv: list[str]) -> int:
     from sglang.as_sglang import install
 
     install(args)
-    from slime.rollout.engines.embedded.engine import EngineOptions
-    from slime.rollout.engines.embedded.server import bind, serve
+    from slime.engines.embedded.engine import EngineOptions
+    from slime.engines.embedded.server import bind, serve
 
     listener = bind(args.host, args.port)
     options = EngineOptions(

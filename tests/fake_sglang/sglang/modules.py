@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slime.rollout.engines.sglang.weight_probe import Tree
-from slime.weights.expert_runs import ExpertRun
+from slime.engines.sglang.weight_probe import Tree
+from slime.engines.wire.expert_runs import ExpertRun
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")

@@ -1,0 +1,233 @@
+"""The engine protocol: SGLang's HTTP API, the only thing rollout and weight sync know of an engine.
+
+Two servers speak it: stock SGLang and the embedded engine (`slime.engines.embedded`). One contract
+test suite (`tests/contracts/test_engine.py`) runs against both.
+
+    rollout ── /generate ──► router ──► engine 0..n        weights ── pause, update, flush, continue ──► each engine
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+#: Routes that every engine answers. `GET` unless listed in POST_ROUTES.
+GET_ROUTES = ("/health", "/health_generate", "/model_info", "/get_model_info", "/server_info", "/v1/loads")
+POST_ROUTES = (
+    "/generate",
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/flush_cache",
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/update_weights_from_disk",
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/weights_checker",
+    "/v1/chat/completions",
+)
+
+#: Dotted path of the function that SGLang engines are started with, to report what they hold.
+WEIGHT_PROBE = "slime.engines.sglang.weight_probe.report"
+
+#: And of the one that takes buckets in which experts lie many at a time.
+WEIGHT_LOADER = "slime.engines.sglang.weight_loader.load"
+
+
+class EngineError(Exception):
+    """An engine (or the router) did not do what was asked: HTTP status, time-out or a body with success=false."""
+
+    def __init__(self, url: str, what: str, status: int | None = None) -> None:
+        super().__init__(url, what, status)
+        self.url, self.what, self.status = url, what, status
+
+    def __str__(self) -> str:
+        return f"{self.url}: {self.what}"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling parameters of one request, spelt as SGLang spells them.
+
+    temperature 0 means greedy; top_k -1 means the whole vocabulary. ``sampling_seed`` makes the request's tokens
+    a function of seed and prompt alone in deterministic mode.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    n: int = 1
+    sampling_seed: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        data["stop"], data["stop_token_ids"] = list(self.stop), list(self.stop_token_ids)
+        if self.sampling_seed is None:
+            del data["sampling_seed"]
+        return data
+
+
+@dataclass
+class GenerateResult:
+    """One finished (or aborted) ``/generate`` call.
+
+    Attributes:
+        token_ids: sampled tokens, the stop token included.
+        log_probs: one per token, temperature-scaled, before top-p / top-k.
+        text: the decoded tokens.
+        finish_reason: "stop" | "length" | "abort".
+        meta_info: everything the engine said, ``weight_version`` and cache counters included.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    text: str
+    finish_reason: str
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def from_json(body: dict[str, Any]) -> GenerateResult:
+        """
+        Raises:
+            EngineError: no answer of ``/generate``, or tokens without a log-prob (null stands for NaN).
+        """
+        if "meta_info" not in body:
+            raise EngineError("/generate", f"the answer has no meta_info: {body!r:.200}")
+        meta = body["meta_info"]
+        pairs = meta.get("output_token_logprobs") or []
+        token_ids = list(body.get("output_ids") or [])
+        num_tokens, num_log_probs = max(len(pairs), len(token_ids)), sum(pair[0] is not None for pair in pairs)
+        if pairs and num_log_probs < num_tokens:
+            raise EngineError("/generate", f"the answer has {num_log_probs} log-probs for {num_tokens} tokens")
+        reason = meta.get("finish_reason") or {}
+        return GenerateResult(
+            token_ids=[int(pair[1]) for pair in pairs] if pairs else token_ids,
+            log_probs=[float(pair[0]) for pair in pairs],
+            text=body.get("text", ""),
+            finish_reason=reason.get("type", "") if isinstance(reason, dict) else str(reason),
+            meta_info=meta,
+        )
+
+
+class EngineClient:
+    """Async HTTP client for one base URL (an engine or the router). Every call has a deadline.
+
+    Use as ``async with EngineClient(url) as engine``. Safe to share by any number of tasks of one event loop.
+
+    Args:
+        url: base URL, e.g. "http://127.0.0.1:30000".
+        timeout: default deadline of a call, in seconds; `request` can override it.
+        max_connections: concurrent connections, 0 for no limit.
+    """
+
+    def __init__(self, url: str, timeout: float = 60.0, max_connections: int = 0) -> None:
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self._max_connections = max_connections
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> EngineClient:
+        connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=30)
+        # trust_env stays off: a proxy variable must never catch traffic between our own processes
+        self._session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=1 << 20)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """One call; returns the decoded JSON body ({} when the answer has none).
+
+        Raises:
+            EngineError: connection failed, deadline passed, or HTTP status >= 400.
+        """
+        if self._session is None:
+            raise RuntimeError("EngineClient is used outside 'async with'")
+        limit = aiohttp.ClientTimeout(total=timeout or self.timeout)
+        payload = orjson.dumps(body) if body is not None else None
+        send_headers = {"Content-Type": "application/json", **(headers or {})}
+        try:
+            async with self._session.request(
+                method, self.url + path, data=payload, headers=send_headers, timeout=limit
+            ) as response:
+                raw = await response.read()
+                if response.status >= 400:
+                    said = raw[:500].decode(errors="replace")
+                    raise EngineError(self.url, f"{path} answered {response.status}: {said}", response.status)
+        except TimeoutError as error:
+            raise EngineError(self.url, f"{path} gave no answer within {timeout or self.timeout:.0f} s") from error
+        except aiohttp.ClientError as error:
+            raise EngineError(self.url, f"{path} failed: {type(error).__name__}: {error}") from error
+        try:
+            decoded = orjson.loads(raw) if raw else {}
+        except orjson.JSONDecodeError:  # /health and /flush_cache answer plain text
+            return {"text": raw.decode(errors="replace")}
+        return decoded if isinstance(decoded, dict) else {"items": decoded}
+
+    async def get(self, path: str, timeout: float | None = None) -> dict[str, Any]:
+        return await self.request("GET", path, timeout=timeout)
+
+    async def post(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> dict[str, Any]:
+        """Like `request`; a body that says ``success: false`` is an EngineError too."""
+        answer = await self.request("POST", path, body if body is not None else {}, timeout=timeout)
+        if answer.get("success") is False:
+            raise EngineError(self.url, f"{path} refused: {answer.get('message') or answer}")
+        return answer
+
+    async def generate(
+        self,
+        input_ids: list[int],
+        sampling_params: SamplingParams | dict[str, Any],
+        *,
+        timeout: float | None = None,
+        headers: dict[str, str] | None = None,
+        **extra: Any,
+    ) -> GenerateResult:
+        """Token-in, token-out generation with log-probs. ``extra`` goes into the request body (``rid``, …)."""
+        params = sampling_params.to_json() if isinstance(sampling_params, SamplingParams) else sampling_params
+        body = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True, **extra}
+        return GenerateResult.from_json(await self.request("POST", "/generate", body, timeout=timeout, headers=headers))
+
+    async def wait_healthy(self, deadline: float, path: str = "/health") -> None:
+        """Poll until the server answers 200, at most ``deadline`` seconds."""
+        end = time.monotonic() + deadline
+        delay = 0.05
+        while True:
+            try:
+                await self.get(path, timeout=min(5.0, max(0.1, end - time.monotonic())))
+                return
+            except EngineError as error:
+                if time.monotonic() + delay > end:
+                    raise EngineError(self.url, f"not healthy within {deadline:.0f} s (last: {error.what})") from error
+            await asyncio.sleep(delay)
+            delay = min(delay * 1.5, 1.0)

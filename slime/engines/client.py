@@ -1,0 +1,312 @@
+"""The rollout's HTTP client: every request of a rollout goes through here, to the router or straight to an engine.
+
+    generate function ──► RolloutClient ──► router ──► engine
+                           slots     at most concurrency × engines samples at once
+                           retries   lost connections and 5xx, with backoff, until ``retry_seconds`` have passed
+                           deadline  one for each request, retries included
+                           abort     of everything on every engine; requests made meanwhile come back as aborted
+
+A request may be sent again after a failure: nothing but the answer comes out of it, and in deterministic mode its
+seed makes the answer the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.engines.api import EngineClient, EngineError, GenerateResult
+from slime.engines.router import ROUTING_KEY_HEADER, Worker, list_workers
+from slime.observe.log import get_logger
+
+logger = get_logger(__name__)
+
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 5.0
+_FIRST_POLL, _LONGEST_POLL = 0.02, 1.0
+#: Fields of a request that sglang-router 0.3.2 leaves out of what it forwards (it reads requests into a fixed form).
+_NOT_FORWARDED = ("return_routed_experts", "routed_experts_start_len")
+
+
+class RequestRefused(EngineError):
+    """The engine understood the request and refused it (HTTP 4xx): sending it again would not help."""
+
+
+@dataclass
+class InFlight:
+    """A request that waits for its answer; what the watchdog reports."""
+
+    name: str
+    started: float
+    num_input_tokens: int = 0
+    attempt: int = 1
+    url: str = ""
+    """The engine that it was sent to; empty where the router chooses."""
+
+
+@dataclass
+class ClientCounters:
+    """Sums over the client's life, apart from `take`, which gives the difference since its last call."""
+
+    requests: int = 0
+    retries: int = 0
+    _taken: dict[str, int] = field(default_factory=dict)
+
+    def take(self) -> dict[str, int]:
+        now = {"requests": self.requests, "retries": self.retries}
+        since = {name: value - self._taken.get(name, 0) for name, value in now.items()}
+        self._taken = now
+        return since
+
+
+class RolloutClient:
+    """Use as ``async with RolloutClient(url, max_concurrency=512) as client``, on one event loop.
+
+    Args:
+        base_url: the router (or a single engine).
+        max_concurrency: samples being generated at once; whoever generates holds one of `slots`.
+        request_timeout: seconds until a request is given up, retries included.
+        retry_seconds: seconds after its first failure during which a request is sent again.
+        send_routing_key: pass the session id in the header that the router's ``manual`` policy reads.
+
+    Attributes:
+        in_flight: requests waiting for an answer, oldest first.
+        last_progress: `time.monotonic` of the last answer.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        max_concurrency: int,
+        request_timeout: float = 14400.0,
+        retry_seconds: float = 120.0,
+        send_routing_key: bool = False,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.slots = asyncio.Semaphore(max_concurrency)
+        self.max_concurrency = max_concurrency
+        self.request_timeout = request_timeout
+        self.retry_seconds = retry_seconds
+        self.send_routing_key = send_routing_key
+        self.counters = ClientCounters()
+        self.in_flight: dict[int, InFlight] = {}
+        self.last_progress = time.monotonic()
+        self._aborting = asyncio.Event()
+        self._engines: dict[str, EngineClient] = {}
+        self._next_key = 0
+
+    async def __aenter__(self) -> RolloutClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        for engine in self._engines.values():
+            await engine.close()
+        self._engines.clear()
+
+    async def engine(self, url: str = "") -> EngineClient:
+        """The shared connection pool of one base URL (default: the router's)."""
+        url = url or self.base_url
+        if url not in self._engines:
+            self._engines[url] = await EngineClient(url, timeout=self.request_timeout).__aenter__()
+        return self._engines[url]
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        rid: str = "",
+        routing_key: str = "",
+        **extra: Any,
+    ) -> GenerateResult:
+        """Token-in, token-out generation; returns an empty "abort" result while an abort is under way.
+
+        Args:
+            rid: names the request on the engine; a retry gets ``-r1``, ``-r2``, … appended, since the engine may
+                still know the first one.
+            routing_key: the session, for policies with affinity.
+            extra: further fields of the request body. With one that the router would leave out, the request goes
+                straight to the engine that has the fewest of our requests.
+        Raises:
+            RequestRefused: HTTP 4xx; carries the engine's message.
+            EngineError: still failing after the retries, or no answer within the deadline.
+        """
+        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, **extra}
+        if rid:
+            body["rid"] = rid
+        headers = {ROUTING_KEY_HEADER: routing_key} if routing_key and self.send_routing_key else None
+        past_router = any(extra.get(name) for name in _NOT_FORWARDED)
+        answer = await self.post(
+            "/generate", body, headers=headers, name=rid, num_input_tokens=len(input_ids), past_router=past_router
+        )
+        return _aborted_result() if answer is None else GenerateResult.from_json(answer)
+
+    async def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        url: str = "",
+        headers: dict[str, str] | None = None,
+        name: str = "",
+        num_input_tokens: int = 0,
+        retry: bool = True,
+        past_router: bool = False,
+    ) -> dict[str, Any] | None:
+        """POST with retries, counted as in flight; None when it was not sent because of an abort under way.
+
+        ``past_router``: each try goes to an engine that is chosen here.
+        """
+        request = InFlight(name or path, time.monotonic(), num_input_tokens)
+        end = request.started + self.request_timeout
+        first_failure: float | None = None
+        backoff = _FIRST_BACKOFF
+        with self._tracked(request):
+            while not self._aborting.is_set():
+                if request.attempt > 1 and name:
+                    body = {**body, "rid": f"{name}-r{request.attempt - 1}"}
+                try:
+                    if past_router:
+                        request.url = await self._least_busy(request)
+                    engine = await self.engine(request.url or url)
+                    left = max(0.001, end - time.monotonic())
+                    return await engine.request("POST", path, body, timeout=left, headers=headers)
+                except EngineError as error:
+                    if error.status is not None and 400 <= error.status < 500:
+                        raise RequestRefused(error.url, error.what, error.status) from error
+                    first_failure = first_failure or time.monotonic()
+                    give_up = min(end, first_failure + self.retry_seconds * retry)
+                    if time.monotonic() + backoff > give_up:
+                        said = f"{error.what} (given up after {request.attempt} tries)"
+                        raise EngineError(error.url, said, error.status) from error
+                    logger.debug("%s: try %d failed: %s", request.name, request.attempt, error)
+                self.counters.retries += 1
+                request.attempt += 1
+                await self._sleep_unless_aborting(backoff * random.uniform(0.8, 1.2))
+                backoff = min(2 * backoff, _LONGEST_BACKOFF)
+            return None
+
+    async def _least_busy(self, request: InFlight) -> str:
+        """URL of the healthy engine with the fewest other requests of ours.
+
+        Raises:
+            EngineError: the router does not answer, or has no healthy engine.
+        """
+        workers = await list_workers(await self.engine())
+        counts = {worker.url: 0 for worker in workers if worker.healthy}
+        if not counts:
+            raise EngineError(self.base_url, "the router has no healthy engine", 503)
+        for other in self.in_flight.values():
+            if other is not request and other.url in counts:
+                counts[other.url] += 1
+        return min(counts, key=lambda url: counts[url])
+
+    @contextlib.contextmanager
+    def _tracked(self, request: InFlight) -> Iterator[None]:
+        key, self._next_key = self._next_key, self._next_key + 1
+        self.in_flight[key] = request
+        self.counters.requests += 1
+        try:
+            yield
+        finally:
+            del self.in_flight[key]
+            self.last_progress = time.monotonic()
+
+    # -- abort ---------------------------------------------------------------------------------------------
+
+    @property
+    def aborting(self) -> bool:
+        return self._aborting.is_set()
+
+    async def wait_for_abort(self) -> None:
+        """Return as soon as an abort begins."""
+        await self._aborting.wait()
+
+    @contextlib.contextmanager
+    def abort_scope(self) -> Iterator[None]:
+        """Inside, nothing new is sent: requests return at once as aborted."""
+        self._aborting.set()
+        try:
+            yield
+        finally:
+            self._aborting.clear()
+
+    async def abort_all(self, timeout: float = 60.0) -> None:
+        """Stop every request on every engine; return when all of them are idle. Call inside `abort_scope`.
+
+        The order to abort is repeated until then, since a request may still be on its way when the first arrives.
+        An engine that does not answer does not hold up the end, as long as our own requests have all come back.
+
+        Raises:
+            EngineError: requests are still there after ``timeout`` seconds; names the engines and what they said.
+        """
+        end = time.monotonic() + timeout
+        workers = await list_workers(await self.engine())
+        poll = _FIRST_POLL
+        while True:
+            states = await asyncio.gather(*(self._abort_worker(worker) for worker in workers))
+            if not self.in_flight and not any(count for count, _ in states):
+                break
+            if time.monotonic() > end:
+                said = [f"{len(self.in_flight)} requests unanswered"]
+                said += [f"{w.url} has {count} requests" for w, (count, _) in zip(workers, states) if count]
+                said += [f"{w.url} {problem}" for w, (_, problem) in zip(workers, states) if problem]
+                raise EngineError(self.base_url, f"abort is not finished after {timeout:.0f} s: {'; '.join(said)}")
+            await asyncio.sleep(poll)
+            poll = min(2 * poll, _LONGEST_POLL)
+        for worker, (_, problem) in zip(workers, states):
+            if problem:
+                logger.warning("abort: %s %s", worker.url, problem)
+
+    async def _abort_worker(self, worker: Worker) -> tuple[int, str]:
+        """Order an abort; the number of requests that the worker still has, and what went wrong."""
+        try:
+            engine = await self.engine(worker.url)
+            await engine.request("POST", "/abort_request", {"abort_all": True}, timeout=10.0)
+            return num_requests(await engine.get("/v1/loads?include=core", timeout=10.0)), ""
+        except EngineError as error:
+            return 0, error.what
+
+    async def _sleep_unless_aborting(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._aborting.wait(), timeout=seconds)
+
+    # -- load ----------------------------------------------------------------------------------------------
+
+    async def worker_loads(self) -> dict[str, tuple[int, int]]:
+        """(requests, tokens held) of every engine by URL; engines that do not answer are (-1, -1)."""
+        workers = await list_workers(await self.engine())
+
+        async def load(worker: Worker) -> tuple[int, int]:
+            try:
+                answer = await (await self.engine(worker.url)).get("/v1/loads?include=core", timeout=5.0)
+            except EngineError:
+                return -1, -1
+            return num_requests(answer), sum(item.get("num_used_tokens", 0) for item in answer.get("loads", []))
+
+        loads = await asyncio.gather(*(load(worker) for worker in workers))
+        return {worker.url: load for worker, load in zip(workers, loads)}
+
+
+def num_requests(loads: dict[str, Any]) -> int:
+    """Requests running and waiting, from the body of ``/v1/loads``.
+
+    Example:
+        >>> num_requests({"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}]})
+        3
+    """
+    return sum(item["num_running_reqs"] + item["num_waiting_reqs"] for item in loads["loads"])
+
+
+def _aborted_result() -> GenerateResult:
+    return GenerateResult([], [], "", "abort", {"finish_reason": {"type": "abort"}, "completion_tokens": 0})

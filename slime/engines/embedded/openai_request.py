@@ -1,0 +1,262 @@
+"""Bodies of OpenAI's requests: checked, and turned into the ``/generate`` request that they mean."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from slime.engines.embedded.fields import FLAG, LIST, OBJECT, TEXT, BadRequest, integer, optional
+from slime.engines.embedded.generate_request import GenerateRequest, Limits, parse_generate, refuse_unknown
+
+#: Field of an OpenAI request → our name of the sampling parameter.
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "n": "n",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "seed": "sampling_seed",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+    "no_stop_trim": "no_stop_trim",
+    "logit_bias": "logit_bias",
+}
+_SHARED = ("model", "stream", "stream_options", "logprobs", "response_format", "rid")
+_CHAT = ("messages", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message")
+_COMPLETION = ("prompt", "echo", "best_of")
+#: Accepted and without meaning here.
+_WITHOUT_EFFECT = (
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "parallel_tool_calls",
+    "separate_reasoning",
+    "stream_reasoning",
+    "session_id",
+    "extra_key",
+    "cache_salt",
+    "priority",
+    "custom_labels",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+    "routed_experts_start_len",
+    "use_audio_in_video",
+)
+#: Known to OpenAI or SGLang and not to this engine; allowed when they ask for nothing.
+_UNSUPPORTED = (
+    "regex",
+    "ebnf",
+    "json_schema",
+    "stop_regex",
+    "suffix",
+    "functions",
+    "function_call",
+    "modalities",
+    "audio",
+    "input_ids",
+    "reasoning",
+    "reasoning_effort",
+    "task",
+    "custom_params",
+    "custom_logit_processor",
+    "lora_path",
+    "session_params",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_cached_tokens_details",
+    "return_prompt_token_ids",
+    "return_meta_info",
+    "images_config",
+    "max_dynamic_patch",
+    "min_dynamic_patch",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+)
+
+
+@dataclass
+class OpenAIRequest:
+    """A parsed request; its jobs are the choices.
+
+    Attributes:
+        include_usage, continuous_usage: whether a stream ends with the usage, and whether every chunk carries it.
+        logprobs: whether the answer carries log-probs.
+        echo: whether the text of a completion begins with its prompt.
+    """
+
+    id: str
+    created: int
+    model: str
+    generate: GenerateRequest
+    include_usage: bool
+    continuous_usage: bool
+    logprobs: bool
+    echo: bool = False
+
+
+def parse_chat(body: dict[str, Any], limits: Limits, tokenizer: Any, model: str) -> OpenAIRequest:
+    """Check a ``/v1/chat/completions`` body.
+
+    Raises:
+        BadRequest: anything that cannot be served.
+    """
+    refuse_unknown(body, (*_SAMPLING, *_SHARED, *_CHAT), _WITHOUT_EFFECT, _UNSUPPORTED)
+    wants = optional(body, "logprobs", FLAG, False)
+    asked = {
+        "input_ids": render_chat(body, tokenizer),
+        "return_logprob": wants,
+        "top_logprobs_num": optional(body, "top_logprobs", integer(0, limits.vocab_size), 0) if wants else 0,
+    }
+    return _finish(body, asked, {"max_new_tokens": None}, limits, "chatcmpl", model, wants)
+
+
+def parse_completion(body: dict[str, Any], limits: Limits, model: str) -> OpenAIRequest:
+    """Check a ``/v1/completions`` body.
+
+    Raises:
+        BadRequest: anything that cannot be served.
+    """
+    refuse_unknown(body, (*_SAMPLING, *_SHARED, *_COMPLETION), _WITHOUT_EFFECT, _UNSUPPORTED)
+    prompt = body.get("prompt")
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    if not isinstance(first, str | int | list):
+        raise BadRequest("prompt must be a string, a list of strings, token ids, or a list of lists of them", "prompt")
+    tops = optional(body, "logprobs", integer(0, limits.vocab_size), None)
+    echo = optional(body, "echo", FLAG, False)
+    if body.get("best_of") not in (None, body.get("n") or 1):
+        raise BadRequest("best_of must be left out or equal n: the embedded engine does not rank samples", "best_of")
+    asked = {
+        "text" if isinstance(first, str) else "input_ids": prompt,
+        "return_logprob": tops is not None,
+        "top_logprobs_num": tops or 0,
+        "logprob_start_len": 0 if echo and tops is not None else -1,
+    }
+    request = _finish(body, asked, {"max_new_tokens": 16}, limits, "cmpl", model, tops is not None)
+    request.echo = echo
+    return request
+
+
+def render_chat(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """Token ids of ``messages`` under the model's chat template.
+
+    Raises:
+        BadRequest: messages of a form that the template or a text model does not take.
+    """
+    if tokenizer is None or not tokenizer.chat_template:
+        raise BadRequest("this model has no chat template; use /generate or /v1/completions")
+    messages = LIST.read("messages", body.get("messages"))
+    if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        raise BadRequest("messages must be a list of objects with a role and content, at least one", "messages")
+    flat = [message | {"content": _as_text(message.get("content"))} for message in messages]
+    continues = optional(body, "continue_final_message", FLAG, False)
+    if continues and flat[-1]["role"] != "assistant":
+        raise BadRequest("continue_final_message needs a last message of the assistant", "continue_final_message")
+    options = optional(body, "chat_template_kwargs", OBJECT, {})
+    try:
+        ids = tokenizer.apply_chat_template(
+            flat,
+            tools=_tools(body),
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            tokenize=True,
+            return_dict=False,
+            **options,
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        raise BadRequest(f"the chat template refused the messages: {error}", "messages") from error
+    return list(ids)
+
+
+def _finish(
+    body: dict[str, Any],
+    asked: dict[str, Any],
+    defaults: dict[str, Any],
+    limits: Limits,
+    prefix: str,
+    model: str,
+    logprobs: bool,
+) -> OpenAIRequest:
+    """What both kinds of request have in common."""
+    _refuse_constraints(body)
+    used = {name: ours for name, ours in _SAMPLING.items() if body.get(name) is not None}
+    params = defaults | {ours: body[name] for name, ours in used.items()}
+    options = optional(body, "stream_options", OBJECT, {})
+    own_id = optional(body, "rid", TEXT, "") or f"{prefix}-{uuid.uuid4().hex}"
+    asked |= {"sampling_params": params, "return_text_in_logprobs": True, "stream": body.get("stream"), "rid": own_id}
+    with _their_names(used | {"prompt": "input_ids"}):
+        generate = parse_generate(asked, limits)
+    return OpenAIRequest(
+        id=own_id,
+        created=int(time.time()),
+        model=optional(body, "model", TEXT, model),
+        generate=generate,
+        include_usage=optional(options, "include_usage", FLAG, False),
+        continuous_usage=optional(options, "continuous_usage_stats", FLAG, False),
+        logprobs=logprobs,
+    )
+
+
+@contextlib.contextmanager
+def _their_names(used: Mapping[str, str]) -> Iterator[None]:
+    """Refusals inside name the field as the caller wrote it."""
+    theirs = {ours: name for name, ours in used.items()}
+    try:
+        yield
+    except BadRequest as error:
+        name = theirs.get(error.field or "")
+        if name is None:
+            raise
+        raise BadRequest(str(error).replace(error.field or "", name, 1), name) from error
+
+
+def _refuse_constraints(body: Mapping[str, Any]) -> None:
+    """Raises:
+    BadRequest: the output is to be of a given form, which needs constrained decoding.
+    """
+    wanted = optional(body, "response_format", OBJECT, {}).get("type", "text")
+    if wanted != "text":
+        said = f"response_format {wanted!r} needs constrained decoding, which the embedded engine does not have"
+        raise BadRequest(said, "response_format")
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise BadRequest(
+            f"tool_choice must be 'auto' or 'none', got {choice!r}: a forced call needs constrained decoding, which "
+            "the embedded engine does not have",
+            "tool_choice",
+        )
+
+
+def _tools(body: Mapping[str, Any]) -> list[Any] | None:
+    tools = optional(body, "tools", LIST, None)
+    if tools is not None and not all(isinstance(tool, dict) for tool in tools):
+        raise BadRequest("tools must be a list of objects", "tools")
+    return tools if body.get("tool_choice") != "none" else None
+
+
+def _as_text(content: Any) -> str:
+    """Content as a string; parts of type text are joined."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    said = "content must be a string or a list of text parts; this engine takes text only"
+    raise BadRequest(said, "messages")

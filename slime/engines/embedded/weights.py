@@ -1,0 +1,382 @@
+"""The weights of the engine, addressed by Hugging Face names although some of them are fused.
+
+``…q_proj.weight`` is a view of the fused qkv matrix, and so on: writing to a name writes into place. Names that share a
+fused matrix are updated independently; the blocked copies that the CPU multiplies with are made anew afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slime.engines.embedded.architecture import Architecture
+from slime.engines.embedded.architecture_parts import Experts
+from slime.engines.embedded.experts import ExpertMLP
+from slime.engines.embedded.linear import Linear, Mlp
+from slime.engines.embedded.model import Decoder, DecoderLayer, GroupedAttention, LatentAttention
+from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
+from slime.errors import UserError
+
+#: What a checkpoint may carry without being used.
+_IGNORED = ("rotary_emb.inv_freq",)
+
+
+class WeightError(Exception):
+    """An update that cannot be applied: unknown name, wrong shape, missing tensor. Nothing was changed by it."""
+
+
+class WeightStore:
+    """Owns every parameter of a decoder.
+
+    Attributes:
+        named: Hugging Face name → view of the parameter; writing goes through `update`.
+        version: weight version that requests report, as a string.
+        epoch: counts updates; keys and values computed under different epochs are never mixed into one prefix.
+        pushed: names updated under the current version.
+        broken: why the weights are not one consistent version, or ""; mended by an update that brings all of them.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_positions: int,
+        fixed_rows: bool = False,
+    ) -> None:
+        self.arch, self.dtype, self.device = arch, dtype, device
+        self.named: dict[str, torch.Tensor] = {}
+        self._linear_of: dict[str, list[Linear]] = {}
+        self._linears: list[Linear] = []
+        self._fixed_rows = fixed_rows
+        self._snapshot: dict[str, torch.Tensor] | None = None
+        self._shapes = dict(arch.parameter_shapes())
+        self.model = self._build(num_positions)
+        assert set(self.named) == set(self._shapes)
+        self.version = "0"
+        self.epoch = 0
+        self.pushed: set[str] = set()
+        self.broken = ""
+
+    # -- updates ---------------------------------------------------------------------------------------
+
+    def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> int:
+        """Write tensors into place, all of them or none; returns how many.
+
+        Args:
+            tensors: (Hugging Face name, tensor of the parameter's shape); cast to the engine's dtype.
+            version: the version they belong to; None keeps the current one.
+        Raises:
+            WeightError: a name or shape that the model does not have, or a tensor that comes twice.
+        """
+        table = list(tensors)
+        self.check(((name, tuple(tensor.shape)) for name, tensor in table))
+        if version is not None and version != self.version:
+            self.version, self.pushed = version, set()
+        for name, tensor in table:
+            if name not in self.named:  # a tied head
+                continue
+            self.named[name].copy_(tensor)
+            for linear in self._linear_of.get(name, ()):
+                linear.invalidate()
+        self.pushed.update(name for name, _ in table)
+        if self.broken and not self.missing():
+            self.broken = ""
+        self.epoch += 1
+        return len(table)
+
+    def check(self, names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """Whether an update of these fits; a tied head may be sent and is left out.
+
+        Raises:
+            WeightError: as `update`.
+        """
+        seen: set[str] = set()
+        for name, shape in names_and_shapes:
+            if name in seen:
+                raise WeightError(f"{name} comes twice in one update")
+            seen.add(name)
+            if name == "lm_head.weight" and self.arch.tie_word_embeddings:
+                continue
+            if name not in self.named:
+                raise WeightError(f"the model has no parameter {name}{self._nearest(name)}")
+            expected = tuple(self.named[name].shape)
+            if shape != expected:
+                raise WeightError(f"{name} has shape {list(shape)}, the model's is {list(expected)}")
+
+    def missing(self) -> list[str]:
+        """Parameters that no update under the current version has brought."""
+        return [name for name in self.named if name not in self.pushed]
+
+    def load_directory(self, path: str | Path, version: str | None = None) -> int:
+        """Read a Hugging Face directory: every parameter, no other, checked before anything is written.
+
+        Raises:
+            UserError: no safetensors there, a shard missing or damaged.
+            WeightError: parameters missing or surplus, or of another shape.
+        """
+        files = _files_of(Path(path))
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in files:
+            with _open(file) as content:
+                for name in content.keys():  # noqa: SIM118  not a dict
+                    if not name.endswith(_IGNORED) and not self._is_mtp(name):
+                        shapes[name] = tuple(content.get_slice(name).get_shape())
+        absent = [name for name in self.named if name not in shapes]
+        if absent:
+            raise WeightError(f"{path} lacks {len(absent)} parameters of the model: {_few(absent)}")
+        self.check(shapes.items())
+        self.broken, self.pushed = f"an update from {path} stopped half way", set()
+        for file in files:
+            with _open(file) as content:
+                names = [name for name in content.keys() if name in shapes]  # noqa: SIM118
+                self.update(((name, content.get_tensor(name)) for name in names), version)
+        return len(shapes)
+
+    # -- checks ----------------------------------------------------------------------------------------
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """The parameter of a Hugging Face name; a tied head is the embedding.
+
+        Raises:
+            WeightError: the model has no such parameter.
+        """
+        tied = name == "lm_head.weight" and self.arch.tie_word_embeddings
+        found = self.named.get("model.embed_tokens.weight" if tied else name)
+        if found is None:
+            raise WeightError(f"the model has no parameter {name}{self._nearest(name)}")
+        return found
+
+    def fingerprints(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """xxh3-128 per parameter, of its bytes in the engine's dtype.
+
+        Raises:
+            WeightError: a name that the model does not have.
+        """
+        chosen = list(names if names is not None else self.named)
+        tied = {"lm_head.weight": "model.embed_tokens.weight"} if self.arch.tie_word_embeddings else {}
+        unknown = [name for name in chosen if tied.get(name, name) not in self.named]
+        if unknown:
+            raise WeightError(f"the model has no parameter {_few(unknown)}{self._nearest(unknown[0])}")
+        return {name: fingerprint(self.named[tied.get(name, name)]) for name in chosen}
+
+    def take_snapshot(self) -> None:
+        self._snapshot = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.named.items()}
+
+    def reset(self) -> None:
+        """Overwrite every parameter with noise, so that a push that leaves one out is seen."""
+        for name, tensor in self.named.items():
+            tensor.normal_(std=0.02)
+            for linear in self._linear_of.get(name, ()):
+                linear.invalidate()
+        self.epoch += 1
+
+    def compare(self) -> None:
+        """Raises:
+        WeightError: no snapshot was taken, or parameters differ from it; names them.
+        """
+        if self._snapshot is None:
+            raise WeightError("compare needs a snapshot: send the action snapshot first")
+        expected = self._snapshot
+        differing = [name for name, tensor in self.named.items() if not torch.equal(tensor.cpu(), expected[name])]
+        if differing:
+            raise WeightError(f"{len(differing)} parameters differ from the snapshot: {_few(differing)}")
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        unpacked = sum(tensor.numel() * tensor.element_size() for tensor in self.named.values())
+        return unpacked + sum(linear.packed_nbytes for linear in self._linears)
+
+    def release(self) -> None:
+        """Give memory back: on a GPU the parameters move to the host; on CPU only the blocked copies go."""
+        for linear in self._linears:
+            linear.invalidate()
+        if self.device.type != "cpu":
+            self._move(torch.device("cpu"))
+
+    def resume(self) -> None:
+        if self.device.type != "cpu":
+            self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        for storage in {id(tensor.untyped_storage()): tensor for tensor in self._owners}.values():
+            storage.data = storage.data.to(device)
+        self._bind()
+
+    # -- construction ----------------------------------------------------------------------------------
+
+    def _build(self, num_positions: int) -> Decoder:
+        arch = self.arch
+        self._owners: list[torch.Tensor] = []
+        self._bindings: list[tuple[str, torch.Tensor, int, int]] = []
+        embedding = self._allocate("model.embed_tokens.weight")
+        layers = [self._build_layer(number) for number in range(arch.num_layers)]
+        norm = self._allocate("model.norm.weight")
+        if arch.tie_word_embeddings:
+            head = self._linear(embedding, None, ["model.embed_tokens.weight"])
+        else:
+            head = self._linear(self._allocate("lm_head.weight"), None, ["lm_head.weight"])
+        self._bind()
+        return Decoder(arch, embedding, layers, norm, head, num_positions)
+
+    def _build_layer(self, number: int) -> DecoderLayer:
+        arch, prefix = self.arch, f"model.layers.{number}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        return DecoderLayer(
+            input_norm=self._allocate(f"{prefix}input_layernorm.weight"),
+            attention=self._latent_attention(attention) if arch.latent else self._grouped_attention(attention),
+            output=self._fused([f"{attention}o_proj"], arch.output_bias),
+            post_attention_norm=self._post_norm(f"{prefix}post_self_attn_layernorm"),
+            mlp_norm=self._allocate(f"{prefix}post_attention_layernorm.weight"),
+            mlp=self._experts(mlp, arch.experts) if arch.experts and arch.experts.in_layer[number] else self._mlp(mlp),
+            post_mlp_norm=self._post_norm(f"{prefix}post_mlp_layernorm"),
+        )
+
+    def _post_norm(self, name: str) -> torch.Tensor | None:
+        return self._allocate(f"{name}.weight") if self.arch.post_norms else None
+
+    def _grouped_attention(self, prefix: str) -> GroupedAttention:
+        arch = self.arch
+        qkv = self._fused([f"{prefix}{part}_proj" for part in "qkv"], arch.qkv_bias)
+        norms = [self._allocate(f"{prefix}{part}_norm.weight") for part in "qk"] if arch.qk_norm else [None, None]
+        return GroupedAttention(arch, qkv, *norms)
+
+    def _latent_attention(self, prefix: str) -> LatentAttention:
+        assert self.arch.latent is not None
+        low_rank = self.arch.latent.query_rank is not None
+        return LatentAttention(
+            self.arch,
+            query_down=self._fused([f"{prefix}q_a_proj"], False) if low_rank else None,
+            query_norm=self._allocate(f"{prefix}q_a_layernorm.weight") if low_rank else None,
+            query=self._fused([f"{prefix}q_b_proj" if low_rank else f"{prefix}q_proj"], False),
+            key_down=self._fused([f"{prefix}kv_a_proj_with_mqa"], False),
+            key_norm=self._allocate(f"{prefix}kv_a_layernorm.weight"),
+            key_value=self._fused([f"{prefix}kv_b_proj"], False),
+        )
+
+    def _mlp(self, prefix: str) -> Mlp:
+        parts = ["gate_up"] if f"{prefix}gate_up_proj.weight" in self._shapes else ["gate", "up"]
+        gate_up = self._fused([f"{prefix}{part}_proj" for part in parts], self.arch.mlp_bias)
+        return Mlp(gate_up, self._fused([f"{prefix}down_proj"], self.arch.mlp_bias))
+
+    def _experts(self, prefix: str, facts: Experts) -> ExpertMLP:
+        return ExpertMLP(
+            facts,
+            gate=self._allocate(f"{prefix}gate.weight"),
+            bias=self._allocate(f"{prefix}gate.e_score_correction_bias") if facts.has_bias else None,
+            experts=[self._mlp(f"{prefix}experts.{number}.") for number in range(facts.count)],
+            shared=self._mlp(f"{prefix}shared_experts.") if facts.shared_width else None,
+        )
+
+    def _fused(self, modules: list[str], has_bias: bool) -> Linear:
+        names = [f"{module}.weight" for module in modules]
+        weight = self._allocate(*names)
+        bias = self._allocate(*[f"{module}.bias" for module in modules]) if has_bias else None
+        return self._linear(weight, bias, names)
+
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None, names: list[str]) -> Linear:
+        linear = Linear(weight, bias, self._fixed_rows)
+        self._linears.append(linear)
+        for name in names:
+            self._linear_of.setdefault(name, []).append(linear)
+        return linear
+
+    def _allocate(self, *names: str) -> torch.Tensor:
+        """One tensor that holds these parameters below each other; their views are made by `_bind`."""
+        rows = [self._shapes[name][0] for name in names]
+        dtype = dtype_in(self.dtype, names[0], self.dtype)
+        owner = torch.zeros((sum(rows), *self._shapes[names[0]][1:]), dtype=dtype, device=self.device)
+        self._owners.append(owner)
+        first = 0
+        for name, count in zip(names, rows):
+            self._bindings.append((name, owner, first, first + count))
+            first += count
+        return owner
+
+    def _bind(self) -> None:
+        self.named = {name: owner[first:last] for name, owner, first, last in self._bindings}
+
+    def _is_mtp(self, name: str) -> bool:
+        """Does it belong to a layer for multi-token prediction, behind the decoder's?"""
+        layer = name.removeprefix("model.layers.").split(".")[0]
+        return layer.isdigit() and 0 <= int(layer) - self.arch.num_layers < self.arch.mtp_layers
+
+    def _nearest(self, name: str) -> str:
+        import difflib
+
+        close = difflib.get_close_matches(name, self.named, n=1)
+        return f" (nearest: {close[0]})" if close else ""
+
+
+def make_store(
+    model_path: str | Path,
+    arch: Architecture,
+    dtype_or_auto: str,
+    device: torch.device,
+    num_positions: int,
+    fixed: bool,
+) -> WeightStore:
+    """Build the decoder of ``arch`` and fill it from a directory.
+
+    Args:
+        dtype_or_auto: "auto" (the checkpoint's), "bfloat16" or "float32".
+    Raises:
+        UserError: the directory is not a complete checkpoint of this model.
+    """
+    name = arch.dtype if dtype_or_auto == "auto" else dtype_or_auto
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(name)
+    if dtype is None:
+        raise UserError(f"--dtype {name} is not known", fix="use auto, bfloat16 or float32")
+    store = WeightStore(arch, dtype, device, num_positions, fixed)
+    try:
+        store.load_directory(model_path)
+    except WeightError as error:
+        raise UserError(f"{model_path} is not a complete {arch.model_type} checkpoint", why=str(error)) from error
+    store.pushed = set()
+    return store
+
+
+def describe(store: WeightStore) -> Mapping[str, object]:
+    """State of the last push, for ``/server_info``."""
+    missing = store.missing() if store.pushed else []
+    return {
+        "weight_version": store.version,
+        "dtype": dtype_name(store.dtype),
+        "pushed_parameters": len(store.pushed),
+        "total_parameters": len(store.named),
+        "missing_parameters": missing[:10],
+        "broken": store.broken,
+    }
+
+
+def _files_of(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    absent = [name for name in names if not (path / name).is_file()]
+    if absent:
+        raise UserError(
+            f"{path} has no {_few(absent)}",
+            why="the index names it" if index.is_file() else "nor an index of shards",
+            fix="give a complete Hugging Face directory with safetensors",
+        )
+    return [path / name for name in names]
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is not a readable safetensors file", why=str(error)) from error
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

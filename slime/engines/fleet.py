@@ -1,0 +1,178 @@
+"""All engines of a run as seen from weight sync: the same request to each, at once, with one deadline.
+
+Requests run on an event loop in a thread of their own. The calling thread keeps the collectives and the copies: while
+it packs a bucket, answers to the previous one arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from slime.engines.api import EngineClient, EngineError
+
+Body = dict[str, Any]
+
+
+class EngineFleet:
+    """Connections to ``urls``. Use `close` when done."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        assert urls, "a fleet without engines"
+        self.urls = tuple(url.rstrip("/") for url in urls)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="weight-sync-http", daemon=True)
+        self._thread.start()
+        self._clients = [EngineClient(url) for url in self.urls]
+        self._run(self._enter(), timeout=30)
+
+    async def _enter(self) -> None:
+        for client in self._clients:
+            await client.__aenter__()
+
+    def start(
+        self, path: str, body: Body | Callable[[int], Body] | None, timeout: float, grace: float | None = None
+    ) -> Future[list[Body]]:
+        """Send to all engines; the future holds their answers in order.
+
+        Args:
+            body: the same for all, or a function of the engine's number.
+            timeout: seconds until an engine that has not answered is an error.
+            grace: seconds that the others are waited for once an engine has failed, where they cannot go on without it;
+                None waits for all.
+        """
+        bodies = [body(number) if callable(body) else (body or {}) for number in range(len(self.urls))]
+        return asyncio.run_coroutine_threadsafe(self._post_all(path, bodies, timeout, grace), self._loop)
+
+    def post(self, path: str, body: Body | Callable[[int], Body] | None, timeout: float) -> list[Body]:
+        """Send to all engines and wait for every answer.
+
+        Raises:
+            EngineError: one of them failed; names all that did.
+        """
+        return self.wait(self.start(path, body, timeout), timeout)
+
+    def post_to(self, path: str, bodies: Mapping[str, Body], timeout: float) -> dict[str, Body | EngineError]:
+        """Send to some of the engines, by URL, and wait for what comes of each: its answer, or the error."""
+        clients = dict(zip(self.urls, self._clients, strict=True))
+
+        async def post_all() -> list[Any]:
+            posts = [clients[url].post(path, body, timeout) for url, body in bodies.items()]
+            return await asyncio.gather(*posts, return_exceptions=True)
+
+        outcomes = self._run(post_all(), timeout)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):
+                raise outcome
+        return dict(zip(bodies, outcomes, strict=True))
+
+    def get(self, path: str, timeout: float) -> list[Body]:
+        async def get_all() -> list[Body]:
+            return answers(await asyncio.gather(*(c.get(path, timeout) for c in self._clients), return_exceptions=True))
+
+        return self._run(get_all(), timeout)
+
+    def start_get(self, url: str, path: str, timeout: float) -> Future[Body]:
+        """Ask one of the engines; the future holds its answer, or the EngineError that came instead."""
+        client = self._clients[self.urls.index(url.rstrip("/"))]
+        return asyncio.run_coroutine_threadsafe(client.get(path, timeout), self._loop)
+
+    def flush_cache(self, timeout: float) -> None:
+        """Empty every engine's prefix cache. An engine that still ends requests says no for a moment: ask again.
+
+        Raises:
+            EngineError: an engine still refused when ``timeout`` seconds had passed.
+        """
+
+        async def flush(client: EngineClient) -> None:
+            end = self._loop.time() + timeout
+            while True:
+                try:
+                    await client.post("/flush_cache", {}, timeout=max(0.1, end - self._loop.time()))
+                    return
+                except EngineError as error:
+                    if error.status != 400 or self._loop.time() + 0.2 > end:
+                        raise
+                await asyncio.sleep(0.2)
+
+        async def flush_all() -> None:
+            answers(await asyncio.gather(*(flush(client) for client in self._clients), return_exceptions=True))
+
+        self._run(flush_all(), timeout)
+
+    def wait(self, future: Future[list[Body]], timeout: float) -> list[Body]:
+        """The answers of `start`. The requests' own deadline comes first; this one guards the loop itself."""
+        return future.result(timeout + 10)
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+
+        async def leave() -> None:
+            unanswered = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in unanswered:  # nobody waits for them; left alone they would fail of the closed connections
+                task.cancel()
+            await asyncio.gather(*unanswered, return_exceptions=True)
+            for client in self._clients:
+                await client.close()
+
+        try:
+            self._run(leave(), timeout=10)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=10)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    async def _post_all(self, path: str, bodies: list[Body], timeout: float, grace: float | None) -> list[Body]:
+        posts = zip(self._clients, bodies, strict=True)
+        calls = [asyncio.ensure_future(client.post(path, body, timeout)) for client, body in posts]
+        if grace is not None:
+            _, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if waiting:
+                _, late = await asyncio.wait(waiting, timeout=grace)
+                for call in late:
+                    call.cancel()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        return answers([result for result in results if not isinstance(result, asyncio.CancelledError)])
+
+    def _run(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout + 10)
+        except FutureTimeout:
+            future.cancel()
+            raise
+
+
+def answers(results: Sequence[Any]) -> list[Any]:
+    """The results, or one EngineError for all engines that failed."""
+    failed = [result for result in results if isinstance(result, EngineError)]
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, EngineError):
+            raise result
+    if len(failed) == 1:
+        raise failed[0]
+    if failed:
+        raise EngineError(failed[0].url, f"{failed[0].what}; also " + "; ".join(map(str, failed[1:])), failed[0].status)
+    return list(results)
+
+
+def is_local(url: str) -> bool:
+    """Does the URL lead to this host, so that memory can be shared?"""
+    host = urlsplit(url).hostname or ""
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    return all(ipaddress.ip_address(a).is_loopback or a in own for a in addresses)

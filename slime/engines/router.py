@@ -1,0 +1,149 @@
+"""The router (`sglang-router` 0.3.2) seen from outside: its workers, and which policy does what.
+
+    POST /workers {"url"}   answers 202 at once; the router then asks the worker for /health, /model_info, …
+    GET  /workers           lists those that passed, with health and current load
+    DELETE /workers/{id}    answers 202 at once
+
+Its own retries and circuit breaker are off: `RolloutClient` owns retries, and an open circuit would answer 503 for a
+minute after an engine has come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from slime.engines.api import EngineClient, EngineError
+from slime.errors import UserError
+
+#: Name on the command line → policy of the router. ``cache_aware`` keeps the samples of one prompt on one engine,
+#: also for requests that come as token ids. ``consistent_hashing`` is the reference system's word for affinity of a
+#: session to an engine, which this router calls ``manual``.
+POLICIES = {
+    "cache_aware": "cache_aware",
+    "round_robin": "round_robin",
+    "random": "random",
+    "power_of_two": "power_of_two",
+    "manual": "manual",
+    "consistent_hashing": "manual",
+}
+
+#: Requests of one session carry the same value; the ``manual`` policy sends them to the same engine.
+ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
+
+#: Seconds in which the router says which workers it has: generation has hours, this must not hang with it.
+_LIST_SECONDS = 30.0
+
+
+def router_policy(name: str) -> str:
+    """The router's own name of a policy given as ``--router-policy`` or ``--sglang-router-strategy``.
+
+    Raises:
+        UserError: no such policy.
+    """
+    if name not in POLICIES:
+        raise UserError(
+            f"--router-policy {name}: there is no such policy", fix=f"choose one of: {', '.join(sorted(POLICIES))}"
+        )
+    return POLICIES[name]
+
+
+def router_flags(name: str, worker_urls: list[str]) -> dict[str, Any]:
+    """What the router is started with for a policy and the workers that it will have.
+
+    ``power_of_two`` refuses to start unless it is given two workers on its command line; so it gets them there, while
+    under other policies they register (`register_workers`). It asks them for their load (``/get_load``) as often as it
+    looks for workers that start: every second instead of every half minute. With one worker there is nothing to choose.
+    """
+    policy = router_policy(name)
+    if starts_with_workers(name, worker_urls):
+        return {"policy": policy, "worker_urls": worker_urls, "worker_startup_check_interval": 1}
+    return {"policy": "round_robin" if policy == "power_of_two" else policy}
+
+
+def starts_with_workers(name: str, worker_urls: list[str]) -> bool:
+    """Whether the router is given its workers on its command line under this policy."""
+    return router_policy(name) == "power_of_two" and len(worker_urls) > 1
+
+
+def wants_routing_key(name: str) -> bool:
+    """Whether requests must carry `ROUTING_KEY_HEADER` under this policy."""
+    return router_policy(name) == "manual"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One engine behind the router. (The router's own count of its load is 0 under most policies: ask the engine.)"""
+
+    id: str
+    url: str
+    healthy: bool
+
+
+async def list_workers(router: EngineClient) -> list[Worker]:
+    """The workers that the router knows; a bare engine in the router's place counts as its own only worker.
+
+    Raises:
+        EngineError: no answer.
+    """
+    try:
+        body = await router.get("/workers", timeout=_LIST_SECONDS)
+    except EngineError as error:
+        if error.status != 404:
+            raise
+        return [Worker("", router.url, healthy=True)]
+    return [Worker(item["id"], item["url"], bool(item["is_healthy"])) for item in body["workers"]]
+
+
+async def register_workers(
+    router_url: str, worker_urls: list[str], timeout: float = 60.0, policy: str = "cache_aware"
+) -> None:
+    """Put engines behind the router and wait until it has accepted each of them as healthy.
+
+    Workers that it knows already are left as they are.
+
+    Args:
+        timeout: deadline in seconds for all of them together.
+        policy: the name that the router was configured with, see `starts_with_workers`.
+    Raises:
+        EngineError: the router refused one, or one is not healthy in time; names which.
+    """
+    end = time.monotonic() + timeout
+    async with EngineClient(router_url, timeout=min(timeout, 30.0)) as router:
+        known = {worker.url for worker in await list_workers(router)}
+        known |= set(worker_urls if starts_with_workers(policy, worker_urls) else ())
+        for url in worker_urls:
+            if url not in known:
+                await router.request("POST", "/workers", {"url": url})
+        while True:
+            healthy = {worker.url for worker in await list_workers(router) if worker.healthy}
+            missing = [url for url in worker_urls if url not in healthy]
+            if not missing:
+                return
+            if time.monotonic() > end:
+                raise EngineError(router_url, f"not healthy behind the router in {timeout:.0f} s: {', '.join(missing)}")
+            await asyncio.sleep(0.1)
+
+
+async def remove_worker(router_url: str, worker_url: str, timeout: float = 30.0) -> None:
+    """Take an engine out of the router (it gets no new requests) and wait until it is gone.
+
+    Raises:
+        EngineError: it is still there after ``timeout`` seconds.
+    """
+    end = time.monotonic() + timeout
+    async with EngineClient(router_url, timeout=timeout) as router:
+        while True:
+            ids = [worker.id for worker in await list_workers(router) if worker.url == worker_url]
+            if not ids:
+                return
+            if time.monotonic() > end:
+                raise EngineError(router_url, f"worker {worker_url} is still registered after {timeout:.0f} s")
+            try:
+                await router.request("DELETE", f"/workers/{ids[0]}")
+            except EngineError as error:
+                if error.status != 404:  # gone since we looked
+                    raise
+            await asyncio.sleep(0.1)

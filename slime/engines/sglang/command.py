@@ -1,0 +1,212 @@
+"""The command line of a stock SGLang server, from the run's configuration and the engine's place in the cluster.
+
+--sglang-<name> VALUE   goes through as --<name> VALUE
+what must agree with the rest of the run (model, ports, seed, parallel sizes, memory saver) is set here and wins
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from slime.config.foreign import to_argv
+from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
+from slime.engines.sglang.versions import check_version, installed_version
+from slime.errors import UserError
+
+if TYPE_CHECKING:
+    from slime.config import Config
+
+#: A model of hundreds of gigabytes on a cold disk; 126 s were seen for a small one, most of it graph capture.
+STARTUP_SECONDS = 1800.0
+#: One answer of /health_generate: it generates a token, the very first of the server, and sleeps a second meanwhile.
+HEALTH_SECONDS = 30.0
+
+#: Whether SGLang's /health generates a token, as /health_generate always does, or only answers.
+HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
+#: What SGLang reads as false there; everything else, typing errors included, is true.
+_FALSE = ("false", "0", "no", "n")
+
+#: Algorithms whose drafts come from no trained weights, so that a push leaves nothing behind.
+_DRAFTS_WITHOUT_WEIGHTS = ("NGRAM",)
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """Where one engine, or one node's part of it, runs.
+
+    Attributes:
+        number: of the engine in the run; its seed follows from it.
+        gpus: ids of the GPUs on this node, as CUDA_VISIBLE_DEVICES spells them; () leaves the environment alone.
+        num_gpus: of the whole engine, over all its nodes.
+        nccl_port: reserved for the engine's own process group; None lets SGLang choose.
+        num_nodes, node_rank: of an engine that reaches over nodes.
+        dist_init_addr: host:port on its first node; needed then.
+        overrides: SGLang options of the server group (--sglang-config), over those of the command line.
+        model_path: of a model other than the policy: it keeps its weights.
+    """
+
+    number: int = 0
+    gpus: tuple[str, ...] = ()
+    num_gpus: int = 1
+    nccl_port: int | None = None
+    num_nodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    model_path: str | None = None
+
+
+#: The first engine, on one GPU that the environment names.
+ONE_GPU = EnginePlace()
+
+
+def check_sglang(config: Config) -> None:
+    """Refuse what an SGLang engine could not do for this run. Looks at flags and environment variables only.
+
+    Raises:
+        UserError: names the flag or variable.
+    """
+    if config.cluster.offload_rollout:
+        _check_questions(config)
+    flags, num_gpus = config.engine.sglang, config.cluster.rollout_num_gpus_per_engine
+    if flags.get("disaggregation_mode") not in (None, "null"):
+        raise UserError(
+            f"--sglang-disaggregation-mode {flags['disaggregation_mode']} would make every engine one half of a pair",
+            fix="give server groups with --sglang-config, or leave the flag out",
+        )
+    if num_gpus % int(flags.get("pp_size") or 1):
+        raise UserError(
+            f"--rollout-num-gpus-per-engine {num_gpus} is not a multiple of --sglang-pp-size {flags['pp_size']}",
+            why="an engine's tensor-parallel size is the former divided by the latter",
+        )
+    check_pushes(config, flags)
+
+
+def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") -> None:
+    """Refuse options with which an engine could not follow the trainer's weights.
+
+    Args:
+        options: SGLang's, by name; of the command line, or of a server group with these beneath its own.
+        where: "FILE: server group 0 of policy" for the latter.
+    Raises:
+        UserError: names the option.
+    """
+
+    def named(option: str) -> str:
+        value = options[option]
+        return f"{where} has {option} {value}, which" if where else f"--sglang-{option.replace('_', '-')} {value}"
+
+    algorithm = options.get("speculative_algorithm")
+    if algorithm is not None and str(algorithm).upper() not in _DRAFTS_WITHOUT_WEIGHTS:
+        raise UserError(
+            f"{named('speculative_algorithm')} cannot follow the weights of a training run",
+            why="its draft model is no part of what the trainer trains, so that no push would update it, and fewer and"
+            " fewer of its drafts would be accepted",
+            fix="take NGRAM, which drafts without weights (--sglang-speculative-algorithm NGRAM), or leave it out",
+        )
+    if algorithm is not None and config.sync.update_weight_transport == "disk":
+        raise UserError(
+            f"{named('speculative_algorithm')} does not go with --update-weight-transport disk",
+            why="SGLang has its drafting part read the files, too, which has no weights, and dies of that",
+            fix="leave one of the two out; pushes by handles (--colocate) and broadcasts go well with it",
+        )
+    if int(options.get("pp_size") or 1) > 1:
+        raise UserError(
+            f"{named('pp_size')} cannot take weight pushes",
+            why="stock SGLang numbers the members of a weight-update group by tensor-parallel rank only",
+            fix="leave it out; more GPUs per engine (--rollout-num-gpus-per-engine) make engines tensor-parallel",
+        )
+    if int(options.get("dp_size") or 1) > 1 and not options.get("enable_dp_attention"):
+        raise UserError(
+            f"{named('dp_size')} cannot take weight pushes without DP attention (--sglang-enable-dp-attention)",
+            why="stock SGLang refuses them",
+            fix="start more engines instead (raise --rollout-num-gpus), or add enable_dp_attention",
+        )
+
+
+def _check_questions(config: Config) -> None:
+    """The router asks for a sign of life at any time: also while memory is released, when a token ends the engine."""
+    said, path = os.environ.get(HEALTH_GENERATES), str(config.engine.router.get("health_check_endpoint") or "")
+    if said is not None and said.lower() not in _FALSE:
+        raise UserError(
+            f"{HEALTH_GENERATES}={said} does not go with --offload-rollout",
+            why="the router asks engines for /health once a minute, also during training; to answer, SGLang would"
+            " generate a token with memory that it has released, and die of it",
+            fix=f"unset {HEALTH_GENERATES}: engines are then started with false, and their own checks still generate",
+        )
+    if "health_generate" in path:
+        raise UserError(
+            f"--router-health-check-endpoint {path} does not go with --offload-rollout",
+            why="the router asks also during training; to answer, SGLang would generate a token with memory that it"
+            " has released, and die of it",
+            fix="leave the flag out",
+        )
+
+
+def sglang_options(config: Config, model_path: str, host: str, port: int, place: EnginePlace) -> dict[str, Any]:
+    """All options by name: the user's, those of the server group, then ours."""
+    given = {**config.engine.sglang, **place.overrides}
+    stages = int(given.get("pp_size") or 1)
+    is_policy = place.model_path is None
+    ours: dict[str, Any] = {
+        "model_path": place.model_path or model_path,
+        "host": host,
+        "port": port,
+        "tp_size": place.num_gpus // stages,
+        "random_seed": config.rollout.rollout_seed + place.number,
+        "trust_remote_code": True,
+        "skip_server_warmup": True,
+        "custom_weight_loader": (*(given.get("custom_weight_loader") or ()), WEIGHT_PROBE, WEIGHT_LOADER),
+    }
+    dtype = "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
+    defaults: dict[str, Any] = {
+        "dtype": dtype if is_policy else "auto",
+        "log_level": config.observe.log_level.lower(),
+        "weight_version": "0",
+        "dist_timeout": int(60 * config.cluster.distributed_timeout_minutes),
+    }
+    if config.cluster.offload_rollout:
+        ours["enable_memory_saver"] = True
+        # without a push in between, the engines must find again what they held when they were put to sleep
+        if config.sync.update_weights_interval > 1 or not is_policy:
+            defaults["enable_weights_cpu_backup"] = True
+    if config.rollout.deterministic:
+        defaults["enable_deterministic_inference"] = True
+    if config.train.use_rollout_routing_replay and is_policy:
+        ours["enable_return_routed_experts"] = True
+    if place.nccl_port is not None:
+        ours["nccl_port"] = place.nccl_port
+    if place.num_nodes > 1:
+        assert place.dist_init_addr is not None, "an engine over several nodes has a meeting point"
+        ours |= {"nnodes": place.num_nodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
+    return {**defaults, **given, **ours}
+
+
+def sglang_argv(config: Config, model_path: str, host: str, port: int, place: EnginePlace) -> list[str]:
+    """``python -m sglang.launch_server …``.
+
+    Raises:
+        UserError: SGLang is not installed here, or not in a supported version; a flag that cannot work.
+    """
+    check_sglang(config)
+    check_version(installed_version())
+    options = sglang_options(config, model_path, host, port, place)
+    return [sys.executable, "-m", "sglang.launch_server", *to_argv(options)]
+
+
+def sglang_environment(config: Config, place: EnginePlace) -> dict[str, str]:
+    """What the server's processes need in their environment, on top of the run's."""
+    # The router's question whether the server answers must need no memory and no time: engines sleep, and pause for
+    # pushes. Whether they generate is asked by those who know that they can, at /health_generate.
+    environment = {HEALTH_GENERATES: os.environ.get(HEALTH_GENERATES, "false")}
+    if place.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+    if config.cluster.offload_rollout:
+        # memory that NCCL maps itself is not given back by the memory saver, and expandable segments defeat it
+        environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "0")
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = ""
+    return environment

@@ -1,0 +1,214 @@
+"""``--sglang-config``: which SGLang servers a run has, when they are not all alike. Imports no SGLang.
+
+sglang:
+  - name: policy                 # its model is --hf-checkpoint: rollouts ask it, and it gets the pushes
+    num_gpus_per_engine: 2
+    server_groups:               # also spelt engine_groups
+      - {worker_type: regular, num_gpus: 4, overrides: {mem_fraction_static: 0.8}}
+  - name: judge                  # any other model, with a router of its own: for custom generate and reward functions
+    model_path: models/judge
+    server_groups:
+      - {worker_type: regular, num_gpus: 2}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from slime.config.engine_flags import SGLANG_RESERVED, sglang_args
+from slime.engines.sglang.command import check_pushes
+from slime.errors import UserError
+
+if TYPE_CHECKING:
+    from slime.config import Config
+
+WORKER_TYPES = ("regular", "prefill", "decode", "placeholder")
+_MODEL_KEYS = ("name", "model_path", "num_gpus_per_engine", "update_weights", "server_groups", "engine_groups")
+_MODEL_NAME = re.compile(r"[\w-]+")
+_GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
+
+
+@dataclass(frozen=True)
+class ServerGroup:
+    """Servers that are alike.
+
+    Attributes:
+        worker_type: "regular", "prefill", "decode", or "placeholder" (GPUs left alone).
+        num_gpus: of the whole group.
+        num_gpus_per_engine: of each of its servers.
+        overrides: SGLang options (names with underscores) over those of the command line.
+    """
+
+    worker_type: str
+    num_gpus: int
+    num_gpus_per_engine: int
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_engines(self) -> int:
+        return 0 if self.worker_type == "placeholder" else self.num_gpus // self.num_gpus_per_engine
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model's servers, behind a router of their own.
+
+    Attributes:
+        path: of its Hugging Face directory.
+        is_policy: rollouts ask it, and pushes go to it. One model of a run is; the others keep their weights.
+    """
+
+    name: str
+    path: str
+    is_policy: bool
+    groups: tuple[ServerGroup, ...]
+
+
+def served_models(config: Config) -> list[ServedModel]:
+    """The models of ``--sglang-config`` in its order; without it the policy, with one group of all GPUs.
+
+    Raises:
+        UserError: the file cannot be read, or asks for what is not there; names file and key.
+    """
+    cluster, file = config.cluster, config.engine.sglang_config
+    per_engine, total = cluster.rollout_num_gpus_per_engine, cluster.rollout_num_gpus
+    checkpoint = str(config.checkpoint.hf_checkpoint)
+    if file is None:
+        return [ServedModel("policy", checkpoint, True, (ServerGroup("regular", total, per_engine),))] if total else []
+    path = Path(file)
+    rows = _models_of(path)
+    policy = _policy_of(path, rows, checkpoint)
+    models = []
+    for number, row in enumerate(rows):
+        groups = tuple(_groups_of(path, row, per_engine))
+        if number == policy:
+            for place, group in enumerate(groups):
+                options = {**config.engine.sglang, **group.overrides}
+                check_pushes(config, options, f"{path}: server group {place} of {_name(row)}")
+        _check_kinds(path, _name(row), groups)
+        models.append(ServedModel(_name(row), str(row.get("model_path") or checkpoint), number == policy, groups))
+    given = sum(group.num_gpus for model in models for group in model.groups)
+    if given != total:
+        raise UserError(
+            f"the server groups of {path} have {given} GPUs, --rollout-num-gpus is {total}",
+            fix=f"pass --rollout-num-gpus {given}, or change num_gpus of a group",
+        )
+    return models
+
+
+def _models_of(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"--sglang-config {path} cannot be read", why=str(error)) from error
+    models = content.get("sglang") if isinstance(content, dict) else None
+    if not isinstance(models, list) or not models or not all(isinstance(model, dict) for model in models):
+        raise UserError(f"{path} must have a list of models under the key 'sglang'", fix=__doc__ or "")
+    for model in models:
+        _check_keys(path, f"model {_name(model)}", model, _MODEL_KEYS)
+    names = [_name(model) for model in models]
+    for name in names:
+        if names.count(name) > 1 or not _MODEL_NAME.fullmatch(name):
+            raise UserError(
+                f"{path} has {names.count(name)} model(s) of the name '{name}'",
+                why="custom functions and log files know a model by its name",
+                fix="give every model a name of its own, of letters, digits, '-' and '_'",
+            )
+    return models
+
+
+def _name(model: Mapping[str, Any]) -> str:
+    return str(model.get("name", "policy"))
+
+
+def _policy_of(path: Path, models: list[Mapping[str, Any]], checkpoint: str) -> int:
+    """Number of the model that gets the pushes: the one whose ``model_path`` is the checkpoint, or is left out."""
+    updated = []
+    for number, model in enumerate(models):
+        fits = model.get("model_path") is None or str(model["model_path"]) == checkpoint
+        if model.get("update_weights") and not fits:
+            raise UserError(
+                f"{path}: model {_name(model)} has update_weights, and its model_path {model['model_path']} is not"
+                f" --hf-checkpoint {checkpoint}",
+                why="pushed weights would not fit it",
+                fix="leave model_path or update_weights out",
+            )
+        if model.get("update_weights", fits):
+            updated.append(number)
+    if len(updated) == 1:
+        return updated[0]
+    if not updated:
+        raise UserError(
+            f"{path} has no model that gets the policy's weights",
+            why="its model_path is --hf-checkpoint or left out, and it has no update_weights: false",
+            fix="add one, or leave its model_path and update_weights out",
+        )
+    raise UserError(
+        f"{path} has {len(updated)} models of --hf-checkpoint: {', '.join(_name(models[n]) for n in updated)}",
+        why="one of them is the policy, which rollouts ask and which gets the pushes",
+        fix="say update_weights: false for those that keep the weights of the checkpoint",
+    )
+
+
+def _check_kinds(path: Path, model: str, groups: Sequence[ServerGroup]) -> None:
+    kinds = {group.worker_type for group in groups}
+    if ("prefill" in kinds) != ("decode" in kinds):
+        there, missing = ("prefill", "decode") if "prefill" in kinds else ("decode", "prefill")
+        raise UserError(
+            f"{path}: model {model} has a {there} group and no {missing} group",
+            why="one is of no use without the other",
+        )
+    if "regular" in kinds and "prefill" in kinds:
+        raise UserError(
+            f"{path}: model {model} mixes regular servers with prefill and decode servers",
+            why="the router sends every request either to one server or to a pair",
+        )
+    if not kinds - {"placeholder"}:
+        raise UserError(f"{path}: model {model} has no servers", fix="add a group with worker_type: regular")
+
+
+def _groups_of(path: Path, model: Mapping[str, Any], per_engine: int) -> Iterator[ServerGroup]:
+    rows = model.get("server_groups") or model.get("engine_groups")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path}: model {_name(model)} must have a list of server_groups")
+    for number, row in enumerate(rows):
+        where = f"server group {number} of {_name(model)}"
+        _check_keys(path, where, row, _GROUP_KEYS)
+        kind = row.get("worker_type", "regular")
+        if kind not in WORKER_TYPES:
+            raise UserError(f"{path}: {where} has worker_type {kind}", fix=f"choose one of: {', '.join(WORKER_TYPES)}")
+        each = row.get("num_gpus_per_engine", model.get("num_gpus_per_engine", per_engine))
+        count = row.get("num_gpus")
+        if not _is_count(count) or not _is_count(each) or count % each:
+            raise UserError(f"{path}: {where} has num_gpus {count} in servers of {each}", why="it must be a multiple")
+        yield ServerGroup(kind, count, each, _overrides(path, where, row.get("overrides") or {}))
+
+
+def _overrides(path: Path, where: str, given: Any) -> Mapping[str, Any]:
+    if not isinstance(given, dict):
+        raise UserError(f"{path}: overrides of {where} must be SGLang options by name")
+    version, arguments = sglang_args()
+    known = {argument.name for argument in arguments}
+    overrides = {str(name).replace("-", "_"): value for name, value in given.items()}
+    for name in overrides:
+        if name in SGLANG_RESERVED:
+            raise UserError(f"{path}: {where} cannot override {name}", why=SGLANG_RESERVED[name])
+        if name not in known:
+            raise UserError(f"{path}: {where} overrides {name}, which SGLang {version} does not have")
+    return overrides
+
+
+def _check_keys(path: Path, where: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for key in given:
+        if key not in known:
+            raise UserError(f"{path}: {where} has the unknown key '{key}'", fix=f"the keys are: {', '.join(known)}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

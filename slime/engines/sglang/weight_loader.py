@@ -1,0 +1,103 @@
+"""Loads buckets with runs of experts into an SGLang process: runs inside it, through its ``--custom-weight-loader``.
+
+    trainer ── /update_weights_from_tensor, load_format = the dotted path of `load` ──► rank
+               a flat bucket and its table           runs of experts: one copy each; the rest: the model's load_weights
+
+SGLang's own loaders take a mixture of experts apart weight by weight, in Python: seconds for a model of 30B, where the
+bytes need a tenth of one. They decide all the same where a weight belongs. Before the first
+copy into a kind of layer one expert goes through ``load_weights``, and only if it then lies where the copy would have
+put it do the others go the short way. If not (other runner backends order or quantise experts otherwise), every
+expert goes through ``load_weights``, one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from slime.engines.sglang.weight_probe import HeldExperts, Tree
+from slime.engines.wire.buckets import TensorEntry, unpack
+from slime.engines.wire.expert_runs import ExpertRun
+
+logger = logging.getLogger(__name__)
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+def load(model: nn.Module, named_tensors: NamedTensors) -> None:
+    """SGLang's hook for custom weight loaders.
+
+    Args:
+        named_tensors: a flat uint8 bucket on this rank's GPU, and its table, JSON in a uint8 tensor: a list of
+            `TensorEntry` as in `TensorEntry.to_json`.
+    Raises:
+        ValueError: an entry reaches beyond the bucket.
+    """
+    (_, bucket), (_, raw) = named_tensors
+    rows = json.loads(raw.cpu().numpy().tobytes())
+    experts = _experts_of(model)
+    rest: NamedTensors = []
+    for name, tensor in unpack(bucket, [TensorEntry.from_json(row) for row in rows]):
+        run = ExpertRun.parse(name)
+        if run is None:
+            rest.append((name, tensor))
+        elif not experts.take(run, tensor):
+            rest.extend(run.apart(tensor))
+    if rest:
+        _load_weights(model, rest)
+
+
+class Experts:
+    """The stacked experts of one model.
+
+    Kinds of layers are told apart by class, parameter and shape: what holds for one of a kind holds for all.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._tree = weakref.ref(model), Tree(model)
+        self._is_plain: dict[tuple[Any, ...], bool] = {}
+
+    def take(self, run: ExpertRun, sent: torch.Tensor) -> bool:
+        """Copy this rank's part of [experts, out, in]; False when its experts do not lie as they were sent."""
+        held = self._tree.experts(run)
+        if held is None:
+            return False
+        module = self._tree.modules[run.owner]
+        kind = type(module), run.projection, tuple(held.target.shape[1:])
+        if held.first == held.stop:  # nothing of it is here, if experts lie as we think
+            return self._is_plain.get(kind, False)
+        if kind not in self._is_plain:
+            self._is_plain[kind] = self._lies_plainly(run, held, sent)
+        if self._is_plain[kind]:
+            held.target.copy_(held.of(sent))
+        return self._is_plain[kind]
+
+    def _lies_plainly(self, run: ExpertRun, held: HeldExperts, sent: torch.Tensor) -> bool:
+        """One expert goes the long way: is it then where the short one would have put it?"""
+        model = self._model()
+        wanted = held.of(sent)
+        if model is None or wanted.shape != held.target.shape or wanted.dtype != held.target.dtype:
+            return False
+        _load_weights(model, [(run.expert_name(run.first + held.first), sent[held.first])])
+        is_there = torch.equal(held.target[0], wanted[0])
+        if not is_there:
+            logger.info("%s: experts are not held as they are sent; they are loaded one by one", held.parameter)
+        return is_there
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, Experts] = weakref.WeakKeyDictionary()
+
+
+def _experts_of(model: nn.Module) -> Experts:
+    if model not in _known:
+        _known[model] = Experts(model)
+    return _known[model]
+
+
+def _load_weights(model: Any, weights: NamedTensors) -> None:
+    model.load_weights(weights)

@@ -1,0 +1,250 @@
+"""What an SGLang process holds, tensor by tensor: runs inside it, called through its own ``--custom-weight-loader``.
+
+Stock SGLang hashes all of its parameters or none, under its own fused names. Here single tensors are asked for under
+the names in which they were sent, and each rank answers for the slice that it has:
+
+    trainer ── /update_weights_from_tensor, load_format = the dotted path of `report`, a request as "tensor" ──► rank
+    trainer ◄── TCP store: which slices it holds, and their fingerprints ──────────────────────────────────────── rank
+
+Nothing is changed in the model. Whatever goes wrong is reported as text: an exception would end the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slime.engines.wire.buckets import FINGERPRINTS
+from slime.engines.wire.expert_runs import ExpertRun
+
+logger = logging.getLogger(__name__)
+
+_STORE_SECONDS = 60.0
+_FUSED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+@dataclass(frozen=True)
+class Held:
+    """The part of a sent tensor that this rank holds: ``sent.narrow(dim, start, stop - start)`` is ``tensor``.
+
+    Attributes:
+        parameter: name of the engine's parameter that it is in.
+    """
+
+    tensor: torch.Tensor
+    dim: int
+    start: int
+    stop: int
+    parameter: str
+
+
+@dataclass(frozen=True)
+class HeldExperts:
+    """The part of a run of experts that this rank holds: ``target`` is ``sent[first:stop].narrow(axis, start, size)``.
+
+    Attributes:
+        first, stop: places in the run.
+        axis, start: of the tensor-parallel slice; its size is ``target.shape[axis]``.
+        parameter: name of the engine's parameter that it is in.
+    """
+
+    target: torch.Tensor
+    first: int
+    stop: int
+    axis: int
+    start: int
+    parameter: str
+
+    def of(self, sent: torch.Tensor) -> torch.Tensor:
+        """What ``target`` must be."""
+        return sent[self.first : self.stop].narrow(self.axis, self.start, self.target.shape[self.axis])
+
+
+def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """SGLang's hook for custom weight loaders.
+
+    Args:
+        named_tensors: one uint8 tensor of JSON: ``{"action": "layout" | "fingerprint", "tensors": {name: shape},
+            "method": of `FINGERPRINTS`, "host", "port", "key"}``.
+    """
+    try:
+        [(_, raw)] = named_tensors
+        request = json.loads(bytes(raw.cpu().numpy().tobytes()))
+        answer = _answer(model, request)
+        limit = timedelta(seconds=_STORE_SECONDS)
+        port = int(request["port"])
+        store = dist.TCPStore(request["host"], port, is_master=False, timeout=limit, wait_for_workers=False)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        store.set(f"{request['key']}/{rank}", json.dumps(answer))
+    except Exception as error:  # must not reach the engine's scheduler; the trainer, if there is one, misses the answer
+        logger.exception("nobody could be told about the weights (%s)", error)
+
+
+def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        if request["action"] == "layout":
+            return _layout(model, request["tensors"])
+        return _fingerprints(model, request["tensors"], request["method"])
+    except Exception as error:  # must not reach the engine's scheduler, which would die of it
+        logger.exception("weights could not be reported")
+        return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+
+
+def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
+    """Slices by name (None: this rank has nothing of it), and the engine's parameters that belong to no name."""
+    tree = Tree(model)
+    slices: dict[str, list[int] | None] = {}
+    touched = set()
+    for name, shape in shapes.items():
+        held = tree.find(name, tuple(shape))
+        slices[name] = None if held is None else [held.dim, held.start, held.stop]
+        if held is not None:
+            touched.add(held.parameter)
+    others = sorted(set(tree.parameters) - touched)
+    return {"slices": slices, "others": others}
+
+
+def _fingerprints(model: nn.Module, shapes: dict[str, list[int]], method: str) -> dict[str, Any]:
+    if method not in FINGERPRINTS:
+        raise ValueError(f"fingerprints by {method!r} are not known here, only by {', '.join(FINGERPRINTS)}")
+    tree, take = Tree(model), FINGERPRINTS[method]
+    found = {name: tree.find(name, tuple(shape)) for name, shape in shapes.items()}
+    return {"fingerprints": {name: take(held.tensor) for name, held in found.items() if held is not None}}
+
+
+class Tree:
+    """A model's parameters, found by the names that checkpoints give them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+        self.parameters = dict(model.named_parameters())
+
+    def find(self, name: str, shape: tuple[int, ...]) -> Held | None:
+        """Where (this rank's slice of) a tensor is; None when it is not here, or not in a form that is known.
+
+        Args:
+            shape: of the whole tensor, as sent.
+        """
+        if name in self.parameters:
+            return self._direct(name, shape)
+        run = ExpertRun.parse(name)
+        if run is not None:
+            return self._run(run, shape)
+        owner, _, leaf = name.rpartition(".")
+        parent, _, projection = owner.rpartition(".")
+        expert = _EXPERT.fullmatch(name)
+        if expert is not None:
+            return self._expert(expert.group(1), int(expert.group(2)), expert.group(3))
+        if projection not in _FUSED:
+            return None
+        fused, part = _FUSED[projection]
+        parameter = f"{parent}.{fused}.{leaf}"
+        if parameter not in self.parameters:
+            return None
+        module = self.modules[f"{parent}.{fused}"]
+        if fused == "qkv_proj":
+            return self._of_qkv(parameter, module, part)
+        size = self.parameters[parameter].shape[0] // 2
+        start = _tp_rank(module) * size
+        return Held(self.parameters[parameter][part * size : (part + 1) * size], 0, start, start + size, parameter)
+
+    def _direct(self, name: str, shape: tuple[int, ...]) -> Held | None:
+        tensor = self.parameters[name]
+        if tuple(tensor.shape) == shape:
+            return Held(tensor, 0, 0, shape[0] if shape else 1, name)
+        if tensor.dim() != len(shape):
+            return None
+        module = self.modules[name.rpartition(".")[0]]
+        if "shard_indices" in vars(module):  # a vocabulary, padded
+            indices: Any = vars(module)["shard_indices"]
+            start, stop = int(indices.org_vocab_start_index), int(indices.org_vocab_end_index)
+            return Held(tensor[: stop - start], 0, start, stop, name)
+        dims = [dim for dim, (own, whole) in enumerate(zip(tensor.shape, shape)) if own != whole]
+        if len(dims) != 1:
+            return None
+        size = int(tensor.shape[dims[0]])
+        start = _tp_rank(module) * size
+        return Held(tensor, dims[0], start, start + size, name)
+
+    def _of_qkv(self, parameter: str, module: Any, part: int) -> Held:
+        sizes = [module.q_proj_shard_size, module.kv_proj_shard_size, module.kv_proj_shard_size]
+        begin, size = sum(sizes[:part]), sizes[part]
+        rank = _tp_rank(module) // (module.num_kv_head_replicas if part else 1)
+        tensor = self.parameters[parameter][begin : begin + size]
+        return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
+
+    def _expert(self, owner: str, number: int, projection: str) -> Held | None:
+        """A run of one."""
+        held = self.experts(ExpertRun(owner, number, number, projection))
+        if held is None or held.first == held.stop:
+            return None
+        size = int(held.target.shape[held.axis])
+        return Held(held.target[0], held.axis - 1, held.start, held.start + size, held.parameter)
+
+    def _run(self, run: ExpertRun, shape: tuple[int, ...]) -> Held | None:
+        """None also for a part that is cut along two axes: `Held` has one."""
+        held = self.experts(run)
+        if held is None or held.first == held.stop or len(shape) != 3:
+            return None
+        size = int(held.target.shape[held.axis])
+        if held.stop - held.first == shape[0]:
+            return Held(held.target, held.axis, held.start, held.start + size, held.parameter)
+        whole = size == shape[held.axis]
+        return Held(held.target, 0, held.first, held.stop, held.parameter) if whole else None
+
+    def experts(self, run: ExpertRun) -> HeldExperts | None:
+        """This rank's part of a run, possibly nothing of it; None when its form is not known.
+
+        SGLang's fused experts: w13 [experts, 2 x intermediate, hidden], w2 [experts, hidden, intermediate]; in w13 the
+        gate is above, or below where `_gate_half` says so.
+        """
+        leaf, axis = ("w2_weight", 2) if run.projection == "down" else ("w13_weight", 1)
+        module = self.modules.get(run.owner)
+        stacked = None if module is None else module._parameters.get(leaf)  # anew: engines may replace parameters
+        if module is None or stacked is None or stacked.dim() != 3:
+            return None
+        begin, count = _routed_experts(module, int(stacked.shape[0]))
+        first = min(max(run.first, begin), begin + count)
+        stop = max(first, min(run.last + 1, begin + count))
+        part = stacked.detach()[first - begin : stop - begin]
+        if run.projection != "down":
+            part = part.chunk(2, dim=1)[_gate_half(module) if run.projection == "gate" else 1 - _gate_half(module)]
+        start = int(vars(module).get("moe_tp_rank", 0)) * int(part.shape[axis])
+        return HeldExperts(part, first - run.first, stop - run.first, axis, start, f"{run.owner}.{leaf}")
+
+
+def _routed_experts(module: Any, stacked: int) -> tuple[int, int]:
+    """Number of this rank's first routed expert, and how many it has; shared ones may be stacked behind them."""
+    here = vars(module)
+    count = int(here.get("_num_local_routed", stacked))
+    return int(here.get("moe_ep_rank", 0)) * count, count
+
+
+def _gate_half(module: Any) -> int:
+    """Which half of w13 is the gate: kernels like FlashInfer's CUTLASS ones want it below, and SGLang puts it there."""
+    method: Any = vars(module).get("quant_method") or vars(module).get("_modules", {}).get("quant_method")
+    try:
+        return int(bool(method.load_up_proj_weight_first))
+    except AttributeError:  # as SGLang takes it: most methods do not say
+        return 0
+
+
+def _tp_rank(module: Any) -> int:
+    """Of a parallel linear layer; 0 for layers that are whole on every rank."""
+    return int(vars(module).get("tp_rank", 0))
