@@ -11,10 +11,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.cluster.memory.hardware import seen_gpu_memory
 from slime.cluster.plan import PlacementPlan
 from slime.cluster.waiting import DeadlinePassed, wait_for
 from slime.errors import UserError
+from slime.memory.hardware import seen_gpu_memory
 from slime.observe.log import get_logger
 
 logger = get_logger(__name__)

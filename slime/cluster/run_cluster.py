@@ -24,7 +24,6 @@ from slime.cluster.engine_group import EngineGroup
 from slime.cluster.engine_repair import EngineRepair, HealthChecks
 from slime.cluster.engine_weights import EngineWeights
 from slime.cluster.hand_over import HandOver
-from slime.cluster.memory.check import check_memory_of_cluster
 from slime.cluster.placement import Slots, reserve
 from slime.cluster.plan import PlacementPlan, has_evaluation
 from slime.cluster.ray_session import start_ray
@@ -36,6 +35,7 @@ from slime.config import Config
 from slime.engines.sglang.command import STARTUP_SECONDS
 from slime.engines.wire.shared_memory import remove_stale
 from slime.errors import RunFailed, UserError
+from slime.memory.check import check_memory_of_cluster
 from slime.observe.log import get_logger
 from slime.samples.types import TrainLayout
 

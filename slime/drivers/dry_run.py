@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from slime.cluster.memory.check import judge
-from slime.cluster.memory.hardware import device_memory
-from slime.cluster.memory.plan import MemoryPlan
-from slime.cluster.memory.table import table
 from slime.cluster.plan import PlacementPlan
 from slime.config import Config
 from slime.drivers import preflight
 from slime.errors import UserError
+from slime.memory.check import judge
+from slime.memory.hardware import device_memory
+from slime.memory.plan import MemoryPlan
+from slime.memory.table import table
 from slime.prompts.readers import iter_rows
 from slime.rollout.eval_datasets import eval_datasets
 from slime.weights.load_plan import LoadPlan, resolve_load

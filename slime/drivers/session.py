@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from slime.cluster.memory.check import check_memory
-from slime.cluster.memory.hardware import is_on_gpu
-from slime.cluster.memory.measured import Measured
-from slime.cluster.memory.plan import MemoryPlan
 from slime.cluster.run_cluster import Cluster, Launch
 from slime.cluster.waiting import StopRequested
 from slime.config import Config
 from slime.drivers.preflight import joins_cluster, preflight
 from slime.errors import UserError
+from slime.memory.check import check_memory
+from slime.memory.hardware import is_on_gpu
+from slime.memory.measured import Measured
+from slime.memory.plan import MemoryPlan
 from slime.observe.log import configure_logging, get_logger
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks

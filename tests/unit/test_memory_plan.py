@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.cluster.memory.check import check_memory, judge
-from slime.cluster.memory.hardware import DeviceMemory, device_memory
-from slime.cluster.memory.measured import Measured
-from slime.cluster.memory.plan import MemoryPlan, Phase, ranges
-from slime.cluster.memory.remedies import refuse, remedies
-from slime.cluster.memory.table import summary, table
-from slime.cluster.memory.trainer import CONTEXT
 from slime.config import Config, host, make_config
 from slime.errors import UserError
+from slime.memory.check import check_memory, judge
+from slime.memory.hardware import DeviceMemory, device_memory
+from slime.memory.measured import Measured
+from slime.memory.plan import MemoryPlan, Phase, ranges
+from slime.memory.remedies import refuse, remedies
+from slime.memory.table import summary, table
+from slime.memory.trainer import CONTEXT
 
 PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "fixtures" / "model_configs.json").read_text())
 DENSE, MOE = "Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B"

@@ -14,12 +14,12 @@ from memory_jobs import FAMILIES, count_parameters, saved_bytes
 from trainer_ranks import Pools, trainer_config
 
 from benchmarks.gpu.trainer import SHAPES
-from slime.cluster.memory import trainer
-from slime.cluster.memory.activations import Kernels, Recompute, saved_by_layer, saved_by_stage
-from slime.cluster.memory.engine import EngineSettings
-from slime.cluster.memory.parameters import Layout, layer_parameters, outer_parameters, rank_parameters
-from slime.cluster.memory.trainer import TrainerSettings
 from slime.config import make_config
+from slime.memory import trainer
+from slime.memory.activations import Kernels, Recompute, saved_by_layer, saved_by_stage
+from slime.memory.engine import EngineSettings
+from slime.memory.parameters import Layout, layer_parameters, outer_parameters, rank_parameters
+from slime.memory.trainer import TrainerSettings
 from slime.models import family_of
 from slime.models.spec import ModelSpec
 

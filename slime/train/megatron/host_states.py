@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.train.limits import MOMENTS_BUCKET_BYTES
+from slime.memory.limits import MOMENTS_BUCKET_BYTES
 from slime.train.megatron import device
 from slime.weights.host_memory import host_buffer
 

@@ -14,14 +14,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from slime.cluster.memory import engine as engine_side
-from slime.cluster.memory import trainer as trainer_side
-from slime.cluster.memory.engine import EngineSettings
-from slime.cluster.memory.hardware import DRIVER, DeviceMemory, device_memory
-from slime.cluster.memory.trainer import TrainerSettings, longest_sequence
 from slime.cluster.plan import PlacementPlan
 from slime.config import Config
 from slime.config.host import host_memory
+from slime.memory import engine as engine_side
+from slime.memory import trainer as trainer_side
+from slime.memory.engine import EngineSettings
+from slime.memory.hardware import DRIVER, DeviceMemory, device_memory
+from slime.memory.trainer import TrainerSettings, longest_sequence
 from slime.models import family_of
 
 #: Of a device's memory; the rest is what allocators lose to fragmentation.

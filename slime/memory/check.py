@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from slime.cluster.memory.hardware import DeviceMemory, device_memory
-from slime.cluster.memory.plan import MemoryPlan
-from slime.cluster.memory.remedies import refuse
-from slime.cluster.memory.table import gb, summary
 from slime.config import Config
+from slime.memory.hardware import DeviceMemory, device_memory
+from slime.memory.plan import MemoryPlan
+from slime.memory.remedies import refuse
+from slime.memory.table import gb, summary
 from slime.observe.log import get_logger
 
 logger = get_logger(__name__)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 
-from slime.cluster.memory.activations import Kernels, Recompute, StageActivations, saved_by_stage
-from slime.cluster.memory.parameters import Layout, Parameter, rank_parameters
 from slime.config import Config
+from slime.memory.activations import Kernels, Recompute, StageActivations, saved_by_stage
+from slime.memory.limits import FLASH4_WIDEST, MOMENTS_BUCKET_BYTES
+from slime.memory.parameters import Layout, Parameter, rank_parameters
 from slime.models.spec import ModelSpec
-from slime.train.limits import FLASH4_WIDEST, MOMENTS_BUCKET_BYTES
 
 #: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it sleeps (2.2 GB on an
 #: H200, with what the driver keeps for itself); of the latter, what may be torch's.
@@ -65,7 +65,7 @@ class TrainerSettings:
         with_logits: a custom loss gets whole logits.
         only, frozen: regular expressions of what is trained, or is not.
         on_gpu: kernels and sizes of blocks differ.
-        grouped: attention takes keys and values as they are (`slime.cluster.memory.activations.Kernels`).
+        grouped: attention takes keys and values as they are (`slime.memory.activations.Kernels`).
     """
 
     spec: ModelSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slime.cluster.memory.plan import MemoryPlan, Phase
+from slime.memory.plan import MemoryPlan, Phase
 
 _SMALL = 0.05e9  # what is less is added up in one row
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from slime.cluster.memory.parameters import Parameter, layer_parameters, outer_parameters
 from slime.config import Config
+from slime.memory.parameters import Parameter, layer_parameters, outer_parameters
 from slime.models.spec import ModelSpec
 
 #: What SGLang about chooses when ``--sglang-mem-fraction-static`` is not set: on a small GPU it leaves at least these
