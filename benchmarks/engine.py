@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slime.checkpoints.gguf import find_smollm2, gguf_to_hf
 from slime.engines.api import EngineClient
-from slime.weights.gguf import find_smollm2, gguf_to_hf
 
 NUM_REQUESTS = 64
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

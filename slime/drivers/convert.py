@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from slime.errors import UserError
 
 if TYPE_CHECKING:
+    from slime.checkpoints.load_plan import LoadPlan
     from slime.train.megatron.parallel import RankInfo
-    from slime.weights.load_plan import LoadPlan
 
 DTYPES = ("bfloat16", "float16", "float32")
 #: Other spellings, as the tools of slime and Megatron-LM have them.
@@ -89,9 +89,9 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
     Raises:
         UserError: a shard is missing or damaged, the index names what is not there, ``save_path`` holds checkpoints.
     """
+    from slime.checkpoints.directory import saved_iterations
+    from slime.checkpoints.hf_files import HfReader
     from slime.models import family_of
-    from slime.weights.checkpoint_dir import saved_iterations
-    from slime.weights.hf_files import HfReader
 
     family = family_of(options.hf_model_path, options.model_name)
     HfReader(options.hf_model_path).verify(family, family.model_spec(options.hf_model_path))  # before anything heavy
@@ -103,9 +103,9 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
             fix="pass another --save_path, or --force",
         )
     with _model(options) as chunks:
-        from slime.weights.checkpoint import TrainerState
-        from slime.weights.checkpoint_writer import CheckpointWriter
-        from slime.weights.hf_io import load_hf
+        from slime.checkpoints.checkpoint import TrainerState
+        from slime.checkpoints.hf_io import load_hf
+        from slime.checkpoints.writer import CheckpointWriter
 
         report = load_hf(chunks, options.hf_model_path, model_name=options.model_name)
         path = CheckpointWriter().save(options.save_path, "release", TrainerState(chunks), save_rng=False)
@@ -121,8 +121,8 @@ def megatron_to_hf(options: argparse.Namespace) -> str:
     plan = _source(options)
     _refuse_existing(options.save_path, options.force)
     with _model(options) as chunks:
-        from slime.weights import checkpoint
-        from slime.weights.hf_io import save_hf
+        from slime.checkpoints import checkpoint
+        from slime.checkpoints.hf_io import save_hf
 
         loaded = checkpoint.load(plan, checkpoint.TrainerState(chunks))
         source = options.hf_model_path  # the model has the wanted dtype, but for what the family keeps in float32
@@ -131,16 +131,16 @@ def megatron_to_hf(options: argparse.Namespace) -> str:
 
 
 def gguf_to_hf(options: argparse.Namespace) -> str:
-    from slime.weights import gguf
+    from slime.checkpoints import gguf
 
     return f"wrote {gguf.gguf_to_hf(options.gguf_path, options.save_path, options.dtype)}"
 
 
 def _source(options: argparse.Namespace) -> LoadPlan:
     """The checkpoint to export, checked to be complete: the latest or --ckpt-step of a run, or the directory itself."""
+    from slime.checkpoints.directory import check_complete
+    from slime.checkpoints.load_plan import LoadPlan, resolve_load
     from slime.config import make_config
-    from slime.weights.checkpoint_dir import check_complete
-    from slime.weights.load_plan import LoadPlan, resolve_load
 
     path: Path = options.load_path
     if (path / ".metadata").is_file():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from slime.checkpoints.load_plan import LoadPlan, resolve_load
 from slime.cluster.plan import PlacementPlan
 from slime.config import Config
 from slime.drivers import preflight
@@ -19,7 +20,6 @@ from slime.memory.plan import MemoryPlan
 from slime.memory.table import table
 from slime.prompts.readers import iter_rows
 from slime.rollout.eval_datasets import eval_datasets
-from slime.weights.load_plan import LoadPlan, resolve_load
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

@@ -12,6 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference
 from slime.cluster.plan import PlacementPlan, joined_cluster, needs_engines
 from slime.config import Config
 from slime.config.architecture import merge_transformer
@@ -21,7 +22,6 @@ from slime.errors import UserError
 from slime.hooks import check_hooks, check_signature, load_function
 from slime.models.layout_rules import check_layout
 from slime.train.expert_rules import check_experts
-from slime.weights.load_plan import LoadPlan, resolve_load, resolve_reference
 
 #: Rows of each data file that are looked at; the rollout actor looks at all of them.
 ROWS = 2000
@@ -73,9 +73,9 @@ def check_architecture(config: Config) -> None:
 
 def check_weights(config: Config, plan: LoadPlan) -> None:
     """Every Hugging Face directory that will be read holds a known model, whole, and the same one."""
+    from slime.checkpoints.hf_files import HfReader
     from slime.models import family_of
     from slime.models.spec import check_same_model
-    from slime.weights.hf_files import HfReader
 
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
@@ -208,7 +208,7 @@ def _check_outputs(config: Config) -> None:
 
 def _check_export(config: Config) -> None:
     """--save-hf replaces its directory: nothing else of the run may be there."""
-    from slime.weights.hf_files import check_export
+    from slime.checkpoints.hf_files import check_export
 
     flags = config.checkpoint
     if flags.save_hf:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
 from slime.cluster.run_cluster import Cluster, Launch
 from slime.cluster.waiting import StopRequested
 from slime.config import Config
@@ -22,7 +23,6 @@ from slime.memory.plan import MemoryPlan
 from slime.observe.log import configure_logging, get_logger
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
-from slime.weights.checkpoint_dir import discard_partial, is_saved, iteration_name, newest_whole
 
 logger = get_logger(__name__)
 

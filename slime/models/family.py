@@ -9,7 +9,7 @@
         …
     )
 
-``{layer}`` and ``{expert}`` are global numbers on both sides; `slime.weights.megatron_names` turns a rank's local
+``{layer}`` and ``{expert}`` are global numbers on both sides; `slime.checkpoints.megatron_names` turns a rank's local
 numbers into global ones. Everything else (which slice a rank reads, how pieces are gathered, which names must be in
 a checkpoint) follows from the table.
 """

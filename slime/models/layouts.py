@@ -6,7 +6,7 @@ A `Layout` works in both directions and per rank:
     all ranks' pieces    ── export(pieces) ───────► Hugging Face tensors
 
 ``load`` indexes its sources lazily, so a rank reads only the bytes that it keeps. Sources may be torch tensors or
-anything with ``shape`` and slicing (`slime.weights.hf_files.LazyTensor`).
+anything with ``shape`` and slicing (`slime.checkpoints.hf_files.LazyTensor`).
 
 Importing the tables imports no torch: the launch compares a directory with them before anything heavy starts.
 """

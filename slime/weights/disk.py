@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from slime.checkpoints.hf_files import HfWriter
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.buckets import dtype_in, dtype_name
-from slime.weights.hf_files import HfWriter
 from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
 
 _VERSION_DIR = re.compile(r"weight_v(\d{6,})")

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slime.checkpoints.hf_io import HfExporter
+from slime.checkpoints.megatron_names import Placement
 from slime.config import Config
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet, is_local
@@ -30,9 +32,7 @@ from slime.models.spec import HfConfig
 from slime.weights.disk import DiskTransport
 from slime.weights.distributed import JOIN_SECONDS, LEAVE_SECONDS, DistributedTransport, own_address
 from slime.weights.engine_check import Digest, EngineCheck, SliceCheck, WholeTensorCheck
-from slime.weights.hf_io import HfExporter
 from slime.weights.ipc import IpcTransport
-from slime.weights.megatron_names import Placement
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
 from slime.weights.route import Route, check_experts, choose_route, engine_dtype, takes_runs
 from slime.weights.shared_memory_transport import SharedMemoryTransport

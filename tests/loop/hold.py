@@ -45,7 +45,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 def hold_saves(args: Any) -> None:
     """--custom-megatron-init-path: checkpoints wait (at most a minute) while <folder>/hold-save exists."""
-    from slime.weights.sharded_store import FingerprintedFile
+    from slime.checkpoints.sharded_store import FingerprintedFile
 
     folder, write = Path(os.environ["SLIME_TEST_HOLD"]), FingerprintedFile.write
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from slime.__main__ import main
-from slime.weights.checkpoint_dir import check_contents
+from slime.checkpoints.directory import check_contents
 from tests.loop.process_fixtures import ROOT, Driver, World, start
 
 LONGEST_ERROR = 8

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from slime.checkpoints.hf_io import HfExporter
 from slime.engines.wire import expert_runs
 from slime.weights.engine_check import SliceCheck
-from slime.weights.hf_io import HfExporter
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
 from tests.unit.megatron_jobs import backend_of

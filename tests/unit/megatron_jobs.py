@@ -61,7 +61,7 @@ def fake_step(backend: Any, seed: int) -> None:
 
 
 def exported(backend: Any) -> dict[str, torch.Tensor]:
-    from slime.weights.hf_io import iter_hf_tensors
+    from slime.checkpoints.hf_io import iter_hf_tensors
 
     return {name: tensor.clone() for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
 
@@ -74,7 +74,7 @@ def load_and_export(info: Any, model: Path, layout: str) -> dict[str, torch.Tens
 
 
 def export_directory(info: Any, model: Path, layout: str, target: Path) -> None:
-    from slime.weights.hf_io import save_hf
+    from slime.checkpoints.hf_io import save_hf
 
     backend = backend_of(info, model, **LAYOUTS[layout])
     save_hf(backend.model_chunks, backend.hf_config, target, assets_from=model)
@@ -135,8 +135,8 @@ def save_behind_training(info: Any, model: Path, root: Path) -> list[int]:
 
     import torch.distributed as dist
 
-    from slime.weights import sharded_store
-    from slime.weights.checkpoint_dir import saved_iterations
+    from slime.checkpoints import sharded_store
+    from slime.checkpoints.directory import saved_iterations
 
     opened, write = threading.Event(), sharded_store.FingerprintedFile.write
 

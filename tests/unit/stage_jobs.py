@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.checkpoints import hf_io
 from slime.errors import UserError
-from slime.weights import hf_io
 from slime.weights import sync as sync_module
 from slime.weights.transport import EngineSlots
 from tests.unit.megatron_jobs import backend_of

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from slime.checkpoints.checkpoint import TrainerState, trainer_state_dict
+from slime.checkpoints.directory import check_contents, saved_iterations
+from slime.checkpoints.sharded_store import ShardedWrite
 from slime.errors import UserError
-from slime.weights.checkpoint import TrainerState, trainer_state_dict
-from slime.weights.checkpoint_dir import check_contents, saved_iterations
-from slime.weights.sharded_store import ShardedWrite
 from tests.unit import megatron_jobs as jobs
 from tests.unit.trainer_ranks import Pools, free_port
 

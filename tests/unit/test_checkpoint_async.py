@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from slime.checkpoints import sharded_store
+from slime.checkpoints.directory import read_tracker, saved_iterations
 from slime.errors import UserError
-from slime.weights import sharded_store
-from slime.weights.checkpoint_dir import read_tracker, saved_iterations
-from slime.weights.host_memory import HostMemory
+from slime.train.host_memory import HostMemory
 from tests.unit import megatron_jobs as jobs
 from tests.unit.test_checkpoint import parameters, single
 from tests.unit.trainer_ranks import make_batch

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.weights.optimizer_state import boxes
+from slime.checkpoints.optimizer_state import boxes
 
 
 @st.composite

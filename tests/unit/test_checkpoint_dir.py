@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from slime.checkpoints import directory as ckpt
+from slime.checkpoints.directory import FileRecord
+from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference
 from slime.config import make_config
 from slime.errors import UserError
-from slime.weights import checkpoint_dir as ckpt
-from slime.weights.checkpoint_dir import FileRecord
-from slime.weights.load_plan import LoadPlan, resolve_load, resolve_reference
 
 
 def complete(root: Path, iteration: int, content: str = "x", track: bool = True) -> Path:
@@ -194,7 +194,7 @@ def test_no_weights_at_all(root: Path) -> None:
 
 
 def test_resolving_needs_no_torch() -> None:
-    code = "import sys, slime.weights.load_plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, slime.checkpoints.load_plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

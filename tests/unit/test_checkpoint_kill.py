@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.weights.checkpoint_dir import check_contents
-from slime.weights.load_plan import resolve_load
+from slime.checkpoints.directory import check_contents
+from slime.checkpoints.load_plan import resolve_load
 from tests.unit import megatron_jobs as jobs
 from tests.unit.test_checkpoint import parameters, single
 from tests.unit.trainer_ranks import free_port, trainer_config
@@ -51,7 +51,7 @@ class Killer:
             self._step("change")
 
     def _replace_calls(self) -> None:
-        from slime.weights import sharded_store
+        from slime.checkpoints import sharded_store
 
         fsync, write = os.fsync, sharded_store.FingerprintedFile.write
 

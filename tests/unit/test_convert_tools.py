@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.__main__ import main
+from slime.checkpoints.directory import read_tracker
 from slime.models import FAMILIES
-from slime.weights.checkpoint_dir import read_tracker
 from tests.unit import megatron_jobs as jobs
 from tests.unit.trainer_ranks import Pools
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from sglang_router.launch_router import parse_router_args
 
+from slime.checkpoints.gguf import find_smollm2, gguf_to_hf
 from slime.config import make_config
 from slime.engines.embedded.__main__ import parse_args
 from slime.engines.embedded.server import bind
 from slime.engines.launch import embedded_command, router_command
 from slime.errors import UserError
-from slime.weights.gguf import find_smollm2, gguf_to_hf
 
 
 def config_of(tmp_path: Path, **flags: Any) -> Any:

@@ -241,8 +241,8 @@ def test_experts_moved_and_their_load_is_logged(single: dict[str, Any], model: P
 
 
 def export_job(info: Any, model: Path, flags: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
-    from slime.weights.hf_io import iter_hf_tensors
-    from slime.weights.megatron_names import Placement, global_parameters
+    from slime.checkpoints.hf_io import iter_hf_tensors
+    from slime.checkpoints.megatron_names import Placement, global_parameters
 
     config = trainer_config(hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **flags)
     backend = MegatronBackend(config, info)
@@ -263,7 +263,7 @@ def test_expert_parallel_export_is_the_file_bit_for_bit(flags: dict[str, Any], m
 
 def checkpoint_job(info: Any, model: Path, root: Path, flags: dict[str, Any], load: bool) -> dict[str, Tensor]:
     """Load or start fresh; one step with the same gradients everywhere; save; the weights after a further one."""
-    from slime.weights.hf_io import iter_hf_tensors
+    from slime.checkpoints.hf_io import iter_hf_tensors
 
     where = {"load": str(root)} if load else {"save": str(root)}
     config = trainer_config(hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **where, **flags)
@@ -388,8 +388,8 @@ def test_the_global_balance_loss_is_that_of_all_replicas_in_one_micro_batch(
 
 def freeze_job(info: Any, model: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Weights after a step with frozen experts, and the names of the gradients that are found not to be finite."""
+    from slime.checkpoints.hf_io import iter_hf_tensors
     from slime.train.megatron.optimizer import nonfinite_gradients
-    from slime.weights.hf_io import iter_hf_tensors
 
     settings = {"hf_checkpoint": str(model), "freeze_params_name_list": [r"layers.1.mlp.experts"]}
     backend = MegatronBackend(trainer_config(**settings), info)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.weights import host_memory
-from slime.weights.host_memory import BuffersAhead, host_buffer
+from slime.train import host_memory
+from slime.train.host_memory import BuffersAhead, host_buffer
 
 
 class Driver:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import slime.weights.random_state
+import slime.checkpoints.random_state
 from tests.unit import megatron_jobs as jobs
 from tests.unit.test_checkpoint import single
 from tests.unit.trainer_ranks import Pools
@@ -56,7 +56,7 @@ def drawn_by_rank(
 
 
 def test_the_example() -> None:
-    assert doctest.testmod(slime.weights.random_state).failed == 0
+    assert doctest.testmod(slime.checkpoints.random_state).failed == 0
 
 
 def test_another_layout_starts_anew_from_seed_and_iteration(model: Path, tmp_path: Path, ranks: Pools) -> None:

@@ -251,7 +251,7 @@ def replay_job(info: Any, flags: dict[str, Any], batch: TrainBatch) -> dict[str,
     """Gradients, and weights after two steps; passes through `MegatronBackend.train` alone."""
     from test_parity import LOSS, _gradients
 
-    from slime.weights.hf_io import iter_hf_tensors
+    from slime.checkpoints.hf_io import iter_hf_tensors
 
     backend = MegatronBackend(trainer_config(**LOSS, **flags, actor_num_gpus_per_node=info.world_size), info)
     backend.setup()

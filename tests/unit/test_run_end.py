@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from test_checkpoint_dir import complete
 
+from slime.checkpoints.directory import partial_dir
+from slime.checkpoints.load_plan import LoadPlan
 from slime.cluster import run_cluster
 from slime.cluster.run_cluster import Cluster, Launch
 from slime.config import make_config
 from slime.drivers import session as module
 from slime.errors import UserError
-from slime.weights.checkpoint_dir import partial_dir
-from slime.weights.load_plan import LoadPlan
 
 Behaviour = Callable[[Callable[[], bool]], None]
 NEWEST = "newest whole checkpoint: {}"

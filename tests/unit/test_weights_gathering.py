@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.weights.gathering import Held, batches, gather
-from slime.weights.megatron_names import Placement
+from slime.checkpoints.gathering import Held, batches, gather
+from slime.checkpoints.megatron_names import Placement
 
 SHAPES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7)), min_size=1, max_size=12)
 

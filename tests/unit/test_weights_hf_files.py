@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime.checkpoints.hf_files import INDEX, HfReader, HfWriter
 from slime.errors import UserError
 from slime.models import family_of
-from slime.weights.hf_files import INDEX, HfReader, HfWriter
 from tests.megatron_stub import random_hf
 from tests.unit.test_weights_convert import config_of
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slime.checkpoints.hf_io import iter_hf_tensors, load_hf, save_hf
+from slime.checkpoints.megatron_names import Placement, global_parameters
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.layouts import Shard
-from slime.weights.hf_io import iter_hf_tensors, load_hf, save_hf
-from slime.weights.megatron_names import Placement, global_parameters
 from tests.megatron_stub import MegatronStub, random_hf
 from tests.unit.test_weights_convert import config_of
 

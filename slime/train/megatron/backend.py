@@ -27,6 +27,11 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
+from slime.checkpoints.checkpoint import TrainerState, saved_reference  # noqa: E402
+from slime.checkpoints.checkpoint import load as load_checkpoint  # noqa: E402
+from slime.checkpoints.hf_io import load_hf, save_hf  # noqa: E402
+from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference  # noqa: E402
+from slime.checkpoints.writer import CheckpointWriter  # noqa: E402
 from slime.models import family_of  # noqa: E402
 from slime.models.layout_rules import check_layout, virtual_stages  # noqa: E402
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402
@@ -45,11 +50,6 @@ from slime.train.memory import PhaseMemory  # noqa: E402
 from slime.train.non_finite import FailedStep  # noqa: E402
 from slime.train.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores  # noqa: E402
 from slime.train.update import update  # noqa: E402
-from slime.weights.checkpoint import TrainerState, saved_reference  # noqa: E402
-from slime.weights.checkpoint import load as load_checkpoint  # noqa: E402
-from slime.weights.checkpoint_writer import CheckpointWriter  # noqa: E402
-from slime.weights.hf_io import load_hf, save_hf  # noqa: E402
-from slime.weights.load_plan import LoadPlan, resolve_load, resolve_reference  # noqa: E402
 
 logger = get_logger(__name__)
 

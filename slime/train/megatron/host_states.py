@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from slime.memory.limits import MOMENTS_BUCKET_BYTES
+from slime.train.host_memory import host_buffer
 from slime.train.megatron import device
-from slime.weights.host_memory import host_buffer
 
 Member = tuple[int, torch.nn.Parameter]
 

@@ -24,6 +24,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
+from slime.checkpoints.megatron_names import Placement, global_parameters, unwrapped
 from slime.config import Config
 from slime.errors import UserError
 from slime.observe.log import get_logger
@@ -33,7 +34,6 @@ from slime.train.megatron.host_states import HostStates
 from slime.train.megatron.layers import RMSNorm
 from slime.train.megatron.model import PolicyModel, parameter_dtype
 from slime.train.records import StepOutcome
-from slime.weights.megatron_names import Placement, global_parameters, unwrapped
 
 logger = get_logger(__name__)
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from slime.checkpoints.random_state import seed_generators
 from slime.config import Config
 from slime.errors import UserError
 from slime.samples.types import TrainLayout
 from slime.train.megatron import device
 from slime.train.megatron.context import ContextGroup
-from slime.weights.random_state import seed_generators
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from slime.checkpoints.megatron_names import stored_tensors
+from slime.train.host_memory import host_buffer
 from slime.train.megatron import device
-from slime.weights.host_memory import host_buffer
-from slime.weights.megatron_names import stored_tensors
 
 
 class WeightsCopy:

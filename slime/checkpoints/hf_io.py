@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slime.checkpoints.gathering import Held, batches, gather, whole_bytes
+from slime.checkpoints.hf_files import HfReader, HfWriter
+from slime.checkpoints.megatron_names import Placement, global_parameters
 from slime.engines.wire import expert_runs
 from slime.engines.wire.buckets import dtype_in, dtype_name
 from slime.errors import UserError
 from slime.models import Match, ModelFamily, family_of
 from slime.models.layouts import Shard, VocabParallel
 from slime.models.spec import HfConfig, ModelSpec
-from slime.weights.gathering import Held, batches, gather, whole_bytes
-from slime.weights.hf_files import HfReader, HfWriter
-from slime.weights.megatron_names import Placement, global_parameters
 
 logger = logging.getLogger(__name__)
 

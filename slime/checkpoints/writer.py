@@ -23,9 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.errors import RunFailed
-from slime.weights.checkpoint import EXTRA_STATE, TrainerState, trainer_state_dict
-from slime.weights.checkpoint_dir import (
+from slime.checkpoints.checkpoint import EXTRA_STATE, TrainerState, trainer_state_dict
+from slime.checkpoints.directory import (
     FileRecord,
     file_record,
     iteration_name,
@@ -35,8 +34,7 @@ from slime.weights.checkpoint_dir import (
     set_latest,
     write_manifest,
 )
-from slime.weights.host_memory import HostMemory
-from slime.weights.sharded_store import (
+from slime.checkpoints.sharded_store import (
     WRITE_ERRORS,
     ShardedWrite,
     agreed,
@@ -44,6 +42,8 @@ from slime.weights.sharded_store import (
     free_space,
     write_error,
 )
+from slime.errors import RunFailed
+from slime.train.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from slime.checkpoints.directory import partial_dir, publish
 from slime.errors import UserError
 from slime.models import ModelFamily, ModelSpec
-from slime.weights.checkpoint_dir import partial_dir, publish
 
 if TYPE_CHECKING:
     import torch

@@ -21,13 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slime.errors import UserError
-from slime.weights.checkpoint_contents import TE_STATE, LoadReport, account_for, account_for_optimizer
-from slime.weights.checkpoint_dir import RELEASE, check_contents
-from slime.weights.load_plan import LoadPlan
-from slime.weights.megatron_names import stored_tensors, unwrapped
-from slime.weights.optimizer_state import ensure_state, optimizer_tensors, restore, sharded_optimizer_state
-from slime.weights.random_state import (
+from slime.checkpoints.contents import TE_STATE, LoadReport, account_for, account_for_optimizer
+from slime.checkpoints.directory import RELEASE, check_contents
+from slime.checkpoints.load_plan import LoadPlan
+from slime.checkpoints.megatron_names import stored_tensors, unwrapped
+from slime.checkpoints.optimizer_state import ensure_state, optimizer_tensors, restore, sharded_optimizer_state
+from slime.checkpoints.random_state import (
     random_layout,
     random_state,
     seed_after,
@@ -35,7 +34,8 @@ from slime.weights.random_state import (
     sharded_random_state,
     why_not_continued,
 )
-from slime.weights.sharded_store import StateDict, read, read_common, read_contents
+from slime.checkpoints.sharded_store import StateDict, read, read_common, read_contents
+from slime.errors import UserError
 
 logger = logging.getLogger(__name__)
 

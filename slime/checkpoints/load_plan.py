@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from slime.config import Config
-from slime.errors import UserError
-from slime.weights.checkpoint_dir import (
+from slime.checkpoints.directory import (
     RELEASE,
     TRACKER,
     check_complete,
@@ -21,6 +19,8 @@ from slime.weights.checkpoint_dir import (
     read_tracker,
     saved_iterations,
 )
+from slime.config import Config
+from slime.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from slime.checkpoints.megatron_names import Placement
 from slime.engines.wire.buckets import dtype_of
-from slime.weights.megatron_names import Placement
 
 #: Bytes of whole tensors that are brought here at a time.
 BATCH_BYTES = 128 << 20

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from slime.checkpoints.directory import FileRecord
 from slime.errors import UserError
-from slime.weights.checkpoint_dir import FileRecord
-from slime.weights.host_memory import HostMemory
+from slime.train.host_memory import HostMemory
 
 StateDict = dict[str, Any]
 
