@@ -105,7 +105,7 @@ def run_trl(options: argparse.Namespace) -> None:
 
 
 def run_slime(options: argparse.Namespace) -> None:
-    from slime.drivers import train
+    from slime.cli import train
 
     folder = Path(tempfile.mkdtemp(prefix="loop_vs_trl-"))
     data = folder / "questions.jsonl"

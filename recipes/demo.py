@@ -48,7 +48,7 @@ def main() -> int:
         "8192",
     ]
 
-    from slime.drivers import train
+    from slime.cli import train
 
     train.main(
         [*common, "--stage", "sft", "--loss-type", "sft_loss"]

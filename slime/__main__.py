@@ -30,14 +30,14 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "train": Command("slime.drivers.train", "main", "generate, train, push the weights, in lock step", "train"),
+    "train": Command("slime.cli.train", "main", "generate, train, push the weights, in lock step", "train"),
     "train-async": Command(
-        "slime.drivers.train_async", "main", "the same with generation one batch ahead of training", "train_async"
+        "slime.cli.train_async", "main", "the same with generation one batch ahead of training", "train_async"
     ),
     "flags": Command("slime.config.docs", "main", "look flags up"),
-    "reward": Command("slime.rollout.rewards.cli", "main", "run a reward function on data, without training"),
+    "reward": Command("slime.cli.reward", "main", "run a reward function on data, without training"),
     "report": Command("slime.observe.report", "main", "write report.html of a run folder"),
-    "convert": Command("slime.drivers.convert", "main", "convert checkpoints between Hugging Face and Megatron"),
+    "convert": Command("slime.cli.convert", "main", "convert checkpoints between Hugging Face and Megatron"),
 }
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.host import num_gpus
-from slime.observe.json_text import json_safe
+from slime.files import json_safe
 
 Row = dict[str, Any]
 

@@ -14,7 +14,7 @@ from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.config import Config
 from slime.engines.router import register_workers
 from slime.errors import RunFailed, UserError
-from slime.observe.log import get_logger, log_to_file_only
+from slime.log import get_logger, log_to_file_only
 
 logger = get_logger(__name__)
 

@@ -25,7 +25,7 @@ from slime.engines.fleet import EngineFleet
 from slime.engines.router import register_workers, remove_worker
 from slime.engines.sglang.groups import ServedModel
 from slime.errors import RunFailed
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.weights.transport import EngineSlots
 
 logger = get_logger(__name__)

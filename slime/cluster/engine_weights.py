@@ -8,7 +8,7 @@ from slime.cluster.hand_over import CallTrainers, HandOver
 from slime.cluster.trainer_group import TrainerGroup
 from slime.config import Config
 from slime.errors import UserError
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.weights.canary import Canary
 
 logger = get_logger(__name__)

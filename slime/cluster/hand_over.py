@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol
 
-from slime.observe.log import get_logger
+from slime.log import get_logger
 
 logger = get_logger(__name__)
 

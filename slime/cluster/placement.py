@@ -14,8 +14,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime.cluster.plan import PlacementPlan
 from slime.cluster.waiting import DeadlinePassed, wait_for
 from slime.errors import UserError
+from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory
-from slime.observe.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -18,7 +18,7 @@ from slime.cluster.plan import joined_cluster
 from slime.cluster.reaper import start_reaper
 from slime.config import Config
 from slime.errors import UserError
-from slime.observe.log import get_logger
+from slime.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from slime.config import Config
-from slime.observe.log import get_logger, log_to_file_only
+from slime.log import get_logger, log_to_file_only
 from slime.samples.types import Group, TrainLayout
 
 logger = get_logger(__name__)

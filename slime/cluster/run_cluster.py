@@ -35,8 +35,8 @@ from slime.config import Config
 from slime.engines.sglang.command import STARTUP_SECONDS
 from slime.engines.wire.shared_memory import remove_stale
 from slime.errors import RunFailed, UserError
+from slime.log import get_logger
 from slime.memory.check import check_memory_of_cluster
-from slime.observe.log import get_logger
 from slime.samples.types import TrainLayout
 
 logger = get_logger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ray
 
-from slime.observe.log import get_logger
+from slime.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -17,7 +17,7 @@ from slime.cluster.ports import node_ip, reserve_port
 from slime.cluster.waiting import Watch, wait_for
 from slime.config import Config
 from slime.errors import UserError
-from slime.observe.log import get_logger, log_to_file_only
+from slime.log import get_logger, log_to_file_only
 from slime.samples.types import TrainLayout
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from slime.errors import RunFailed, UserError
-from slime.observe.log import get_logger
+from slime.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from slime.engines.api import EngineClient, EngineError, GenerateResult
 from slime.engines.router import ROUTING_KEY_HEADER, Worker, list_workers
-from slime.observe.log import get_logger
+from slime.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from slime.config import Config
+from slime.log import get_logger
 from slime.memory.hardware import DeviceMemory, device_memory
 from slime.memory.plan import MemoryPlan
 from slime.memory.remedies import refuse
 from slime.memory.table import gb, summary
-from slime.observe.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from slime.log import get_logger
 from slime.memory.plan import MemoryPlan
 from slime.memory.table import gb
 from slime.memory.trainer import ASLEEP_TENSORS, CONTEXT
-from slime.observe.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from slime.observe.json_text import json_safe, write_atomically
+from slime.files import json_safe, write_atomically
 from slime.observe.phases import PhaseEvent
 from slime.samples.types import Sample
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from slime.errors import UserError
-from slime.observe.json_text import dump_line, read_lines, write_atomically
+from slime.files import dump_line, read_lines, write_atomically
 from slime.observe.run_folder import RunFolder
 
 

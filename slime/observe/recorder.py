@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.files import dump_line, json_safe, write_atomically
 from slime.observe.chrome_trace import write_trace
-from slime.observe.json_text import dump_line, json_safe, write_atomically
 from slime.observe.run_folder import RunFolder
 from slime.observe.trace import set_tracing
 from slime.samples.types import Group, Sample

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slime.errors import UserError
-from slime.observe.json_text import command_line, json_safe, read_lines, read_object, write_atomically
-from slime.observe.log import get_logger
+from slime.files import command_line, json_safe, read_lines, read_object, write_atomically
+from slime.log import get_logger
 
 if TYPE_CHECKING:
     from slime.config import Config

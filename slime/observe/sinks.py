@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
+from slime.log import get_logger
 from slime.observe.chrome_trace import add_phases
 from slime.observe.console import ConsoleSink
 from slime.observe.jsonl_sink import JsonlSink
-from slime.observe.log import get_logger
 from slime.observe.phases import PhaseTimer, now
 from slime.observe.run_folder import RunFolder
 

@@ -6,7 +6,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
-from slime.observe.json_text import json_safe, without_secrets
+from slime.files import json_safe, without_secrets
 from slime.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from slime.errors import UserError
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.prompts.prepare import Checker
 from slime.prompts.readers import Row, Rows, iter_rows
 from slime.prompts.row_format import Prompt, read_prompt

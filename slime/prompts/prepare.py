@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from slime.errors import UserError
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.problems import Problems, RowProblem
 from slime.prompts.readers import Row, Rows

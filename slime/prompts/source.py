@@ -18,7 +18,7 @@ from typing import Any
 from slime.config import Config
 from slime.errors import UserError
 from slime.hooks import DataSource, check_data_source, load_function
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.prompts.order import MappedOrder, Order, StreamedOrder
 from slime.prompts.prepare import Checker, prepare, probe
 from slime.prompts.readers import iter_rows, open_rows

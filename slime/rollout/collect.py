@@ -22,7 +22,7 @@ from enum import StrEnum
 
 from slime.errors import UserError
 from slime.hooks import DataSource, DynamicFilter, call_dynamic_filter
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.rollout.execution import GroupRun, GroupRunner, Stage
 from slime.rollout.filters import should_drop
 from slime.rollout.watchdog import Watchdog

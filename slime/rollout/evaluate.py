@@ -12,7 +12,7 @@ from typing import Any
 from slime.config import Config
 from slime.errors import UserError
 from slime.hooks import RolloutFnEvalOutput
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.prompts.prepare import Checker, prepare, probe
 from slime.prompts.readers import open_rows
 from slime.prompts.row_format import RowFormat, read_prompt

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from slime.errors import UserError
 from slime.hooks import GenerateFunction, SampleHook, accepted, call_hook, check_signature, load_function
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.observe.trace import span
 from slime.rollout.generate import GenerateState, bind_state, complete_tokens, generate
 from slime.samples.types import Group, Sample, SampleStatus

@@ -28,7 +28,7 @@ from slime.config import Config
 from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RequestRefused, RolloutClient
 from slime.errors import UserError
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.observe.trace import record_engine_timings, span
 from slime.samples.types import Sample, SampleStatus
 

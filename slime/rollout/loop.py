@@ -33,7 +33,7 @@ from slime.hooks import (
     check_hooks,
     load_function,
 )
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.rollout import debug_data
 from slime.rollout.collect import Collected, Collector
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets

@@ -7,7 +7,7 @@ from typing import Any
 from slime.config import Config
 from slime.errors import UserError
 from slime.hooks import DataSource, RolloutFnTrainOutput
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.prompts.chat_template import Messages, render_messages
 from slime.prompts.tokenizer import end_of_turn_tokens
 from slime.samples.sft import encode_chat, trim

@@ -15,8 +15,8 @@ import torch
 from slime.config import Config
 from slime.errors import UserError
 from slime.hooks import load_function
+from slime.log import get_logger
 from slime.models.flops import SequenceCost
-from slime.observe.log import get_logger
 from slime.samples.columns import Columns, columns_from_hook, columns_from_samples
 from slime.samples.packing import PackingRules, Schedule, plan_steps
 from slime.samples.types import Group, Sample, SampleStatus, TrainBatch, TrainLayout

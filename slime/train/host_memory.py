@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slime.config.host import free_host_memory
 from slime.errors import UserError
-from slime.observe.log import get_logger
+from slime.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -33,9 +33,9 @@ from slime.config import Config
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.errors import UserError
+from slime.log import get_logger
 from slime.models import family_of
 from slime.models.spec import read_hf_config
-from slime.observe.log import get_logger
 
 logger = get_logger(__name__)
 

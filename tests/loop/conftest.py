@@ -114,7 +114,7 @@ def run(ray_here: None, models: dict[str, Path], data: Path, tmp_path_factory: p
     outputs = tmp_path_factory.mktemp("outputs")
 
     def run_driver(name: str, *flags: object, driver: str = "train", model: str = "qwen3") -> RunResult:
-        from slime.drivers import train, train_async
+        from slime.cli import train, train_async
 
         precision = [] if "--bf16" in flags else ["--fp32"]
         path = outputs / name

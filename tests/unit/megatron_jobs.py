@@ -220,7 +220,7 @@ def convert(info: Any, words: list[str]) -> None:
     """`slime convert` as torchrun would start it on this rank."""
     import os
 
-    from slime.drivers.convert import main
+    from slime.cli.convert import main
 
     place = {"RANK": info.rank, "WORLD_SIZE": info.world_size, "LOCAL_RANK": info.local_rank}
     address = {"MASTER_ADDR": info.master_addr, "MASTER_PORT": info.master_port}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.errors import UserError
-from slime.observe.log import get_logger, log_level, setup_logging
+from slime.log import get_logger, log_level, setup_logging
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config import make_config
-from slime.observe.json_text import dump_line, json_safe, read_lines, write_atomically
+from slime.files import dump_line, json_safe, read_lines, write_atomically
 from slime.observe.recorder import Recorder, run_lengths, sample_record, segments, spread
 from slime.observe.run_folder import RunFolder
 from slime.observe.trace import span

@@ -17,7 +17,7 @@ from test_train_model import save_tiny
 from torch import Tensor
 from trainer_ranks import Pools, free_port, make_batch, trainer_config
 
-from slime.drivers.preflight import check_architecture
+from slime.cli.preflight import check_architecture
 from slime.errors import UserError
 from slime.samples.columns import _optional
 from slime.samples.types import Sample, TrainBatch

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from slime.config import make_config
 from slime.errors import UserError
-from slime.observe.json_text import read_object
+from slime.files import read_object
 from slime.observe.report import main, write_report
 from slime.observe.report.alarms import find_alarms
 from slime.observe.report.charts import Chart, Series, points_json, smooth, svg, thin, ticks

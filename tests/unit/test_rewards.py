@@ -18,11 +18,11 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.cli.reward import main as reward_cli
 from slime.config import make_config
 from slime.errors import UserError
 from slime.hooks import load_function
 from slime.rollout.rewards import RewardPool, grading_pool
-from slime.rollout.rewards.cli import main as reward_cli
 from slime.rollout.rewards.grading_pool import GradingPool, Verdict
 from slime.rollout.rewards.math_grading import grade_deepscaler, grade_math
 from slime.rollout.rewards.remote import RemoteReward

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from test_checkpoint_dir import complete
 
+from slime import session as module
 from slime.checkpoints.directory import partial_dir
 from slime.checkpoints.load_plan import LoadPlan
 from slime.cluster import run_cluster
 from slime.cluster.run_cluster import Cluster, Launch
 from slime.config import make_config
-from slime.drivers import session as module
 from slime.errors import UserError
 
 Behaviour = Callable[[Callable[[], bool]], None]

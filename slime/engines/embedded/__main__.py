@@ -8,7 +8,7 @@ import os
 import sys
 
 from slime.errors import UserError
-from slime.observe.log import setup_logging
+from slime.log import setup_logging
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

@@ -20,7 +20,7 @@ from slime.engines.embedded.scheduler import Scheduler, StepOutput
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.weights import WeightStore, make_store
 from slime.errors import UserError
-from slime.observe.log import get_logger
+from slime.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from slime.observe.log import get_logger
+from slime.log import get_logger
 
 logger = get_logger(__name__)
 

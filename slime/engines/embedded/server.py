@@ -27,7 +27,7 @@ from slime.engines.embedded.process import follow_parent
 from slime.engines.embedded.state import STATE, ServerState, Unavailable, json_response
 from slime.engines.embedded.weight_update import WeightUpdater
 from slime.errors import UserError
-from slime.observe.log import get_logger
+from slime.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from slime.observe.json_text import write_atomically
+from slime.files import write_atomically
 from slime.observe.report.data import read_run
 from slime.observe.report.page import render
 

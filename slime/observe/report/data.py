@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.errors import UserError
-from slime.observe.json_text import read_lines, read_object
+from slime.files import read_lines, read_object
 from slime.observe.run_folder import RunFolder
 
 #: Keys of a metrics row that are no metrics.

@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 
 from slime import __version__
+from slime.files import without_secrets
 from slime.observe.console import duration, eval_scores
-from slime.observe.json_text import without_secrets
 from slime.observe.report.alarms import engine_loads, find_alarms
 from slime.observe.report.catalog import charts_of
 from slime.observe.report.charts import Chart, number, points_json, sparkline, svg

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.observe.json_text import read_lines
+from slime.files import read_lines
 from slime.observe.report.charts import number
 from slime.observe.report.data import Stage
 

@@ -15,7 +15,7 @@ from typing import Any
 from slime.config import Config
 from slime.errors import UserError
 from slime.hooks import RewardFunction, call_hook, check_signature, is_async, load_function
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.remote import RemoteReward
 from slime.rollout.rewards.text import grade_dapo, grade_f1, grade_gpqa, last_boxed

@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.errors import UserError
+from slime.log import get_logger
 from slime.memory.limits import FLASH4_MAJORS, FLASH4_WIDEST
-from slime.observe.log import get_logger
 from slime.train.megatron import device
 from slime.train.megatron.layers import RMSNorm
 from slime.train.megatron.packed import PackedSequences

@@ -16,7 +16,7 @@ from torch import Tensor
 from slime.config import Config
 from slime.errors import UserError
 from slime.hook_loading import load_function
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.samples.types import StepPlan, TrainBatch, TrainLayout
 from slime.train.loss import LossHooks, micro_batch_loss
 from slime.train.megatron import device

@@ -38,7 +38,7 @@ import torch
 import torch.utils._device
 
 from slime.algorithms.products import add_product
-from slime.observe.log import get_logger
+from slime.log import get_logger
 
 logger = get_logger(__name__)
 

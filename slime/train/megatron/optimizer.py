@@ -27,7 +27,7 @@ from torch import nn
 from slime.checkpoints.megatron_names import Placement, global_parameters, unwrapped
 from slime.config import Config
 from slime.errors import UserError
-from slime.observe.log import get_logger
+from slime.log import get_logger
 from slime.train.megatron import device
 from slime.train.megatron.attention import PackedSelfAttention
 from slime.train.megatron.host_states import HostStates

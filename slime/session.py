@@ -11,16 +11,16 @@ from pathlib import Path
 from types import FrameType
 
 from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
+from slime.cli.preflight import joins_cluster, preflight
 from slime.cluster.run_cluster import Cluster, Launch
 from slime.cluster.waiting import StopRequested
 from slime.config import Config
-from slime.drivers.preflight import joins_cluster, preflight
 from slime.errors import UserError
+from slime.log import configure_logging, get_logger
 from slime.memory.check import check_memory
 from slime.memory.hardware import is_on_gpu
 from slime.memory.measured import Measured
 from slime.memory.plan import MemoryPlan
-from slime.observe.log import configure_logging, get_logger
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
 
@@ -268,8 +268,8 @@ class Session:
 
     def _keep_failed_step(self, error: BaseException, folder: Path) -> None:
         """Write the samples and tensors of a step with NaN or Inf, and name the files in the error."""
-        from slime.drivers.failed_step import write_failed_step
         from slime.prompts.tokenizer import load_tokenizer
+        from slime.train.failed_step import write_failed_step
         from slime.train.non_finite import NonFiniteTraining
 
         if not isinstance(error, NonFiniteTraining):

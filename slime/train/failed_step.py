@@ -16,7 +16,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from slime.observe.json_text import json_safe
+from slime.files import json_safe
 from slime.train.dumps import joined, save_whole
 from slime.train.non_finite import FailedStep
 

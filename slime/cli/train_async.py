@@ -14,18 +14,18 @@ from slime.config import parse_args
 
 if TYPE_CHECKING:
     from slime.cluster.run_cluster import Pending
-    from slime.drivers.session import Session
+    from slime.session import Session
 
 
 def main(argv: list[str]) -> None:
     """`slime train-async`, `python train_async.py`."""
     config = parse_args(argv, entry="train_async")
     if config.debug.dry_run:
-        from slime.drivers.dry_run import dry_run
+        from slime.cli.dry_run import dry_run
 
         dry_run(config)
         return
-    from slime.drivers.session import open_session  # not before the flags are right: it imports Ray
+    from slime.session import open_session  # not before the flags are right: it imports Ray
 
     with open_session(config, take_turns=False) as session:
         train_async(session)

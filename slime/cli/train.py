@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 from slime.config import parse_args
 
 if TYPE_CHECKING:
-    from slime.drivers.session import Session
+    from slime.session import Session
 
 
 def main(argv: list[str]) -> None:
     """`slime train`, `python train.py`."""
     config = parse_args(argv)
     if config.debug.dry_run:
-        from slime.drivers.dry_run import dry_run
+        from slime.cli.dry_run import dry_run
 
         dry_run(config)
         return
-    from slime.drivers.session import open_session  # not before the flags are right: it imports Ray
+    from slime.session import open_session  # not before the flags are right: it imports Ray
 
     with open_session(config, take_turns=True) as session:
         train(session)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slime.checkpoints.load_plan import LoadPlan, resolve_load
+from slime.cli import preflight
 from slime.cluster.plan import PlacementPlan
 from slime.config import Config
-from slime.drivers import preflight
 from slime.errors import UserError
 from slime.memory.check import judge
 from slime.memory.hardware import device_memory
