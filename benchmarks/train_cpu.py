@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime.checkpoints.gguf import find_smollm2, gguf_to_hf
 from slime.config import make_config
-from slime.samples.types import StepPlan, TrainBatch
+from slime.samples.batch import StepPlan, TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.parallel import RankInfo
 

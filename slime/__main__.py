@@ -36,7 +36,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "flags": Command("slime.config.docs", "main", "look flags up"),
     "reward": Command("slime.cli.reward", "main", "run a reward function on data, without training"),
-    "report": Command("slime.observe.report", "main", "write report.html of a run folder"),
+    "report": Command("slime.cli.report", "main", "write report.html of a run folder"),
     "convert": Command("slime.cli.convert", "main", "convert checkpoints between Hugging Face and Megatron"),
 }
 

@@ -2,7 +2,7 @@
 
     12:03:04.512 INFO    trainer 0  weights.sync: version 7 pushed in 0.18 s
 
-Modules take ``logger = get_logger(__name__)`` at import; each process calls `configure_logging` once.
+Modules take ``logger = get_logger(__name__)`` at import; each process calls `setup_logging` or `log_to_file_only` once.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from slime.errors import UserError
-
-if TYPE_CHECKING:
-    from slime.config import Config
 
 _ROOT = "slime"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -69,13 +66,8 @@ def log_level(level: str | None = None) -> int:
     return int(logging.getLevelName(name))
 
 
-def configure_logging(config: Config, role: str, log_dir: str | Path | None = None) -> None:
-    """`setup_logging` with the level of ``--log-level``; the first call of every process of a run."""
-    setup_logging(role, config.observe.log_level, log_dir)
-
-
-def log_to_file_only(config: Config, role: str, log_dir: Path) -> None:
-    """`configure_logging` for processes without a terminal: what they and the libraries and user code in them print
+def log_to_file_only(role: str, log_dir: Path, level: str | None = None) -> None:
+    """`setup_logging` for processes without a terminal: what they and the libraries and user code in them print
     goes to ``<log_dir>/<role>.log`` too, a fatal signal's traceback included."""
     log_dir.mkdir(parents=True, exist_ok=True)
     with open(log_dir / f"{role.replace(' ', '-')}.log", "ab") as file:
@@ -87,7 +79,7 @@ def log_to_file_only(config: Config, role: str, log_dir: Path) -> None:
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable()
-    setup_logging(role, config.observe.log_level, with_date=True)
+    setup_logging(role, level, with_date=True)
 
 
 def setup_logging(

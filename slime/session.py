@@ -11,18 +11,19 @@ from pathlib import Path
 from types import FrameType
 
 from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
-from slime.cli.preflight import joins_cluster, preflight
 from slime.cluster.run_cluster import Cluster, Launch
 from slime.cluster.waiting import StopRequested
 from slime.config import Config
 from slime.errors import UserError
-from slime.log import configure_logging, get_logger
+from slime.log import get_logger, setup_logging
 from slime.memory.check import check_memory
 from slime.memory.hardware import is_on_gpu
 from slime.memory.measured import Measured
 from slime.memory.plan import MemoryPlan
+from slime.observe.report import write_report
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
+from slime.preflight import joins_cluster, preflight
 
 logger = get_logger(__name__)
 
@@ -40,7 +41,7 @@ class Session:
     def __init__(self, config: Config, *, take_turns: bool, resuming: bool) -> None:
         self.config = config
         self.run = RunFolder.create(config, resuming=resuming)
-        configure_logging(config, role="driver", log_dir=self.run.path / "logs")
+        setup_logging("driver", config.observe.log_level, self.run.path / "logs")
         self.sinks = Sinks(config, self.run)
         self._stop = threading.Event()
         self.cluster = Cluster(
@@ -303,7 +304,7 @@ def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
     SIGTERM ends the loop: the step under way is abandoned (generation) or finished (training), the last completed
     one saved, and the process exits with status 0. Any other failure leaves a ``crash/`` folder and propagates.
     """
-    configure_logging(config, role="driver")
+    setup_logging("driver", config.observe.log_level)
     plan = preflight(config)  # before anything starts: most mistakes are refused here, and leave nothing behind
     if not joins_cluster(config):
         check_memory(config)  # the nodes of a cluster tell how large their GPUs are once it is joined
@@ -332,9 +333,16 @@ def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
         raise
     finally:
         session.close()
-        session.run.write_report()
+        _write_report(session.run)
         signal.signal(signal.SIGTERM, on_sigterm)
         signal.signal(signal.SIGINT, on_sigint)
+
+
+def _write_report(run: RunFolder) -> None:
+    try:
+        write_report(run.path)
+    except OSError as problem:  # the run's own end is what must be seen
+        logger.error("could not write %s: %s", run.report_path, problem)
 
 
 def _saves_where_it_loads(config: Config) -> bool:

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slime.config.host import num_gpus
 from slime.files import json_safe
+from slime.host import num_gpus
 
 Row = dict[str, Any]
 

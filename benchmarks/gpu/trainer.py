@@ -188,7 +188,7 @@ def make_batch(args: argparse.Namespace, vocab: int, rank: int, data_parallel: i
     """
     import torch
 
-    from slime.samples.types import StepPlan, TrainBatch
+    from slime.samples.batch import StepPlan, TrainBatch
 
     count = args.tokens // args.length // data_parallel
     generator = torch.Generator().manual_seed(rank)

@@ -25,7 +25,7 @@ from benchmarks.gpu.report import Report, Row, at_most
 from benchmarks.gpu.setting import await_engine, engine, make_model, median, new_parser, workspace
 from benchmarks.gpu.trainer import FULL_LAYERS, SHAPES
 from slime.config import make_config
-from slime.config.host import num_gpus
+from slime.host import num_gpus
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -43,7 +43,7 @@ from slime.checkpoints.sharded_store import (
     write_error,
 )
 from slime.errors import RunFailed
-from slime.train.host_memory import HostMemory
+from slime.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from slime import preflight
 from slime.checkpoints.load_plan import LoadPlan, resolve_load
-from slime.cli import preflight
-from slime.cluster.plan import PlacementPlan
 from slime.config import Config
+from slime.config.placement import PlacementPlan
 from slime.errors import UserError
 from slime.memory.check import judge
 from slime.memory.hardware import device_memory

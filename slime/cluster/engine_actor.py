@@ -54,7 +54,7 @@ class EngineActor:
         self._port: PortReservation | None = None
         self._held: list[PortReservation] = []
         self._bootstrap_port: int | None = None
-        log_to_file_only(config, name, run_path / "logs")
+        log_to_file_only(name, run_path / "logs", config.observe.log_level)
 
     def rendezvous(self) -> str:
         """host:port where the nodes of this engine meet; held until the engine is stopped."""

@@ -17,9 +17,9 @@ from slime.cluster.engine_memory import MEMORY_SECONDS, EngineMemory
 from slime.cluster.engine_placement import EnginePart, engine_parts
 from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS
 from slime.cluster.placement import Slots
-from slime.cluster.plan import PlacementPlan
 from slime.cluster.waiting import ActorDied, DeadlinePassed, Watch, wait_for
 from slime.config import Config
+from slime.config.placement import PlacementPlan
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.router import register_workers, remove_worker

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.cluster.placement import Slots
-from slime.cluster.plan import PlacementPlan
 from slime.config import Config
+from slime.config.placement import PlacementPlan
 from slime.engines.sglang.command import EnginePlace
 from slime.engines.sglang.groups import ServedModel, ServerGroup, served_models
 from slime.errors import UserError

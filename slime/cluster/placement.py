@@ -11,8 +11,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.cluster.plan import PlacementPlan
 from slime.cluster.waiting import DeadlinePassed, wait_for
+from slime.config.placement import PlacementPlan
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory

@@ -14,9 +14,9 @@ from typing import Any
 
 import ray
 
-from slime.cluster.plan import joined_cluster
 from slime.cluster.reaper import start_reaper
 from slime.config import Config
+from slime.config.placement import joined_cluster
 from slime.errors import UserError
 from slime.log import get_logger
 

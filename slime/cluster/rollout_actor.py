@@ -13,7 +13,8 @@ import ray
 
 from slime.config import Config
 from slime.log import get_logger, log_to_file_only
-from slime.samples.types import Group, TrainLayout
+from slime.samples.batch import TrainLayout
+from slime.samples.types import Group
 
 logger = get_logger(__name__)
 
@@ -41,7 +42,7 @@ class RolloutActor:
         self.config, self.run_path = config, run_path
         self._groups_of: dict[int, list[int]] = {}
         self.loop: Any = None  # a `RolloutLoop`, from `connect` on
-        log_to_file_only(config, "rollout", run_path / "logs")
+        log_to_file_only("rollout", run_path / "logs", config.observe.log_level)
 
     async def setup(self) -> int:
         """Open the data and load the tokenizer; returns the number of prompts per epoch (0: unknown, or not

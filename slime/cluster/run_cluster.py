@@ -25,19 +25,19 @@ from slime.cluster.engine_repair import EngineRepair, HealthChecks
 from slime.cluster.engine_weights import EngineWeights
 from slime.cluster.hand_over import HandOver
 from slime.cluster.placement import Slots, reserve
-from slime.cluster.plan import PlacementPlan, has_evaluation
 from slime.cluster.ray_session import start_ray
 from slime.cluster.rollout_actor import RolloutActor, RolloutResult
 from slime.cluster.start_news import StartNews
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
 from slime.cluster.waiting import ActorDied, DeadlinePassed, StopRequested, Watch, raise_failed, wait_for
 from slime.config import Config
+from slime.config.placement import PlacementPlan, has_evaluation
 from slime.engines.sglang.command import STARTUP_SECONDS
 from slime.engines.wire.shared_memory import remove_stale
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 from slime.memory.check import check_memory_of_cluster
-from slime.samples.types import TrainLayout
+from slime.samples.batch import TrainLayout
 
 logger = get_logger(__name__)
 T = TypeVar("T")

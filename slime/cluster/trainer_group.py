@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from slime.cluster.placement import Slots
-from slime.cluster.plan import PlacementPlan
 from slime.cluster.ports import node_ip, reserve_port
 from slime.cluster.waiting import Watch, wait_for
 from slime.config import Config
+from slime.config.placement import PlacementPlan
 from slime.errors import UserError
 from slime.log import get_logger, log_to_file_only
-from slime.samples.types import TrainLayout
+from slime.samples.batch import TrainLayout
 
 if TYPE_CHECKING:
     from slime.weights.transport import EngineSlots
@@ -57,7 +57,7 @@ class TrainerActor:
         self.run_path, self.num_threads = run_path, num_threads
         self.backend: Any = None  # from `setup` on
         self.sync: Any = None  # from `connect_engines` on
-        log_to_file_only(config, f"trainer-{rank}", run_path / "logs")
+        log_to_file_only(f"trainer-{rank}", run_path / "logs", config.observe.log_level)
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 listens for the process group's rendezvous."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from slime.config.checks_megatron import check_megatron
 from slime.config.checks_train import check_training
-from slime.config.host import num_gpus
 from slime.config.needs import check_needs, without
 from slime.config.ranges import check_ranges
 from slime.config.resolve import Draft
 from slime.config.specs import option_of
 from slime.errors import UserError
+from slime.host import num_gpus
 
 
 def check(draft: Draft) -> None:

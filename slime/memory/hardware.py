@@ -6,8 +6,8 @@ import subprocess
 from dataclasses import dataclass
 
 from slime.config import Config
-from slime.config.host import free_host_memory, num_gpus
 from slime.errors import UserError
+from slime.host import free_host_memory, num_gpus
 from slime.memory.limits import FLASH4_MAJORS
 
 _ASSUMED_GB, _LARGEST_GB = 80.0, 10_000.0

@@ -14,9 +14,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from slime.cluster.plan import PlacementPlan
 from slime.config import Config
-from slime.config.host import host_memory
+from slime.config.placement import PlacementPlan
+from slime.host import host_memory
 from slime.memory import engine as engine_side
 from slime.memory import trainer as trainer_side
 from slime.memory.engine import EngineSettings

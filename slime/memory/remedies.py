@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slime.cluster.plan import PlacementPlan
+from slime.config.placement import PlacementPlan
 from slime.errors import UserError
 from slime.memory.activations import Recompute
 from slime.memory.parameters import Layout

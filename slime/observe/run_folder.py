@@ -222,16 +222,6 @@ class RunFolder:
         state = self.read_summary()["stages"].get(self.stage or "", {}).get("state")
         return str(state) if state is not None else None
 
-    def write_report(self) -> Path | None:
-        """Write ``report.html`` (again); returns its path, or None when the disk refuses it."""
-        from slime.observe.report import write_report
-
-        try:
-            return write_report(self.path)
-        except OSError as problem:
-            logger.error("could not write %s: %s", self.report_path, problem)
-            return None
-
     def write_crash(self, error: BaseException, note: str = "") -> Path | None:
         """Keep what explains a failure: ``crash/<time>/`` with the traceback, the last metrics and the configuration.
 

@@ -54,8 +54,6 @@ def template_markers(tokenizer: Any) -> list[str]:
     """Special tokens that the chat template writes around messages, e.g. ``["<|im_start|>", "<|im_end|>"]``."""
     if not tokenizer.chat_template:
         return []
-    from slime.prompts.tokenizer import special_tokens
-
     text = render_prompt(tokenizer, "hello")
     return sorted({token for token in special_tokens(tokenizer).values() if token and token in text})
 
@@ -64,3 +62,24 @@ def carries_template(prompt: str | Messages, markers: list[str]) -> bool:
     """Whether a prompt that is still to be templated already holds markers of the template."""
     texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
     return any(marker in text for text in texts if isinstance(text, str) for marker in markers)
+
+
+_PROBE = "probe of the turn's end"
+
+
+def end_of_turn_tokens(tokenizer: Any) -> dict[int, str]:
+    """Special tokens (id → text) that the chat template puts right after an assistant's message; {} without one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return {}
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
+    text = render_messages(tokenizer, messages, add_generation_prompt=False)
+    tail = text[text.rfind(_PROBE) + len(_PROBE) :]
+    special = special_tokens(tokenizer)
+    ids = tokenizer.encode(tail, add_special_tokens=False)
+    return {number: special[number] for number in ids if number in special}
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Special tokens by id, those added for chat templates included."""
+    added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slime.errors import UserError
+from slime.prompts.chat_template import end_of_turn_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,26 +98,3 @@ def stop_token_report(
         f"no stop token ends a turn: the chat template ends turns with {names}, generation stops at "
         f"{known or strings}; pass --rollout-stop-token-ids {next(iter(end))}, or responses may never end"
     ]
-
-
-_PROBE = "probe of the turn's end"
-
-
-def end_of_turn_tokens(tokenizer: Any) -> dict[int, str]:
-    """Special tokens (id → text) that the chat template puts right after an assistant's message; {} without one."""
-    if not getattr(tokenizer, "chat_template", None):
-        return {}
-    from slime.prompts.chat_template import render_messages
-
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
-    text = render_messages(tokenizer, messages, add_generation_prompt=False)
-    tail = text[text.rfind(_PROBE) + len(_PROBE) :]
-    special = special_tokens(tokenizer)
-    ids = tokenizer.encode(tail, add_special_tokens=False)
-    return {number: special[number] for number in ids if number in special}
-
-
-def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Special tokens by id, those added for chat templates included."""
-    added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))

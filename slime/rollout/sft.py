@@ -8,8 +8,7 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.log import get_logger
-from slime.prompts.chat_template import Messages, render_messages
-from slime.prompts.tokenizer import end_of_turn_tokens
+from slime.prompts.chat_template import Messages, end_of_turn_tokens, render_messages
 from slime.samples.sft import encode_chat, trim
 from slime.samples.types import Group, Sample, SampleStatus
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from slime.errors import UserError
-from slime.hooks import BufferFilter
 from slime.samples.types import Sample
+
+
+class BufferFilter(Protocol):
+    """``--buffer-filter-path``: choose at most ``num_samples`` groups and remove them from ``buffer``. Sync."""
+
+    def __call__(
+        self, args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int, /
+    ) -> list[list[Sample]]: ...
 
 
 def pop_first(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:

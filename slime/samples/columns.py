@@ -1,19 +1,76 @@
-"""The columns of training data: what conversion reads off the samples, or what a user's converter returns."""
+"""Which samples can be trained on, and their columns: what conversion reads off them, or what a user's converter
+returns."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.hooks import load_function
+from slime.hook_loading import load_function
+from slime.log import get_logger
 from slime.samples.normalise import CENTRED, SCALED, normalise_rewards
-from slime.samples.types import Sample, SampleStatus
+from slime.samples.types import Group, Sample, SampleStatus
 
-if TYPE_CHECKING:
-    from slime.samples.convert import Trainable
+logger = get_logger(__name__)
+
+
+@dataclass
+class Trainable:
+    """The samples of a rollout that can be trained on, with their places.
+
+    Attributes:
+        group_ids, execution_ids: one per sample; execution ids are unique in the rollout.
+        dropped: why others were left out → how many.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    group_ids: list[int] = field(default_factory=list)
+    execution_ids: list[int] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def select_trainable(groups: list[Group], sft: bool, rollout_id: int) -> Trainable:
+    """Leave out what cannot be trained on; see `slime.samples.convert.to_train_batches`."""
+    found = Trainable()
+    unscored: list[int | None] = []
+    execution_id = -1
+    for group in groups:
+        for execution in group.executions:
+            execution_id += 1
+            for sample in execution:
+                sample.validate("the rollout")
+                reason = _why_not(sample, sft)
+                if reason:
+                    found.dropped[reason] += 1
+                    continue
+                if sample.reward is None and not sft:
+                    unscored.append(sample.index)
+                found.samples.append(sample)
+                found.group_ids.append(group.index)
+                found.execution_ids.append(execution_id)
+    if unscored:
+        raise UserError(
+            f"{len(unscored)} finished samples of rollout {rollout_id} have no reward (first: index {unscored[0]})",
+            fix="set sample.reward in the generate function, or pass --rm-type or --custom-rm-path",
+        )
+    if not found.samples:
+        why = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items()) or "it is empty"
+        raise UserError(f"rollout {rollout_id} has no sample to train on", why=why)
+    if found.dropped:
+        logger.warning("rollout %d: samples left out of training: %s", rollout_id, dict(found.dropped))
+    return found
+
+
+def _why_not(sample: Sample, sft: bool) -> str:
+    if sample.status == SampleStatus.FAILED:
+        return "failed"
+    if sample.status == SampleStatus.ABORTED and sample.reward is None and not sft:
+        return "aborted"
+    return "" if sample.response_length > 0 else "empty"
 
 
 @dataclass

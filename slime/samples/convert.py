@@ -5,8 +5,6 @@ groups ─► trainable samples ─► columns (rewards, masks, denominators) �
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,29 +12,15 @@ import torch
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.hooks import load_function
+from slime.hook_loading import load_function
 from slime.log import get_logger
 from slime.models.flops import SequenceCost
-from slime.samples.columns import Columns, columns_from_hook, columns_from_samples
+from slime.samples.batch import TrainBatch, TrainLayout
+from slime.samples.columns import Columns, Trainable, columns_from_hook, columns_from_samples, select_trainable
 from slime.samples.packing import PackingRules, Schedule, plan_steps
-from slime.samples.types import Group, Sample, SampleStatus, TrainBatch, TrainLayout
+from slime.samples.types import Group
 
 logger = get_logger(__name__)
-
-
-@dataclass
-class Trainable:
-    """The samples of a rollout that can be trained on, with their places.
-
-    Attributes:
-        group_ids, execution_ids: one per sample; execution ids are unique in the rollout.
-        dropped: why others were left out → how many.
-    """
-
-    samples: list[Sample] = field(default_factory=list)
-    group_ids: list[int] = field(default_factory=list)
-    execution_ids: list[int] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
 
 
 def to_train_batches(groups: list[Group], config: Config, layout: TrainLayout, rollout_id: int) -> list[TrainBatch]:
@@ -65,46 +49,6 @@ def to_train_batches(groups: list[Group], config: Config, layout: TrainLayout, r
     mask_sums = columns.rollout_mask_sums()
     ranks = range(layout.data_parallel_size)
     return [_shard(columns, mask_sums, schedule, rank, rollout_id, stats) for rank in ranks]
-
-
-def select_trainable(groups: list[Group], sft: bool, rollout_id: int) -> Trainable:
-    """Leave out what cannot be trained on; see `to_train_batches`."""
-    found = Trainable()
-    unscored: list[int | None] = []
-    execution_id = -1
-    for group in groups:
-        for execution in group.executions:
-            execution_id += 1
-            for sample in execution:
-                sample.validate("the rollout")
-                reason = _why_not(sample, sft)
-                if reason:
-                    found.dropped[reason] += 1
-                    continue
-                if sample.reward is None and not sft:
-                    unscored.append(sample.index)
-                found.samples.append(sample)
-                found.group_ids.append(group.index)
-                found.execution_ids.append(execution_id)
-    if unscored:
-        raise UserError(
-            f"{len(unscored)} finished samples of rollout {rollout_id} have no reward (first: index {unscored[0]})",
-            fix="set sample.reward in the generate function, or pass --rm-type or --custom-rm-path",
-        )
-    if not found.samples:
-        why = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items()) or "it is empty"
-        raise UserError(f"rollout {rollout_id} has no sample to train on", why=why)
-    if found.dropped:
-        logger.warning("rollout %d: samples left out of training: %s", rollout_id, dict(found.dropped))
-    return found
-
-
-def _why_not(sample: Sample, sft: bool) -> str:
-    if sample.status == SampleStatus.FAILED:
-        return "failed"
-    if sample.status == SampleStatus.ABORTED and sample.reward is None and not sft:
-        return "aborted"
-    return "" if sample.response_length > 0 else "empty"
 
 
 def _check_lengths(columns: Columns, config: Config) -> None:

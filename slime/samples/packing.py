@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from slime.samples.types import StepPlan
+from slime.samples.batch import StepPlan
 
 
 @dataclass(frozen=True)

@@ -15,29 +15,8 @@ from slime.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-    from slime.samples.types import Sample
-
 #: In place of an expert's number, where the engine did not compute the token.
 UNKNOWN = -1
-
-
-def updated_experts(sample: Sample, args: Any, meta_info: dict[str, Any]) -> Any:
-    """The sample's ``rollout_routed_experts`` after an answer of the engine to all its tokens.
-
-    int32 [tokens - 1, layers, experts per token]; the last two axes are flat when ``args`` does not tell the model's
-    ``num_layers`` and ``moe_router_topk``. Tokens that the engine computed in an earlier call only (this one was
-    aborted before its prefill was complete) keep their experts.
-    """
-    if not meta_info.get("routed_experts"):
-        return sample.rollout_routed_experts
-    layers, topk = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
-    return decode_routed_experts(
-        meta_info["routed_experts"],
-        len(sample.tokens),
-        start=int(meta_info.get("routed_experts_start_len") or 0),
-        before=sample.rollout_routed_experts,
-        shape=(int(layers), int(topk)) if layers and topk else None,
-    )
 
 
 def decode_routed_experts(

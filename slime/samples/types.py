@@ -1,4 +1,4 @@
-"""The records on the arrows: ``Sample`` (rollout → samples), ``Group``, and ``TrainBatch`` (samples → train).
+"""``Sample`` and ``Group``: what rollouts make.
 
     prompts ─► rollout ─ list[Group] ─► samples ─ TrainBatch per data-parallel rank ─► train
 
@@ -12,13 +12,10 @@ import copy
 import dataclasses
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.errors import UserError
-from slime.samples.routed_experts import updated_experts
-
-if TYPE_CHECKING:
-    import torch
+from slime.samples.routed_experts import decode_routed_experts
 
 
 class SampleStatus(StrEnum):
@@ -250,10 +247,25 @@ class Sample:
             numeric = int(version) if trainable and version is not None and str(version).isdigit() else None
             self._extend_spans(before, self.response_length, numeric)
         if meta_info is not None and update_terminal_info:
-            self.rollout_routed_experts = updated_experts(self, args, meta_info)
+            self._update_experts(args, meta_info)
             self._apply_terminal_info(meta_info)
 
     append = append_response_tokens
+
+    def _update_experts(self, args: Any, meta_info: dict[str, Any]) -> None:
+        """Take over which experts the engine sent each token to: int32 [tokens - 1, layers, experts per token]; the
+        last two axes are flat when ``args`` does not tell the model's ``num_layers`` and ``moe_router_topk``. Tokens
+        that the engine computed in an earlier call only keep their experts."""
+        if not meta_info.get("routed_experts"):
+            return
+        layers, topk = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
+        self.rollout_routed_experts = decode_routed_experts(
+            meta_info["routed_experts"],
+            len(self.tokens),
+            start=int(meta_info.get("routed_experts_start_len") or 0),
+            before=self.rollout_routed_experts,
+            shape=(int(layers), int(topk)) if layers and topk else None,
+        )
 
     def _extend_spans(self, start: int, end: int, weight_version: int | None) -> None:
         last = self.token_spans[-1] if self.token_spans else None
@@ -369,82 +381,3 @@ class Group:
     @property
     def num_executions(self) -> int:
         return len(self.executions)
-
-
-@dataclass
-class StepPlan:
-    """One optimizer step of a `TrainBatch`: which samples of this shard go into which micro-batch.
-
-    Attributes:
-        micro_batches: indices into the shard's sample lists; every data-parallel rank has the same number of
-            micro-batches in a step (a rank with nothing left has empty lists).
-        global_batch_size: executions in this step over all data-parallel ranks (the loss denominator).
-        num_loss_tokens: trained tokens in this step over all data-parallel ranks (per-token loss denominator).
-    """
-
-    micro_batches: list[list[int]]
-    global_batch_size: int
-    num_loss_tokens: int
-
-
-@dataclass
-class TrainBatch:
-    """All training data of one rollout for one data-parallel rank. CPU tensors; entry i belongs to sample i.
-
-    L_i is the length of sample i in tokens (prompt + response), R_i its response length.
-
-    Attributes:
-        rollout_id: which step of the run this is.
-        tokens: int64 [L_i].
-        response_lengths: R_i.
-        loss_masks: float32 [R_i], 0 or 1.
-        rewards: after post-processing (group-normalised for GRPO): the scalar advantage of sample i.
-        raw_rewards: as the reward function gave them.
-        rollout_log_probs, teacher_log_probs: float32 [R_i] from the engine, from the teacher; None when not given.
-        execution_ids: samples that one execution fanned out into share one.
-        rollout_mask_sums: trained tokens of sample i's whole execution, >= 1: its denominator in the default loss.
-        steps: the optimizer steps, in order.
-        global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
-    """
-
-    rollout_id: int
-    tokens: list[torch.Tensor]
-    response_lengths: list[int]
-    loss_masks: list[torch.Tensor]
-    rewards: list[float]
-    raw_rewards: list[float]
-    sample_indices: list[int]
-    group_indices: list[int]
-    execution_ids: list[int]
-    rollout_mask_sums: list[float]
-    truncated: list[bool]
-    steps: list[StepPlan]
-    rollout_log_probs: list[torch.Tensor] | None = None
-    teacher_log_probs: list[torch.Tensor] | None = None
-    routed_experts: list[torch.Tensor] | None = None
-    weight_versions: list[int | None] = field(default_factory=list)
-    metadata: list[dict[str, Any] | None] = field(default_factory=list)
-    global_stats: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def total_lengths(self) -> list[int]:
-        return [int(t.numel()) for t in self.tokens]
-
-
-@dataclass(frozen=True)
-class TrainLayout:
-    """What packing must know of the trainer's parallel layout.
-
-    Attributes:
-        data_parallel_size: shards to make.
-        context_parallel_size: ranks that share one micro-batch; the token cap of a micro-batch scales with it.
-        micro_batch_multiple: the micro-batch count of a step is a multiple of it (virtual pipeline stages), else 1.
-    """
-
-    data_parallel_size: int = 1
-    context_parallel_size: int = 1
-    micro_batch_multiple: int = 1

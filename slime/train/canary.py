@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from slime.samples.types import StepPlan, TrainBatch
+from slime.samples.batch import StepPlan, TrainBatch
 
 
 def canary_batch(tokens: Sequence[int], num_micro_batches: int) -> TrainBatch:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slime.errors import UserError
-from slime.samples.types import TrainBatch
+from slime.samples.batch import TrainBatch
 from slime.train.records import RolloutTensors
 
 FORMAT_VERSION = 2

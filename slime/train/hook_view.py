@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from slime.errors import UserError
-from slime.samples.types import TrainBatch
+from slime.samples.batch import TrainBatch
 from slime.train.records import RolloutTensors
 
 

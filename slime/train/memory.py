@@ -20,7 +20,7 @@ import torch
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.samples.types import TrainBatch
+from slime.samples.batch import TrainBatch
 
 _GB = 1e9
 _FEW_ROWS = 128  # of logits: fewer make slow products

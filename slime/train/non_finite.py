@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from slime.errors import UserError
-from slime.samples.types import TrainBatch
+from slime.samples.batch import TrainBatch
 from slime.train.dumps import Shard, shard_of
 from slime.train.records import MicroBatchResult, RolloutTensors, StepOutcome
 

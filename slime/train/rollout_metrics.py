@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime.algorithms.reduce import token_weights, weighted_sum
 from slime.config import Config
-from slime.samples.types import TrainBatch
+from slime.samples.batch import TrainBatch
 from slime.train.records import MicroBatchResult, RolloutTensors
 
 #: Metrics that compare the policy *before* the rollout's first step with the engine.

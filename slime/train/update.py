@@ -23,7 +23,7 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.hook_loading import load_function
 from slime.log import get_logger
-from slime.samples.types import StepPlan, TrainBatch
+from slime.samples.batch import StepPlan, TrainBatch
 from slime.train.dumps import Shard, save_train_data, shard_of
 from slime.train.hook_view import advantages_of, hook_view
 from slime.train.loss import LossHooks

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime.models import family_of
-from slime.samples.types import TrainBatch
+from slime.samples.batch import TrainBatch
 from tests.megatron_stub import random_hf
 from tests.unit.test_weights_convert import config_of
 from tests.unit.trainer_ranks import make_batch, trainer_config

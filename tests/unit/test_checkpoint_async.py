@@ -14,7 +14,7 @@ import torch
 from slime.checkpoints import sharded_store
 from slime.checkpoints.directory import read_tracker, saved_iterations
 from slime.errors import UserError
-from slime.train.host_memory import HostMemory
+from slime.host_memory import HostMemory
 from tests.unit import megatron_jobs as jobs
 from tests.unit.test_checkpoint import parameters, single
 from tests.unit.trainer_ranks import make_batch

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config import Config, FlatArgs, make_config, parse_args
-from slime.config.host import num_gpus
 from slime.config.specs import own_flags
 from slime.errors import UserError
+from slime.host import num_gpus
 
 
 @pytest.fixture(autouse=True)

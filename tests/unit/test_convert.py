@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from slime.config import make_config
 from slime.errors import UserError
 from slime.hooks import load_function
+from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.normalise import normalise_rewards
-from slime.samples.types import Group, Sample, SampleStatus, TokenSpan, TrainBatch, TrainLayout
+from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
 
 
 def make_sample(index: int, reward: Any = 1.0, prompt: int = 3, response: int = 4, **fields: Any) -> Sample:

@@ -19,12 +19,12 @@ from test_parity import DATA_PARALLEL, MICRO_BATCHES, parity_job, worst
 from torch import Tensor
 from trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
-from slime.cli.preflight import check_architecture
 from slime.config.te_flags import missing
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.layout_rules import check_layout
-from slime.samples.types import TrainBatch
+from slime.preflight import check_architecture
+from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.experts import (
     grouped_linear,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.train import host_memory
-from slime.train.host_memory import BuffersAhead, host_buffer
+from slime import host_memory
+from slime.host_memory import BuffersAhead, host_buffer
 
 
 class Driver:

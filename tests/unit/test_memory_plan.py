@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.config import Config, host, make_config
+from slime import host
+from slime.config import Config, make_config
 from slime.errors import UserError
 from slime.memory.check import check_memory, judge
 from slime.memory.hardware import DeviceMemory, device_memory

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from trainer_ranks import Pools, make_batch, shard, trainer_config
 
-from slime.samples.types import TrainBatch
+from slime.samples.batch import TrainBatch
 
 TEMPERATURE = 0.8
 TOLERANCE = 1e-5

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.cli.preflight import check_slots
-from slime.cluster.plan import PlacementPlan
 from slime.cluster.ports import reserve_port
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
 from slime.config import make_config
+from slime.config.placement import PlacementPlan
 from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
+from slime.preflight import check_slots
 
 
 def plan(**flags: object) -> PlacementPlan:

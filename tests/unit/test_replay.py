@@ -17,10 +17,11 @@ from test_train_model import save_tiny
 from torch import Tensor
 from trainer_ranks import Pools, free_port, make_batch, trainer_config
 
-from slime.cli.preflight import check_architecture
 from slime.errors import UserError
+from slime.preflight import check_architecture
+from slime.samples.batch import TrainBatch
 from slime.samples.columns import _optional
-from slime.samples.types import Sample, TrainBatch
+from slime.samples.types import Sample
 from slime.train import update as update_module
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.moe_router import choose_experts

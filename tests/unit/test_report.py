@@ -18,10 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.cli.report import main
 from slime.config import make_config
 from slime.errors import UserError
 from slime.files import read_object
-from slime.observe.report import main, write_report
+from slime.observe.report import write_report
 from slime.observe.report.alarms import find_alarms
 from slime.observe.report.charts import Chart, Series, points_json, smooth, svg, thin, ticks
 from slime.observe.report.data import Stage, flags_with_origins, merge_rows, read_run

@@ -69,7 +69,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setattr(module, "Cluster", lambda *_, **__: trainers)
         monkeypatch.setattr(module, "preflight", lambda config: LoadPlan("hf", root, None, 0, False, False, False, ""))
         monkeypatch.setattr(module, "check_memory", lambda config: None)
-        monkeypatch.setattr(module, "configure_logging", lambda *_, **__: None)
+        monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)
         given = {"save": str(root), "async_save": True, "num_rollout": 4, "output_dir": str(tmp_path), **flags}
         config = make_config(rollout_batch_size=1, run_name="run", **given)
         with module.open_session(config, take_turns=True) as session:

@@ -16,9 +16,10 @@ from slime.hooks import DataSource
 from slime.models.flops import SequenceCost
 from slime.prompts.source import PromptSource
 from slime.rollout.sft import SftEncoder, generate_sft
+from slime.samples.batch import TrainLayout
 from slime.samples.buffer import SampleBuffer
 from slime.samples.convert import to_train_batches
-from slime.samples.types import Sample, TrainLayout
+from slime.samples.types import Sample
 
 TOKENIZER = make_tokenizer()
 GENERATION = CHATML.replace(

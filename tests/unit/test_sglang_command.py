@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from slime.cluster.engine_placement import engine_parts
 from slime.cluster.placement import Place, Slots
-from slime.cluster.plan import PlacementPlan
 from slime.cluster.server_process import ServerDied
 from slime.config import make_config
 from slime.config.engine_flags import stored_sglang_args
+from slime.config.placement import PlacementPlan
 from slime.config.registry import unknown_name
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.engines.launch import disaggregated_router_command, sglang_command

@@ -14,7 +14,7 @@ from test_train_model import save_tiny
 from torch import Tensor
 from trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
-from slime.samples.types import TrainBatch
+from slime.samples.batch import TrainBatch
 from slime.train.megatron.context import _copy_rows
 
 LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3", "entropy_coef": 0.01, "optimizer": "sgd"}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trainer_ranks import VOCAB, free_port, make_batch, shard, tiny_spec, trainer_config
 
-from slime.samples.types import TrainBatch
+from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.packed import PackingOptions, pack
 from slime.train.megatron.padded import padded_layout

@@ -17,8 +17,9 @@ from trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 from slime.config import make_config
 from slime.config.te_flags import missing
 from slime.errors import UserError
+from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
-from slime.samples.types import Group, Sample, SampleStatus, TrainLayout
+from slime.samples.types import Group, Sample, SampleStatus
 from slime.train.failed_step import write_failed_step
 from slime.train.megatron import device, te_layers
 from slime.train.megatron.backend import MegatronBackend

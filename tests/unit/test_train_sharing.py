@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_train_model import gradients, trainer
 from trainer_ranks import VOCAB, make_batch
 
-from slime.samples.types import TrainBatch
+from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.packed import branches_per_prompt
 

@@ -14,7 +14,7 @@ from test_train_model import trainer
 from trainer_ranks import make_batch
 
 from slime.errors import UserError
-from slime.samples.types import TrainBatch
+from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.update import NonFiniteTraining, reuses_log_probs
 

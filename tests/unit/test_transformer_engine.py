@@ -27,7 +27,7 @@ from torch import Tensor
 
 from slime.errors import UserError
 from slime.models import family_of
-from slime.samples.types import StepPlan, TrainBatch
+from slime.samples.batch import StepPlan, TrainBatch
 from slime.train.megatron import forward, optimizer, te_layers
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.layers import RMSNorm

@@ -15,7 +15,7 @@ import torch
 
 from slime.config import Config, make_config
 from slime.models.spec import ModelSpec
-from slime.samples.types import StepPlan, TrainBatch
+from slime.samples.batch import StepPlan, TrainBatch
 
 JOB_DEADLINE = 120.0
 VOCAB = 97

@@ -5,14 +5,13 @@ The file needs no network and no server: open it from the file system, send it b
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from slime.files import write_atomically
 from slime.observe.report.data import read_run
 from slime.observe.report.page import render
 
-__all__ = ["write_report", "main"]
+__all__ = ["write_report"]
 
 
 def write_report(run_dir: str | Path, output: str | Path | None = None) -> Path:
@@ -26,13 +25,3 @@ def write_report(run_dir: str | Path, output: str | Path | None = None) -> Path:
     path = Path(output) if output is not None else run.path / "report.html"
     write_atomically(path, render(run).encode("utf-8", "replace"))
     return path
-
-
-def main(argv: list[str]) -> int:
-    """`slime report`."""
-    parser = argparse.ArgumentParser(prog="slime report", description="Write a run's report.html.", allow_abbrev=False)
-    parser.add_argument("run_dir", help="a run folder, e.g. outputs/demo")
-    parser.add_argument("--output", help="where to write; by default RUN_DIR/report.html")
-    arguments = parser.parse_args(argv)
-    print(write_report(arguments.run_dir, arguments.output))
-    return 0

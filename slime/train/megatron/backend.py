@@ -17,7 +17,7 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.hook_loading import load_function
 from slime.log import get_logger
-from slime.samples.types import StepPlan, TrainBatch, TrainLayout
+from slime.samples.batch import StepPlan, TrainBatch, TrainLayout
 from slime.train.loss import LossHooks, micro_batch_loss
 from slime.train.megatron import device
 

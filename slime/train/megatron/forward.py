@@ -11,7 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from slime.samples.types import TrainBatch
+from slime.samples.batch import TrainBatch
 from slime.train.megatron.packed import PackedMicroBatch, PackingOptions, pack
 from slime.train.records import MicroBatchResult, TokenScores
 

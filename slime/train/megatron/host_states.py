@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.host_memory import host_buffer
 from slime.memory.limits import MOMENTS_BUCKET_BYTES
-from slime.train.host_memory import host_buffer
 from slime.train.megatron import device
 
 Member = tuple[int, torch.nn.Parameter]

@@ -15,7 +15,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
-from slime.train.host_memory import BuffersAhead, host_buffer
+from slime.host_memory import BuffersAhead, host_buffer
 from slime.train.megatron import device
 from slime.train.megatron.host_states import host_states_of
 from slime.train.megatron.optimizer import megatron_optimizers, torch_optimizers

@@ -14,7 +14,7 @@ from torch import Tensor
 from slime.checkpoints.random_state import seed_generators
 from slime.config import Config
 from slime.errors import UserError
-from slime.samples.types import TrainLayout
+from slime.samples.batch import TrainLayout
 from slime.train.megatron import device
 from slime.train.megatron.context import ContextGroup
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.checkpoints.megatron_names import stored_tensors
-from slime.train.host_memory import host_buffer
+from slime.host_memory import host_buffer
 from slime.train.megatron import device
 
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from slime.config import Config
 from slime.errors import UserError
 from slime.models.spec import ModelSpec
+from slime.samples.batch import TrainBatch
 from slime.samples.routed_experts import UNKNOWN
-from slime.samples.types import TrainBatch
 from slime.train.megatron.moe_layer import ExpertLayer, balance_metrics, expert_layers, uses_balance_losses
 from slime.train.megatron.moe_router import Routing, smallest_integer
 from slime.train.megatron.packed import PackedMicroBatch

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slime.config.host import free_host_memory
 from slime.errors import UserError
+from slime.host import free_host_memory
 from slime.log import get_logger
 
 logger = get_logger(__name__)

@@ -1,0 +1,88 @@
+"""``TrainBatch``: what a rollout has become when it is trained on, one per data-parallel rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class StepPlan:
+    """One optimizer step of a `TrainBatch`: which samples of this shard go into which micro-batch.
+
+    Attributes:
+        micro_batches: indices into the shard's sample lists; every data-parallel rank has the same number of
+            micro-batches in a step (a rank with nothing left has empty lists).
+        global_batch_size: executions in this step over all data-parallel ranks (the loss denominator).
+        num_loss_tokens: trained tokens in this step over all data-parallel ranks (per-token loss denominator).
+    """
+
+    micro_batches: list[list[int]]
+    global_batch_size: int
+    num_loss_tokens: int
+
+
+@dataclass
+class TrainBatch:
+    """All training data of one rollout for one data-parallel rank. CPU tensors; entry i belongs to sample i.
+
+    L_i is the length of sample i in tokens (prompt + response), R_i its response length.
+
+    Attributes:
+        rollout_id: which step of the run this is.
+        tokens: int64 [L_i].
+        response_lengths: R_i.
+        loss_masks: float32 [R_i], 0 or 1.
+        rewards: after post-processing (group-normalised for GRPO): the scalar advantage of sample i.
+        raw_rewards: as the reward function gave them.
+        rollout_log_probs, teacher_log_probs: float32 [R_i] from the engine, from the teacher; None when not given.
+        execution_ids: samples that one execution fanned out into share one.
+        rollout_mask_sums: trained tokens of sample i's whole execution, >= 1: its denominator in the default loss.
+        steps: the optimizer steps, in order.
+        global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
+    """
+
+    rollout_id: int
+    tokens: list[torch.Tensor]
+    response_lengths: list[int]
+    loss_masks: list[torch.Tensor]
+    rewards: list[float]
+    raw_rewards: list[float]
+    sample_indices: list[int]
+    group_indices: list[int]
+    execution_ids: list[int]
+    rollout_mask_sums: list[float]
+    truncated: list[bool]
+    steps: list[StepPlan]
+    rollout_log_probs: list[torch.Tensor] | None = None
+    teacher_log_probs: list[torch.Tensor] | None = None
+    routed_experts: list[torch.Tensor] | None = None
+    weight_versions: list[int | None] = field(default_factory=list)
+    metadata: list[dict[str, Any] | None] = field(default_factory=list)
+    global_stats: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def total_lengths(self) -> list[int]:
+        return [int(t.numel()) for t in self.tokens]
+
+
+@dataclass(frozen=True)
+class TrainLayout:
+    """What packing must know of the trainer's parallel layout.
+
+    Attributes:
+        data_parallel_size: shards to make.
+        context_parallel_size: ranks that share one micro-batch; the token cap of a micro-batch scales with it.
+        micro_batch_multiple: the micro-batch count of a step is a multiple of it (virtual pipeline stages), else 1.
+    """
+
+    data_parallel_size: int = 1
+    context_parallel_size: int = 1
+    micro_batch_multiple: int = 1
