@@ -1,4 +1,4 @@
-"""Generate, train, save, push weights, evaluate, in lock step. The loop itself: slime/cli/train.py."""
+"""Generate, train, save, push weights, evaluate, in lock step. The loop itself: slime/loop.py."""
 
 from slime.__main__ import run
 

@@ -1,4 +1,4 @@
-"""Like train.py with generation one batch ahead of training. The loop itself: slime/cli/train_async.py."""
+"""Like train.py with rollouts generated ahead of training. The loop itself: slime/loop.py."""
 
 from slime.__main__ import run
 

@@ -32,7 +32,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "train": Command("slime.cli.train", "main", "generate, train, push the weights, in lock step", "train"),
     "train-async": Command(
-        "slime.cli.train_async", "main", "the same with generation one batch ahead of training", "train_async"
+        "slime.cli.train", "main_async", "the same with rollouts generated ahead of training", "train_async"
     ),
     "flags": Command("slime.config.docs", "main", "look flags up"),
     "reward": Command("slime.cli.reward", "main", "run a reward function on data, without training"),

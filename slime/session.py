@@ -1,17 +1,18 @@
-"""What both loops share: the run folder, metrics, signals, periodic actions, and the way a run ends."""
+"""A run: the verbs of the loop (`slime.loop`), what is due when, its folder and metrics, signals, and how it ends."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
-from slime.cluster.run_cluster import Cluster, Launch
+from slime.cluster.rollout_actor import RolloutResult
+from slime.cluster.run_cluster import Cluster, Generating, Launch
 from slime.cluster.waiting import StopRequested
 from slime.config import Config
 from slime.errors import UserError
@@ -38,7 +39,7 @@ class Session:
     0, rollout k's training is step k + 1.
     """
 
-    def __init__(self, config: Config, *, take_turns: bool, resuming: bool) -> None:
+    def __init__(self, config: Config, *, resuming: bool) -> None:
         self.config = config
         self.run = RunFolder.create(config, resuming=resuming)
         setup_logging("driver", config.observe.log_level, self.run.path / "logs")
@@ -47,7 +48,6 @@ class Session:
         self.cluster = Cluster(
             config,
             self.run.path,
-            take_turns=take_turns,
             should_stop=self._stop.is_set,
             on_progress=self.sinks.progress,
             on_push=self._pushed,
@@ -127,8 +127,37 @@ class Session:
             logger.warning("%s", line)
         self._not_logged = {}
 
+    @property
+    def rollout_ids(self) -> range:
+        """Of this launch; training on a rollout is a step of the run."""
+        return range(self.start_rollout_id, self.num_rollout)
+
+    def start_generating(self, rollout_id: int) -> Generating:
+        """Begin a rollout, which goes on beside the trainer; `collect` it."""
+        return self.cluster.start_generating(rollout_id)
+
+    def collect(self, generating: Generating) -> RolloutResult:
+        """Wait for a rollout. The seconds are ``perf/rollout_time`` in lock step, else ``perf/train_wait_time``."""
+        with self.sinks.phase("train_wait" if self.config.sync.async_buffer_size else "rollout"):
+            return self.cluster.collect(generating)
+
+    def wait_for(self, generating: Iterable[Generating]) -> None:
+        """Until these are generated; they can be collected afterwards."""
+        pending = list(generating)
+        if pending:
+            with self.sinks.phase("generation_wait"):
+                for one in pending:
+                    self.cluster.collect(one)
+
+    def train(self, batch: RolloutResult) -> dict[str, float]:
+        """Train on a rollout: all its optimizer steps. The metrics may grow until they are logged, or the run is
+        left."""
+        with self.sinks.phase("train"):
+            metrics = batch.metrics | self.staleness(batch.versions) | self.cluster.train(batch)
+        self.trained(batch.rollout_id, metrics)
+        return metrics
+
     def trained(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        """Rollout ``rollout_id`` was trained on. Its metrics may grow until they are logged, or the run is left."""
         self._last_trained, self._not_logged = rollout_id, metrics
 
     def update_weights(self) -> dict[str, float]:
@@ -298,7 +327,7 @@ class Session:
 
 
 @contextmanager
-def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
+def open_session(config: Config) -> Iterator[Session]:
     """A launched `Session`; on the way out the engines, actors and sinks are closed whatever happened.
 
     SIGTERM ends the loop: the step under way is abandoned (generation) or finished (training), the last completed
@@ -308,7 +337,7 @@ def open_session(config: Config, *, take_turns: bool) -> Iterator[Session]:
     plan = preflight(config)  # before anything starts: most mistakes are refused here, and leave nothing behind
     if not joins_cluster(config):
         check_memory(config)  # the nodes of a cluster tell how large their GPUs are once it is joined
-    session = Session(config, take_turns=take_turns, resuming=plan.is_resume or _saves_where_it_loads(config))
+    session = Session(config, resuming=plan.is_resume or _saves_where_it_loads(config))
     on_sigterm = signal.signal(signal.SIGTERM, session.on_sigterm)
     on_sigint = signal.getsignal(signal.SIGINT)
     launched = False

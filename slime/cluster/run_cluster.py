@@ -1,8 +1,8 @@
 """Everything of a run that lives in Ray, as plain blocking verbs for the drivers.
 
-cluster = Cluster(config, run_path, take_turns=True)
+cluster = Cluster(config, run_path)
 start = cluster.launch()
-batch = cluster.generate(rollout_id)
+batch = cluster.collect(cluster.start_generating(rollout_id))
 metrics = cluster.train(batch)
 cluster.update_weights()
 cluster.close()
@@ -59,7 +59,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Pending:
+class Generating:
     """A rollout that was started and not yet collected."""
 
     rollout_id: int
@@ -70,7 +70,6 @@ class Cluster:
     """Owns Ray, the rollout actor, the trainer ranks, the engines and the router; `close` leaves nothing behind.
 
     Args:
-        take_turns: generation and training never overlap (train.py), so each may use all CPU cores.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         on_progress: called with the rollout's counters while a rollout is waited for.
         on_push: called with the version of weights that were pushed although nobody asked for it, since all engines
@@ -82,14 +81,14 @@ class Cluster:
         config: Config,
         run_path: Path,
         *,
-        take_turns: bool,
         should_stop: Callable[[], bool] = lambda: False,
         on_progress: Callable[[dict[str, float]], None] | None = None,
         on_push: Callable[[int], None] = lambda version: None,
     ) -> None:
         self.config, self.run_path = config, run_path
         self.plan = PlacementPlan.of(config)
-        self._take_turns, self._should_stop = take_turns, should_stop
+        self._should_stop = should_stop
+        self._take_turns = config.sync.async_buffer_size == 0  # each may use all CPU cores
         self._on_progress, self._on_push = on_progress, on_push
         self._started_ray = False
         self._slots: Slots | None = None
@@ -210,23 +209,20 @@ class Cluster:
     def has_trainers(self) -> bool:
         return self._trainers is not None
 
-    def start_generating(self, rollout_id: int) -> Pending:
+    def start_generating(self, rollout_id: int) -> Generating:
         """Begin a rollout; collect it with `collect`."""
         self._wake_engines()
         method = "load_dump" if self.config.debug.load_debug_rollout_data else "generate"
         layout = self._trainers.layout if self._trainers is not None else TrainLayout()
-        return Pending(rollout_id, getattr(self._rollout, method).remote(rollout_id, layout))
+        return Generating(rollout_id, getattr(self._rollout, method).remote(rollout_id, layout))
 
-    def collect(self, pending: Pending) -> RolloutResult:
+    def collect(self, generating: Generating) -> RolloutResult:
         # the rollout loop has its own watchdog, which knows more than this outer deadline
         limit = self.config.rollout.rollout_timeout
-        result: RolloutResult = self._wait_rollout(pending.ref, "generating", limit)
+        result: RolloutResult = self._wait_rollout(generating.ref, "generating", limit)
         if self._repair is not None:
             self._repair.rollout_completed()
         return result
-
-    def generate(self, rollout_id: int) -> RolloutResult:
-        return self.collect(self.start_generating(rollout_id))
 
     def train(self, batch: RolloutResult) -> dict[str, float]:
         """Train on a rollout; afterwards its prompts count as consumed."""

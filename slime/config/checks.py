@@ -60,9 +60,10 @@ def _one_of_several(draft: Draft) -> None:
 
 
 def _entry(draft: Draft) -> None:
-    if draft.entry == "train_async" and draft["colocate"]:
+    if draft["async_buffer_size"] > 0 and draft["colocate"]:
+        other = "train_async" if draft.entry == "train_async" else f"--async-buffer-size {draft['async_buffer_size']}"
         raise UserError(
-            "--colocate cannot be used with train_async",
+            f"--colocate cannot be used with {other}",
             why="generation runs while the trainer trains, so they cannot take turns on the same GPUs",
             fix="remove --colocate and give the engines GPUs of their own with --rollout-num-gpus, or use train.py",
         )

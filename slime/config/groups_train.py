@@ -258,8 +258,9 @@ class SyncConfig:
     """Bytes per bucket."""
     update_weights_interval: int = flag(1)
     """Push the weights every so many rollouts."""
-    async_buffer_size: int = flag(1)
-    """Asynchronous training: most rollout batches finished or under way ahead of the trainer."""
+    async_buffer_size: int = derived("0 for train, 1 for train-async")
+    """Most rollouts finished or under way ahead of the trainer. 0 is lock step. A sample is trained on at most
+    async_buffer_size + update_weights_interval - 1 rollouts after its weights were pushed."""
     update_weight_disk_dir: str | None = flag(None)
     """Directory for --update-weight-transport disk."""
     update_weight_disk_keep_files: bool = flag(False)

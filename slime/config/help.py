@@ -14,7 +14,7 @@ from slime.config.specs import GROUPS, FlagSpec, field_docs
 
 _INTRO = {
     "train": "Post-train a language model: generate, train, push the weights, in lock step.",
-    "train_async": "Post-train a language model: generation runs one batch ahead of training.",
+    "train_async": "Post-train a language model: rollouts are generated ahead of training.",
 }
 _METAVAR = {"int": "INT", "float": "FLOAT", "str": "TEXT", "json": "JSON", "int_or_list": "INT|LIST", "bool": ""}
 

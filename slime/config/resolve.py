@@ -72,6 +72,7 @@ def resolve(given: Given, entry: str = "train") -> Draft:
     draft = Draft.of(given, entry)
     for step in (
         _placement,
+        _overlap,
         _run,
         _debug_dumps,
         _precision_and_memory,
@@ -86,6 +87,10 @@ def resolve(given: Given, entry: str = "train") -> Draft:
     ):
         step(draft)
     return draft
+
+
+def _overlap(draft: Draft) -> None:
+    draft.derive("async_buffer_size", int(draft.entry == "train_async"), f"slime {draft.entry.replace('_', '-')}")
 
 
 def _placement(draft: Draft) -> None:

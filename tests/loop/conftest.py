@@ -114,7 +114,7 @@ def run(ray_here: None, models: dict[str, Path], data: Path, tmp_path_factory: p
     outputs = tmp_path_factory.mktemp("outputs")
 
     def run_driver(name: str, *flags: object, driver: str = "train", model: str = "qwen3") -> RunResult:
-        from slime.cli import train, train_async
+        from slime.cli import train
 
         precision = [] if "--bf16" in flags else ["--fp32"]
         path = outputs / name
@@ -122,7 +122,7 @@ def run(ray_here: None, models: dict[str, Path], data: Path, tmp_path_factory: p
         base += ["--label-key", "label", *precision, "--seed", 1, "--rollout-seed", 1, "--lr", "1e-2"]
         base += ["--lr-decay-style", "constant", "--weight-decay", 0, "--rollout-max-context-len", 32]
         base += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 1024, "--output-dir", outputs, "--run-name", name]
-        main = {"train": train.main, "train_async": train_async.main}[driver]
+        main = {"train": train.main, "train_async": train.main_async}[driver]
         main([str(word) for word in (*base, *flags)])
         lines = (path / "metrics.jsonl").read_text().splitlines()
         return RunResult(path, [json.loads(line) for line in lines])

@@ -72,7 +72,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)
         given = {"save": str(root), "async_save": True, "num_rollout": 4, "output_dir": str(tmp_path), **flags}
         config = make_config(rollout_batch_size=1, run_name="run", **given)
-        with module.open_session(config, take_turns=True) as session:
+        with module.open_session(config) as session:
             complete(root, 0)
             session.trained(1, {})
             session.save(1)
@@ -145,7 +145,7 @@ def test_a_save_in_the_foreground_is_not_waited_for(run: Run, tmp_path: Path) ->
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Of one rank that never answers."""
-    cluster = Cluster(make_config(), tmp_path, take_turns=True)
+    cluster = Cluster(make_config(), tmp_path)
     cluster._trainers = SimpleNamespace(begin=lambda method: {"trainer-0": method})  # type: ignore[assignment]
 
     def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:

@@ -281,7 +281,7 @@ class Memory:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[tuple[Cluster, list[str]]]:
     """A cluster of nothing but a hand-over of memory, and what happened."""
-    cluster, log = Cluster(make_config(colocate=True), tmp_path, take_turns=True), []
+    cluster, log = Cluster(make_config(colocate=True), tmp_path), []
 
     class Logged:
         def check_canary(self, event: str) -> None:

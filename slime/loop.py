@@ -1,0 +1,56 @@
+"""The loop: generate, train, save, push the weights, evaluate. `session` owns these verbs; this file has their order.
+
+Lock step (``slime train``, --async-buffer-size 0): nothing is generated while the trainer trains.
+
+    generate │ 0 │       │ 1 │       │ 2 │ …      rollout k is generated with what rollout k - 1 has taught
+    train        │ 0 │       │ 1 │       │ 2 │
+    push             ▲           ▲
+
+Asynchronous (``slime train-async``, --async-buffer-size N): up to N rollouts are generated ahead of the trainer.
+
+    generate │ 0 │ 1 │ 2 │ 3 │ …                  rollout k is generated with the weights of the last push
+    train        │ 0 │ 1 │ 2 │ …                  while rollout k - N … k - 1 is trained on
+    push             ▲   ▲   ▲                    between two generations, every --update-weights-interval rollouts
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime.session import Generating, Session
+
+
+def train(session: Session) -> None:
+    """Train on ``session.rollout_ids``, in order; a rollout is one step of the run.
+
+    Raises:
+        StopRequested: between two steps, after a SIGTERM.
+    """
+    if session.evaluates_first:
+        session.log(session.evaluate(rollout_id=0))
+
+    ahead = session.config.sync.async_buffer_size
+    to_start = iter(session.rollout_ids)
+    generating: deque[Generating] = deque()
+
+    def start_up_to(count: int) -> None:
+        while len(generating) < count and (next_id := next(to_start, None)) is not None:
+            generating.append(session.start_generating(next_id))
+
+    for rollout_id in session.rollout_ids:
+        start_up_to(1)  # there is none yet, or there may be none ahead
+        batch = session.collect(generating.popleft())
+        start_up_to(ahead)
+        metrics = session.train(batch)
+
+        if session.should_save(rollout_id):
+            session.save(rollout_id)
+        if session.should_push(rollout_id):
+            session.wait_for(generating)  # a push is for a moment between two generations
+            metrics |= session.update_weights()
+        if session.should_evaluate(rollout_id):
+            metrics |= session.evaluate(rollout_id)
+        session.log(metrics)
+        session.stop_if_asked()
