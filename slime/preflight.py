@@ -15,12 +15,12 @@ from typing import Any
 from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference
 from slime.config import Config
 from slime.config.architecture import merge_transformer
-from slime.config.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.config.te_flags import is_installed, missing
 from slime.errors import UserError
 from slime.hooks import check_hooks, check_signature, load_function
 from slime.host import num_cpus, num_gpus
 from slime.models.layout_rules import check_layout
+from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.train.expert_rules import check_experts
 
 #: Rows of each data file that are looked at; the rollout actor looks at all of them.

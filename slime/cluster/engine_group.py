@@ -19,13 +19,13 @@ from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS
 from slime.cluster.placement import Slots
 from slime.cluster.waiting import ActorDied, DeadlinePassed, Watch, wait_for
 from slime.config import Config
-from slime.config.placement import PlacementPlan
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.router import register_workers, remove_worker
 from slime.engines.sglang.groups import ServedModel
 from slime.errors import RunFailed
 from slime.log import get_logger
+from slime.placement import PlacementPlan
 from slime.weights.transport import EngineSlots
 
 logger = get_logger(__name__)

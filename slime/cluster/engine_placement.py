@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from slime.cluster.placement import Slots
 from slime.config import Config
-from slime.config.placement import PlacementPlan
 from slime.engines.sglang.command import EnginePlace
 from slime.engines.sglang.groups import ServedModel, ServerGroup, served_models
 from slime.errors import UserError
+from slime.placement import PlacementPlan
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.cluster.waiting import DeadlinePassed, wait_for
-from slime.config.placement import PlacementPlan
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory
+from slime.placement import PlacementPlan
 
 logger = get_logger(__name__)
 

@@ -16,9 +16,9 @@ import ray
 
 from slime.cluster.reaper import start_reaper
 from slime.config import Config
-from slime.config.placement import joined_cluster
 from slime.errors import UserError
 from slime.log import get_logger
+from slime.placement import joined_cluster
 
 logger = get_logger(__name__)
 

@@ -31,12 +31,12 @@ from slime.cluster.start_news import StartNews
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
 from slime.cluster.waiting import ActorDied, DeadlinePassed, StopRequested, Watch, raise_failed, wait_for
 from slime.config import Config
-from slime.config.placement import PlacementPlan, has_evaluation
 from slime.engines.sglang.command import STARTUP_SECONDS
 from slime.engines.wire.shared_memory import remove_stale
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 from slime.memory.check import check_memory_of_cluster
+from slime.placement import PlacementPlan, has_evaluation
 from slime.samples.batch import TrainLayout
 
 logger = get_logger(__name__)

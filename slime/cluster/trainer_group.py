@@ -15,9 +15,9 @@ from slime.cluster.placement import Slots
 from slime.cluster.ports import node_ip, reserve_port
 from slime.cluster.waiting import Watch, wait_for
 from slime.config import Config
-from slime.config.placement import PlacementPlan
 from slime.errors import UserError
 from slime.log import get_logger, log_to_file_only
+from slime.placement import PlacementPlan
 from slime.samples.batch import TrainLayout
 
 if TYPE_CHECKING:

@@ -81,7 +81,8 @@ _GROUPS: tuple[tuple[Interval, tuple[str, ...]], ...] = (
     )),
     (_at_least(0), (
         "rollout_num_gpus", "num_rollout", "num_data_workers", "async_buffer_size", "start_rollout_id",
-        "rollout_stop_token_ids", "eval_min_new_tokens", "lr_warmup_iters", "lr_warmup_samples", "ckpt_step", "ref_ckpt_step",
+        "rollout_stop_token_ids", "eval_min_new_tokens", "lr_warmup_iters", "lr_warmup_samples", "ckpt_step",
+        "ref_ckpt_step",
     )),
     (Interval(0, _SEEDS, what="a seed of every generator, NumPy's included"), ("seed", "rollout_seed")),
     (Interval(1, or_minus_one=True, what="-1 leaves the choice to the program"), ("log_probs_chunk_size",)),

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from slime.config import Config
-from slime.config.placement import PlacementPlan
 from slime.host import host_memory
 from slime.memory import engine as engine_side
 from slime.memory import trainer as trainer_side
@@ -23,6 +22,7 @@ from slime.memory.engine import EngineSettings
 from slime.memory.hardware import DRIVER, DeviceMemory, device_memory
 from slime.memory.trainer import TrainerSettings, longest_sequence
 from slime.models import family_of
+from slime.placement import PlacementPlan
 
 #: Of a device's memory; the rest is what allocators lose to fragmentation.
 USABLE = 0.96

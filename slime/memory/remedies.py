@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slime.config.placement import PlacementPlan
 from slime.errors import UserError
 from slime.memory.activations import Recompute
 from slime.memory.parameters import Layout
 from slime.memory.plan import Facts, MemoryPlan, Use, gpu_phases
 from slime.memory.table import gb
 from slime.memory.trainer import TrainerSettings
+from slime.placement import PlacementPlan
 
 _SHOWN, _MOST_TOGETHER = 4, 5
 _WORTH_IT = 0.02  # of a device's memory

@@ -17,7 +17,19 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
 #: From the ground up: a package or file imports only from those before it. docs/architecture.md says what each is for.
 FLOORS = (
     *("errors", "files", "hook_loading", "log", "host", "host_memory"),
-    *("config", "algorithms", "models", "samples", "hooks", "observe", "prompts", "engines", "rollout", "memory"),
+    *(
+        "config",
+        "placement",
+        "algorithms",
+        "models",
+        "samples",
+        "hooks",
+        "observe",
+        "prompts",
+        "engines",
+        "rollout",
+        "memory",
+    ),
     *("checkpoints", "weights", "train", "cluster", "preflight", "session", "loop", "cli", "__main__"),
 )
 #: Of these everything may import, and they import nothing that is imported at once: names of the package itself.

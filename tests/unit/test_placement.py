@@ -19,9 +19,9 @@ from slime.cluster.ports import reserve_port
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
 from slime.config import make_config
-from slime.config.placement import PlacementPlan
 from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
+from slime.placement import PlacementPlan
 from slime.preflight import check_slots
 
 

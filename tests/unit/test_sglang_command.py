@@ -18,7 +18,6 @@ from slime.cluster.placement import Place, Slots
 from slime.cluster.server_process import ServerDied
 from slime.config import make_config
 from slime.config.engine_flags import stored_sglang_args
-from slime.config.placement import PlacementPlan
 from slime.config.registry import unknown_name
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.engines.launch import disaggregated_router_command, sglang_command
@@ -26,6 +25,7 @@ from slime.engines.sglang import command, versions
 from slime.engines.sglang.command import EnginePlace, sglang_options
 from slime.engines.sglang.groups import served_models
 from slime.errors import UserError
+from slime.placement import PlacementPlan
 from slime.rollout.plugin_api import get_model_url
 from tests.unit.embedded_models import save_tiny_model
 from tests.unit.sglang_servers import installed, process_of  # noqa: F401 (a fixture)
