@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from embedded_models import save_tiny_model
-from servers import ENGINES, Server
+from tests.support.contract_servers import ENGINES, Server
+from tests.support.embedded_models import save_tiny_model
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from embedded_models import byte_tokenizer
-from servers import PROMPT, Answer, Server, logprobs_of
+
+from tests.support.contract_servers import PROMPT, Answer, Server, logprobs_of
+from tests.support.embedded_models import byte_tokenizer
 
 RECORDED = [json.loads(line) for line in (Path(__file__).parent / "client_requests.jsonl").read_text().splitlines()]
 

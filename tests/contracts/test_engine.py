@@ -24,9 +24,14 @@ from typing import Any
 
 import pytest
 import torch
-from embedded_models import EOS, byte_tokenizer
 from safetensors.torch import load_file
-from servers import (
+
+from slime.engines.api import GET_ROUTES, POST_ROUTES, EngineClient, EngineError, SamplingParams
+from slime.engines.router import list_workers, register_workers
+from slime.engines.wire.buckets import fingerprint, pack
+from slime.engines.wire.process_group import ExternalGroup
+from slime.engines.wire.shared_memory import Segment
+from tests.support.contract_servers import (
     CONTEXT,
     PROMPT,
     Background,
@@ -40,12 +45,7 @@ from servers import (
     start_embedded,
     wait_until,
 )
-
-from slime.engines.api import GET_ROUTES, POST_ROUTES, EngineClient, EngineError, SamplingParams
-from slime.engines.router import list_workers, register_workers
-from slime.engines.wire.buckets import fingerprint, pack
-from slime.engines.wire.process_group import ExternalGroup
-from slime.engines.wire.shared_memory import Segment
+from tests.support.embedded_models import EOS, byte_tokenizer
 
 # -- generation ------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from servers import CONTEXT, PROMPT, Background, Server, long_generation, num_running, wait_until
+
+from tests.support.contract_servers import CONTEXT, PROMPT, Background, Server, long_generation, num_running, wait_until
 
 CHAT = [{"role": "user", "content": "Hi"}]
 

@@ -10,10 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from embedded_models import router_choices, save_tiny_model
-from servers import CONTEXT, PROMPT, Server, embedded_argv, free_port, long_generation, num_running, running, wait_until
 
 from slime.samples.routed_experts import decode_routed_experts
+from tests.support.contract_servers import (
+    CONTEXT,
+    PROMPT,
+    Server,
+    embedded_argv,
+    free_port,
+    long_generation,
+    num_running,
+    running,
+    wait_until,
+)
+from tests.support.embedded_models import router_choices, save_tiny_model
 
 SHAPES = {"qwen3_moe": (2, 2), "deepseek_v3": (2, 4)}
 

@@ -21,10 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedded_models import save_tiny_model
 from safetensors.torch import load_file
-from servers import Server, num_running, start_embedded, wait_until
-from servers import long_generation as long_request
 
 from slime.cluster.ports import reserve_port
 from slime.config import make_config
@@ -34,9 +31,12 @@ from slime.engines.sglang.command import EnginePlace
 from slime.models import family_of
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
-from tests.cluster_processes import running_server
-from tests.megatron_stub import MegatronStub
-from tests.unit.sglang_servers import fake_sglang, installed  # noqa: F401 (a fixture)
+from tests.support.cluster_processes import running_server
+from tests.support.contract_servers import Server, num_running, start_embedded, wait_until
+from tests.support.contract_servers import long_generation as long_request
+from tests.support.embedded_models import save_tiny_model
+from tests.support.megatron_stub import MegatronStub
+from tests.support.sglang_servers import FAKE, fake_sglang, installed  # noqa: F401 (a fixture)
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
 NUM_TOKENS = 6
@@ -265,8 +265,8 @@ def test_a_bad_flag_ends_the_server_with_its_name(kind: str, model: Path) -> Non
         argv = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model)]
     else:
         argv = sglang_command(sglang_config(model), str(model), "127.0.0.1", 30000).argv
-    path = os.pathsep.join([*([str(Path(__file__).parents[1] / "fake_sglang")] if kind == "stand-in" else []),
-                            os.environ.get("PYTHONPATH", "")])  # fmt: skip
+    stand_in = [str(FAKE)] if kind == "stand-in" else []
+    path = os.pathsep.join([*stand_in, os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path}
     ended = subprocess.run([*argv, "--no-such-flag"], capture_output=True, text=True, timeout=300, env=env, check=False)
     assert ended.returncode != 0 and "--no-such-flag" in ended.stderr

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model
+from tests.support.embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.loop import toy
-from tests.loop.process_fixtures import Driver, StartHeld, start
+from tests.support import toy
+from tests.support.processes import Driver, StartHeld, start
 
 #: Numbers that say how samples were served, not what they are: they follow the clock, like ``perf/``.
 _SERVING = ("rollout/engine_load", "rollout/prefix_cache", "rollout/avg_cached", "rollout/requests", "rollout/retries")
@@ -62,7 +62,7 @@ Run = Callable[..., RunResult]
 
 @pytest.fixture
 def hold(tmp_path: Path) -> Path:
-    """Folder that `tests.loop.hold` looks at."""
+    """Folder that `tests.support.hold` looks at."""
     return tmp_path
 
 
@@ -140,7 +140,7 @@ def outputs(run: Any) -> Path:
 #: A small GRPO step: 4 prompts × 4 samples of at most 8 tokens, rewarded by `toy.digit_share`.
 GRPO = (
     *("--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 8),
-    *("--num-steps-per-rollout", 1, "--custom-rm-path", "tests.loop.toy.digit_share"),
+    *("--num-steps-per-rollout", 1, "--custom-rm-path", "tests.support.toy.digit_share"),
 )
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from slime.__main__ import main
 from slime.checkpoints.directory import check_contents
-from tests.loop.process_fixtures import ROOT, Driver, World, start
+from tests.support.processes import ROOT, Driver, World, start
 
 LONGEST_ERROR = 8
 

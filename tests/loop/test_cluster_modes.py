@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.loop.process_fixtures import ROOT, World, start, wait_until
+from tests.support.processes import ROOT, World, start, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -65,8 +65,8 @@ def servers(world: World) -> list[psutil.Process]:
 
 
 SPIES = (
-    *("--custom-rm-path", "tests.loop.hold.reward_and_note"),
-    *("--custom-megatron-init-path", "tests.loop.hold.trainer_init"),
+    *("--custom-rm-path", "tests.support.hold.reward_and_note"),
+    *("--custom-megatron-init-path", "tests.support.hold.trainer_init"),
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.loop.process_fixtures import World, start
+from tests.support.processes import World, start
 
 pytestmark = pytest.mark.full
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.loop.process_fixtures import Driver, StartHeld, World, wait_held, wait_while_running
 from tests.loop.test_sglang_loop import environment as sglang_environment
+from tests.support.processes import Driver, StartHeld, World, wait_held, wait_while_running
 
 pytestmark = pytest.mark.full
 
@@ -30,7 +30,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture
 def begin(world: World, start_held: StartHeld) -> Start:
     def start_driver(name: str, *flags: object, script: str = "train.py", num_engines: int = 2, **env: str) -> Driver:
-        words = world.flags(name, "--use-fault-tolerance", "--custom-rm-path", "tests.loop.hold.reward", *flags)
+        words = world.flags(name, "--use-fault-tolerance", "--custom-rm-path", "tests.support.hold.reward", *flags)
         words += ["--no-colocate", "--rollout-num-gpus", str(num_engines)] if "--turns" not in words else []
         words = [word for word in words if word != "--turns"]
         return start_held(words, world.outputs / name, script, **env)
@@ -72,7 +72,7 @@ def check_end(driver: Driver, steps: list[int], restarts: int) -> None:
     driver.leaves_nothing()
 
 
-BROADCAST = ("--custom-megatron-init-path", "tests.loop.toy.engines_look_remote")
+BROADCAST = ("--custom-megatron-init-path", "tests.support.toy.engines_look_remote")
 
 
 @pytest.mark.parametrize("way", [pytest.param((), id="shared-memory"), pytest.param(BROADCAST, id="broadcast")])
@@ -104,7 +104,7 @@ def test_one_of_two_engines_is_killed(begin: Start, hold: Path, way: tuple[str, 
 def test_requests_of_an_engine_that_hangs_are_sent_again(begin: Start, hold: Path) -> None:
     """It takes its share of a rollout's requests and answers none."""
     (hold / "hold-request-0").touch()
-    routing = ("--router-policy", "round_robin", "--custom-generate-function-path", "tests.loop.hold.generate")
+    routing = ("--router-policy", "round_robin", "--custom-generate-function-path", "tests.support.hold.generate")
     driver = begin("share", *FAST_CHECKS, *routing)
     wait_while_running(driver, (hold / "held-request-0").exists, "requests wait")
     engines(driver)[0].send_signal(signal.SIGSTOP)

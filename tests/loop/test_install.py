@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.loop.process_fixtures import ROOT, World
+from tests.support.processes import ROOT, World
 
 # -- the wheel ---------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ ALWAYS = ("qwen3", "deepseek_v3")
 def family(request: pytest.FixtureRequest, run: Run) -> RunResult:
     """Two rollouts of each model family, with the KL to the reference in the loss."""
     flags = ["--colocate", "--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "k3", "--num-rollout", 2]
-    flags += ["--custom-rm-path", "tests.loop.toy.distinct_share"]
+    flags += ["--custom-rm-path", "tests.support.toy.distinct_share"]
     return run(f"family-{request.param}", *GRPO, *flags, *SAMPLING[request.param], model=request.param)
 
 
@@ -82,7 +82,7 @@ REPLAY = [
     "--colocate",
     "--num-rollout",
     2,
-    *("--custom-rm-path", "tests.loop.toy.distinct_share"),
+    *("--custom-rm-path", "tests.support.toy.distinct_share"),
 ]
 
 
@@ -90,14 +90,14 @@ REPLAY = [
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_they_agree_with_the_engines_experts(run: Run, family: str) -> None:
     """In samples of two turns that end with the answer of a tool, which no engine computed."""
-    flags = [*REPLAY, "--custom-generate-function-path", "tests.loop.toy.with_a_tool"]
+    flags = [*REPLAY, "--custom-generate-function-path", "tests.support.toy.with_a_tool"]
     largest = run(f"replay-{family}", *GRPO, *flags, model=family).series(f"{MISMATCH}_max")
     assert len(largest) == 2 and 0 < max(largest) <= TOLERANCE, largest
 
 
 @pytest.mark.full
 def test_the_experts_that_samples_bring_are_those_that_are_used(run: Run) -> None:
-    flags = [*REPLAY, "--custom-generate-function-path", "tests.loop.toy.with_other_experts"]
+    flags = [*REPLAY, "--custom-generate-function-path", "tests.support.toy.with_other_experts"]
     largest = run("replay-others", *GRPO, *flags, model="qwen3_moe").series(f"{MISMATCH}_max")
     assert min(largest) > TOLERANCE, largest
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.loop import toy
 from tests.loop.conftest import GRPO, Run, RunResult
+from tests.support import toy
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,7 +119,7 @@ def test_evaluation_alone(run: Run, data: Path) -> None:
 def generated(run: Run, outputs: Path) -> RunResult:
     """Engines without a trainer; the reward is one of whole groups."""
     flags = ["--debug-rollout-only", "--save-debug-rollout-data", outputs / "generated" / "dumps" / "{rollout_id}.pt"]
-    flags += ["--group-rm", "--custom-rm-path", "tests.loop.toy.group_rank"]
+    flags += ["--group-rm", "--custom-rm-path", "tests.support.toy.group_rank"]
     return run("generated", *GRPO, *flags, "--num-rollout", 2)
 
 
@@ -166,7 +166,7 @@ USER_FILE = '''
 import asyncio
 
 from slime.rollout.generate import current_state, generate
-from tests.loop.toy import digit_share
+from tests.support.toy import digit_share
 
 TOOL = "+="
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.loop.process_fixtures import Driver, StartHeld, World, wait_held, wait_until
+from tests.support.processes import Driver, StartHeld, World, wait_held, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def begin(world: World, start_held: StartHeld) -> Start:
     """``begin(name, *flags)``: a driver whose rewards obey ``hold``."""
 
     def start_driver(name: str, *flags: object, script: str = "train.py") -> Driver:
-        words = world.resumable(name, "--custom-rm-path", "tests.loop.hold.reward", *flags)
+        words = world.resumable(name, "--custom-rm-path", "tests.support.hold.reward", *flags)
         return start_held(words, world.outputs / name, script)
 
     return start_driver
@@ -79,7 +79,7 @@ def test_a_mistake_in_user_code_keeps_what_was_saved(begin: Start, hold: Path) -
     """Also what is still being written when it happens."""
     (hold / "raise-1").touch()
     (hold / "hold-save").touch()
-    held = ("--save-interval", 1, "--async-save", "--custom-megatron-init-path", "tests.loop.hold.hold_saves")
+    held = ("--save-interval", 1, "--async-save", "--custom-megatron-init-path", "tests.support.hold.hold_saves")
     driver = begin("raises", *held)
     wait_until(
         lambda: "still being written" in driver.stderr or driver.process.poll() is not None, "it waits for the save"
@@ -89,7 +89,7 @@ def test_a_mistake_in_user_code_keeps_what_was_saved(begin: Start, hold: Path) -
     assert driver.end() == 2, driver.stderr
     error = driver.error()
     assert len(error) <= 8 and "Traceback" not in driver.stderr
-    assert "tests.loop.hold.reward" in error[0] and "a mistake in the reward function" in "".join(error)
+    assert "tests.support.hold.reward" in error[0] and "a mistake in the reward function" in "".join(error)
     assert str(driver.path / "crash") in error[-1]
     assert f"newest whole checkpoint: {driver.path / 'checkpoints' / 'iter_0000000'}" in error[-2]
     driver.leaves_nothing()

@@ -1,4 +1,4 @@
-"""The whole loop through the code paths of SGLang engines, with the stand-in of `tests/fake_sglang`."""
+"""The whole loop through the code paths of SGLang engines, with the stand-in of `tests/support/fake_sglang`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_fixtures import ROOT, World, start
 
-FAKE = ROOT / "tests" / "fake_sglang"
+from tests.support.processes import ROOT, World, start
+
+FAKE = ROOT / "tests" / "support" / "fake_sglang"
 ALL = {"kv_cache", "weights", "cuda_graph"}
 
 

@@ -21,7 +21,7 @@ def by_memory(unbroken: RunResult) -> RunResult:
 @pytest.fixture(scope="module")
 def by_broadcast(run: Run, deterministic: Any) -> RunResult:
     """Engines with slots of their own, that pass for those of another host; two of them behind the router."""
-    flags = ["--rollout-num-gpus", 2, "--custom-megatron-init-path", "tests.loop.toy.engines_look_remote"]
+    flags = ["--rollout-num-gpus", 2, "--custom-megatron-init-path", "tests.support.toy.engines_look_remote"]
     return run("by-broadcast", *deterministic("by-broadcast"), *flags, "--num-rollout", ROLLOUTS)
 
 

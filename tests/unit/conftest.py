@@ -7,7 +7,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from trainer_ranks import Pools
+
+from tests.support.trainer_ranks import Pools
 
 _MANY_THREADS = 64
 _kept = 0  # threads that the last collection left

@@ -10,11 +10,11 @@ import pytest
 import torch
 from test_train_model import gradients, trainer
 from torch import Tensor
-from trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
 from slime.algorithms.products import add_product
 from slime.train.megatron import device
 from slime.train.megatron.backend import MegatronBackend
+from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
 # -- products --------------------------------------------------------------------------------------------------------
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from trainer_ranks import Pools
 
 from slime.train.megatron import attention, backend, device  # noqa: F401  (prepares the host for megatron)
 from slime.train.megatron.attention import PackedAttention, PackedSelfAttention
 from slime.train.megatron.layers import RMSNorm
 from slime.train.megatron.packed import PackedSequences
 from slime.train.megatron.rotary import Rotate
+from tests.support.trainer_ranks import Pools
 
 # isort: split
 from megatron.core.transformer.identity_op import IdentityOp

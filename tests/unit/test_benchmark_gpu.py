@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from trainer_ranks import free_port
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 
@@ -23,6 +22,7 @@ from slime.train.megatron import (
     backend,  # noqa: F401  (prepares a host without a GPU for megatron)
 )
 from slime.train.megatron.packed import PackedSequences
+from tests.support.trainer_ranks import free_port
 
 
 def sequence_by_sequence(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float) -> Tensor:

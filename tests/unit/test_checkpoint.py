@@ -20,8 +20,8 @@ from slime.checkpoints.checkpoint import TrainerState, trainer_state_dict
 from slime.checkpoints.directory import check_contents, saved_iterations
 from slime.checkpoints.sharded_store import ShardedWrite
 from slime.errors import UserError
-from tests.unit import megatron_jobs as jobs
-from tests.unit.trainer_ranks import Pools, free_port
+from tests.support import megatron_jobs as jobs
+from tests.support.trainer_ranks import Pools, free_port
 
 
 @pytest.fixture(scope="module")

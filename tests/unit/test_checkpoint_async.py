@@ -15,9 +15,9 @@ from slime.checkpoints import sharded_store
 from slime.checkpoints.directory import read_tracker, saved_iterations
 from slime.errors import UserError
 from slime.host_memory import HostMemory
-from tests.unit import megatron_jobs as jobs
+from tests.support import megatron_jobs as jobs
+from tests.support.trainer_ranks import make_batch
 from tests.unit.test_checkpoint import parameters, single
-from tests.unit.trainer_ranks import make_batch
 
 SECONDS = 30.0
 

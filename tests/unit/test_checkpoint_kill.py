@@ -21,9 +21,9 @@ import torch
 
 from slime.checkpoints.directory import check_contents
 from slime.checkpoints.load_plan import resolve_load
-from tests.unit import megatron_jobs as jobs
+from tests.support import megatron_jobs as jobs
+from tests.support.trainer_ranks import free_port, trainer_config
 from tests.unit.test_checkpoint import parameters, single
-from tests.unit.trainer_ranks import free_port, trainer_config
 
 SECONDS = 60
 Point = tuple[str, int]
@@ -104,7 +104,7 @@ class Range:
     def __init__(self, folder: Path) -> None:
         self.folder, self.model, self.origin = folder, jobs.make_model(folder / "model"), folder / "origin"
         self.context = mp.get_context("forkserver")
-        self.context.set_forkserver_preload(["slime.train.megatron.backend", "tests.unit.megatron_jobs"])
+        self.context.set_forkserver_preload(["slime.train.megatron.backend", "tests.support.megatron_jobs"])
         with single(self.model, save=str(self.origin), bf16=True) as backend:
             jobs.fake_step(backend, 1)
             backend.save(0)

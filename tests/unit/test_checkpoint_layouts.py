@@ -17,8 +17,8 @@ import test_train_model
 import torch
 from test_checkpoint import everything
 
-from tests.unit import megatron_jobs as jobs
-from tests.unit.trainer_ranks import Pools, make_batch, shard
+from tests.support import megatron_jobs as jobs
+from tests.support.trainer_ranks import Pools, make_batch, shard
 
 TOLERANCE = 1e-5
 #: The second step's gradients meet moments of the first; eps keeps rounding in tiny gradients from being blown up.

@@ -28,7 +28,7 @@ from slime.engines.router import (
     wants_routing_key,
 )
 from slime.errors import UserError
-from tests.fake_engine import FakeEngine, answer
+from tests.support.fake_engine import FakeEngine, answer
 
 PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
 

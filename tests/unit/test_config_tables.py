@@ -38,7 +38,7 @@ from slime.config.registry import all_flags, spellings
 from slime.config.specs import GROUPS, field_docs, own_flags
 
 ROOT = Path(__file__).parents[2]
-LISTED = (Path(__file__).parent / "reference_flags.txt").read_text().splitlines()
+LISTED = (Path(__file__).parents[1] / "support" / "reference_flags.txt").read_text().splitlines()
 REFERENCE = [line for line in LISTED if not line.startswith("#")]
 OF_GUIDES = LISTED[LISTED.index("# Flags of its troubleshooting guides") + 1 :]
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from slime.__main__ import main
 from slime.checkpoints.directory import read_tracker
 from slime.models import FAMILIES
-from tests.unit import megatron_jobs as jobs
-from tests.unit.trainer_ranks import Pools
+from tests.support import megatron_jobs as jobs
+from tests.support.trainer_ranks import Pools
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_jobs import make_model
-from trainer_ranks import Pools, trainer_config
 
 from slime.config import make_config, parse_args
 from slime.errors import UserError
@@ -16,6 +14,8 @@ from slime.rollout.debug_data import load_rollout, save_rollout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Sample, SampleStatus, TokenSpan
 from slime.train.dumps import Shard, save_train_data
+from tests.support.megatron_jobs import make_model
+from tests.support.trainer_ranks import Pools, trainer_config
 
 FLAGS: dict[str, Any] = {
     "rollout_batch_size": 4,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -15,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from slime.engines.embedded.architecture import Architecture, Rope
 from slime.engines.embedded.linear import Linear
 from slime.errors import UserError
+from tests.support.embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model
 
 PROMPT = [5, 9, 200, 31, 7, 7, 64, 12, 300, 2, 18]
 

@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from embedded_models import EOS, VOCAB, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from slime.engines.embedded.generate_request import Limits, parse_generate
 from slime.engines.embedded.openai_request import parse_chat, parse_completion
 from slime.engines.embedded.sampling_params import Params, parse_params
 from slime.engines.embedded.text import TextStream, find_stop, hold_back, trim_stop
+from tests.support.embedded_models import EOS, VOCAB, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 

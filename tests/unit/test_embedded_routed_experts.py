@@ -6,10 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from embedded_models import experts_of, make_scheduler, make_sequence, router_choices, run, save_tiny_model
 
 from slime.engines.embedded.scheduler import Scheduler
 from slime.engines.embedded.sequence import Phase, Sequence
+from tests.support.embedded_models import (
+    experts_of,
+    make_scheduler,
+    make_sequence,
+    router_choices,
+    run,
+    save_tiny_model,
+)
 
 LONG = list(range(60, 100))
 PROMPTS = [[3, 1, 4, 1, 5], LONG, LONG, [*LONG, 7, 7, 8], [250, 2], LONG[:30]]

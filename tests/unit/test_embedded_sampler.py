@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from embedded_models import VOCAB, make_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.engines.embedded.sampler import sample, token_logprobs, uniforms
 from slime.engines.embedded.sequence import Sequence
+from tests.support.embedded_models import VOCAB, make_sequence
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 3.0) -> torch.Tensor:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model
 from safetensors.torch import load_file, save_file
 
 from slime.engines.embedded.weights import WeightError, WeightStore
 from slime.engines.wire.buckets import fingerprint
 from slime.errors import UserError
+from tests.support.embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model
 
 PROMPT = [5, 9, 200, 31, 7]
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompt_fixtures import make_tokenizer
 
 from slime.config import make_config
 from slime.errors import UserError
@@ -37,9 +36,10 @@ from slime.rollout.metrics import (
     throughput_metrics,
 )
 from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
-from tests import rollout_hooks
-from tests.fake_engine import FakeEngine
-from tests.fake_rollout import FakeSource, FakeTokenizer, hook_args
+from tests.support import rollout_hooks
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_rollout import FakeSource, FakeTokenizer, hook_args
+from tests.support.prompt_fixtures import make_tokenizer
 
 FLAGS: dict[str, Any] = {
     "num_rollout": 1,
@@ -122,17 +122,19 @@ def test_evaluations_are_deterministic_and_do_not_change_the_prompts(tmp_path: P
 
 def test_generate_functions_learn_that_it_is_an_evaluation_and_share_no_parameters(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "a.jsonl", 2)
-    path = "tests.rollout_hooks.with_evaluation"
+    path = "tests.support.rollout_hooks.with_evaluation"
     evaluate(eval_prompt_data=("a", rows), custom_generate_function_path=path)
     assert sorted((index, evaluation) for _, (index, evaluation, _) in rollout_hooks.calls) == [(0, True), (1, True)]
-    _, engine = evaluate(eval_prompt_data=("a", rows), custom_generate_function_path="tests.rollout_hooks.two_turns")
+    _, engine = evaluate(
+        eval_prompt_data=("a", rows), custom_generate_function_path="tests.support.rollout_hooks.two_turns"
+    )
     first_turns = [b["sampling_params"]["max_new_tokens"] for b in engine.bodies if len(b["input_ids"]) == 8]
     assert first_turns == [8, 8]  # though two_turns writes 14 into its parameters
 
 
 def test_failures_are_left_out_and_counted_or_stop_the_run(tmp_path: Path) -> None:
     yaml = tmp_path / "eval.yaml"
-    path = "tests.rollout_hooks.raises"
+    path = "tests.support.rollout_hooks.raises"
     rows = write_rows(tmp_path / "a.jsonl", 3)
     yaml.write_text(f"datasets: {{a: {{path: {rows}, custom_generate_function_path: {path}}}}}")
     with pytest.raises(UserError, match="3 of 3 prompts of evaluation set 'a' failed") as caught:
@@ -142,19 +144,19 @@ def test_failures_are_left_out_and_counted_or_stop_the_run(tmp_path: Path) -> No
 
 def test_a_custom_evaluation_and_its_log_function(tmp_path: Path) -> None:
     output, _ = evaluate(
-        eval_function_path="tests.rollout_hooks.async_rollout",
-        custom_eval_rollout_log_function_path="tests.rollout_hooks.log_eval",
+        eval_function_path="tests.support.rollout_hooks.async_rollout",
+        custom_eval_rollout_log_function_path="tests.support.rollout_hooks.log_eval",
     )
     assert output.data["own"]["rewards"] == [0.5, 1.0] and output.metrics == {}
     assert rollout_hooks.calls == [("log_eval", (3, ["own"]))]
-    output, _ = evaluate(eval_function_path="tests.rollout_hooks.async_rollout")
+    output, _ = evaluate(eval_function_path="tests.support.rollout_hooks.async_rollout")
     assert output.metrics["eval/own"] == 0.75
 
 
 def test_a_custom_evaluation_needs_rewards_and_no_samples(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="evaluation_without_rewards returned no list of rewards for data set 'own'"):
-        evaluate(eval_function_path="tests.rollout_hooks.evaluation_without_rewards")
-    pattern, path = str(tmp_path / "{rollout_id}.pt"), "tests.rollout_hooks.evaluation_without_samples"
+        evaluate(eval_function_path="tests.support.rollout_hooks.evaluation_without_rewards")
+    pattern, path = str(tmp_path / "{rollout_id}.pt"), "tests.support.rollout_hooks.evaluation_without_samples"
     output, _ = evaluate(eval_function_path=path, save_debug_rollout_data=pattern)
     assert output.metrics["eval/own"] == 0.5 and load_samples(tmp_path / "eval_3.pt") == []
 

@@ -27,10 +27,10 @@ from slime.weights.engine_check import SliceDigest
 from slime.weights.ipc import _bucket_and_table
 from slime.weights.route import check_experts, takes_runs
 from slime.weights.transport import EngineSlots
-from tests.unit import expert_run_jobs
-from tests.unit.embedded_models import save_tiny_model
-from tests.unit.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
-from tests.unit.trainer_ranks import Pools
+from tests.support import expert_run_jobs
+from tests.support.embedded_models import save_tiny_model
+from tests.support.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
+from tests.support.trainer_ranks import Pools
 
 LAYOUTS: list[dict[str, Any]] = [
     {"expert_model_parallel_size": 2},

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_parity import DATA_PARALLEL, MICRO_BATCHES, parity_job, worst
 from torch import Tensor
-from trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
 from slime.config.te_flags import missing
 from slime.errors import UserError
@@ -36,6 +35,7 @@ from slime.train.megatron.experts import (
 from slime.train.megatron.moe_dispatch import ExpertPlace, dispatch
 from slime.train.megatron.moe_layer import expert_arguments
 from slime.train.megatron.moe_router import choose_experts, router_weights
+from tests.support.trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
 EXPERTS, TOPK = 8, 2
 TOLERANCE = 1e-5

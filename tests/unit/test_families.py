@@ -13,7 +13,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from test_train_model import gradients
-from trainer_ranks import VOCAB, free_port, make_batch, trainer_config
 
 from slime.config import make_config
 from slime.config.architecture import check_model_flags, merge_transformer
@@ -26,10 +25,11 @@ from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.moe_layer import expert_layers
 from slime.train.megatron.parallel import RankInfo
 from slime.train.megatron.rotary import inverse_frequencies
-from tests.megatron_stub import hf_shape
+from tests.support.megatron_stub import hf_shape
+from tests.support.trainer_ranks import VOCAB, free_port, make_batch, trainer_config
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parents[1] / "fixtures" / "model_configs.json").read_text()
+    (Path(__file__).parents[1] / "support" / "model_configs.json").read_text()
 )
 
 SHAPE: dict[str, Any] = {

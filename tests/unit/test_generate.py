@@ -24,11 +24,11 @@ from slime.rollout.generate import (
     sampling_params,
 )
 from slime.samples.types import Sample, SampleStatus
-from tests import rollout_hooks
-from tests.fake_engine import FakeEngine
-from tests.fake_rollout import FakeClient, FakeRewards, FakeTokenizer, answer, hook_args, make_state
+from tests.support import rollout_hooks
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_rollout import FakeClient, FakeRewards, FakeTokenizer, answer, hook_args, make_state
 
-HOOKS = "tests.rollout_hooks."
+HOOKS = "tests.support.rollout_hooks."
 
 
 def generate_once(sample: Sample, client: Any = None, **kwargs: Any) -> Sample:

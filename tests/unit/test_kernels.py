@@ -13,9 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import kernel_cases
 import pytest
 import torch
+
+from tests.support import kernel_cases
 
 ROOT = Path(__file__).parents[2]
 _SECONDS = 150.0

@@ -24,7 +24,7 @@ from slime.memory.remedies import refuse, remedies
 from slime.memory.table import summary, table
 from slime.memory.trainer import CONTEXT
 
-PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "fixtures" / "model_configs.json").read_text())
+PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "support" / "model_configs.json").read_text())
 DENSE, MOE = "Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B"
 
 

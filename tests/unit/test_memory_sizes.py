@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_jobs import FAMILIES, count_parameters, saved_bytes
-from trainer_ranks import Pools, trainer_config
 
 from benchmarks.gpu.trainer import SHAPES
 from slime.config import make_config
@@ -22,9 +20,11 @@ from slime.memory.parameters import Layout, layer_parameters, outer_parameters, 
 from slime.memory.trainer import TrainerSettings
 from slime.models import family_of
 from slime.models.spec import ModelSpec
+from tests.support.memory_jobs import FAMILIES, count_parameters, saved_bytes
+from tests.support.trainer_ranks import Pools, trainer_config
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parents[1] / "fixtures" / "model_configs.json").read_text()
+    (Path(__file__).parents[1] / "support" / "model_configs.json").read_text()
 )
 DENSE = [name for name in FAMILIES if "moe_intermediate_size" not in FAMILIES[name]]
 MOE = [name for name in FAMILIES if name not in DENSE]

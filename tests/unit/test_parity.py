@@ -17,9 +17,9 @@ import test_train_model
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trainer_ranks import Pools, make_batch, shard, trainer_config
 
 from slime.samples.batch import TrainBatch
+from tests.support.trainer_ranks import Pools, make_batch, shard, trainer_config
 
 TEMPERATURE = 0.8
 TOLERANCE = 1e-5

@@ -13,7 +13,6 @@ import datasets
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prompt_fixtures import CHATML, make_tokenizer, write_jsonl
 
 from slime.config import make_config
 from slime.errors import UserError
@@ -24,6 +23,7 @@ from slime.prompts.readers import JsonLines, iter_rows, open_rows, split_slice
 from slime.prompts.row_format import RowFormat, read_prompt
 from slime.prompts.source import PromptSource, make_source
 from slime.prompts.tokenizer import load_tokenizer, stop_token_report
+from tests.support.prompt_fixtures import CHATML, make_tokenizer, write_jsonl
 
 TOKENIZER = make_tokenizer()
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prompt_fixtures import make_tokenizer, write_jsonl
 
 from slime.config import make_config
 from slime.errors import UserError
 from slime.prompts.source import PromptSource, make_source
 from slime.samples.types import Sample
+from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
 
 TOKENIZER = make_tokenizer()
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import slime.checkpoints.random_state
-from tests.unit import megatron_jobs as jobs
+from tests.support import megatron_jobs as jobs
+from tests.support.trainer_ranks import Pools
 from tests.unit.test_checkpoint import single
-from tests.unit.trainer_ranks import Pools
 
 SAID = "random numbers start anew"
 

@@ -14,7 +14,7 @@ import pytest
 from slime.__main__ import main
 
 ROOT = Path(__file__).parents[2]
-PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests" / "fixtures" / "model_configs.json").read_text())
+PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests" / "support" / "model_configs.json").read_text())
 
 #: recipe → (configuration, model, GPUs of a host, GB of a GPU, command, further flags)
 RECIPES: dict[str, tuple[str, str, int, int, str, list[str]]] = {

@@ -15,7 +15,6 @@ from test_experts import CP2, EP2, ETP1, EXPERTS, PP2, RECOMPUTE, SP, TOPK, TP2,
 from test_parity import parity_job, worst
 from test_train_model import save_tiny
 from torch import Tensor
-from trainer_ranks import Pools, free_port, make_batch, trainer_config
 
 from slime.errors import UserError
 from slime.preflight import check_architecture
@@ -27,6 +26,7 @@ from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.moe_router import choose_experts
 from slime.train.megatron.parallel import RankInfo
 from slime.train.megatron.replay import RoutingGuide
+from tests.support.trainer_ranks import Pools, free_port, make_batch, trainer_config
 
 LAYERS, MICRO_BATCHES = 4, [[0, 1], [2, 3], [], [4, 5]]
 

@@ -20,8 +20,8 @@ from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import sample_seed
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus
-from tests import rollout_hooks
-from tests.fake_rollout import FakeClient, FakeRewards, FakeSource, answer, hook_args, make_state
+from tests.support import rollout_hooks
+from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, answer, hook_args, make_state
 
 MAX_NEW_TOKENS = 8
 
@@ -343,7 +343,7 @@ def test_a_filter_without_a_verdict_is_refused() -> None:
 
 def test_a_generate_function_that_ignores_its_cancellation_is_named() -> None:
     async def main() -> None:
-        args = hook_args(custom_generate_function_path="tests.rollout_hooks.first_sample_only")
+        args = hook_args(custom_generate_function_path="tests.support.rollout_hooks.first_sample_only")
         try:
             with pytest.raises(UserError, match="group 1 cannot be stopped") as caught:
                 await collect_with(FakeClient(), FakeSource(1), args=args, target=1, abort_timeout=0.05)

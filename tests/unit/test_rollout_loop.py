@@ -17,11 +17,11 @@ from slime.rollout.debug_data import load_rollout, load_samples
 from slime.rollout.generate import sample_seed
 from slime.rollout.loop import RolloutLoop
 from slime.samples.types import Sample, SampleStatus
-from tests import rollout_hooks
-from tests.fake_engine import FakeEngine
-from tests.fake_rollout import FakeSource, FakeTokenizer, answer
+from tests.support import rollout_hooks
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_rollout import FakeSource, FakeTokenizer, answer
 
-HOOKS = "tests.rollout_hooks."
+HOOKS = "tests.support.rollout_hooks."
 FLAGS: dict[str, Any] = {
     "num_rollout": 1,
     "rollout_batch_size": 4,

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompt_fixtures import CHATML, make_tokenizer, write_jsonl
 
 from slime.config import make_config
 from slime.errors import UserError
@@ -20,6 +19,7 @@ from slime.samples.batch import TrainLayout
 from slime.samples.buffer import SampleBuffer
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Sample
+from tests.support.prompt_fixtures import CHATML, make_tokenizer, write_jsonl
 
 TOKENIZER = make_tokenizer()
 GENERATION = CHATML.replace(

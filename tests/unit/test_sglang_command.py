@@ -27,8 +27,8 @@ from slime.engines.sglang.groups import served_models
 from slime.errors import UserError
 from slime.placement import PlacementPlan
 from slime.rollout.plugin_api import get_model_url
-from tests.unit.embedded_models import save_tiny_model
-from tests.unit.sglang_servers import installed, process_of  # noqa: F401 (a fixture)
+from tests.support.embedded_models import save_tiny_model
+from tests.support.sglang_servers import installed, process_of  # noqa: F401 (a fixture)
 
 
 def parse_args(argv: list[str]) -> Any:

@@ -20,8 +20,8 @@ from slime.config import make_config
 from slime.engines.launch import LaunchSpec, sglang_command
 from slime.engines.sglang.command import HEALTH_GENERATES, ONE_GPU, EnginePlace, check_sglang
 from slime.errors import RunFailed, UserError
-from tests.unit.embedded_models import save_tiny_model
-from tests.unit.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
+from tests.support.embedded_models import save_tiny_model
+from tests.support.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
 
 POINTER = "ValueError: Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"
 

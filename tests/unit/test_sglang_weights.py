@@ -24,11 +24,11 @@ from slime.weights.engine_check import SliceDigest
 from slime.weights.receipt import WeightMismatch
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
-from tests.megatron_stub import MegatronStub
-from tests.unit import stage_jobs
-from tests.unit.embedded_models import save_tiny_model
-from tests.unit.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
-from tests.unit.trainer_ranks import Pools, free_port
+from tests.support import stage_jobs
+from tests.support.embedded_models import save_tiny_model
+from tests.support.megatron_stub import MegatronStub
+from tests.support.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
+from tests.support.trainer_ranks import Pools, free_port
 
 WORDS = {"rollout_engine": "sglang", "fp32": True, "rollout_batch_size": 4, "num_rollout": 1}
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from test_train_model import trainer
 from torch import Tensor
-from trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
 from slime.checkpoints.megatron_names import global_parameters
 from slime.errors import UserError
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.provider import default_model
+from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
 seen: list[Any] = []
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_train_model import save_tiny
 from torch import Tensor
-from trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
 from slime.samples.batch import TrainBatch
 from slime.train.megatron.context import _copy_rows
+from tests.support.trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
 LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3", "entropy_coef": 0.01, "optimizer": "sgd"}
 MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]

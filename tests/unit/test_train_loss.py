@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_ranks import trainer_config
 
 from slime.train.loss import LossHooks, micro_batch_loss
 from slime.train.records import LossInputs, TokenScores
+from tests.support.trainer_ranks import trainer_config
 
 NEW, OLD, REF, ENGINE = [-1.0, -0.4, -2.0], [-1.1, -0.9, -1.2], [-1.3, -0.2, -1.9], [-1.0, -1.0, -1.0]
 ADVANTAGES, MASKS, WEIGHTS = [0.5, 0.5, -2.0], [1.0, 1.0, 1.0], [0.25, 0.25, 0.5]

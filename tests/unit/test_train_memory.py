@@ -12,7 +12,6 @@ import test_families
 import torch
 from test_train_model import gradients, trainer
 from torch import Tensor
-from trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
 from slime.config import make_config
 from slime.errors import UserError
@@ -20,6 +19,7 @@ from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.host_states import HostStates, host_states_of
 from slime.train.memory import LargestMicroBatch, OutOfMemory, PhaseMemory, is_out_of_memory, remedies
+from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
 LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "entropy_coef": 0.01}
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -292,7 +292,7 @@ def test_an_optimizer_that_counts_steps_per_group_is_refused() -> None:
 
 
 def test_offloaded_states_survive_a_checkpoint(tmp_path: Any) -> None:
-    from megatron_jobs import make_model
+    from tests.support.megatron_jobs import make_model
 
     model = make_model(tmp_path / "model")
     flags = {"hf_checkpoint": str(model), "offload_optimizer_states": True, "lr": 0.01}

@@ -14,7 +14,6 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from trainer_ranks import VOCAB, free_port, make_batch, shard, tiny_spec, trainer_config
 
 from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
@@ -22,6 +21,7 @@ from slime.train.megatron.packed import PackingOptions, pack
 from slime.train.megatron.padded import padded_layout
 from slime.train.megatron.parallel import RankInfo
 from slime.train.megatron.rotary import Rotate
+from tests.support.trainer_ranks import VOCAB, free_port, make_batch, shard, tiny_spec, trainer_config
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from test_train_model import save_tiny, trainer
-from trainer_ranks import make_batch
+
+from tests.support.trainer_ranks import make_batch
 
 
 @pytest.mark.parametrize("flags", [{}, {"bf16": True}], ids=["float32", "bfloat16"])

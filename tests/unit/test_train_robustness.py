@@ -12,7 +12,6 @@ import pytest
 import torch
 from test_train_model import trainer
 from test_train_update import poisoned
-from trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
 from slime.config import make_config
 from slime.config.te_flags import missing
@@ -25,6 +24,7 @@ from slime.train.megatron import device, te_layers
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.optimizer import apply_gradients, torch_optimizers
 from slime.train.update import NonFiniteTraining
+from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
 
 class Letters:

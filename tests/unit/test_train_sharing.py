@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_train_model import gradients, trainer
-from trainer_ranks import VOCAB, make_batch
 
 from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.packed import branches_per_prompt
+from tests.support.trainer_ranks import VOCAB, make_batch
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from test_train_model import trainer
-from trainer_ranks import make_batch
 
 from slime.errors import UserError
 from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.update import NonFiniteTraining, reuses_log_probs
+from tests.support.trainer_ranks import make_batch
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_reused_log_probs_are_those_of_a_pass_of_their_own(backend: MegatronBack
     ],
 )
 def test_when_log_probs_are_reused(flags: dict[str, Any], num_steps: int, expected: bool) -> None:
-    from trainer_ranks import trainer_config
+    from tests.support.trainer_ranks import trainer_config
 
     assert (
         reuses_log_probs(trainer_config(hf_checkpoint="/nowhere", **flags), make_batch(num_steps=num_steps)) is expected

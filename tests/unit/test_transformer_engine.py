@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_jobs import exported
 from safetensors.torch import save_file
 from test_train_model import trainer
 from test_weights_convert import config_of
@@ -31,7 +30,8 @@ from slime.samples.batch import StepPlan, TrainBatch
 from slime.train.megatron import forward, optimizer, te_layers
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.layers import RMSNorm
-from tests.megatron_stub import random_hf
+from tests.support.megatron_jobs import exported
+from tests.support.megatron_stub import random_hf
 
 needs_it = [
     pytest.mark.gpu,

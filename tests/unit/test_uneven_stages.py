@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from test_parity import MICRO_BATCHES, PP2, TOLERANCE, parity_job, worst
-from trainer_ranks import Pools, make_batch, tiny_spec, trainer_config
 
 from slime.errors import UserError
 from slime.models.layout_rules import check_layout
-from tests.unit import megatron_jobs as jobs
+from tests.support import megatron_jobs as jobs
+from tests.support.trainer_ranks import Pools, make_batch, tiny_spec, trainer_config
 
 FIRST = "decoder_first_pipeline_num_layers"
 LAST = "decoder_last_pipeline_num_layers"

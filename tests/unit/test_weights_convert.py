@@ -13,7 +13,7 @@ from slime.errors import UserError
 from slime.models import FAMILIES, ModelFamily, Rule, family_of
 from slime.models.layouts import COLUMN, GATE_UP, QKV, REPLICATED, ROW, VOCAB, Shard
 from slime.models.spec import ModelSpec, read_hf_config, rotary_settings
-from tests.megatron_stub import megatron_names, random_hf
+from tests.support.megatron_stub import megatron_names, random_hf
 
 ARCHITECTURES = {family.name: family.architectures[0] for family in FAMILIES}
 EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}

@@ -14,7 +14,7 @@ from slime.checkpoints.megatron_names import Placement, global_parameters
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.layouts import Shard
-from tests.megatron_stub import MegatronStub, random_hf
+from tests.support.megatron_stub import MegatronStub, random_hf
 from tests.unit.test_weights_convert import config_of
 
 

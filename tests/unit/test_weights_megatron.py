@@ -21,12 +21,12 @@ from slime.weights import sync as sync_module
 from slime.weights.canary import canary_tokens
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
-from tests.fake_weight_engine import FakeWeightEngine
-from tests.unit import megatron_jobs as jobs
-from tests.unit import stage_jobs
-from tests.unit.embedded_models import save_tiny_model
+from tests.support import megatron_jobs as jobs
+from tests.support import stage_jobs
+from tests.support.embedded_models import save_tiny_model
+from tests.support.fake_weight_engine import FakeWeightEngine
+from tests.support.trainer_ranks import RankPool, free_port
 from tests.unit.test_checkpoint import single
-from tests.unit.trainer_ranks import RankPool, free_port
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 

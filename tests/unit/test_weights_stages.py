@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from test_experts import save_moe
 
 from slime.weights.transport import EngineSlots
-from tests.fake_weight_engine import FakeWeightEngine
-from tests.unit import megatron_jobs, stage_jobs
-from tests.unit.trainer_ranks import Pools, RankPool
+from tests.support import megatron_jobs, stage_jobs
+from tests.support.fake_weight_engine import FakeWeightEngine
+from tests.support.trainer_ranks import Pools, RankPool
 
 PP2 = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

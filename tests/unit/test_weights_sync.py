@@ -19,8 +19,8 @@ from slime.models import family_of
 from slime.weights import sync as sync_module
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
 from slime.weights.sync import WeightSync, choose_route
-from tests.fake_weight_engine import FakeWeightEngine
-from tests.megatron_stub import MegatronStub, random_hf
+from tests.support.fake_weight_engine import FakeWeightEngine
+from tests.support.megatron_stub import MegatronStub, random_hf
 from tests.unit.test_weights_convert import config_of
 
 HF_CONFIG = config_of("qwen2")
@@ -161,7 +161,7 @@ def test_engines_of_different_dtypes_are_refused() -> None:
 
 
 def test_auto_dtype_is_the_configs(engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.fake_weight_engine.dtype_name", lambda dtype: "auto")
+    monkeypatch.setattr("tests.support.fake_weight_engine.dtype_name", lambda dtype: "auto")
     for dtype, expected in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         with FakeWeightEngine(START, expected) as engine:
             sync = WeightSync(make_config(), [trainer()], {**HF_CONFIG, "dtype": dtype})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slime.config import Config
 from slime.models import family_of
-from tests.unit.trainer_ranks import trainer_config
+from tests.support.trainer_ranks import trainer_config
 
 DECODER: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -17,7 +17,7 @@ from slime.engines.client import RolloutClient
 from slime.hooks import DataSource
 from slime.rollout.generate import GenerateState, sampling_params
 from slime.samples.types import Sample
-from tests.fake_engine import answer
+from tests.support.fake_engine import answer
 
 
 class FakeTokenizer:

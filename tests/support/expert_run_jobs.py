@@ -14,7 +14,7 @@ from slime.engines.wire import expert_runs
 from slime.weights.engine_check import SliceCheck
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
-from tests.unit.megatron_jobs import backend_of
+from tests.support.megatron_jobs import backend_of
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from slime.models import family_of
 from slime.samples.batch import TrainBatch
-from tests.megatron_stub import random_hf
+from tests.support.megatron_stub import random_hf
+from tests.support.trainer_ranks import make_batch, trainer_config
 from tests.unit.test_weights_convert import config_of
-from tests.unit.trainer_ranks import make_batch, trainer_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},

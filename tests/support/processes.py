@@ -251,5 +251,5 @@ def wait_while_running(driver: Driver, condition: Callable[[], Any], what: str) 
 
 
 def wait_held(driver: Driver, hold: Path, rollout_id: int) -> None:
-    """Until the rewards of rollout ``rollout_id`` are waiting (`tests.loop.hold`)."""
+    """Until the rewards of rollout ``rollout_id`` are waiting (`tests.support.hold`)."""
     wait_while_running(driver, (hold / f"held-{rollout_id}").exists, f"rollout {rollout_id}")

@@ -19,7 +19,7 @@ from slime.config import Config
 from slime.engines.launch import sglang_command
 from slime.engines.sglang.command import EnginePlace
 
-FAKE = Path(__file__).parents[1] / "fake_sglang"
+FAKE = Path(__file__).parent / "fake_sglang"
 _reservations: list[PortReservation] = []
 
 
@@ -61,7 +61,7 @@ def process_of(config: Config, model: Path, folder: Path, place: EnginePlace, **
     _reservations.append(reservation)
     port, calls = reservation.port, folder / f"calls-{place.number}.jsonl"
     spec = sglang_command(config, str(model), "127.0.0.1", port, place)
-    path = os.pathsep.join([str(FAKE), str(FAKE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(FAKE), str(FAKE.parents[2]), os.environ.get("PYTHONPATH", "")])
     spec.env.update({"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FAKE_SGLANG_CALLS": str(calls), **env})
     url = f"http://127.0.0.1:{port}"
     return FakeSGLang(url, ServerProcess(f"engine-{place.number}", spec, url, folder / f"{place.number}.log"), calls)

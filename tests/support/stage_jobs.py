@@ -14,7 +14,7 @@ from slime.checkpoints import hf_io
 from slime.errors import UserError
 from slime.weights import sync as sync_module
 from slime.weights.transport import EngineSlots
-from tests.unit.megatron_jobs import backend_of
+from tests.support.megatron_jobs import backend_of
 
 Engines = Sequence[EngineSlots]
 
