@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.errors import UserError
 from slime.hook_loading import accepted, check_signature, is_async, load_function
-from slime.samples.buffer import BufferFilter
 from slime.samples.groups import groups_from_nested
 from slime.samples.types import Group, Sample
 
@@ -157,6 +156,14 @@ class DynamicFilter(Protocol):
     """``--dynamic-sampling-filter-path``: keep this finished group? A bool or a `DynamicFilterOutput`."""
 
     def __call__(self, args: Any, samples: list[Sample], /) -> DynamicFilterOutput | bool: ...
+
+
+class BufferFilter(Protocol):
+    """``--buffer-filter-path``: choose at most ``num_samples`` groups and remove them from ``buffer``. Sync."""
+
+    def __call__(
+        self, args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int, /
+    ) -> list[list[Sample]]: ...
 
 
 class RolloutSampleFilter(Protocol):
