@@ -43,8 +43,9 @@ def shared_prompts(batch: TrainBatch) -> TrainBatch:
 
 
 def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    """To the rounding of float32: which kernel a CPU takes for a tensor depends on where it lies in memory, too."""
     return ours.keys() == theirs.keys() and all(
-        bool((ours[name] - theirs[name]).abs().max() <= 1e-6 * theirs[name].abs().max().clamp(min=1e-3))
+        bool((ours[name] - theirs[name]).abs().max() <= 1e-5 * theirs[name].abs().max().clamp(min=1e-3))
         for name in theirs
     )
 
