@@ -72,8 +72,14 @@ class DataSource(abc.ABC):
     """Where prompts come from: ``--data-source-path`` names a subclass; it is built as ``cls(args)``.
 
     A group is the list of ``args.n_samples_per_prompt`` samples of one prompt draw, with ``group_index`` and
-    ``index`` set. A source that can resume implements ``save`` and ``load``, or ``state_dict`` and
-    ``load_state_dict``; the defaults do nothing.
+    ``index`` set.
+
+    A source that can resume implements ``save`` and ``load``, which keep files of their own (by custom
+    ``<args.save>/rollout/global_dataset_state_dict_<rollout_id>.pt``, read back under ``args.load``), or
+    ``state_dict`` and ``load_state_dict``, whose state is kept in the checkpoint; the defaults do nothing. Groups are
+    drawn ahead of training: with over-sampling, and up to ``args.async_buffer_size`` rollouts in train_async.py. So
+    what is to be saved is not what ``get_samples`` has given, but what ``mark_consumed`` and ``mark_discarded`` have
+    named: other groups are asked for again after a resume.
     """
 
     @abc.abstractmethod
@@ -91,10 +97,10 @@ class DataSource(abc.ABC):
         )
 
     def save(self, rollout_id: int) -> None:  # noqa: B027  (optional by contract)
-        """Write what `load` needs; called when a checkpoint of ``rollout_id`` is written."""
+        """Write what `load` needs, under ``args.save``; called before the checkpoint of ``rollout_id`` is written."""
 
     def load(self, rollout_id: int | None = None) -> None:  # noqa: B027
-        """Restore what `save` wrote for ``rollout_id``."""
+        """Restore what `save` wrote for ``rollout_id``, from ``args.load``; called when a run resumes from it."""
 
     def mark_consumed(self, group_indices: Iterable[int]) -> None:  # noqa: B027
         """Training has taken these groups: they are not drawn again after a resume."""

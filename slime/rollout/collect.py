@@ -24,7 +24,7 @@ from slime.errors import UserError
 from slime.hooks import DataSource, DynamicFilter, call_dynamic_filter
 from slime.log import get_logger
 from slime.rollout.execution import GroupRun, GroupRunner, Stage
-from slime.rollout.filters import should_drop
+from slime.rollout.filters import should_drop_dynamic_filter_output
 from slime.rollout.watchdog import Watchdog
 from slime.samples.types import SampleStatus
 
@@ -189,9 +189,10 @@ class Collector:
             self._discard_failed(run)
             return
         self._check_rewards(run)
-        verdict = await call_dynamic_filter(self.dynamic_filter, self.runner.state.args, run.samples)
-        if should_drop(verdict, num_expected=self._num_expected(), target=self.target):
-            self.result.drops[verdict.reason or "unnamed"] += 1
+        output = await call_dynamic_filter(self.dynamic_filter, self.runner.state.args, run.samples)
+        expected = self._num_expected()
+        if should_drop_dynamic_filter_output(output, remaining_batch_size=expected, target_data_size=self.target):
+            self.result.drops[output.reason or "unnamed"] += 1
             self._drops_in_a_row += 1
             self._decide(run, Verdict.DROP)
             self._check_drops()

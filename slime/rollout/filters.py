@@ -36,16 +36,18 @@ def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **k
     return verdict
 
 
-def should_drop(verdict: DynamicFilterOutput, *, num_expected: int, target: int) -> bool:
-    """Whether a group is dropped.
+def should_drop_dynamic_filter_output(
+    output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
+) -> bool:
+    """Whether the group that the filter judged is dropped.
 
     Args:
-        num_expected: groups kept or still under way in this rollout, the judged one included.
-        target: groups that the batch needs.
+        remaining_batch_size: groups kept or still under way in this rollout, the judged one included.
+        target_data_size: groups that the batch needs.
     """
-    if verdict.keep:
+    if output.keep:
         return False
-    return not (verdict.keep_when_insufficient and num_expected <= target)
+    return not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)
 
 
 class MetricGatherer:

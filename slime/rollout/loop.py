@@ -34,11 +34,11 @@ from slime.hooks import (
     load_function,
 )
 from slime.log import get_logger
-from slime.rollout import debug_data
 from slime.rollout.collect import Collected, Collector
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import EvalSet, evaluate, read_eval_prompts
 from slime.rollout.execution import GroupRunner
+from slime.rollout.finish import finish_evaluation, finish_rollout
 from slime.rollout.generate import (
     GenerateState,
     bind_state,
@@ -48,7 +48,7 @@ from slime.rollout.generate import (
 )
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards import RewardPool
-from slime.samples.types import Group
+from slime.samples.types import Group, Sample
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -186,7 +186,13 @@ class RolloutLoop:
                 assert isinstance(returned, RolloutFnTrainOutput)
                 output = returned
             validate_groups(output.samples, self.args.rollout_function_path or "the rollout")
-            return await self._finish(rollout_id, output, time.monotonic() - started)
+            seconds = time.monotonic() - started
+
+            def measure(samples: list[Sample]) -> dict[str, float]:
+                throughput = throughput_metrics(samples, seconds, self.config.cluster.rollout_num_gpus)
+                return rollout_metrics(output.samples, self.args) | throughput
+
+            return await finish_rollout(self.config, self.args, rollout_id, output, seconds, measure)
 
     async def generate_built_in(
         self, rollout_id: int, state: GenerateState, source: DataSource
@@ -226,20 +232,6 @@ class RolloutLoop:
         return RolloutFnTrainOutput(
             groups, _loop_metrics(collected, state) | load_metrics(loads) | self.rewards.metrics()
         )
-
-    async def _finish(self, rollout_id: int, output: RolloutFnTrainOutput, seconds: float) -> RolloutFnTrainOutput:
-        """Dump, metrics, and the user's log function."""
-        samples = [sample for group in output.samples for sample in group.samples]
-        pattern = self.config.debug.save_debug_rollout_data
-        if pattern:
-            await asyncio.to_thread(debug_data.save_rollout, pattern, rollout_id, samples)
-        extra = dict(output.metrics or {})
-        log_path = self.config.rollout.custom_rollout_log_function_path
-        if log_path and await call_hook(load_function(log_path), rollout_id, self.args, samples, extra, seconds):
-            return RolloutFnTrainOutput(output.samples, {})
-        metrics = rollout_metrics(output.samples, self.args)
-        metrics |= throughput_metrics(samples, seconds, self.config.cluster.rollout_num_gpus)
-        return RolloutFnTrainOutput(output.samples, metrics | extra)
 
     @contextlib.asynccontextmanager
     async def _load_snapshots(self, client: RolloutClient) -> AsyncIterator[list[dict[str, int]]]:
@@ -281,24 +273,7 @@ class RolloutLoop:
                 returned = await call_rollout_fn(custom, self.args, rollout_id, self.source, evaluation=True, path=path)
                 assert isinstance(returned, RolloutFnEvalOutput)
                 output = returned
-            metrics: dict[str, Any] = dict(output.metrics or {})
-            for name, values in output.data.items():
-                if not isinstance(values, dict) or not isinstance(values.get("rewards"), list):
-                    raise UserError(
-                        f"{path} returned no list of rewards for data set {name!r}",
-                        fix="return {name: {'rewards': [number, …], 'truncated': […], 'samples': […]}}",
-                    )
-                if f"eval/{name}" not in metrics and values["rewards"]:
-                    metrics[f"eval/{name}"] = sum(values["rewards"]) / len(values["rewards"])
-            pattern = self.config.debug.save_debug_rollout_data
-            if pattern:
-                samples = [sample for values in output.data.values() for sample in values.get("samples") or ()]
-                await asyncio.to_thread(debug_data.save_rollout, pattern, f"eval_{rollout_id}", samples)
-            log_path = self.config.rollout.custom_eval_rollout_log_function_path
-            if log_path and await call_hook(load_function(log_path), rollout_id, self.args, output.data, metrics):
-                return RolloutFnEvalOutput(output.data, {})
-            metrics["perf/eval_time"] = time.monotonic() - started
-            return RolloutFnEvalOutput(output.data, metrics)
+            return await finish_evaluation(self.config, self.args, rollout_id, output, time.monotonic() - started)
 
     async def evaluate_built_in(self, rollout_id: int, state: GenerateState) -> RolloutFnEvalOutput:
         if not self._eval_sets:
