@@ -23,7 +23,7 @@ from enum import StrEnum
 from slime.errors import UserError
 from slime.hooks import DataSource, DynamicFilter, call_dynamic_filter
 from slime.log import get_logger
-from slime.rollout.execution import GroupRun, GroupRunner, Stage
+from slime.rollout.execution import Activity, GroupRun, GroupRunner
 from slime.rollout.filters import should_drop_dynamic_filter_output
 from slime.rollout.watchdog import Watchdog
 from slime.samples.types import SampleStatus
@@ -289,7 +289,7 @@ class Collector:
         for execution in run.executions:
             if execution.is_generated:
                 continue
-            if execution.fanned_out or execution.stage is Stage.GENERATING:  # user code left it half-done
+            if execution.fanned_out or execution.activity is Activity.GENERATING:  # user code left it half-done
                 execution.rewind()
             for sample in execution.samples:
                 if sample.response_length:
@@ -309,13 +309,13 @@ def _sample_index(run: GroupRun) -> int:
 
 
 def _is_generating(run: GroupRun) -> bool:
-    return any(execution.stage is Stage.GENERATING for execution in run.executions)
+    return any(execution.activity is Activity.GENERATING for execution in run.executions)
 
 
 def _why_failed(run: GroupRun) -> str:
     for execution in run.executions:
         if execution.failure is not None:
             error = execution.failure
-            return f"sample {execution.prompt.index} while {execution.stage.value}: {type(error).__name__}: {error}"
+            return f"sample {execution.prompt.index} while {execution.activity.value}: {type(error).__name__}: {error}"
     statuses = sorted({sample.status.value for sample in run.samples if sample.status is not SampleStatus.COMPLETED})
     return f"the generate function returned samples with status {', '.join(statuses)}"

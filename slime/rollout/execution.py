@@ -44,14 +44,14 @@ _FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 
 class Rewards(Protocol):
-    """What the loop needs of `slime.rollout.rewards`: scores for one sample, or for several scored together."""
+    """What the loop needs of `slime.rollout.rewards.pool`: scores for one sample, or for several scored together."""
 
     async def score(self, sample: Sample) -> float | dict[str, Any]: ...
 
     async def score_group(self, samples: list[Sample]) -> list[float | dict[str, Any]]: ...
 
 
-class Stage(StrEnum):
+class Activity(StrEnum):
     """Where an execution is; the watchdog's words."""
 
     QUEUED = "queued"
@@ -74,7 +74,7 @@ class Execution:
     prompt: Sample
     samples: list[Sample]
     fanned_out: bool = False
-    stage: Stage = Stage.QUEUED
+    activity: Activity = Activity.QUEUED
     since: float = field(default_factory=time.monotonic)
     failure: Exception | None = None
 
@@ -82,13 +82,13 @@ class Execution:
     def is_generated(self) -> bool:
         return bool(self.samples) and all(sample.status in _FINAL for sample in self.samples)
 
-    def enter(self, stage: Stage) -> None:
-        self.stage, self.since = stage, time.monotonic()
+    def enter(self, activity: Activity) -> None:
+        self.activity, self.since = activity, time.monotonic()
 
     def rewind(self) -> None:
         """Back to what it was when this rollout took it up."""
         self.samples, self.fanned_out = [self.prompt], False
-        self.enter(Stage.QUEUED)
+        self.enter(Activity.QUEUED)
 
     def restart(self) -> None:
         """Back to the prompt alone."""
@@ -204,7 +204,7 @@ class GroupRunner:
                     sample_span.adopt(execution.samples)
                 if execution.is_generated and not self.group_rm:
                     await self._score(execution)
-                execution.enter(Stage.DONE)
+                execution.enter(Activity.DONE)
             except Exception as error:  # the one boundary of a sample's failures; see the module's docstring
                 if self.state.client.aborting:
                     self._abort(execution, error)
@@ -216,8 +216,8 @@ class GroupRunner:
 
     def _abort(self, execution: Execution, error: Exception) -> None:
         """What failed while generating is to be put back as it was; what is generated only lacks its score."""
-        logger.debug("sample %s was aborted while %s: %r", execution.prompt.index, execution.stage.value, error)
-        if execution.stage is not Stage.REWARD:
+        logger.debug("sample %s was aborted while %s: %r", execution.prompt.index, execution.activity.value, error)
+        if execution.activity is not Activity.REWARD:
             execution.rewind()
             for sample in execution.samples:
                 sample.status = SampleStatus.ABORTED
@@ -226,7 +226,7 @@ class GroupRunner:
         logger.warning(
             "sample %s failed while %s: %s: %s",
             execution.prompt.index,
-            execution.stage.value,
+            execution.activity.value,
             type(error).__name__,
             error,
             exc_info=error if logger.isEnabledFor(10) else None,
@@ -245,11 +245,11 @@ class GroupRunner:
             if self.state.client.aborting:
                 sample.status = SampleStatus.ABORTED
                 return
-            execution.enter(Stage.GENERATING)
+            execution.enter(Activity.GENERATING)
             returned, origin = await self._call_generate(execution, sample)
         self._accept(execution, returned, origin)
         if execution.is_generated:
-            execution.enter(Stage.HOOKS)
+            execution.enter(Activity.HOOKS)
             await self._run_hooks(execution)
 
     async def _call_generate(self, execution: Execution, sample: Sample) -> tuple[Any, str]:
@@ -337,7 +337,7 @@ class GroupRunner:
         unscored = [sample for sample in execution.samples if sample.reward is None]
         if not unscored or self.rewards is None:
             return
-        execution.enter(Stage.REWARD)
+        execution.enter(Activity.REWARD)
         with span(unscored, "reward_model"):
             if execution.fanned_out:
                 scores = await self._unless_aborted(self.rewards.score_group(unscored))
@@ -350,7 +350,7 @@ class GroupRunner:
         if self.rewards is None:
             return
         for execution in group.executions:
-            execution.enter(Stage.REWARD)
+            execution.enter(Activity.REWARD)
         try:
             with span(group.samples, "group_reward_model"):
                 scores = await self._unless_aborted(self.rewards.score_group(group.samples))
@@ -362,7 +362,7 @@ class GroupRunner:
             return
         _set_rewards(group.samples, scores)
         for execution in group.executions:
-            execution.enter(Stage.DONE)
+            execution.enter(Activity.DONE)
         self.last_progress = time.monotonic()
 
     async def _unless_aborted(self, work: Awaitable[T]) -> T | None:

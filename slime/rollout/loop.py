@@ -4,8 +4,8 @@
                (which)       (one group)     (one sample)          (one request)
                                    └───────► rewards (worker processes)
 
-`RolloutLoop.generate` is what happens between two training steps; a user's ``--rollout-function-path`` may take its
-place, and may call `generate_rollout` (the built-in one) itself.
+`RolloutLoop.generate_batch` is what happens between two training steps; a user's ``--rollout-function-path`` may take
+its place, and may call `generate_rollout` (the built-in one) itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from slime.rollout.generate import (
     rollout_sampling_params,
 )
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
-from slime.rollout.rewards import RewardPool
+from slime.rollout.rewards.pool import RewardPool
 from slime.samples.types import Group, Sample
 
 logger = get_logger(__name__)
@@ -71,7 +71,7 @@ class RolloutLoop:
     Example:
         loop = RolloutLoop(config, tokenizer, source, "http://127.0.0.1:30000")
         await loop.start()
-        output = await loop.generate(0)      # output.samples: rollout_batch_size groups, sorted by sample index
+        output = await loop.generate_batch(0)      # output.samples: rollout_batch_size groups, sorted by sample index
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class RolloutLoop:
 
     # -- training ------------------------------------------------------------------------------------------
 
-    async def generate(self, rollout_id: int) -> RolloutFnTrainOutput:
+    async def generate_batch(self, rollout_id: int) -> RolloutFnTrainOutput:
         """``rollout_batch_size`` groups with rewards, sorted by sample index, and their metrics.
 
         Raises:
