@@ -40,12 +40,12 @@ OLD_MODULES: dict[str, dict[str, str]] = {
         "run": f"{_LOOP}:run",
     },
     "slime.utils.misc": {
-        "load_function": f"{_HOOKS}:load_function",
+        "load_function": "slime.hook_loading:load_function",
     },
     "slime.rollout.base_types": {
         "RolloutFnTrainOutput": f"{_HOOKS}:RolloutFnTrainOutput",
         "RolloutFnEvalOutput": f"{_HOOKS}:RolloutFnEvalOutput",
-        "call_rollout_fn": f"{_HOOKS}:call_rollout_fn",
+        "call_rollout_fn": f"{_LOOP}:call_rollout_fn",
     },
     "slime.rollout.data_source": {
         "DataSource": f"{_HOOKS}:DataSource",
@@ -82,7 +82,7 @@ OLD_MODULES: dict[str, dict[str, str]] = {
     "slime.rollout.filter_hub.base_types": {
         "DynamicFilterOutput": f"{_HOOKS}:DynamicFilterOutput",
         "MetricGatherer": f"{_FILTERS}:MetricGatherer",
-        "call_dynamic_filter": f"{_HOOKS}:call_dynamic_filter",
+        "call_dynamic_filter": f"{_FILTERS}:call_dynamic_filter",
         "should_drop_dynamic_filter_output": f"{_FILTERS}:should_drop_dynamic_filter_output",
     },
     "slime.rollout.filter_hub.dynamic_sampling_filters": {

@@ -19,7 +19,8 @@ from typing import Any
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.hooks import DataSource, check_data_source, load_function
+from slime.hook_loading import load_function
+from slime.hooks import DataSource, check_data_source
 from slime.log import get_logger
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.order import MappedOrder, Order, StreamedOrder

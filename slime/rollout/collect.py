@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slime.errors import UserError
-from slime.hooks import DataSource, DynamicFilter, call_dynamic_filter
+from slime.hooks import DataSource, DynamicFilter
 from slime.log import get_logger
 from slime.rollout.execution import Activity, GroupRun, GroupRunner
-from slime.rollout.filters import should_drop_dynamic_filter_output
+from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.watchdog import Watchdog
 from slime.samples.types import SampleStatus
 

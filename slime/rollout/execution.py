@@ -23,7 +23,8 @@ from typing import Any, Protocol, TypeVar
 
 from slime.engines.client import RequestRefused
 from slime.errors import UserError
-from slime.hooks import GenerateFunction, SampleHook, accepted, call_hook, check_signature, load_function
+from slime.hook_loading import accepted, call_hook, check_signature, load_function
+from slime.hooks import GenerateFunction, SampleHook
 from slime.log import get_logger
 from slime.observe.trace import span
 from slime.rollout.generate import (

@@ -8,7 +8,8 @@ from typing import Any
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput, call_hook, load_function
+from slime.hook_loading import call_hook, load_function
+from slime.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.debug_data import save_rollout
 from slime.samples.types import Sample
 

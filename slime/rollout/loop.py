@@ -24,15 +24,8 @@ from slime.engines.api import EngineClient, EngineError
 from slime.engines.client import RolloutClient
 from slime.engines.router import list_workers, wants_routing_key
 from slime.errors import UserError
-from slime.hooks import (
-    DataSource,
-    RolloutFnEvalOutput,
-    RolloutFnTrainOutput,
-    call_hook,
-    call_rollout_fn,
-    check_hooks,
-    load_function,
-)
+from slime.hook_loading import call_hook, load_function
+from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutFunction, check_hooks
 from slime.log import get_logger
 from slime.rollout.collect import Collected, Collector
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
@@ -48,6 +41,7 @@ from slime.rollout.generate import (
 )
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards.pool import RewardPool
+from slime.samples.groups import groups_from_nested
 from slime.samples.types import Group, Sample
 
 logger = get_logger(__name__)
@@ -359,6 +353,28 @@ def _custom_function(path: str | None) -> Any:
     """The user's rollout function; None when the built-in one is meant."""
     fn = load_function(path) if path else None
     return None if fn in (generate_rollout, generate_rollout_async) else fn
+
+
+async def call_rollout_fn(
+    fn: RolloutFunction, args: Any, rollout_id: int, data_source: DataSource, *, evaluation: bool, path: str = ""
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Call a user's rollout function; a bare list (training) or dict (evaluation) is wrapped, samples become groups.
+
+    Raises:
+        UserError: it returned something else, or samples that do not fit `groups_from_nested`.
+    """
+    output = await call_hook(fn, args, rollout_id, data_source, in_thread=True, evaluation=evaluation)
+    origin = path or str(fn)
+    if evaluation and isinstance(output, dict):
+        return RolloutFnEvalOutput(output)
+    if evaluation and isinstance(output, RolloutFnEvalOutput):
+        return output
+    if not evaluation and isinstance(output, list):
+        output = RolloutFnTrainOutput(output)
+    if not evaluation and isinstance(output, RolloutFnTrainOutput):
+        return RolloutFnTrainOutput(groups_from_nested(output.samples, origin), output.metrics)
+    wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
+    raise UserError(f"{origin} returned a {type(output).__name__}", fix=f"return a slime.hooks.{wanted.__name__}")
 
 
 def validate_groups(groups: list[Group], origin: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slime.config import make_config
 from slime.errors import UserError
-from slime.hooks import load_function
+from slime.hook_loading import load_function
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.normalise import normalise_rewards

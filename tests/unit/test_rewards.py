@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from slime.cli.reward import main as reward_cli
 from slime.config import make_config
 from slime.errors import UserError
-from slime.hooks import load_function
+from slime.hook_loading import load_function
 from slime.rollout.rewards import grading_pool
 from slime.rollout.rewards.grading_pool import Grade, GradingPool
 from slime.rollout.rewards.math_grading import grade_deepscaler, grade_math
