@@ -1,9 +1,11 @@
-"""Anything that users put into samples and metrics, as JSON that every reader accepts."""
+"""Files that are whole or not there, JSON that every reader accepts, and what of it must not be written: secrets."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +43,34 @@ def json_safe(value: Any, max_text: int = 0, _depth: int = 0) -> Any:
 
 #: Parts of the names of flags and environment variables whose values stay out of files, in small letters.
 SECRET_NAMES = ("wandb_key", "api_key", "secret", "password", "hf_token")
+#: Ends of the names of environment variables of which that is true, too; flags like --input-key end so innocently.
+_SECRET_ENDS = ("_token", "_key")
 HIDDEN = "•••"
 
 
 def is_secret(name: str) -> bool:
-    """Whether a flag or variable of this name holds a key or a password."""
+    """Whether a flag of this name holds a key or a password.
+
+    Example:
+        >>> is_secret("--wandb-key"), is_secret("router_control_plane_api_keys"), is_secret("input_key")
+        (True, True, False)
+    """
     plain = name.lower().replace("-", "_")
     return any(secret in plain for secret in SECRET_NAMES)
+
+
+def is_secret_variable(name: str) -> bool:
+    """Whether an environment variable of this name holds a key, a token or a password."""
+    return is_secret(name) or name.lower().endswith(_SECRET_ENDS)
 
 
 def without_secrets(name: str, value: Any) -> Any:
     """`value`, hidden when `name` says that it is secret; dicts (environment variables) are looked through."""
     if isinstance(value, dict):
-        return {key: without_secrets(str(key), inner) for key, inner in value.items()}
+        return {
+            key: HIDDEN if inner and is_secret_variable(str(key)) else without_secrets(str(key), inner)
+            for key, inner in value.items()
+        }
     return HIDDEN if value and is_secret(name) else value
 
 
@@ -86,16 +103,28 @@ def dump_line(value: dict[str, Any]) -> bytes:
     return orjson.dumps(value) + b"\n"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that readers see whole or not at all, also when we are killed half-way."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of ``path`` at the end of the block: readers see the file whole or not
+    at all, also when we are killed half-way. Folders are made; an exception leaves ``path`` as it was.
+
+    Example:
+        with replacing(Path("dumps/3.pt")) as unfinished:
+            torch.save(data, unfinished)
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that readers see whole or not at all."""
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(content)
 
 
 def read_object(path: Path) -> dict[str, Any]:

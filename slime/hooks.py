@@ -12,19 +12,13 @@ attributes. Every hook may be sync or async, unless its docstring says otherwise
 from __future__ import annotations
 
 import abc
-import asyncio
-import contextlib
-import contextvars
-import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.errors import UserError
-from slime.hook_loading import accepted, check_signature, is_async, load_function
-from slime.samples.groups import groups_from_nested
+from slime.hook_loading import check_signature, load_function
 from slime.samples.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -71,8 +65,14 @@ class DataSource(abc.ABC):
     """Where prompts come from: ``--data-source-path`` names a subclass; it is built as ``cls(args)``.
 
     A group is the list of ``args.n_samples_per_prompt`` samples of one prompt draw, with ``group_index`` and
-    ``index`` set. A source that can resume implements ``save`` and ``load``, or ``state_dict`` and
-    ``load_state_dict``; the defaults do nothing.
+    ``index`` set.
+
+    A source that can resume implements ``save`` and ``load``, which keep files of their own (by custom
+    ``<args.save>/rollout/global_dataset_state_dict_<rollout_id>.pt``, read back under ``args.load``), or
+    ``state_dict`` and ``load_state_dict``, whose state is kept in the checkpoint; the defaults do nothing. Groups are
+    drawn ahead of training: with over-sampling, and up to ``args.async_buffer_size`` rollouts in train_async.py. So
+    what is to be saved is not what ``get_samples`` has given, but what ``mark_consumed`` and ``mark_discarded`` have
+    named: other groups are asked for again after a resume.
     """
 
     @abc.abstractmethod
@@ -90,10 +90,10 @@ class DataSource(abc.ABC):
         )
 
     def save(self, rollout_id: int) -> None:  # noqa: B027  (optional by contract)
-        """Write what `load` needs; called when a checkpoint of ``rollout_id`` is written."""
+        """Write what `load` needs, under ``args.save``; called before the checkpoint of ``rollout_id`` is written."""
 
     def load(self, rollout_id: int | None = None) -> None:  # noqa: B027
-        """Restore what `save` wrote for ``rollout_id``."""
+        """Restore what `save` wrote for ``rollout_id``, from ``args.load``; called when a run resumes from it."""
 
     def mark_consumed(self, group_indices: Iterable[int]) -> None:  # noqa: B027
         """Training has taken these groups: they are not drawn again after a resume."""
@@ -113,7 +113,13 @@ class DataSource(abc.ABC):
 
 
 class RolloutFunction(Protocol):
-    """``--rollout-function-path``, ``--eval-function-path``: replaces the whole rollout (or evaluation)."""
+    """``--rollout-function-path``, ``--eval-function-path``: replaces the whole rollout (or evaluation).
+
+    Training: a `RolloutFnTrainOutput`, or bare samples as ``list[group][Sample]`` (with fan-out
+    ``list[group][execution][Sample]``, siblings with one ``rollout_id``), ``args.rollout_batch_size`` groups.
+    Evaluation (only where there is evaluation data): a `RolloutFnEvalOutput`, or its ``data``. Samples need tokens and
+    a reward. `slime.rollout.loop.generate_rollout` is the built-in one; sync functions run in a thread.
+    """
 
     def __call__(self, args: Any, rollout_id: int, data_source: DataSource, /, *, evaluation: bool) -> Any: ...
 
@@ -121,8 +127,15 @@ class RolloutFunction(Protocol):
 class GenerateFunction(Protocol):
     """``--custom-generate-function-path``: one sample in, the same sample (or its fan-out, a list) back. Async.
 
+    ``sampling_params`` is the sample's own copy, as SGLang spells them. The sample comes back with ``tokens`` [prompt +
+    response], ``response_length``, and, one entry per response token, ``rollout_log_probs`` and ``loss_mask``
+    (`Sample.append_response_tokens` keeps them together), or with ``response`` alone, which is then tokenised. Its
+    ``status`` may be left PENDING: returned is COMPLETED.
+
     At the end of a rollout engines are told to abort: calls then come back with the finish reason "abort". Return the
     sample with ``Sample.Status.ABORTED`` (`slime.rollout.generate.generate` sets it), so that it is taken up again.
+    What raises because of the abort is put back as it was. Where the engine refuses a request that is longer than its
+    context, the sample is TRUNCATED with what it has; other exceptions fail the sample, and too many of them the run.
     """
 
     def __call__(
@@ -131,7 +144,11 @@ class GenerateFunction(Protocol):
 
 
 class SampleHook(Protocol):
-    """``--rollout-sample-hook-path``: after generate, before the reward; None keeps the sample it was given."""
+    """``--rollout-sample-hook-path``: after generate, before the reward; None keeps the sample it was given.
+
+    May be given several times. Called for every finished sample of the built-in rollout and evaluation, in the order of
+    the flags.
+    """
 
     def __call__(
         self, args: Any, sample: Sample, /, *, rollout_id: int | None = None, evaluation: bool = False
@@ -153,13 +170,20 @@ class RewardFunction(Protocol):
 
 
 class DynamicFilter(Protocol):
-    """``--dynamic-sampling-filter-path``: keep this finished group? A bool or a `DynamicFilterOutput`."""
+    """``--dynamic-sampling-filter-path``: keep this finished group? A bool or a `DynamicFilterOutput`.
+
+    ``samples`` are all scored samples of the group: ``n_samples_per_prompt``, or more where executions fanned out.
+    """
 
     def __call__(self, args: Any, samples: list[Sample], /) -> DynamicFilterOutput | bool: ...
 
 
 class BufferFilter(Protocol):
-    """``--buffer-filter-path``: choose at most ``num_samples`` groups and remove them from ``buffer``. Sync."""
+    """``--buffer-filter-path``: which of the groups that were put back come out next. Sync.
+
+    Choose at most ``num_samples`` groups and remove them from ``buffer`` (``list[group][Sample]``, the oldest first).
+    ``rollout_id`` is None: the buffer does not know for which rollout it is asked.
+    """
 
     def __call__(
         self, args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int, /
@@ -167,19 +191,30 @@ class BufferFilter(Protocol):
 
 
 class RolloutSampleFilter(Protocol):
-    """``--rollout-sample-filter-path``: sets ``remove_sample`` on samples of the kept groups."""
+    """``--rollout-sample-filter-path``: sets ``remove_sample`` on samples of the kept groups.
+
+    ``groups`` is ``list[group][Sample]``, the batch, at the end of the rollout. A removed sample is trained on with a
+    loss mask of zeros; it still counts in the statistics of its group.
+    """
 
     def __call__(self, args: Any, groups: list[list[Sample]], /) -> None: ...
 
 
 class AllSamplesProcess(Protocol):
-    """``--rollout-all-samples-process-path``: sees every finished group, the filtered ones too."""
+    """``--rollout-all-samples-process-path``: sees every finished group, the filtered ones too.
+
+    ``all_groups`` is ``list[group][Sample]``, at the end of the rollout; the data source is the one of the rollout.
+    """
 
     def __call__(self, args: Any, all_groups: list[list[Sample]], data_source: DataSource, /) -> None: ...
 
 
 class RolloutLog(Protocol):
-    """``--custom-rollout-log-function-path``: a true result replaces the default logging."""
+    """``--custom-rollout-log-function-path``: a true result replaces the default logging.
+
+    ``samples`` is the whole batch, flat; ``extra_metrics`` what the rollout has counted; ``rollout_time`` is in
+    seconds. Supervised rollouts call it, too.
+    """
 
     def __call__(
         self, rollout_id: int, args: Any, samples: list[Sample], extra_metrics: dict[str, Any], rollout_time: float, /
@@ -187,7 +222,10 @@ class RolloutLog(Protocol):
 
 
 class EvalLog(Protocol):
-    """``--custom-eval-rollout-log-function-path``: a true result replaces the default logging."""
+    """``--custom-eval-rollout-log-function-path``: a true result replaces the default logging.
+
+    ``data`` is that of `RolloutFnEvalOutput`: by data set, lists with one entry per sample.
+    """
 
     def __call__(
         self, rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: dict[str, Any], /
@@ -198,16 +236,23 @@ class EvalLog(Protocol):
 
 
 class RewardPostProcess(Protocol):
-    """``--custom-reward-post-process-path``: (raw rewards, rewards), one number per sample. Sync."""
+    """``--custom-reward-post-process-path``: (raw rewards, rewards), one number per sample. Sync.
+
+    ``samples`` is what is trained on of the batch, flat, group after group. The second list takes the place of the
+    group-normalised rewards, the scalar advantage of each sample; the first is logged.
+    """
 
     def __call__(self, args: Any, samples: list[Sample], /) -> tuple[list[float], list[float]]: ...
 
 
 class ConvertSamples(Protocol):
-    """``--custom-convert-samples-to-train-data-path``: lists, one entry per sample, under the names of `TrainBatch`.
+    """``--custom-convert-samples-to-train-data-path``: lists, one entry per sample, in place of the conversion. Sync.
 
-    Needed: ``tokens``, ``response_lengths``, ``rewards``; optional: ``raw_reward``, ``truncated``, ``sample_indices``,
-    ``rollout_ids``, ``loss_masks``, ``rollout_log_probs``, ``teacher_log_probs``, ``metadata``. Sync.
+    Needed: ``tokens`` (list[int], prompt + response), ``response_lengths`` (int), ``rewards`` (float, as after
+    post-processing). Optional: ``raw_reward`` (float), ``truncated`` (0 or 1), ``sample_indices``, ``rollout_ids``
+    (int, one per execution), ``loss_masks`` (0 or 1 per response token), ``rollout_log_probs`` and
+    ``teacher_log_probs`` (float per response token), ``rollout_routed_experts``, ``metadata`` (dict or None). Other
+    names are refused.
     """
 
     def __call__(self, args: Any, samples: list[Sample], /) -> dict[str, list[Any]]: ...
@@ -217,13 +262,30 @@ class ConvertSamples(Protocol):
 
 
 class RolloutDataPostprocess(Protocol):
-    """``--rollout-data-postprocess-path``: after the advantages, before the first optimizer step."""
+    """``--rollout-data-postprocess-path``: after the advantages, before the first optimizer step.
+
+    ``rollout_data`` is a dict of lists with one entry per sample i of this rank: ``tokens`` int64 [L_i],
+    ``response_lengths``, ``total_lengths``, ``loss_masks`` float [R_i], ``rewards``, ``raw_reward``, ``truncated``,
+    ``sample_indices``, ``group_indices``, ``rollout_ids``, ``metadata``, and float [R_i], or None in place of the list,
+    ``log_probs``, ``ref_log_probs``, ``rollout_log_probs``, ``teacher_log_probs``, ``kl``, ``advantages``, ``returns``
+    (L_i tokens, of which R_i are response). What it assigns to ``advantages``, ``returns`` and ``loss_masks`` counts;
+    other keys are there to be read.
+    """
 
     def __call__(self, args: Any, rollout_id: int, rollout_data: Any, /) -> None: ...
 
 
 class LossFunction(Protocol):
-    """``--custom-loss-function-path`` with ``--loss-type custom_loss``: (loss, dict of metrics)."""
+    """``--custom-loss-function-path`` with ``--loss-type custom_loss``: (loss, dict of metrics).
+
+    Called per micro-batch of N response tokens. ``batch`` is a dict of lists with one entry per sample:
+    ``sample_indices``, ``response_lengths``, ``total_lengths``, ``loss_masks``, ``current_log_probs`` (with gradient),
+    and where they are computed ``advantages``, ``log_probs``, ``ref_log_probs``, ``rollout_log_probs``: float [R_i],
+    else None in place of the list. ``logits`` is [N, V / tp], with gradient: this tensor-parallel rank's part of the
+    vocabulary, divided by the rollout temperature, response tokens only, sample after sample. ``sum_of_sample_mean``
+    reduces [N] to the sum over samples of the mean over their trained tokens. Loss and metrics are such sums; they are
+    divided by the number of executions of the step (of trained tokens with --calculate-per-token-loss) afterwards.
+    """
 
     def __call__(
         self, args: Any, batch: Any, logits: torch.Tensor, sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor], /
@@ -231,13 +293,22 @@ class LossFunction(Protocol):
 
 
 class AdvantageFunction(Protocol):
-    """``--custom-advantage-function-path``: sets ``advantages`` and ``returns`` of ``rollout_data``."""
+    """``--custom-advantage-function-path``: sets ``advantages`` and ``returns`` of ``rollout_data``.
+
+    ``rollout_data`` is the dict of ``--rollout-data-postprocess-path``; both are lists of float [R_i], and returns left
+    out are the advantages. Called once per rollout, after the log-probs and ``kl``; --normalize-advantages follows.
+    """
 
     def __call__(self, args: Any, rollout_data: Any, /) -> None: ...
 
 
 class TisFunction(Protocol):
-    """``--custom-tis-function-path``: corrects the policy loss for the train–rollout mismatch."""
+    """``--custom-tis-function-path``: corrects the policy loss for the train–rollout mismatch.
+
+    Called per micro-batch with --use-tis or --get-mismatch-metrics. ``pg_loss`` is [N] over the response tokens of the
+    micro-batch; the lists have one float [R_i] per sample. Returns (pg_loss [N], masks: list of [R_i], metrics: name →
+    [N] per token); tokens whose mask is 0 leave the loss. With --get-mismatch-metrics alone only metrics are used.
+    """
 
     def __call__(
         self,
@@ -254,7 +325,12 @@ class TisFunction(Protocol):
 
 
 class PgLossReducer(Protocol):
-    """``--custom-pg-loss-reducer-function-path``: builds the function that reduces the policy loss to a number."""
+    """``--custom-pg-loss-reducer-function-path``: builds the function that reduces the policy loss to a number.
+
+    Called per micro-batch; ``loss_masks`` is one float [R_i] per sample. The function that it returns gets the token
+    losses [N] and returns a number, a sum over samples (or tokens), which is divided by the number of executions (or
+    tokens) of the step afterwards. Masks of a TIS function do not reach it.
+    """
 
     def __call__(
         self,
@@ -267,36 +343,40 @@ class PgLossReducer(Protocol):
 
 
 class ModelProvider(Protocol):
-    """``--custom-model-provider-path``: builds the model of this pipeline stage."""
+    """``--custom-model-provider-path``: builds the model of this pipeline stage.
+
+    It must be, or be derived from, what ``slime.train.megatron.provider.default_model`` makes of the same arguments.
+    """
 
     def __call__(self, pre_process: bool, post_process: bool, /, *, vp_stage: int | None = None) -> Any: ...
 
 
 class MegatronInit(Protocol):
-    """``--custom-megatron-init-path``: after the process groups stand."""
+    """``--custom-megatron-init-path``: on every rank, when the process groups stand and before the model is built."""
 
     def __call__(self, args: Any, /) -> None: ...
 
 
 class BeforeLogProb(Protocol):
-    """``--custom-megatron-before-log-prob-hook-path``: before each forward-only pass."""
+    """``--custom-megatron-before-log-prob-hook-path``: before each forward-only pass.
+
+    ``model`` is the list of model chunks of this rank (one without virtual pipeline stages); ``store_prefix`` is "ref_"
+    for the reference's log-probs, else "".
+    """
 
     def __call__(self, args: Any, model: Any, store_prefix: str, /) -> None: ...
 
 
 class BeforeTrainStep(Protocol):
-    """``--custom-megatron-before-train-step-hook-path``: before the forward and backward
-    passes of each optimizer step."""
+    """``--custom-megatron-before-train-step-hook-path``: before the forward and backward passes of each optimizer step.
+
+    ``step_id`` counts the optimizer steps of this rollout from 0; ``model`` is the list of model chunks of this rank;
+    gradients have been set to zero.
+    """
 
     def __call__(
         self, args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any, /
     ) -> None: ...
-
-
-class UpdateWeightPostWrite(Protocol):
-    """``--custom-update-weight-post-write-path``: disk sync, on every rank, after the write, before engines read."""
-
-    def __call__(self, args: Any, version_dir: str, rollout_engines: Any, /) -> None: ...
 
 
 #: Flag (as an attribute of ``args``) → the Protocol of its hook. ``--data-source-path`` is a class, checked apart.
@@ -323,10 +403,9 @@ HOOKS: dict[str, type] = {
     "custom_megatron_init_path": MegatronInit,
     "custom_megatron_before_log_prob_hook_path": BeforeLogProb,
     "custom_megatron_before_train_step_hook_path": BeforeTrainStep,
-    "custom_update_weight_post_write_path": UpdateWeightPostWrite,
 }
 
-# -- checking and calling --------------------------------------------------------------------------------------------
+# -- checking --------------------------------------------------------------------------------------------------------
 
 
 def check_hooks(args: Any) -> None:
@@ -363,87 +442,3 @@ def check_data_source(cls: Any, path: str) -> None:
         inspect.signature(cls).bind("args")
     except TypeError as error:
         raise UserError(f"the data source '{path}' cannot be built from args", why=str(error), fix=fix) from error
-
-
-async def call_hook(
-    fn: Any, *args: Any, optional: dict[str, Any] | None = None, in_thread: bool = False, **kwargs: Any
-) -> Any:
-    """Call a hook, sync or async, and return what it returns.
-
-    Args:
-        optional: keyword arguments passed only if ``fn`` accepts them.
-        in_thread: run a sync function in a worker thread, for hooks that may take long (rewards, whole rollouts);
-            others run at once on the event loop.
-    """
-    if optional:
-        kwargs |= accepted(fn, optional)
-    try:
-        if in_thread and not is_async(fn):
-            result = await _in_daemon_thread(functools.partial(fn, *args, **kwargs))
-        else:
-            result = fn(*args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
-    except SystemExit as error:  # would end the event loop, and everyone else would wait for ever
-        raise RuntimeError(f"it raised {error!r}") from error
-
-
-async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
-    """The result of ``call`` in a thread of its own. Unlike `asyncio.to_thread`'s, which are few and are waited for
-    when the program ends, one that hangs holds up nothing. It sees the caller's context variables, as there."""
-    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def deliver(result: Any, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = context.run(call)
-        except BaseException as raised:  # delivered to whoever awaits
-            error = raised
-            if isinstance(raised, StopIteration):  # which a future cannot hold
-                error = RuntimeError(f"it raised {raised!r}")
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
-            loop.call_soon_threadsafe(deliver, result, error)
-
-    threading.Thread(target=run, name="slime-hook", daemon=True).start()
-    return await future
-
-
-async def call_dynamic_filter(fn: DynamicFilter | None, args: Any, samples: list[Sample]) -> DynamicFilterOutput:
-    """The filter's verdict; a bare bool is wrapped, no filter keeps everything, None is a `UserError`."""
-    if fn is None:
-        return DynamicFilterOutput(keep=True)
-    verdict = await call_hook(fn, args, samples)
-    if verdict is None:  # a forgotten return would drop every group
-        fix = "return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput"
-        raise UserError("the function of --dynamic-sampling-filter-path returned None", fix=fix)
-    return verdict if isinstance(verdict, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(verdict))
-
-
-async def call_rollout_fn(
-    fn: RolloutFunction, args: Any, rollout_id: int, data_source: DataSource, *, evaluation: bool, path: str = ""
-) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a user's rollout function; a bare list (training) or dict (evaluation) is wrapped, samples become groups.
-
-    Raises:
-        UserError: it returned something else, or samples that do not fit `groups_from_nested`.
-    """
-    output = await call_hook(fn, args, rollout_id, data_source, in_thread=True, evaluation=evaluation)
-    origin = path or str(fn)
-    if evaluation and isinstance(output, dict):
-        return RolloutFnEvalOutput(output)
-    if evaluation and isinstance(output, RolloutFnEvalOutput):
-        return output
-    if not evaluation and isinstance(output, list):
-        output = RolloutFnTrainOutput(output)
-    if not evaluation and isinstance(output, RolloutFnTrainOutput):
-        return RolloutFnTrainOutput(groups_from_nested(output.samples, origin), output.metrics)
-    wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
-    raise UserError(f"{origin} returned a {type(output).__name__}", fix=f"return a slime.hooks.{wanted.__name__}")

@@ -23,6 +23,7 @@ _GENERATE = "slime.rollout.generate"
 _LOOP = "slime.rollout.loop"
 _PLUGIN = "slime.rollout.plugin_api"
 _FILTERS = "slime.rollout.filters"
+_REWARDS = "slime.rollout.rewards"
 _TYPES = "slime.samples.types"
 
 #: Old module → name in it → "module:name" here. Packages stand for themselves with an empty table.
@@ -39,15 +40,18 @@ OLD_MODULES: dict[str, dict[str, str]] = {
         "run": f"{_LOOP}:run",
     },
     "slime.utils.misc": {
-        "load_function": f"{_HOOKS}:load_function",
+        "load_function": "slime.hook_loading:load_function",
     },
     "slime.rollout.base_types": {
         "RolloutFnTrainOutput": f"{_HOOKS}:RolloutFnTrainOutput",
         "RolloutFnEvalOutput": f"{_HOOKS}:RolloutFnEvalOutput",
-        "call_rollout_fn": f"{_HOOKS}:call_rollout_fn",
+        "call_rollout_fn": f"{_LOOP}:call_rollout_fn",
     },
     "slime.rollout.data_source": {
         "DataSource": f"{_HOOKS}:DataSource",
+        "RolloutDataSource": "slime.prompts.source:RolloutDataSource",
+        "RolloutDataSourceWithBuffer": "slime.prompts.source:RolloutDataSource",
+        "pop_first": "slime.samples.buffer:pop_first",
     },
     "slime.rollout.sglang_rollout": {
         "GenerateState": f"{_GENERATE}:current_state",
@@ -65,11 +69,21 @@ OLD_MODULES: dict[str, dict[str, str]] = {
         "async_rm": f"{_PLUGIN}:async_rm",
         "batched_async_rm": f"{_PLUGIN}:batched_async_rm",
     },
+    "slime.rollout.rm_hub.deepscaler": {
+        "get_deepscaler_rule_based_reward": f"{_REWARDS}.math_grading:grade_deepscaler",
+    },
+    "slime.rollout.rm_hub.gpqa": {
+        "compute_gpqa_reward": f"{_REWARDS}.text:grade_gpqa",
+    },
+    "slime.rollout.rm_hub.math_dapo_utils": {
+        "compute_score": f"{_REWARDS}.text:grade_dapo",
+    },
     "slime.rollout.filter_hub": {},
     "slime.rollout.filter_hub.base_types": {
         "DynamicFilterOutput": f"{_HOOKS}:DynamicFilterOutput",
         "MetricGatherer": f"{_FILTERS}:MetricGatherer",
-        "call_dynamic_filter": f"{_HOOKS}:call_dynamic_filter",
+        "call_dynamic_filter": f"{_FILTERS}:call_dynamic_filter",
+        "should_drop_dynamic_filter_output": f"{_FILTERS}:should_drop_dynamic_filter_output",
     },
     "slime.rollout.filter_hub.dynamic_sampling_filters": {
         "check_reward_nonzero_std": f"{_FILTERS}:check_reward_nonzero_std",

@@ -17,7 +17,8 @@ from slime.config import Config
 from slime.config.architecture import merge_transformer
 from slime.config.te_flags import is_installed, missing
 from slime.errors import UserError
-from slime.hooks import check_hooks, check_signature, load_function
+from slime.hook_loading import check_signature, load_function
+from slime.hooks import check_hooks
 from slime.host import num_cpus, num_gpus
 from slime.models.layout_rules import check_layout
 from slime.placement import PlacementPlan, joined_cluster, needs_engines

@@ -17,6 +17,7 @@ import ray
 from slime.cluster.reaper import start_reaper
 from slime.config import Config
 from slime.errors import UserError
+from slime.files import is_secret_variable
 from slime.log import get_logger
 from slime.placement import joined_cluster
 
@@ -40,8 +41,6 @@ _FORWARDED = (
     "OMP_",
     "TOKENIZERS_",
 )
-#: Ray shows environments in its dashboard and logs, and only the driver needs to log in anywhere.
-_SECRET = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 
 
 def start_ray(config: Config, num_local_slots: int) -> bool:
@@ -116,6 +115,6 @@ def _environment(joined: bool) -> dict[str, str]:
         variables |= {
             name: value
             for name, value in os.environ.items()
-            if name.startswith(_FORWARDED) and not name.endswith(_SECRET)
+            if name.startswith(_FORWARDED) and not is_secret_variable(name)
         }
     return variables

@@ -13,6 +13,7 @@ import ray
 
 from slime.config import Config
 from slime.log import get_logger, log_to_file_only
+from slime.prompts.source import load_source, make_source, save_source
 from slime.samples.batch import TrainLayout
 from slime.samples.types import Group
 
@@ -36,7 +37,7 @@ class RolloutResult:
 
 
 class RolloutActor:
-    """Async actor: `progress`, `state_dict` and `close` are answered while a rollout is under way."""
+    """Async actor: `progress`, `save_source` and `close` are answered while a rollout is under way."""
 
     def __init__(self, config: Config, run_path: Path) -> None:
         self.config, self.run_path = config, run_path
@@ -54,7 +55,6 @@ class RolloutActor:
 
     def _setup(self) -> int:
         from slime.observe.recorder import Recorder
-        from slime.prompts.source import make_source
         from slime.prompts.tokenizer import load_tokenizer
 
         assert self.config.checkpoint.hf_checkpoint is not None
@@ -84,11 +84,11 @@ class RolloutActor:
 
         started = time.perf_counter()
         if self.config.algorithm.loss_type == "sft_loss":
-            from slime.rollout.sft import generate_sft
+            from slime.rollout.sft import sft_rollout
 
-            output = await asyncio.to_thread(generate_sft, self.config, self.source, self.tokenizer)
+            output = await sft_rollout(self.config, self.source, self.tokenizer, rollout_id)
         else:
-            output = await self.loop.generate(rollout_id)
+            output = await self.loop.generate_batch(rollout_id)
         groups: list[Group] = output.samples
         metrics = dict(output.metrics or {})
         generated = time.perf_counter()
@@ -129,11 +129,13 @@ class RolloutActor:
         """Training has taken the groups of ``rollout_id``: a resumed run will not draw them again."""
         self.source.mark_consumed(self._groups_of.pop(rollout_id, []))
 
-    async def state_dict(self) -> dict[str, Any]:
-        return self.source.state_dict()
+    async def save_source(self, rollout_id: int) -> dict[str, Any]:
+        """The data position for the checkpoint of ``rollout_id``; a source of the user's own writes its file."""
+        return save_source(self.source, self.config, rollout_id)
 
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.source.load_state_dict(state)
+    async def load_source(self, rollout_id: int, state: dict[str, Any]) -> None:
+        """Go on where `save_source` was called for ``rollout_id`` and returned ``state``."""
+        load_source(self.source, self.config, rollout_id, state)
 
     async def close(self) -> None:
         if self.loop is not None:

@@ -165,7 +165,10 @@ class Cluster:
 
     def _restore(self, start: TrainerStart) -> None:
         if "source" in start.extra_state:
-            self._call_rollout("load_state_dict", start.extra_state["source"], what="restoring the data position")
+            saved_for = start.extra_state.get("rollout_id", start.start_rollout_id - 1)
+            self._call_rollout(
+                "load_source", saved_for, start.extra_state["source"], what="restoring the data position"
+            )
         if self._engines is not None and self.config.fault_tolerance.use_fault_tolerance:
             limit, stop = self._start_limit(), self._should_stop
             self._repair = EngineRepair(self._engines, self._hand_over, HealthChecks.of(self.config), limit, stop)
@@ -266,8 +269,8 @@ class Cluster:
 
     def save(self, rollout_id: int, weight_version: int) -> None:
         """Checkpoint after training ``rollout_id``, with the data position that training has reached."""
-        source = self._call_rollout("state_dict", what="asking for the data position")
-        state = {"source": source, "weight_version": weight_version}
+        source = self._call_rollout("save_source", rollout_id, what="asking for the data position")
+        state = {"source": source, "rollout_id": rollout_id, "weight_version": weight_version}
         self._give_trainers_memory()
         self._call_trainers("save", rollout_id, state, what="saving a checkpoint")
 

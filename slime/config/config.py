@@ -16,10 +16,7 @@ from slime.config.groups_train import AlgorithmConfig, CheckpointConfig, SyncCon
 from slime.config.registry import all_flags
 from slime.config.specs import GROUPS, own_flags
 from slime.errors import UserError
-
-#: Values that are never written to disk.
-SECRETS = frozenset({"wandb_key", "sglang_api_key", "sglang_admin_api_key", "sglang_ssl_keyfile_password",
-                     "router_api_key", "router_oracle_password", "router_control_plane_api_keys"})  # fmt: skip
+from slime.files import is_secret, is_secret_variable, without_secrets, write_atomically
 
 
 @dataclass(frozen=True)
@@ -106,12 +103,10 @@ class Config:
         specs = all_flags()
         data: dict[str, Any] = {group: {} for group in GROUPS}
         for dest, value in self.values().items():
-            data[specs[dest].group][dest] = None if dest in SECRETS else value
+            data[specs[dest].group][dest] = None if is_secret(dest) else _without_secret_variables(value)
         data["extra"], data["origins"] = self.extra, self.origins
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
-        os.replace(temporary, target)
+        text = json.dumps(data, indent=2, ensure_ascii=False, default=str)
+        write_atomically(Path(path), f"{text}\n".encode())
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Config:
@@ -140,9 +135,15 @@ class Config:
         return build(values, origins, dict(data.get("extra", {})))
 
 
+def _without_secret_variables(value: Any) -> Any:
+    """``value``; of environment variables (--train-env-vars) only those that hold no key or token."""
+    if not isinstance(value, dict):
+        return value
+    return {name: inner for name, inner in value.items() if not is_secret_variable(str(name))}
+
+
 def _shown(dest: str, value: Any) -> str:
-    if dest in SECRETS:
-        return "…"
+    value = without_secrets(dest, value)
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -46,6 +46,8 @@ class InFlight:
     attempt: int = 1
     url: str = ""
     """The engine that it was sent to; empty where the router chooses."""
+    ends_with_rollout: bool = True
+    """It is for the policy's engines: an abort ends it. Judges and tools are left alone."""
 
 
 @dataclass
@@ -98,6 +100,8 @@ class RolloutClient:
         self.last_progress = time.monotonic()
         self._aborting = asyncio.Event()
         self._engines: dict[str, EngineClient] = {}
+        self._policy_urls = {self.base_url}
+        """The router's, and those of the engines that it has named so far."""
         self._next_key = 0
 
     async def __aenter__(self) -> RolloutClient:
@@ -117,6 +121,11 @@ class RolloutClient:
         if url not in self._engines:
             self._engines[url] = await EngineClient(url, timeout=self.request_timeout).__aenter__()
         return self._engines[url]
+
+    async def _workers(self) -> list[Worker]:
+        workers = await list_workers(await self.engine())
+        self._policy_urls.update(worker.url for worker in workers)
+        return workers
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -165,14 +174,17 @@ class RolloutClient:
     ) -> dict[str, Any] | None:
         """POST with retries, counted as in flight; None when it was not sent because of an abort under way.
 
-        ``past_router``: each try goes to an engine that is chosen here.
+        Args:
+            url: whom to ask instead of the router. An abort concerns only the router and the engines behind it.
+            past_router: each try goes to an engine that is chosen here.
         """
-        request = InFlight(name or path, time.monotonic(), num_input_tokens)
+        ends_with_rollout = not url or url in self._policy_urls
+        request = InFlight(name or path, time.monotonic(), num_input_tokens, ends_with_rollout=ends_with_rollout)
         end = request.started + self.request_timeout
         first_failure: float | None = None
         backoff = _FIRST_BACKOFF
         with self._tracked(request):
-            while not self._aborting.is_set():
+            while not (ends_with_rollout and self._aborting.is_set()):
                 if request.attempt > 1 and name:
                     body = {**body, "rid": f"{name}-r{request.attempt - 1}"}
                 try:
@@ -192,7 +204,8 @@ class RolloutClient:
                     logger.debug("%s: try %d failed: %s", request.name, request.attempt, error)
                 self.counters.retries += 1
                 request.attempt += 1
-                await self._sleep_unless_aborting(backoff * random.uniform(0.8, 1.2))
+                sleep = self._sleep_unless_aborting if ends_with_rollout else asyncio.sleep
+                await sleep(backoff * random.uniform(0.8, 1.2))
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
             return None
 
@@ -202,7 +215,7 @@ class RolloutClient:
         Raises:
             EngineError: the router does not answer, or has no healthy engine.
         """
-        workers = await list_workers(await self.engine())
+        workers = await self._workers()
         counts = {worker.url: 0 for worker in workers if worker.healthy}
         if not counts:
             raise EngineError(self.base_url, "the router has no healthy engine", 503)
@@ -251,14 +264,15 @@ class RolloutClient:
             EngineError: requests are still there after ``timeout`` seconds; names the engines and what they said.
         """
         end = time.monotonic() + timeout
-        workers = await list_workers(await self.engine())
+        workers = await self._workers()
         poll = _FIRST_POLL
         while True:
             states = await asyncio.gather(*(self._abort_worker(worker) for worker in workers))
-            if not self.in_flight and not any(count for count, _ in states):
+            unanswered = sum(request.ends_with_rollout for request in self.in_flight.values())
+            if not unanswered and not any(count for count, _ in states):
                 break
             if time.monotonic() > end:
-                said = [f"{len(self.in_flight)} requests unanswered"]
+                said = [f"{unanswered} requests unanswered"]
                 said += [f"{w.url} has {count} requests" for w, (count, _) in zip(workers, states) if count]
                 said += [f"{w.url} {problem}" for w, (_, problem) in zip(workers, states) if problem]
                 raise EngineError(self.base_url, f"abort is not finished after {timeout:.0f} s: {'; '.join(said)}")
@@ -285,7 +299,7 @@ class RolloutClient:
 
     async def worker_loads(self) -> dict[str, tuple[int, int]]:
         """(requests, tokens held) of every engine by URL; engines that do not answer are (-1, -1)."""
-        workers = await list_workers(await self.engine())
+        workers = await self._workers()
 
         async def load(worker: Worker) -> tuple[int, int]:
             try:

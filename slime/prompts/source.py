@@ -10,6 +10,8 @@ run stopped are drawn again, with the same indices and in the same order.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import copy
 import itertools
 from collections.abc import Iterable
@@ -17,12 +19,15 @@ from typing import Any
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.hooks import DataSource, check_data_source, load_function
+from slime.hook_loading import load_function
+from slime.hooks import DataSource, check_data_source
 from slime.log import get_logger
+from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.order import MappedOrder, Order, StreamedOrder
 from slime.prompts.prepare import Checker, prepare, probe
+from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows, open_rows
-from slime.prompts.row_format import Prompt, RowFormat
+from slime.prompts.row_format import Prompt, RowFormat, read_prompt
 from slime.prompts.tokenizer import generation_config_of, stop_token_report
 from slime.samples.buffer import SampleBuffer, pop_first
 from slime.samples.types import Sample
@@ -30,6 +35,8 @@ from slime.samples.types import Sample
 logger = get_logger(__name__)
 
 _BLANK = Prompt(text="", tokens=[], label=None, metadata={}, bare="")
+#: Rows that tell whether a data set holds turns of a chat.
+_ROWS_LOOKED_AT = 32
 
 
 def make_source(config: Config, tokenizer: Any) -> DataSource:
@@ -44,18 +51,78 @@ def make_source(config: Config, tokenizer: Any) -> DataSource:
         return PromptSource(config, tokenizer)
     cls = load_function(path)
     check_data_source(cls, path)
-    return cls(config.flat())
+    _BUILT_FROM.set((config, tokenizer))
+    source: DataSource = cls(config.flat())
+    return source
+
+
+#: What `make_source` builds a source of the user's own from.
+_BUILT_FROM: contextvars.ContextVar[tuple[Config, Any]] = contextvars.ContextVar("slime_source_built_from")
+
+
+def save_source(source: DataSource, config: Config, rollout_id: int) -> dict[str, Any]:
+    """What the checkpoint of ``rollout_id`` keeps of ``source``. Its own `save` is called where checkpoints of training
+    are written (--save); an export alone (--save-hf) is nothing to resume from.
+
+    Raises:
+        UserError: the source's code fails.
+    """
+    if config.checkpoint.save is not None:
+        _call_source(source, "save", rollout_id)
+    state: dict[str, Any] = _call_source(source, "state_dict")
+    return state
+
+
+def load_source(source: DataSource, config: Config, rollout_id: int, state: dict[str, Any]) -> None:
+    """Let ``source`` go on where `save_source` was called for ``rollout_id`` and returned ``state``.
+
+    Raises:
+        UserError: the source's code fails.
+    """
+    if config.checkpoint.load is not None:
+        _call_source(source, "load", rollout_id)
+    _call_source(source, "load_state_dict", state)
+
+
+def _call_source(source: DataSource, method: str, *args: Any) -> Any:
+    try:
+        return getattr(source, method)(*args)
+    except UserError:
+        raise
+    except Exception as error:  # the user's own code; said with the method that it failed in
+        raise UserError(
+            f"{type(source).__name__}.{method}({', '.join(f'{arg!r:.40}' for arg in args)}) failed",
+            why=f"{type(error).__name__}: {error}",
+            fix="mend the class of --data-source-path",
+        ) from error
 
 
 def _warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
     model, rollout = config.checkpoint.hf_checkpoint, config.rollout
-    if model is None or not config.data.apply_chat_template or config.algorithm.loss_type == "sft_loss":
+    if model is None or config.algorithm.loss_type == "sft_loss" or not _is_chat(config, tokenizer):
         return
     generation_config = generation_config_of(model)
     for warning in stop_token_report(
         tokenizer, generation_config, rollout.rollout_stop_token_ids, rollout.rollout_stop
     ):
         logger.warning("%s", warning)
+
+
+def _is_chat(config: Config, tokenizer: Any) -> bool:
+    """Whether the model is asked to answer in turns: by --apply-chat-template, or because one of the first rows holds
+    messages (which generation puts into the template) or text with the template's markers."""
+    data = config.data
+    if data.apply_chat_template:
+        return True
+    if not data.prompt_data or not data.rollout_global_dataset:
+        return False
+    form, markers = RowFormat.of(config), template_markers(tokenizer)
+    for _, row in itertools.islice(iter_rows(data.prompt_data), _ROWS_LOOKED_AT):
+        with contextlib.suppress(RowProblem):  # reported with all others when the data is read
+            prompt = read_prompt(row, form, tokenizer)
+            if isinstance(prompt.text, list) or carries_template(prompt.text, markers):
+                return True
+    return False
 
 
 class PromptSource(DataSource):
@@ -192,6 +259,23 @@ class PromptSource(DataSource):
         self._next = self._low = max([state["low"] - 1, *self._done, *self._held]) + 1
         self._done, self._held = set(), set()
         self._order.seek(0, 0)
+
+
+class RolloutDataSource(PromptSource):
+    """`PromptSource` for plugins that derive their ``--data-source-path`` from it: built as ``cls(args)``.
+
+    Raises:
+        UserError: built outside of `make_source`, which knows configuration and tokenizer.
+    """
+
+    def __init__(self, args: Any) -> None:
+        try:
+            config, tokenizer = _BUILT_FROM.get()
+        except LookupError:
+            raise UserError(
+                f"{type(self).__name__} is built where there is no run", fix="name the class by --data-source-path"
+            ) from None
+        super().__init__(config, tokenizer)
 
 
 def _open_order(config: Config, tokenizer: Any) -> Order | None:

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slime.errors import UserError
-from slime.hooks import DataSource, DynamicFilter, call_dynamic_filter
+from slime.hooks import DataSource, DynamicFilter
 from slime.log import get_logger
-from slime.rollout.execution import GroupRun, GroupRunner, Stage
-from slime.rollout.filters import should_drop
+from slime.rollout.execution import Activity, GroupRun, GroupRunner
+from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.watchdog import Watchdog
 from slime.samples.types import SampleStatus
 
@@ -189,9 +189,10 @@ class Collector:
             self._discard_failed(run)
             return
         self._check_rewards(run)
-        verdict = await call_dynamic_filter(self.dynamic_filter, self.runner.state.args, run.samples)
-        if should_drop(verdict, num_expected=self._num_expected(), target=self.target):
-            self.result.drops[verdict.reason or "unnamed"] += 1
+        output = await call_dynamic_filter(self.dynamic_filter, self.runner.state.args, run.samples)
+        expected = self._num_expected()
+        if should_drop_dynamic_filter_output(output, remaining_batch_size=expected, target_data_size=self.target):
+            self.result.drops[output.reason or "unnamed"] += 1
             self._drops_in_a_row += 1
             self._decide(run, Verdict.DROP)
             self._check_drops()
@@ -288,7 +289,7 @@ class Collector:
         for execution in run.executions:
             if execution.is_generated:
                 continue
-            if execution.fanned_out or execution.stage is Stage.GENERATING:  # user code left it half-done
+            if execution.fanned_out or execution.activity is Activity.GENERATING:  # user code left it half-done
                 execution.rewind()
             for sample in execution.samples:
                 if sample.response_length:
@@ -308,13 +309,13 @@ def _sample_index(run: GroupRun) -> int:
 
 
 def _is_generating(run: GroupRun) -> bool:
-    return any(execution.stage is Stage.GENERATING for execution in run.executions)
+    return any(execution.activity is Activity.GENERATING for execution in run.executions)
 
 
 def _why_failed(run: GroupRun) -> str:
     for execution in run.executions:
         if execution.failure is not None:
             error = execution.failure
-            return f"sample {execution.prompt.index} while {execution.stage.value}: {type(error).__name__}: {error}"
+            return f"sample {execution.prompt.index} while {execution.activity.value}: {type(error).__name__}: {error}"
     statuses = sorted({sample.status.value for sample in run.samples if sample.status is not SampleStatus.COMPLETED})
     return f"the generate function returned samples with status {', '.join(statuses)}"

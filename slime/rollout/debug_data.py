@@ -6,7 +6,6 @@ that the pattern gives, e.g. ``dumps/{rollout_id}.pt``; evaluations are written 
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from slime.config import Config
 from slime.errors import UserError
+from slime.files import replacing
 from slime.samples.groups import groups_from_nested
 from slime.samples.types import Group, Sample
 
@@ -23,10 +23,8 @@ def save_rollout(pattern: str, rollout_id: int | str, samples: list[Sample]) -> 
     import torch
 
     path = Path(pattern.format(rollout_id=rollout_id))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    torch.save({"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}, partial)
-    os.replace(partial, path)
+    with replacing(path) as unfinished:
+        torch.save({"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}, unfinished)
     return path
 
 

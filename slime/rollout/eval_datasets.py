@@ -27,16 +27,17 @@ from slime.config.values import convert
 from slime.errors import UserError
 from slime.rollout.generate import sampling_params
 
-_FOR_AGENT_SERVICES = (
-    "app_service",
-    "eval_task_timeout",
-    "eval_early_stop_remaining",
-    "eval_early_stop_idle_timeout",
-    "message_processor",
-    "reward_model",
-    "remote_environment",
-    "min_eval_samples",
-)
+#: Keys of the reference system's files that are refused → why.
+_REFUSED = {
+    **dict.fromkeys(
+        (
+            *("app_service", "eval_task_timeout", "eval_early_stop_remaining", "eval_early_stop_idle_timeout"),
+            *("message_processor", "reward_model", "remote_environment", "min_eval_samples"),
+        ),
+        "it belongs to agent services",
+    ),
+    "multimodal_keys": all_flags()["multimodal_keys"].meta.refused,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,6 @@ class EvalDataset:
     label_key: str | None
     tool_key: str
     metadata_key: str
-    multimodal_keys: dict[str, Any] | None
     apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any]
     n_samples_per_eval_prompt: int
@@ -141,7 +141,6 @@ def _values_of_flags(config: Config) -> dict[str, Any]:
         "label_key": evaluation.eval_label_key,
         "tool_key": evaluation.eval_tool_key,
         "metadata_key": data.metadata_key,
-        "multimodal_keys": data.multimodal_keys,
         "apply_chat_template": data.apply_chat_template,
         "apply_chat_template_kwargs": dict(data.apply_chat_template_kwargs),
         "n_samples_per_eval_prompt": evaluation.n_samples_per_eval_prompt,
@@ -198,8 +197,8 @@ def _refuse_unknown(given: dict[str, Any], known: set[str], where: str) -> None:
     for key in given:
         if key in known:
             continue
-        if key in _FOR_AGENT_SERVICES:
-            raise UserError(f"{where}: the key {key!r} is not supported", why="it belongs to agent services")
+        if key in _REFUSED:
+            raise UserError(f"{where}: the key {key!r} is not supported", why=_REFUSED[key], fix="leave it out")
         near = difflib.get_close_matches(str(key), known, n=1)
         raise UserError(
             f"{where}: unknown key {key!r}",

@@ -19,7 +19,7 @@ from slime.prompts.row_format import RowFormat, read_prompt
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.execution import GroupRun, GroupRunner
 from slime.rollout.generate import context_limit
-from slime.rollout.metrics import pass_at_k_metrics, sample_metrics
+from slime.rollout.metrics import execution_scores, pass_at_k_metrics, sample_metrics
 from slime.rollout.watchdog import Watchdog
 from slime.samples.types import Sample, SampleStatus
 
@@ -183,14 +183,14 @@ def _as_output(runs: list[GroupRun], args: Any) -> dict[str, list[Any]]:
 def eval_metrics(name: str, runs: list[GroupRun], args: Any) -> dict[str, float]:
     """``eval/<name>`` (mean reward), ``-truncated_ratio``, ``-pass@k`` and ``/response_len/…`` of one set.
 
-    pass@k uses the number of samples that this set has per prompt.
+    pass@k uses the number of executions that this set has per prompt.
     """
     samples = [sample for run in runs for sample in run.samples]
     if not samples:
         return {}
-    scores = [[sample.get_reward_value(args) for sample in run.samples] for run in runs]
+    scores = [execution_scores([execution.samples for execution in run.executions], args) for run in runs]
     metrics = sample_metrics(samples, f"eval/{name}")
-    metrics[f"eval/{name}"] = statistics.fmean(score for group in scores for score in group)
+    metrics[f"eval/{name}"] = statistics.fmean(sample.get_reward_value(args) for sample in samples)
     metrics[f"eval/{name}-truncated_ratio"] = metrics.pop(f"eval/{name}/truncated_ratio")
     if max(map(len, scores)) > 1 or args.eval_pass_k:
         for key, value in pass_at_k_metrics(scores, args.eval_pass_k).items():

@@ -5,6 +5,8 @@
 
 A failing sample fails alone: the exception becomes its `Execution.failure`, the loop replaces its group and stops the
 run when too many fail. A `UserError` is a mistake in configuration, data or user code: it stops the run at once.
+Once an abort is under way neither counts: user code that stumbles over answers cut short is put back, and whatever else
+is wrong with it will show in the next rollout.
 """
 
 from __future__ import annotations
@@ -19,11 +21,21 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
+from slime.engines.client import RequestRefused
 from slime.errors import UserError
-from slime.hooks import GenerateFunction, SampleHook, accepted, call_hook, check_signature, load_function
+from slime.hook_loading import accepted, call_hook, check_signature, load_function
+from slime.hooks import GenerateFunction, SampleHook
 from slime.log import get_logger
 from slime.observe.trace import span
-from slime.rollout.generate import GenerateState, bind_state, complete_tokens, generate
+from slime.rollout.generate import (
+    GenerateState,
+    bind_state,
+    complete_tokens,
+    generate,
+    is_too_long,
+    note_too_long,
+    prompt_token_ids,
+)
 from slime.samples.types import Group, Sample, SampleStatus
 
 logger = get_logger(__name__)
@@ -33,14 +45,14 @@ _FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 
 class Rewards(Protocol):
-    """What the loop needs of `slime.rollout.rewards`: scores for one sample, or for several scored together."""
+    """What the loop needs of `slime.rollout.rewards.pool`: scores for one sample, or for several scored together."""
 
     async def score(self, sample: Sample) -> float | dict[str, Any]: ...
 
     async def score_group(self, samples: list[Sample]) -> list[float | dict[str, Any]]: ...
 
 
-class Stage(StrEnum):
+class Activity(StrEnum):
     """Where an execution is; the watchdog's words."""
 
     QUEUED = "queued"
@@ -63,7 +75,7 @@ class Execution:
     prompt: Sample
     samples: list[Sample]
     fanned_out: bool = False
-    stage: Stage = Stage.QUEUED
+    activity: Activity = Activity.QUEUED
     since: float = field(default_factory=time.monotonic)
     failure: Exception | None = None
 
@@ -71,13 +83,13 @@ class Execution:
     def is_generated(self) -> bool:
         return bool(self.samples) and all(sample.status in _FINAL for sample in self.samples)
 
-    def enter(self, stage: Stage) -> None:
-        self.stage, self.since = stage, time.monotonic()
+    def enter(self, activity: Activity) -> None:
+        self.activity, self.since = activity, time.monotonic()
 
     def rewind(self) -> None:
         """Back to what it was when this rollout took it up."""
         self.samples, self.fanned_out = [self.prompt], False
-        self.enter(Stage.QUEUED)
+        self.enter(Activity.QUEUED)
 
     def restart(self) -> None:
         """Back to the prompt alone."""
@@ -193,18 +205,29 @@ class GroupRunner:
                     sample_span.adopt(execution.samples)
                 if execution.is_generated and not self.group_rm:
                     await self._score(execution)
-                execution.enter(Stage.DONE)
-            except UserError:
-                raise
+                execution.enter(Activity.DONE)
             except Exception as error:  # the one boundary of a sample's failures; see the module's docstring
-                self._fail(execution, error)
+                if self.state.client.aborting:
+                    self._abort(execution, error)
+                elif isinstance(error, UserError):
+                    raise
+                else:
+                    self._fail(execution, error)
         self.last_progress = time.monotonic()
+
+    def _abort(self, execution: Execution, error: Exception) -> None:
+        """What failed while generating is to be put back as it was; what is generated only lacks its score."""
+        logger.debug("sample %s was aborted while %s: %r", execution.prompt.index, execution.activity.value, error)
+        if execution.activity is not Activity.REWARD:
+            execution.rewind()
+            for sample in execution.samples:
+                sample.status = SampleStatus.ABORTED
 
     def _fail(self, execution: Execution, error: Exception) -> None:
         logger.warning(
             "sample %s failed while %s: %s: %s",
             execution.prompt.index,
-            execution.stage.value,
+            execution.activity.value,
             type(error).__name__,
             error,
             exc_info=error if logger.isEnabledFor(10) else None,
@@ -223,11 +246,11 @@ class GroupRunner:
             if self.state.client.aborting:
                 sample.status = SampleStatus.ABORTED
                 return
-            execution.enter(Stage.GENERATING)
+            execution.enter(Activity.GENERATING)
             returned, origin = await self._call_generate(execution, sample)
         self._accept(execution, returned, origin)
         if execution.is_generated:
-            execution.enter(Stage.HOOKS)
+            execution.enter(Activity.HOOKS)
             await self._run_hooks(execution)
 
     async def _call_generate(self, execution: Execution, sample: Sample) -> tuple[Any, str]:
@@ -241,7 +264,29 @@ class GroupRunner:
         returned = fn(self.state.args, sample, params, **accepted(fn, {"evaluation": self.evaluation}))
         if not inspect.isawaitable(returned):
             raise UserError(f"'{path}' is not async", fix="declare the generate function with 'async def'")
-        return await returned, path
+        try:
+            return await returned, path
+        except RequestRefused as refused:
+            if not is_too_long(refused):
+                raise
+            note_too_long(self.state, sample, refused.what)
+            return self._truncated(execution, sample), path
+
+    def _truncated(self, execution: Execution, sample: Sample) -> Sample:
+        """The sample as far as user code has built it when there was no more room; as it was given to that code, where
+        it is half-built (its prompt is another, or its lengths do not fit)."""
+        prompt = execution.prompt
+        ids = prompt.tokens[: prompt.prompt_length] or prompt_token_ids(self.state.tokenizer, prompt)
+        try:
+            sample.validate()
+            whole = sample.tokens[: sample.prompt_length] == ids
+        except UserError:
+            whole = False
+        if not whole:
+            sample = _copy_of_prompt(prompt)
+            sample.tokens = sample.tokens or ids
+        sample.status = SampleStatus.TRUNCATED
+        return sample
 
     def _accept(self, execution: Execution, returned: Any, origin: str) -> None:
         """Validate what user code returned; siblings of a fan-out share the id of their execution.
@@ -293,7 +338,7 @@ class GroupRunner:
         unscored = [sample for sample in execution.samples if sample.reward is None]
         if not unscored or self.rewards is None:
             return
-        execution.enter(Stage.REWARD)
+        execution.enter(Activity.REWARD)
         with span(unscored, "reward_model"):
             if execution.fanned_out:
                 scores = await self._unless_aborted(self.rewards.score_group(unscored))
@@ -306,7 +351,7 @@ class GroupRunner:
         if self.rewards is None:
             return
         for execution in group.executions:
-            execution.enter(Stage.REWARD)
+            execution.enter(Activity.REWARD)
         try:
             with span(group.samples, "group_reward_model"):
                 scores = await self._unless_aborted(self.rewards.score_group(group.samples))
@@ -318,15 +363,21 @@ class GroupRunner:
             return
         _set_rewards(group.samples, scores)
         for execution in group.executions:
-            execution.enter(Stage.DONE)
+            execution.enter(Activity.DONE)
         self.last_progress = time.monotonic()
 
     async def _unless_aborted(self, work: Awaitable[T]) -> T | None:
-        """The result, or None when an abort begins first: a slow judge must not hold up the end of a rollout."""
+        """The result, or None when an abort begins first: a slow judge must not hold up the end of a rollout.
+
+        Neither does one that fails because of the abort: its sample is put back and scored in the next rollout.
+        """
         working = asyncio.ensure_future(work)
         aborting = asyncio.ensure_future(self.state.client.wait_for_abort())
         try:
             await asyncio.wait({working, aborting}, return_when=asyncio.FIRST_COMPLETED)
+            if self.state.client.aborting and working.done() and (error := working.exception()) is not None:
+                logger.debug("a reward failed while the rollout ended: %r", error)
+                return None
             return working.result() if working.done() else None
         finally:
             aborting.cancel()

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from slime.hooks import DynamicFilterOutput
+from slime.errors import UserError
+from slime.hook_loading import call_hook
+from slime.hooks import DynamicFilter, DynamicFilterOutput
 from slime.samples.types import Sample
 
 _SMALLEST_STD = 1e-6
@@ -36,16 +38,29 @@ def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **k
     return verdict
 
 
-def should_drop(verdict: DynamicFilterOutput, *, num_expected: int, target: int) -> bool:
-    """Whether a group is dropped.
+async def call_dynamic_filter(fn: DynamicFilter | None, args: Any, samples: list[Sample]) -> DynamicFilterOutput:
+    """The filter's verdict; a bare bool is wrapped, no filter keeps everything, None is a `UserError`."""
+    if fn is None:
+        return DynamicFilterOutput(keep=True)
+    verdict = await call_hook(fn, args, samples)
+    if verdict is None:  # a forgotten return would drop every group
+        fix = "return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput"
+        raise UserError("the function of --dynamic-sampling-filter-path returned None", fix=fix)
+    return verdict if isinstance(verdict, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(verdict))
+
+
+def should_drop_dynamic_filter_output(
+    output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
+) -> bool:
+    """Whether the group that the filter judged is dropped.
 
     Args:
-        num_expected: groups kept or still under way in this rollout, the judged one included.
-        target: groups that the batch needs.
+        remaining_batch_size: groups kept or still under way in this rollout, the judged one included.
+        target_data_size: groups that the batch needs.
     """
-    if verdict.keep:
+    if output.keep:
         return False
-    return not (verdict.keep_when_insufficient and num_expected <= target)
+    return not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)
 
 
 class MetricGatherer:

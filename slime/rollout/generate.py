@@ -192,7 +192,7 @@ def _remaining_params(state: GenerateState, sample: Sample, sampling_params: dic
     if state.max_context_len is not None and state.max_context_len - len(sample.tokens) < room:
         room = state.max_context_len - len(sample.tokens)
         if room <= 0:
-            _note_too_long(state, sample, f"the limit is {state.max_context_len}")
+            note_too_long(state, sample, f"the limit is {state.max_context_len}")
     if room <= 0:
         return None
     params = {**sampling_params, "max_new_tokens": room}
@@ -214,9 +214,9 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
                 **({"return_routed_experts": True} if state.routed_experts else {}),
             )
         except RequestRefused as refused:
-            if not any(phrase in refused.what for phrase in _NO_ROOM):
+            if not is_too_long(refused):
                 raise
-            _note_too_long(state, sample, refused.what)
+            note_too_long(state, sample, refused.what)
             sample.status = SampleStatus.TRUNCATED
             return
         record_engine_timings(sample, result.meta_info)
@@ -226,7 +226,13 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
     append_result(sample, result)
 
 
-def _note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
+def is_too_long(refused: RequestRefused) -> bool:
+    """Whether an engine refused a prompt because it fills the context."""
+    return any(phrase in refused.what for phrase in _NO_ROOM)
+
+
+def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
+    """Count a sample that has no room to generate (``rollout/prompt_too_long``); the first is warned of."""
     state.counts["prompt_too_long"] += 1
     if state.counts["prompt_too_long"] == 1:
         logger.warning(

@@ -4,8 +4,8 @@
                (which)       (one group)     (one sample)          (one request)
                                    └───────► rewards (worker processes)
 
-`RolloutLoop.generate` is what happens between two training steps; a user's ``--rollout-function-path`` may take its
-place, and may call `generate_rollout` (the built-in one) itself.
+`RolloutLoop.generate_batch` is what happens between two training steps; a user's ``--rollout-function-path`` may take
+its place, and may call `generate_rollout` (the built-in one) itself.
 """
 
 from __future__ import annotations
@@ -24,21 +24,14 @@ from slime.engines.api import EngineClient, EngineError
 from slime.engines.client import RolloutClient
 from slime.engines.router import list_workers, wants_routing_key
 from slime.errors import UserError
-from slime.hooks import (
-    DataSource,
-    RolloutFnEvalOutput,
-    RolloutFnTrainOutput,
-    call_hook,
-    call_rollout_fn,
-    check_hooks,
-    load_function,
-)
+from slime.hook_loading import call_hook, load_function
+from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutFunction, check_hooks
 from slime.log import get_logger
-from slime.rollout import debug_data
 from slime.rollout.collect import Collected, Collector
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import EvalSet, evaluate, read_eval_prompts
 from slime.rollout.execution import GroupRunner
+from slime.rollout.finish import finish_evaluation, finish_rollout
 from slime.rollout.generate import (
     GenerateState,
     bind_state,
@@ -47,8 +40,9 @@ from slime.rollout.generate import (
     rollout_sampling_params,
 )
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
-from slime.rollout.rewards import RewardPool
-from slime.samples.types import Group
+from slime.rollout.rewards.pool import RewardPool
+from slime.samples.groups import groups_from_nested
+from slime.samples.types import Group, Sample
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -71,7 +65,7 @@ class RolloutLoop:
     Example:
         loop = RolloutLoop(config, tokenizer, source, "http://127.0.0.1:30000")
         await loop.start()
-        output = await loop.generate(0)      # output.samples: rollout_batch_size groups, sorted by sample index
+        output = await loop.generate_batch(0)      # output.samples: rollout_batch_size groups, sorted by sample index
     """
 
     def __init__(
@@ -167,7 +161,7 @@ class RolloutLoop:
 
     # -- training ------------------------------------------------------------------------------------------
 
-    async def generate(self, rollout_id: int) -> RolloutFnTrainOutput:
+    async def generate_batch(self, rollout_id: int) -> RolloutFnTrainOutput:
         """``rollout_batch_size`` groups with rewards, sorted by sample index, and their metrics.
 
         Raises:
@@ -186,7 +180,13 @@ class RolloutLoop:
                 assert isinstance(returned, RolloutFnTrainOutput)
                 output = returned
             validate_groups(output.samples, self.args.rollout_function_path or "the rollout")
-            return await self._finish(rollout_id, output, time.monotonic() - started)
+            seconds = time.monotonic() - started
+
+            def measure(samples: list[Sample]) -> dict[str, float]:
+                throughput = throughput_metrics(samples, seconds, self.config.cluster.rollout_num_gpus)
+                return rollout_metrics(output.samples, self.args) | throughput
+
+            return await finish_rollout(self.config, self.args, rollout_id, output, seconds, measure)
 
     async def generate_built_in(
         self, rollout_id: int, state: GenerateState, source: DataSource
@@ -226,20 +226,6 @@ class RolloutLoop:
         return RolloutFnTrainOutput(
             groups, _loop_metrics(collected, state) | load_metrics(loads) | self.rewards.metrics()
         )
-
-    async def _finish(self, rollout_id: int, output: RolloutFnTrainOutput, seconds: float) -> RolloutFnTrainOutput:
-        """Dump, metrics, and the user's log function."""
-        samples = [sample for group in output.samples for sample in group.samples]
-        pattern = self.config.debug.save_debug_rollout_data
-        if pattern:
-            await asyncio.to_thread(debug_data.save_rollout, pattern, rollout_id, samples)
-        extra = dict(output.metrics or {})
-        log_path = self.config.rollout.custom_rollout_log_function_path
-        if log_path and await call_hook(load_function(log_path), rollout_id, self.args, samples, extra, seconds):
-            return RolloutFnTrainOutput(output.samples, {})
-        metrics = rollout_metrics(output.samples, self.args)
-        metrics |= throughput_metrics(samples, seconds, self.config.cluster.rollout_num_gpus)
-        return RolloutFnTrainOutput(output.samples, metrics | extra)
 
     @contextlib.asynccontextmanager
     async def _load_snapshots(self, client: RolloutClient) -> AsyncIterator[list[dict[str, int]]]:
@@ -281,24 +267,7 @@ class RolloutLoop:
                 returned = await call_rollout_fn(custom, self.args, rollout_id, self.source, evaluation=True, path=path)
                 assert isinstance(returned, RolloutFnEvalOutput)
                 output = returned
-            metrics: dict[str, Any] = dict(output.metrics or {})
-            for name, values in output.data.items():
-                if not isinstance(values, dict) or not isinstance(values.get("rewards"), list):
-                    raise UserError(
-                        f"{path} returned no list of rewards for data set {name!r}",
-                        fix="return {name: {'rewards': [number, …], 'truncated': […], 'samples': […]}}",
-                    )
-                if f"eval/{name}" not in metrics and values["rewards"]:
-                    metrics[f"eval/{name}"] = sum(values["rewards"]) / len(values["rewards"])
-            pattern = self.config.debug.save_debug_rollout_data
-            if pattern:
-                samples = [sample for values in output.data.values() for sample in values.get("samples") or ()]
-                await asyncio.to_thread(debug_data.save_rollout, pattern, f"eval_{rollout_id}", samples)
-            log_path = self.config.rollout.custom_eval_rollout_log_function_path
-            if log_path and await call_hook(load_function(log_path), rollout_id, self.args, output.data, metrics):
-                return RolloutFnEvalOutput(output.data, {})
-            metrics["perf/eval_time"] = time.monotonic() - started
-            return RolloutFnEvalOutput(output.data, metrics)
+            return await finish_evaluation(self.config, self.args, rollout_id, output, time.monotonic() - started)
 
     async def evaluate_built_in(self, rollout_id: int, state: GenerateState) -> RolloutFnEvalOutput:
         if not self._eval_sets:
@@ -384,6 +353,28 @@ def _custom_function(path: str | None) -> Any:
     """The user's rollout function; None when the built-in one is meant."""
     fn = load_function(path) if path else None
     return None if fn in (generate_rollout, generate_rollout_async) else fn
+
+
+async def call_rollout_fn(
+    fn: RolloutFunction, args: Any, rollout_id: int, data_source: DataSource, *, evaluation: bool, path: str = ""
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Call a user's rollout function; a bare list (training) or dict (evaluation) is wrapped, samples become groups.
+
+    Raises:
+        UserError: it returned something else, or samples that do not fit `groups_from_nested`.
+    """
+    output = await call_hook(fn, args, rollout_id, data_source, in_thread=True, evaluation=evaluation)
+    origin = path or str(fn)
+    if evaluation and isinstance(output, dict):
+        return RolloutFnEvalOutput(output)
+    if evaluation and isinstance(output, RolloutFnEvalOutput):
+        return output
+    if not evaluation and isinstance(output, list):
+        output = RolloutFnTrainOutput(output)
+    if not evaluation and isinstance(output, RolloutFnTrainOutput):
+        return RolloutFnTrainOutput(groups_from_nested(output.samples, origin), output.metrics)
+    wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
+    raise UserError(f"{origin} returned a {type(output).__name__}", fix=f"return a slime.hooks.{wanted.__name__}")
 
 
 def validate_groups(groups: list[Group], origin: str) -> None:

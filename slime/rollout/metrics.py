@@ -90,7 +90,7 @@ def _optional_metrics(groups: Sequence[Group], samples: Sequence[Sample], args: 
         metrics |= distribution("multi_turn/round_number", rounds)
         metrics |= distribution("multi_turn/trained_len", [s.effective_response_length for s in samples])
     if args.log_passrate:
-        scores = [[s.get_reward_value(args) for s in group.samples] for group in groups]
+        scores = [execution_scores(group.executions, args) for group in groups]
         metrics |= {f"passrate/{name}": value for name, value in pass_at_k_metrics(scores).items()}
     if args.log_reward_category:
         found = Counter(
@@ -177,12 +177,22 @@ def powers_of_two(largest: int) -> list[int]:
     return [1 << i for i in range(largest.bit_length())] if largest else []
 
 
+def execution_scores(executions: Iterable[Sequence[Sample]], args: Any) -> list[float]:
+    """One reward per execution: the best of the samples that it fanned out into, which are no tries of their own.
+
+    Example:
+        >>> execution_scores([[Sample(reward=0), Sample(reward=1)], [Sample(reward=0)]], args=None)
+        [1.0, 0.0]
+    """
+    return [max(sample.get_reward_value(args) for sample in execution) for execution in executions]
+
+
 def pass_at_k_metrics(scores: Iterable[Sequence[float]], ks: Sequence[int] = ()) -> dict[str, float]:
-    """``pass@k`` averaged over prompts; a sample is correct when its reward is at least 1.
+    """``pass@k`` averaged over prompts; a try is correct when its reward is at least 1.
 
     Args:
-        scores: rewards by prompt. Prompts with fewer than k samples do not count for that k.
-        ks: values of k; default: powers of two up to the largest number of samples of a prompt.
+        scores: rewards of the tries (`execution_scores`) by prompt. Prompts with fewer than k do not count for that k.
+        ks: values of k; default: powers of two up to the largest number of tries of a prompt.
 
     Example:
         >>> pass_at_k_metrics([[1, 0], [0, 0]])

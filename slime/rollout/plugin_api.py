@@ -1,7 +1,7 @@
 """What users' functions call of the rollout they run in: HTTP, rewards, the supervised rollout.
 
 These are the functions behind `slime.legacy_paths`; new code may call them as well. ``post`` goes through the rollout's
-client, so it is counted as in flight, retried, and answered at once as aborted while a rollout ends.
+client, so it is counted as in flight and retried; while a rollout ends, the policy is not asked any more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ async def post(
     action: str = "post",
     headers: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """POST JSON and return the decoded answer; an empty "abort" answer of ``/generate`` while an abort is under way.
+    """POST JSON and return the decoded answer.
+
+    While an abort is under way, what is meant for the policy's router or engines is not sent and gets the empty "abort"
+    answer of ``/generate``; judges, tools and other models answer as ever.
 
     Args:
         max_retries: 0 or 1 for a single try; otherwise the rollout's own retry rules hold.

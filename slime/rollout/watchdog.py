@@ -8,13 +8,13 @@ from collections.abc import Iterable
 
 from slime.engines.client import RolloutClient
 from slime.errors import UserError
-from slime.rollout.execution import GroupRun, GroupRunner, Stage
+from slime.rollout.execution import Activity, GroupRun, GroupRunner
 
 _WAITS_FOR = {
-    Stage.QUEUED: "a free slot (--sglang-server-concurrency)",
-    Stage.GENERATING: "the generate function",
-    Stage.HOOKS: "the sample hooks",
-    Stage.REWARD: "the reward function",
+    Activity.QUEUED: "a free slot (--sglang-server-concurrency)",
+    Activity.GENERATING: "the generate function",
+    Activity.HOOKS: "the sample hooks",
+    Activity.REWARD: "the reward function",
 }
 _NUM_SHOWN = 5
 
@@ -59,14 +59,14 @@ class Watchdog:
         raise self.report(groups, loads, time.monotonic() - moved)
 
     def report(self, groups: Iterable[GroupRun], loads: dict[str, tuple[int, int]], seconds: float) -> RolloutStalled:
-        """Phases, waiting samples, the oldest requests, and what the engines say."""
-        waiting = [e for group in groups for e in group.executions if e.stage is not Stage.DONE]
-        stages = Counter(execution.stage for execution in waiting)
-        parts = [f"{count} samples wait for {_WAITS_FOR[stage]}" for stage, count in stages.most_common()]
-        oldest = sorted((e for e in waiting if e.stage is not Stage.QUEUED), key=lambda e: e.since)[:_NUM_SHOWN]
+        """Who waits for whom: the samples, the oldest requests, and what the engines say."""
+        waiting = [e for group in groups for e in group.executions if e.activity is not Activity.DONE]
+        counts = Counter(execution.activity for execution in waiting)
+        parts = [f"{count} samples wait for {_WAITS_FOR[activity]}" for activity, count in counts.most_common()]
+        oldest = sorted((e for e in waiting if e.activity is not Activity.QUEUED), key=lambda e: e.since)[:_NUM_SHOWN]
         now = time.monotonic()
         if oldest:
-            shown = ", ".join(f"sample {e.prompt.index} ({e.stage.value}, {now - e.since:.0f} s)" for e in oldest)
+            shown = ", ".join(f"sample {e.prompt.index} ({e.activity.value}, {now - e.since:.0f} s)" for e in oldest)
             parts.append(f"oldest: {shown}")
         for request in list(self._client.in_flight.values())[:_NUM_SHOWN]:
             parts.append(

@@ -8,8 +8,8 @@ from typing import Any
 from slime.errors import UserError
 from slime.samples.types import Sample
 
-#: (args, rollout_id, buffer, num_samples) → at most num_samples groups, which it has removed from the buffer.
-Select = Callable[[Any, "int | None", list[list[Sample]], int], list[list[Sample]]]
+#: (args, rollout_id, buffer, num_samples) → the groups taken; see `slime.hooks.BufferFilter`.
+Select = Callable[[Any, int | None, list[list[Sample]], int], list[list[Sample]]]
 
 
 def pop_first(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:

@@ -35,6 +35,15 @@ _STATUS_OF_FINISH_REASON = {
 }
 
 
+#: Fields of the contract that this version cannot train with → why. What needs them would be trained without them.
+_NOT_TRAINED_ON = {
+    "multimodal_train_inputs": "vision-language models are not in this version",
+    "multimodal_train_input_id": "vision-language models are not in this version",
+    "rollout_top_p_token_ids": "log-probs of training are over the whole vocabulary, whatever --rollout-top-p",
+    "rollout_top_p_token_offsets": "log-probs of training are over the whole vocabulary, whatever --rollout-top-p",
+}
+
+
 @dataclass(slots=True)
 class TokenSpan:
     """A run of response tokens of one origin.
@@ -304,7 +313,8 @@ class Sample:
         Args:
             origin: who made the sample, for the message (the path of the user's function, say).
         Raises:
-            UserError: a length that does not fit, a mask value other than 0 and 1, or a status that there is not.
+            UserError: a length that does not fit, a mask value other than 0 and 1, a field that training would ignore,
+                or a status that there is not.
         """
 
         def refuse(what: str, fix: str) -> None:
@@ -328,6 +338,9 @@ class Sample:
         for name in ("rollout_log_probs", "teacher_log_probs"):
             if (values := getattr(self, name)) is not None and len(values) != self.response_length:
                 refuse(f"{len(values)} {name} for {self.response_length} response tokens", "give one entry per token")
+        for name, reason in _NOT_TRAINED_ON.items():
+            if getattr(self, name) is not None:
+                refuse(f"{name}, which nothing reads: {reason}", "leave it None")
         if self.status not in list(SampleStatus):
             refuse(f"status {self.status!r}", f"set it to one of: {', '.join(SampleStatus)}")
         self.status = SampleStatus(self.status)

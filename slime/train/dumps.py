@@ -10,7 +10,6 @@ with the samples of all data-parallel ranks in the order of their index. It hold
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slime.errors import UserError
+from slime.files import replacing
 from slime.samples.batch import TrainBatch
 from slime.train.records import RolloutTensors
 
@@ -123,13 +123,11 @@ def save_train_data(pattern: str, rollout_id: int, shards: Sequence[Shard]) -> P
         raise UserError(
             f"--save-debug-train-data {pattern} is no path pattern", why=str(error), fix="write it like {rollout_id}.pt"
         ) from error
-    path.parent.mkdir(parents=True, exist_ok=True)
     save_whole(joined(rollout_id, shards), path)
     return path
 
 
 def save_whole(record: dict[str, Any], path: Path) -> None:
     """`torch.save`; an existing file is replaced only once the new one is complete."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    torch.save(record, partial)
-    os.replace(partial, path)
+    with replacing(path) as unfinished:
+        torch.save(record, unfinished)

@@ -131,3 +131,20 @@ def test_staleness_after_a_resume(ahead: RunResult, ahead_resumed: RunResult) ->
     # the first batch after a launch is generated with the newest weights
     assert ahead_resumed.series("rollout/staleness/max") == [0, 1, 1, 0, 1, 1]
     assert ahead_resumed.series("rollout/weight_version/min") == [1, 1, 2, 4, 4, 5]
+
+
+# -- a data source of the user's own -----------------------------------------------------------------------------------
+
+
+def test_a_users_source_resumes_where_training_was(run: Run, outputs: Path, deterministic: Any) -> None:
+    """Its `save` is called with the checkpoint after rollout 1, while rollout 2, drawn already, is being generated."""
+    source = ["--data-source-path", "tests.support.toy.SumSource"]
+    first, second = outputs / "own-source" / "checkpoints", outputs / "own-source-resumed" / "checkpoints"
+    flags = [*deterministic("own-source"), *source, "--num-rollout", 3, "--save-interval", 2, "--save", first]
+    before = run("own-source", *flags, driver="train_async")
+    assert sorted(path.name for path in (first / "rollout").iterdir()) == ["sums_1", "sums_2"]
+    flags = [*deterministic("own-source-resumed"), *source, "--num-rollout", 3, "--save", second]
+    after = run("own-source-resumed", *flags, "--load", first, "--ckpt-step", 1, driver="train_async")
+    assert [row["step"] for row in after.rows] == [3]
+    assert [(s.index, s.prompt) for s in after.samples(2)] == [(s.index, s.prompt) for s in before.samples(2)]
+    assert [s.index for s in after.samples(2)] == list(range(32, 48))

@@ -8,6 +8,7 @@ import copy
 import threading
 from typing import Any
 
+from slime.engines.client import RequestRefused
 from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.rollout.generate import current_state, generate
 from slime.rollout.loop import generate_rollout_async
@@ -41,6 +42,30 @@ async def fan_out_with_different_ids(args: Any, sample: Sample, sampling_params:
     samples = await fan_out(args, sample, sampling_params)
     samples[0].rollout_id, samples[1].rollout_id = 1, 2
     return samples
+
+
+async def stumbles_over_an_abort(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """As a function that posts to a chat route and finds no "choices" in the answer."""
+    await generate(args, sample, sampling_params)
+    sample.loss_mask = []
+    await current_state().client.wait_for_abort()
+    raise KeyError("choices")
+
+
+async def runs_out_of_room(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Its own request for a second turn is refused by the engine."""
+    sample = await generate(args, sample, sampling_params)
+    sample.append_response_tokens(tokens=[50, 51], trainable=False, text="4")
+    raise RequestRefused("http://engine-0", "The input is longer than the model's context length (64 tokens).", 400)
+
+
+async def runs_out_of_room_half_built(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample.tokens = [*sample.tokens, 50, 51]
+    raise RequestRefused("http://engine-0", "the context holds 64 tokens", 400)
+
+
+async def is_refused(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    raise RequestRefused("http://engine-0", "stop must be a list", 400)
 
 
 async def from_text(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -226,3 +251,12 @@ async def own_loop_on_old_paths(args: Any, rollout_id: int, data_source: Any, ev
         for sample in group:
             assert sample.reward == await async_rm(args, sample)
     return groups
+
+
+def log_and_replace(rollout_id: int, args: Any, samples: Any, extra_metrics: Any, rollout_time: float) -> bool:
+    calls.append(("log", (rollout_id, samples, dict(extra_metrics))))
+    return True
+
+
+def log_beside(rollout_id: int, args: Any, samples: Any, extra_metrics: Any, rollout_time: float) -> None:
+    log_and_replace(rollout_id, args, samples, extra_metrics, rollout_time)

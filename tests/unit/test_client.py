@@ -120,6 +120,29 @@ def test_abort_brings_back_partial_answers_and_sends_nothing_new() -> None:
     run(test)
 
 
+def test_an_abort_leaves_other_servers_alone() -> None:
+    """A judge that is asked while a rollout ends answers as ever, holds up no abort, and is tried again."""
+
+    async def test(engine: FakeEngine, client: RolloutClient) -> None:
+        async with FakeEngine() as judge:
+            judge.hold.clear()
+            body = {"input_ids": [5], "sampling_params": PARAMS, "return_logprob": True}
+            early = asyncio.create_task(client.post("/generate", body, url=judge.url))
+            while judge.in_flight == 0:
+                await asyncio.sleep(0.001)
+            with client.abort_scope():
+                judge.failures = 1
+                late = asyncio.create_task(client.post("/generate", body, url=judge.url))
+                await client.abort_all(timeout=5)
+                assert await client.post("/generate", body, url=engine.url) is None
+                judge.hold.set()
+                for answer in (await early, await late):
+                    assert answer is not None and answer["meta_info"]["finish_reason"]["type"] != "abort"
+        assert judge.num_aborts == 0 and client.counters.retries == 1
+
+    run(test)
+
+
 def test_abort_ends_the_wait_between_tries() -> None:
     async def test(engine: FakeEngine, client: RolloutClient) -> None:
         client_module._FIRST_BACKOFF = 20.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slime.config import make_config
 from slime.errors import UserError
-from slime.hooks import load_function
+from slime.hook_loading import load_function
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.normalise import normalise_rewards
@@ -320,3 +320,12 @@ def test_a_bad_custom_converter_is_refused(hook_module, body, message) -> None:
     path = hook_module(f"def hook(args, samples): return {body}")
     with pytest.raises(UserError, match=message):
         convert(make_groups([1.0, 0.0]), custom_convert_samples_to_train_data_path=path)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["multimodal_train_inputs", "multimodal_train_input_id", "rollout_top_p_token_ids", "rollout_top_p_token_offsets"],
+)
+def test_fields_that_training_would_ignore_are_refused_by_name(field: str) -> None:
+    with pytest.raises(UserError, match=rf"mine.fn returned a sample \(index 3\) with {field}, which nothing reads"):
+        Sample(index=3, **{field: []}).validate("mine.fn")  # type: ignore[arg-type]

@@ -86,3 +86,50 @@ def test_links_between_pages_work(page: Path) -> None:
     targets = [t for t in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in t]
     missing = [t for t in targets if not (ROOT / page).parent.joinpath(t).exists()]
     assert missing == []
+
+
+# -- the life of a sample ----------------------------------------------------------------------------------------------
+
+
+def identifiers(path: Path) -> set[str]:
+    """Names that a file defines: functions, classes, arguments, attributes, and keys of its dicts."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, (ast.Name, ast.Attribute)):
+            found.add(node.target.id if isinstance(node.target, ast.Name) else node.target.attr)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Dict):
+            found.update(key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+    return found
+
+
+def mentions() -> Iterator[tuple[list[Path], str]]:
+    """(files linked in a line, name in backticks of the same line) of docs/life-of-a-sample.md."""
+    for line in (ROOT / "docs" / "life-of-a-sample.md").read_text(encoding="utf-8").splitlines():
+        files = [(ROOT / "docs" / target).resolve() for target in re.findall(r"\]\((\.\./slime/[^)]+\.py)\)", line)]
+        text = re.sub(r"\[`[^`]*`\]\([^)]*\)", "", line)
+        yield from ((files, name) for name in re.findall(r"`([^`]+)`", text))
+
+
+def test_the_life_of_a_sample_names_what_there_is() -> None:
+    """Every name stands in a file linked in its line, is a field of a record, or a flag."""
+    from slime.config.registry import all_flags
+    from slime.samples.types import Sample
+
+    flags = {f"--{name.replace('_', '-')}" for name in all_flags()}
+    general = set(vars(Sample())) | {"Sample", "rollout_id", "rollout_data"}
+    found = list(mentions())
+    assert len(found) > 80, "the search for names still works"
+    wrong = []
+    for files, name in found:
+        if name.startswith("--"):
+            wrong += [name] if name not in flags else []
+            continue
+        known = general.union(*(identifiers(file) for file in files), {"n_samples_per_prompt"})
+        wrong += [f"{name} ({part})" for part in name.split(".") if part not in known]
+    assert wrong == []

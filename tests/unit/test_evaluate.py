@@ -22,7 +22,7 @@ from slime.rollout.filters import (
     MetricGatherer,
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
-    should_drop,
+    should_drop_dynamic_filter_output,
 )
 from slime.rollout.loop import RolloutLoop
 from slime.rollout.metrics import (
@@ -222,6 +222,7 @@ def test_both_forms_of_the_file(tmp_path: Path, text: str) -> None:
         ("{datasets: [{path: a}]}", "it has no name"),
         ("{datasets: [{name: a, path: x}, {name: a, path: y}]}", "given twice"),
         ("{datasets: [{name: a, path: x, app_service: z}]}", "agent services"),
+        ("{defaults: {multimodal_keys: {image: i}}, datasets: [{name: a, path: x}]}", "vision-language models are not"),
         ("{datasets: [", "not valid YAML"),
     ],
 )
@@ -291,6 +292,15 @@ def test_optional_metrics_follow_their_flags() -> None:
     )
 
 
+def test_pass_at_k_counts_executions_not_what_they_fanned_out_into() -> None:
+    groups = [Group(0, [[sample(0, 0.0), sample(0, 1.0), sample(0, 0.0)], [sample(1, 0.0)]])]
+    metrics = rollout_metrics(groups, hook_args(log_passrate=True))
+    assert {name: metrics[name] for name in metrics if name.startswith("passrate")} == {
+        "passrate/pass@1": 0.5,
+        "passrate/pass@2": 1.0,
+    }
+
+
 def test_distribution() -> None:
     assert distribution("rollout/response_len", [1, 2, 6]) == {
         "rollout/response_len/mean": 3,
@@ -329,8 +339,9 @@ def test_nonzero_std_filter_keeps_what_differs(rewards: list[float]) -> None:
     assert verdict.keep == (len(set(rewards)) > 1)
     assert verdict.keep or verdict.reason == f"zero_std_{round(rewards[0], 1)}"
     fallback = check_reward_nonzero_std_with_fallback(hook_args(), samples)
-    assert should_drop(fallback, num_expected=9, target=8) == (not verdict.keep)
-    assert not should_drop(fallback, num_expected=8, target=8)
+    for remaining, drops in ((9, not verdict.keep), (8, False)):
+        sizes = {"remaining_batch_size": remaining, "target_data_size": 8}
+        assert should_drop_dynamic_filter_output(fallback, **sizes) == drops
 
 
 def test_metric_gatherer_counts_reasons() -> None:

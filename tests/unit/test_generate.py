@@ -315,6 +315,63 @@ def test_mistakes_in_generate_functions_stop_the_run(name: str, said: str) -> No
         run_group([sample_at()], custom_generate_function_path=HOOKS + name)
 
 
+@pytest.mark.parametrize(("name", "built"), [("runs_out_of_room", True), ("runs_out_of_room_half_built", False)])
+def test_a_function_whose_request_finds_no_room_gives_a_truncated_sample(name: str, built: bool) -> None:
+    """As the built-in function does: counted, scored, and no failure of the run."""
+    state = make_state(FakeClient(), args=hook_args(custom_generate_function_path=HOOKS + name))
+    group = GroupRun.of([sample_at()])
+    asyncio.run(GroupRunner(state, FakeRewards(), rollout_id=0).run(group))
+    [sample] = group.samples
+    assert group.failure is None and sample.status is SampleStatus.TRUNCATED and sample.reward is not None
+    assert state.counts["prompt_too_long"] == 1
+    if built:
+        assert sample.tokens[-2:] == [50, 51] and sample.response_length == len(sample.tokens) - 2
+    else:
+        assert (sample.tokens, sample.response_length) == ([20, 7], 0)
+    sample.validate()
+
+
+def test_another_refusal_of_a_functions_request_is_a_failure() -> None:
+    group = run_group([sample_at()], custom_generate_function_path=HOOKS + "is_refused")
+    assert isinstance(group.failure, RequestRefused)
+
+
+def in_an_abort(sample: Sample, rewards: Any = None, **flags: Any) -> GroupRun:
+    """The group of ``sample`` after a run during which the rollout ends."""
+
+    async def main() -> GroupRun:
+        client = FakeClient()
+        group = GroupRun.of([sample])
+        runner = GroupRunner(make_state(client, args=hook_args(**flags)), rewards or FakeRewards(), rollout_id=7)
+        task = asyncio.create_task(runner.run(group))
+        while not group.executions[0].samples[0].response_length:
+            await asyncio.sleep(0)
+        with client.abort_scope():
+            await asyncio.wait_for(task, timeout=10)
+        return group
+
+    return asyncio.run(main())
+
+
+def test_a_function_that_stumbles_over_an_abort_is_put_back_as_it_was() -> None:
+    group = in_an_abort(sample_at(), custom_generate_function_path=HOOKS + "stumbles_over_an_abort")
+    [sample] = group.samples
+    assert group.failure is None and (sample.status, sample.tokens) == (SampleStatus.ABORTED, [20, 7])
+    sample.validate()
+
+
+def test_a_reward_that_stumbles_over_an_abort_is_left_for_the_next_rollout() -> None:
+    class Stumbling(FakeRewards):
+        async def score(self, sample: Sample) -> float:
+            raise UserError("the reward function 'mine' failed", why="KeyError: 'choices'")
+
+    done = Sample(index=0, tokens=[20, 7, 8], response_length=1, status=SampleStatus.COMPLETED)
+    group = in_an_abort(done, Stumbling())
+    assert group.failure is None and group.is_generated and not group.is_scored
+    with pytest.raises(UserError, match="'mine' failed"):
+        run_group([done], rewards=Stumbling())
+
+
 def test_a_failure_stays_with_its_sample() -> None:
     broken, fine = sample_at(0), sample_at(1)
     broken.generate_function_path = HOOKS + "raises"

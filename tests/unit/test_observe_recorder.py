@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config import make_config
-from slime.files import dump_line, json_safe, read_lines, write_atomically
+from slime.files import HIDDEN, dump_line, json_safe, read_lines, without_secrets, write_atomically
 from slime.observe.recorder import Recorder, run_lengths, sample_record, segments, spread
 from slime.observe.run_folder import RunFolder
 from slime.observe.trace import span
@@ -159,3 +159,12 @@ def test_half_written_lines_are_skipped(tmp_path: Path) -> None:
     path.write_bytes(b'{"a": 1}\n\n[1]\n{"a": 2}\n{"a": ')
     assert read_lines(path) == [{"a": 1}, {"a": 2}]
     assert read_lines(tmp_path / "none") == []
+
+
+def test_environment_variables_hide_more_names_than_flags() -> None:
+    assert without_secrets("train_env_vars", {"HF_TOKEN": "t", "MY_KEY": "k", "NCCL_DEBUG": "INFO"}) == {
+        "HF_TOKEN": HIDDEN,
+        "MY_KEY": HIDDEN,
+        "NCCL_DEBUG": "INFO",
+    }
+    assert without_secrets("label_key", "answer") == "answer" and without_secrets("wandb_key", "k") == HIDDEN

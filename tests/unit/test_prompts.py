@@ -340,6 +340,27 @@ def test_making_the_source_warns_of_endless_generation(tmp_path: Path, caplog: p
     assert "no stop token ends a turn" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("row", "warns"),
+    [
+        ([{"role": "user", "content": "a"}], True),
+        ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", True),
+        ("once upon a time", False),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_of_a_chat_are_noticed_without_the_flag(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, row: Any, warns: bool, streaming: bool
+) -> None:
+    tokenizer = make_tokenizer(eos="<|endoftext|>")
+    tokenizer.save_pretrained(tmp_path)
+    path = write_jsonl(tmp_path / "d.jsonl", [{"input": "plain"}, {"input": row}])
+    with caplog.at_level(logging.WARNING):
+        flags = {"num_rollout": 1, "prompt_data": path, "hf_checkpoint": str(tmp_path), "streaming_data": streaming}
+        make_source(make_config(**flags), tokenizer)
+    assert ("no stop token ends a turn" in caplog.text) == warns
+
+
 # -- shuffling a stream ----------------------------------------------------------------------------------------------
 
 

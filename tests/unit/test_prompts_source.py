@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 
 from slime.config import make_config
 from slime.errors import UserError
-from slime.prompts.source import PromptSource, make_source
+from slime.hooks import DataSource, check_hooks
+from slime.prompts.source import PromptSource, RolloutDataSource, load_source, make_source, save_source
 from slime.samples.types import Sample
 from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
 
@@ -175,6 +178,75 @@ def test_put_back_groups_come_first_and_a_filter_may_choose(data: str, tmp_path:
     source.add_samples(source.get_samples(1))
     with pytest.raises(UserError, match="returned 1 groups of 1 asked for and removed 0"):
         source.get_samples(1)
+
+
+class Counting(DataSource):
+    """Resumes through files of its own, at what was consumed."""
+
+    def __init__(self, args: Any) -> None:
+        self.args, self.next, self.consumed = args, 0, 0
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        self.next += num_samples
+        return [[Sample(group_index=i, index=i)] for i in range(self.next - num_samples, self.next)]
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        raise AssertionError
+
+    def mark_consumed(self, group_indices: Iterable[int]) -> None:
+        self.consumed = max([self.consumed, *(index + 1 for index in group_indices)])
+
+    def save(self, rollout_id: int) -> None:
+        (Path(self.args.save) / f"source_{rollout_id}").write_text(str(self.consumed))
+
+    def load(self, rollout_id: int | None = None) -> None:
+        self.next = self.consumed = int((Path(self.args.load) / f"source_{rollout_id}").read_text())
+
+
+def counting(**flags: Any) -> tuple[Any, DataSource]:
+    config = make_config(num_rollout=1, data_source_path=f"{__name__}.Counting", **flags)
+    return config, make_source(config, TOKENIZER)
+
+
+def test_a_users_source_writes_with_each_checkpoint_and_resumes_from_it(tmp_path: Path) -> None:
+    config, source = counting(save=str(tmp_path))
+    source.get_samples(5)
+    source.mark_consumed([0, 1, 2])
+    state = save_source(source, config, 7)
+    assert state == {}
+    config, source = counting(load=str(tmp_path))
+    load_source(source, config, 7, state)
+    assert [group[0].index for group in source.get_samples(1)] == [3]
+    with pytest.raises(UserError, match=r"Counting.load\(8\) failed") as caught:
+        load_source(source, config, 8, state)
+    assert "source_8" in caught.value.why
+
+
+def test_a_users_source_writes_nothing_where_no_checkpoint_is_written(tmp_path: Path) -> None:
+    config, source = counting(save_hf=str(tmp_path / "{rollout_id}"))
+    assert save_source(source, config, 7) == {} and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["RolloutDataSource", "RolloutDataSourceWithBuffer"])
+def test_the_reference_systems_own_source_is_the_built_in_one(data: str, name: str) -> None:
+    flags = {"num_rollout": 1, "prompt_data": data, "n_samples_per_prompt": 2}
+    path = f"slime.rollout.data_source.{name}"
+    config = make_config(data_source_path=path, buffer_filter_path="slime.rollout.data_source.pop_first", **flags)
+    check_hooks(config.flat())
+    source = make_source(config, TOKENIZER)
+    assert isinstance(source, PromptSource) and prompts(source.get_samples(2)) == ["p0", "p1"]
+
+
+def test_plugins_derive_from_the_built_in_source(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reversed(RolloutDataSource):
+        def get_samples(self, num_samples: int) -> list[list[Sample]]:
+            return super().get_samples(num_samples)[::-1]
+
+    monkeypatch.setitem(globals(), "Reversed", Reversed)
+    config = make_config(num_rollout=1, prompt_data=data, data_source_path=f"{__name__}.Reversed")
+    assert prompts(make_source(config, TOKENIZER).get_samples(2)) == ["p1", "p0"]
+    with pytest.raises(UserError, match="Reversed is built where there is no run"):
+        contextvars.Context().run(Reversed, config.flat())
 
 
 def test_without_a_data_set_prompts_are_blank(data: str) -> None:

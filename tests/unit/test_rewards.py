@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from slime.cli.reward import main as reward_cli
 from slime.config import make_config
 from slime.errors import UserError
-from slime.hooks import load_function
-from slime.rollout.rewards import RewardPool, grading_pool
-from slime.rollout.rewards.grading_pool import GradingPool, Verdict
+from slime.hook_loading import load_function
+from slime.rollout.rewards import grading_pool
+from slime.rollout.rewards.grading_pool import Grade, GradingPool
 from slime.rollout.rewards.math_grading import grade_deepscaler, grade_math
+from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.rewards.remote import RemoteReward
 from slime.rollout.rewards.text import (
     grade_dapo,
@@ -276,10 +277,10 @@ def test_workers_start_when_needed_and_end_with_the_pool() -> None:
     async def use() -> list[int]:
         pool = GradingPool(2)
         assert pool.pids == []
-        assert await pool.grade("math", r"\boxed{2}", "2", 20) == Verdict(1.0)
+        assert await pool.grade("math", r"\boxed{2}", "2", 20) == Grade(1.0)
         assert len(pool.pids) == 1, "one at a time needs one process"
         assert await asyncio.gather(*[pool.grade("math", f"{i}", "3", 20) for i in range(6)]) == [
-            Verdict(float(i == 3)) for i in range(6)
+            Grade(float(i == 3)) for i in range(6)
         ]
         pids = pool.pids
         assert len(pids) == 2
@@ -295,8 +296,8 @@ def test_a_request_that_takes_too_long_ends_its_worker_and_the_next_one_works() 
         await pool.grade("math", "1", "1", 20)
         (pid,) = pool.pids
         slow = r"\boxed{(10^{9})!}"  # hours, in C code that no exception can leave
-        assert await pool.grade("math", slow, "3", 0.3) == Verdict(0.0, "timeout")
-        assert await pool.grade("math", "1", "1", 20) == Verdict(1.0)
+        assert await pool.grade("math", slow, "3", 0.3) == Grade(0.0, "timeout")
+        assert await pool.grade("math", "1", "1", 20) == Grade(1.0)
         assert pool.pids != [pid] and not psutil.pid_exists(pid)
         await pool.close()
 
@@ -310,7 +311,7 @@ def test_a_stopped_worker_is_given_up_by_the_pool_itself(monkeypatch: pytest.Mon
         pool = GradingPool(1)
         await pool.grade("math", "1", "1", 20)
         os.kill(pool.pids[0], signal.SIGSTOP)  # its alarm cannot end it now
-        assert await pool.grade("math", "1", "1", 0.2) == Verdict(0.0, "timeout")
+        assert await pool.grade("math", "1", "1", 0.2) == Grade(0.0, "timeout")
         await pool.close()
 
     run(use())
@@ -337,14 +338,14 @@ def test_a_cancelled_request_leaves_no_answer_for_the_next_one() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await pool.grade("math", "1", "2", 20) == Verdict(0.0)
+        assert await pool.grade("math", "1", "2", 20) == Grade(0.0)
         await pool.close()
 
     run(use())
 
 
 def test_workers_import_neither_torch_nor_ray() -> None:
-    code = "import sys, slime.rollout.rewards.worker, math_verify, slime.rollout.rewards.math_grading\n"
+    code = "import sys, math_verify, slime.rollout.rewards.math_grading\n"
     code += "print([m for m in ('torch', 'ray', 'transformers', 'yaml', 'aiohttp') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 

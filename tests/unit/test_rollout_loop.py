@@ -56,7 +56,7 @@ def with_loop(
 
 def generate(rollout_id: int = 0, **flags: Any) -> RolloutFnTrainOutput:
     async def test(loop: RolloutLoop, engine: FakeEngine) -> RolloutFnTrainOutput:
-        return await loop.generate(rollout_id)
+        return await loop.generate_batch(rollout_id)
 
     return with_loop(test, **flags)
 
@@ -99,7 +99,7 @@ def test_metrics_have_the_reference_names() -> None:
 def test_concurrency_is_limited_per_engine() -> None:
     async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
         engine.delay = 0.005
-        await loop.generate(0)
+        await loop.generate_batch(0)
         assert engine.max_in_flight == 3
 
     with_loop(test, sglang_server_concurrency=3)
@@ -110,10 +110,10 @@ def test_failing_requests_are_repeated_and_counted(monkeypatch: pytest.MonkeyPat
 
     async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
         engine.failures = 5
-        output = await loop.generate(0)
+        output = await loop.generate_batch(0)
         assert output.metrics is not None
         assert output.metrics["rollout/retries"] == 5 and output.metrics["rollout/num_failed_groups"] == 0
-        again = await loop.generate(1)
+        again = await loop.generate_batch(1)
         assert again.metrics is not None and again.metrics["rollout/retries"] == 0
 
     with_loop(test)
@@ -123,7 +123,7 @@ def test_an_engine_that_refuses_everything_ends_the_run_with_its_words() -> None
     async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
         engine.refuse = "top_k must be positive"
         with pytest.raises(UserError, match="groups have failed") as caught:
-            await loop.generate(0)
+            await loop.generate_batch(0)
         assert "top_k must be positive" in caught.value.why
 
     with_loop(test)
@@ -131,7 +131,7 @@ def test_an_engine_that_refuses_everything_ends_the_run_with_its_words() -> None
 
 def test_sampling_parameters_reach_the_engine() -> None:
     async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
-        await loop.generate(0)
+        await loop.generate_batch(0)
         params = engine.bodies[0]["sampling_params"]
         assert params["temperature"] == 0.7 and params["top_p"] == 0.9 and params["stop"] == ["END"]
         assert params["max_new_tokens"] == 4  # 6 tokens of context, 2 of prompt
@@ -147,7 +147,7 @@ def test_over_sampling_over_http_loses_nothing(partial: bool) -> None:
         engine.delay = lambda body: 0.002 * (body["sampling_params"].get("sampling_seed", body["input_ids"][0]) % 17)
         seen: list[int] = []
         for rollout_id in range(4):
-            output = await loop.generate(rollout_id)
+            output = await loop.generate_batch(rollout_id)
             seen += [group.index for group in output.samples]
             assert len(output.samples) == 4
             for group in output.samples:
@@ -168,7 +168,7 @@ def test_progress_counts_groups_and_tokens() -> None:
     async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
         assert loop.progress() == {}
         engine.hold.clear()
-        task = asyncio.create_task(loop.generate(0))
+        task = asyncio.create_task(loop.generate_batch(0))
         while engine.in_flight < 8:
             await asyncio.sleep(0.001)
         assert loop.progress() == {"done": 0, "target": 4, "tokens": 0}
@@ -184,7 +184,7 @@ def test_rollout_and_evaluation_take_turns(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"input": "x"}\n')
 
     async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
-        rollout, evaluation = await asyncio.gather(loop.generate(0), loop.evaluate(0))
+        rollout, evaluation = await asyncio.gather(loop.generate_batch(0), loop.evaluate(0))
         assert len(rollout.samples) == 4 and len(evaluation.data["a"]["rewards"]) == 1
 
     with_loop(test, eval_prompt_data=("a", str(tmp_path / "a.jsonl")), over_sampling_batch_size=8)
@@ -197,7 +197,7 @@ def test_filter_sample_filter_and_all_samples_hook_get_what_they_were_promised()
     source = FakeSource(2)
 
     async def test(loop: RolloutLoop, engine: FakeEngine) -> RolloutFnTrainOutput:
-        return await loop.generate(0)
+        return await loop.generate_batch(0)
 
     output = with_loop(
         test,
@@ -261,7 +261,7 @@ def test_existing_plugins_find_their_imports_and_the_router() -> None:
             return groups
 
     async def test(loop: RolloutLoop, engine: FakeEngine) -> RolloutFnTrainOutput:
-        return await loop.generate(0)
+        return await loop.generate_batch(0)
 
     path = HOOKS + "through_the_old_paths"
     output = with_loop(test, TextSource(2), custom_generate_function_path=path)
@@ -291,7 +291,14 @@ def test_plugins_with_a_loop_of_their_own_find_the_old_building_blocks() -> None
         "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
         "slime.rollout.filter_hub.base_types.DynamicFilterOutput",
         "slime.rollout.base_types.RolloutFnTrainOutput",
+        "slime.rollout.filter_hub.base_types.should_drop_dynamic_filter_output",
         "slime.rollout.data_source.DataSource",
+        "slime.rollout.data_source.RolloutDataSource",
+        "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+        "slime.rollout.data_source.pop_first",
+        "slime.rollout.rm_hub.deepscaler.get_deepscaler_rule_based_reward",
+        "slime.rollout.rm_hub.gpqa.compute_gpqa_reward",
+        "slime.rollout.rm_hub.math_dapo_utils.compute_score",
         "slime.rollout.sglang_rollout.generate_rollout",
         "slime.rollout.rm_hub.async_rm",
         "slime.rollout.sft_rollout.generate_rollout",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from slime.errors import UserError
 from slime.hooks import DataSource
 from slime.models.flops import SequenceCost
 from slime.prompts.source import PromptSource
-from slime.rollout.sft import SftEncoder, generate_sft
+from slime.rollout.debug_data import load_samples
+from slime.rollout.sft import SftEncoder, generate_sft, sft_rollout
 from slime.samples.batch import TrainLayout
 from slime.samples.buffer import SampleBuffer
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Sample
+from tests.support import rollout_hooks
 from tests.support.prompt_fixtures import CHATML, make_tokenizer, write_jsonl
 
 TOKENIZER = make_tokenizer()
@@ -147,6 +150,33 @@ def test_sft_needs_something_short_enough(tmp_path: Path) -> None:
     config = config_for(prompt_data=data, label_key="label", seq_length=20)
     with pytest.raises(UserError, match="samples in a row are longer than 20 tokens"):
         generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
+
+
+def test_sft_leaves_out_long_prompts_and_counts_them(tmp_path: Path) -> None:
+    rows = [{"input": "q" * n, "label": "a"} for n in (1, 9, 2)]
+    data = write_jsonl(tmp_path / "s.jsonl", rows)
+    config = config_for(prompt_data=data, label_key="label", rollout_max_prompt_len=4)
+    output = generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
+    assert [group.index for group in output.samples] == [0, 2] and output.metrics is not None
+    assert output.metrics["rollout/sft_too_long"] == 1
+    config = config_for(prompt_data=data, label_key="label", rollout_max_prompt_len=0 + 1, seq_length=3)
+    write_jsonl(tmp_path / "s.jsonl", rows[1:])
+    with pytest.raises(UserError, match=r"prompt of more than --rollout-max-prompt-len 1 tokens \(shortest: 2\)"):
+        generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
+
+
+@pytest.mark.parametrize("name", ["log_and_replace", "log_beside"])
+def test_supervised_rollouts_are_dumped_and_logged_like_others(tmp_path: Path, name: str) -> None:
+    data = write_jsonl(tmp_path / "s.jsonl", [{"input": "q", "label": "a"}])
+    flags = {"save_debug_rollout_data": str(tmp_path / "{rollout_id}.pt"), "rollout_batch_size": 1}
+    hook = f"tests.support.rollout_hooks.{name}"
+    config = config_for(prompt_data=data, label_key="label", custom_rollout_log_function_path=hook, **flags)
+    rollout_hooks.calls.clear()
+    output = asyncio.run(sft_rollout(config, PromptSource(config, TOKENIZER), TOKENIZER, 4))
+    assert load_samples(tmp_path / "4.pt") == output.samples[0].samples
+    [(_, (rollout_id, samples, metrics))] = rollout_hooks.calls
+    assert (rollout_id, samples) == (4, output.samples[0].samples) and metrics["rollout/sft_trained_tokens"] == 2
+    assert output.metrics == ({} if name == "log_and_replace" else metrics)
 
 
 def test_sft_ends_when_the_data_has_ended() -> None:

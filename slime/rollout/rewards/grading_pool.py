@@ -24,7 +24,7 @@ _LINE_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Grade:
     """Score of one request; 0.0 with ``failure`` "timeout" or "crash" when there is none."""
 
     score: float
@@ -37,22 +37,22 @@ class GradingPool:
     Example:
         >>> pool = GradingPool(num_workers=2)                                                  # doctest: +SKIP
         >>> await pool.grade("math", r"\\boxed{2}", "2", deadline=10)                           # doctest: +SKIP
-        Verdict(score=1.0, failure='')
+        Grade(score=1.0, failure='')
     """
 
     def __init__(self, num_workers: int) -> None:
-        self._slots = asyncio.Semaphore(num_workers)
+        self._limit = asyncio.Semaphore(num_workers)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
 
-    async def grade(self, grader: str, response: str, label: Any, deadline: float) -> Verdict:
+    async def grade(self, grader: str, response: str, label: Any, deadline: float) -> Grade:
         """Grade one response; never raises for what the response contains.
 
         Raises:
             UserError: worker processes cannot be started at all.
         """
         request = {"grader": grader, "response": response, "label": label, "deadline": deadline}
-        async with self._slots:
+        async with self._limit:
             worker = self._idle.pop() if self._idle else await self._start()
             try:
                 answer = await worker.ask(request, deadline + _GRACE)
@@ -61,8 +61,8 @@ class GradingPool:
                 raise
             if answer is not None:
                 self._idle.append(worker)
-                return Verdict(answer["score"])
-            return Verdict(0.0, await self._discard(worker))
+                return Grade(answer["score"])
+            return Grade(0.0, await self._discard(worker))
 
     async def close(self) -> None:
         """End all processes."""
@@ -95,7 +95,7 @@ class _Worker:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([package_parent, *filter(None, [os.getenv("PYTHONPATH")])])}
         errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by end)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "slime.rollout.rewards.worker", str(os.getpid()),
+            sys.executable, "-m", "slime.rollout.rewards.math_grading", str(os.getpid()),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, env=env, limit=_LINE_LIMIT,
         )  # fmt: skip
         worker = _Worker(process, errors)

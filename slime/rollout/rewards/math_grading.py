@@ -1,18 +1,28 @@
-r"""Is the answer in a response mathematically equal to the label? Through math-verify; runs in worker processes,
-because comparing two expressions can take for ever."""
+r"""Is the answer in a response mathematically equal to the label? Through math-verify, in processes of their own
+(``python -m slime.rollout.rewards.math_grading``), because comparing two expressions can take for ever."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
+import os
 import re
+import resource
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any
+
+import orjson
 
 from slime.rollout.rewards.text import after_thinking, last_boxed
 
 #: Answers stand at the end; searching more text for expressions only costs time.
 _TAIL = 2000
+_PR_SET_PDEATHSIG = 1
+#: An expression like 9**9**9 fails with MemoryError instead of taking the machine down.
+_MAX_BYTES = 4 << 30
 
 
 def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
@@ -78,3 +88,44 @@ GRADERS: dict[str, Callable[[str, Any], float]] = {
     "deepscaler": grade_deepscaler,
     "boxed_deepscaler": functools.partial(grade_math, boxed_only=True),
 }
+
+
+# -- the process -----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """The process: one JSON request per line on stdin, one JSON answer per line on stdout.
+
+        {"grader": "math", "response": "…", "label": "…", "deadline": 10.0}  →  {"score": 1.0}
+
+    The kernel's alarm ends it when a request takes longer than its deadline: sympy cannot be interrupted reliably in
+    any gentler way. `slime.rollout.rewards.grading_pool` then starts another one. It ends with its parent, too.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes us
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever a library prints must not get between the answers
+
+    import math_verify  # noqa: F401  (0.4 s, before the first deadline runs)
+
+    answers.write(b'{"ready":true}\n')
+    for line in sys.stdin.buffer:
+        request = orjson.loads(line)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, request["deadline"])
+        try:
+            answer: dict[str, float | str] = {
+                "score": GRADERS[request["grader"]](request["response"], request["label"])
+            }
+        except (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+            # sympy raises all of these on strange input: such an answer is wrong, and said so
+            answer = {"score": 0.0, "error": f"{type(error).__name__}: {error}"[:300]}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.write(orjson.dumps(answer) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

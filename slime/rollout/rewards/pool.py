@@ -14,7 +14,8 @@ from typing import Any
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.hooks import RewardFunction, call_hook, check_signature, is_async, load_function
+from slime.hook_loading import call_hook, check_signature, is_async, load_function
+from slime.hooks import RewardFunction
 from slime.log import get_logger
 from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.remote import RemoteReward
@@ -164,10 +165,10 @@ class RewardPool:
         response = sample.response
         if name in IN_WORKERS:
             deadline = min(self._timeout, MATH_DEADLINE)
-            verdict = await self._grading.grade(rm_type, response, sample.label, deadline)
-            if verdict.failure:
-                self._count(verdict.failure, f"--rm-type {rm_type}", 1)
-            return verdict.score
+            grade = await self._grading.grade(rm_type, response, sample.label, deadline)
+            if grade.failure:
+                self._count(grade.failure, f"--rm-type {rm_type}", 1)
+            return grade.score
         if name != rm_type:
             response = last_boxed(response) or ""
         if name in IN_PROCESS:
@@ -185,10 +186,10 @@ class RewardPool:
     async def _call(self, path: str, argument: Any, samples: list[Sample]) -> Any:
         """What a user's function returned; `_TIMED_OUT` when it took too long."""
         fn = self._load(path)
-        slot = contextlib.nullcontext() if is_async(fn) else self._threads
+        limit = contextlib.nullcontext() if is_async(fn) else self._threads
         clock: asyncio.Timeout | None = None
         try:
-            async with slot:  # the clock starts when the function does
+            async with limit:  # the clock starts when the function does
                 async with asyncio.timeout(self._timeout) as clock:
                     return await call_hook(fn, self._args, argument, in_thread=True)
         except UserError:
