@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing as mp
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import torch
 from slime.config import Config, make_config
 from slime.models.spec import ModelSpec
 from slime.samples.batch import StepPlan, TrainBatch
+from tests.support.processes import free_port
 
 JOB_DEADLINE = 120.0
 VOCAB = 97
@@ -128,12 +128,6 @@ def shard(batch: TrainBatch, members: Sequence[int], micro_batches: Sequence[Seq
         rollout_log_probs=pick(batch.rollout_log_probs),
         global_stats=dict(batch.global_stats),
     )
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class RankPool:
