@@ -130,11 +130,23 @@ def shard(batch: TrainBatch, members: Sequence[int], micro_batches: Sequence[Seq
     )
 
 
+def _context() -> Any:
+    """How ranks are started: forked from a process that has imported, once for all of them, what they need. A GPU that
+    was looked at cannot be used after a fork."""
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["pytest", "hypothesis", "tests.support.tiny_models", "tests.support.megatron_jobs", "tests.support.parity"]
+    )
+    return context
+
+
 class RankPool:
     """Processes that stay: each job makes its process groups, runs a function on every rank, and leaves them again."""
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
+        context = _context()
         self.size = size
         self.pipes: list[Connection] = []
         self.processes = []
