@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Each sets up .venv by itself; a second call installs nothing again.
+# `make demo`, `make test`, and `make check` for a change's tests alone. Each sets up .venv by itself; a second call installs nothing again.
 # TORCH=… chooses another torch build, e.g. make demo TORCH="torch==2.11.0"; PYTHON=… another interpreter.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -6,7 +6,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-full lint types docs docs-check clean install
+# Every launch is five processes that read the sources; where bytecode is switched off, each would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test check test-full lint types docs docs-check clean install
 
 install: $(STAMP)
 
@@ -22,6 +25,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not full and not gpu" $(ARGS)
+
+# While you work: what the change against AGAINST (main) concerns, in a minute and a half.
+check: lint types
+	$(BIN)/python tools/changed_tests.py --against $(or $(AGAINST),main) --seconds 60
 
 test-full: $(STAMP)
 	$(BIN)/python tools/test_report.py $(ARGS)

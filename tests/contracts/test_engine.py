@@ -37,7 +37,6 @@ from tests.support.contract_servers import (
     Background,
     Server,
     embedded_argv,
-    free_port,
     logprobs_of,
     long_generation,
     num_running,
@@ -46,6 +45,7 @@ from tests.support.contract_servers import (
     wait_until,
 )
 from tests.support.embedded_models import EOS, byte_tokenizer
+from tests.support.processes import free_port
 
 # -- generation ------------------------------------------------------------------------------------------------
 

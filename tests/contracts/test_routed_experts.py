@@ -17,13 +17,13 @@ from tests.support.contract_servers import (
     PROMPT,
     Server,
     embedded_argv,
-    free_port,
     long_generation,
     num_running,
     running,
     wait_until,
 )
 from tests.support.embedded_models import router_choices, save_tiny_model
+from tests.support.processes import free_port
 
 SHAPES = {"qwen3_moe": (2, 2), "deepseek_v3": (2, 4)}
 

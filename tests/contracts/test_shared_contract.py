@@ -36,7 +36,9 @@ from tests.support.contract_servers import Server, num_running, start_embedded, 
 from tests.support.contract_servers import long_generation as long_request
 from tests.support.embedded_models import save_tiny_model
 from tests.support.megatron_stub import MegatronStub
-from tests.support.sglang_servers import FAKE, fake_sglang, installed  # noqa: F401 (a fixture)
+from tests.support.sglang_servers import FAKE, fake_sglang
+
+pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
 NUM_TOKENS = 6

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.loop.conftest import Run, RunResult
+from tests.support.runs import Run, RunResult
 
 ROLLOUTS = 3
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.loop.test_sglang_loop import environment as sglang_environment
 from tests.support.processes import Driver, StartHeld, World, wait_held, wait_while_running
+from tests.support.sglang_servers import fake_environment
 
 pytestmark = pytest.mark.full
 
@@ -52,15 +52,7 @@ def weight_version(url: str) -> str:
 
 def engines(driver: Driver, word: str = ENGINE) -> list[psutil.Process]:
     """Its living engines, in the order of their start."""
-    driver._take_note()
-    found = []
-    for process in driver._family:
-        try:
-            if word in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return sorted(found, key=lambda process: process.create_time())
+    return sorted(driver.family(word), key=lambda process: process.create_time())
 
 
 def check_end(driver: Driver, steps: list[int], restarts: int) -> None:
@@ -167,7 +159,7 @@ def test_engines_that_share_their_memory_with_the_trainer(begin: Start, hold: Pa
     (hold / "hold-0").touch()
     flags = ("--turns", "--rollout-engine", "sglang", "--actor-num-gpus-per-node", 2, "--num-gpus-per-node", 8)
     flags += ("--rollout-health-check-interval", 1, "--router-health-check-interval-secs", 1)
-    driver = begin("turns", *flags, **sglang_environment(calls))
+    driver = begin("turns", *flags, **fake_environment(calls))
     wait_held(driver, hold, 0)
     engines(driver, "sglang.launch_server")[0].kill()
     wait_while_running(
@@ -193,6 +185,6 @@ def test_one_of_two_engines_dies_of_taking_its_memory_back(begin: Start, hold: P
     """At the first push; the other one has its memory by then, and would die of being asked again."""
     flags = ("--turns", "--rollout-engine", "sglang", "--actor-num-gpus-per-node", 2, "--num-gpus-per-node", 8)
     env = {"FAKE_SGLANG_DIES_AT": "/resume_memory_occupation", "FAKE_SGLANG_DIES_ONCE": str(hold / "dead")}
-    driver = begin("resume", *flags, **sglang_environment(hold / "calls.jsonl", **env))
+    driver = begin("resume", *flags, **fake_environment(hold / "calls.jsonl", **env))
     check_end(driver, [1, 2], restarts=0)  # in the steps; it was before them
     assert (hold / "dead").exists() and is_back(driver) and driver.stderr.count("is started again") == 1

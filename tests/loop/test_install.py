@@ -154,7 +154,7 @@ def test_make_installs_once(tmp_path: Path) -> None:
         assert "-m venv" in commands(target) and "pip install" in commands(target) and does in commands(target)
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".installed").touch()
-    for target in ("demo", "test", "lint", "types", "docs-check"):
+    for target in ("demo", "test", "check", "lint", "types", "docs-check"):
         assert "pip" not in commands(target) and "venv .venv" not in commands(target)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.loop.conftest import GRPO, Run, RunResult
+from tests.support.runs import GRPO, Run, RunResult
 
 MISMATCH = "train/train_rollout_logprob_abs_diff"
 TOLERANCE = 1e-4  # float32, absolute, per token

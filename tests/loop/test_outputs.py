@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.loop.conftest import GRPO, Run, RunResult
 from tests.support import toy
-
-ROOT = Path(__file__).parents[2]
+from tests.support.metrics_page import documented_names
+from tests.support.processes import ROOT
+from tests.support.runs import GRPO, Run, RunResult
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,6 @@ def test_configuration_says_where_values_come_from(observed: RunResult) -> None:
 
 
 def test_metrics_are_documented(observed: RunResult) -> None:
-    from tests.unit.test_docs import documented_names
-
     pattern = "|".join(re.escape(name).replace("<>", ".+") for name in documented_names())
     names = {name for row in observed.rows for name in row} - {"step", "time", "stage", "nonfinite"}
     assert len(names) > 60

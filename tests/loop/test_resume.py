@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.loop.conftest import Run, RunResult
+from tests.support.runs import Run, RunResult
 
 
 @pytest.fixture(scope="module")

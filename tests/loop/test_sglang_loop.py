@@ -9,20 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import ROOT, World, start
+from tests.support.processes import World, start
+from tests.support.sglang_servers import fake_environment
 
-FAKE = ROOT / "tests" / "support" / "fake_sglang"
 ALL = {"kv_cache", "weights", "cuda_graph"}
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World.create(tmp_path_factory.mktemp("sglang"))
-
-
-def environment(calls: Path, **more: str) -> dict[str, str]:
-    path = os.pathsep.join([str(FAKE), os.environ.get("PYTHONPATH", "")])
-    return {"PYTHONPATH": path, "FAKE_SGLANG_CALLS": str(calls), **more}
 
 
 def calls_by_engine(file: Path) -> list[list[dict[str, Any]]]:
@@ -62,7 +57,7 @@ def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path)
     calls = tmp_path / "calls.jsonl"
     flags = world.flags("turns", "--rollout-engine", "sglang", "--actor-num-gpus-per-node", 2, "--num-gpus-per-node", 8)
     flags += ["--router-health-check-interval-secs", "1"]
-    with start(flags, world.outputs / "turns", **environment(calls)) as driver:
+    with start(flags, world.outputs / "turns", **fake_environment(calls)) as driver:
         assert driver.end() == 0, driver.stderr
         assert driver.steps() == [1, 2]
         engines = calls_by_engine(calls)
@@ -85,7 +80,7 @@ def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path)
 @pytest.mark.full
 def test_an_engine_that_dies_while_it_is_talked_to_is_named_with_its_exception(world: World, tmp_path: Path) -> None:
     """At the first push, when it takes memory back."""
-    env = environment(tmp_path / "calls", FAKE_SGLANG_DIES_AT="/resume_memory_occupation")
+    env = fake_environment(tmp_path / "calls", FAKE_SGLANG_DIES_AT="/resume_memory_occupation")
     with start(world.flags("dies", "--rollout-engine", "sglang"), world.outputs / "dies", **env) as driver:
         assert driver.end() == 1, driver.stderr
         error = driver.error()
@@ -106,7 +101,7 @@ def test_engines_of_their_own_get_broadcasts(world: World, tmp_path: Path) -> No
     )
     flags = [flag for flag in world.flags("apart") if flag != "--colocate"]
     flags += ["--rollout-engine", "sglang", "--rollout-num-gpus", "3", "--sglang-config", str(groups)]
-    with start(flags, world.outputs / "apart", script="train_async.py", **environment(calls)) as driver:
+    with start(flags, world.outputs / "apart", script="train_async.py", **fake_environment(calls)) as driver:
         assert driver.end() == 0, driver.stderr
         assert driver.steps() == [1, 2]
         engines = calls_by_engine(calls)
@@ -136,7 +131,7 @@ def test_a_model_that_judges_keeps_its_weights(world: World, tmp_path: Path) -> 
     flags = world.flags("judged", "--rollout-engine", "sglang", "--sglang-config", models)
     flags += ["--actor-num-gpus-per-node", "2", "--num-gpus-per-node", "8"]
     flags += ["--custom-rm-path", f"{tmp_path / 'judging.py'}:reward"]
-    with start(flags, world.outputs / "judged", **environment(calls)) as driver:
+    with start(flags, world.outputs / "judged", **fake_environment(calls)) as driver:
         assert driver.end() == 0, driver.stderr
         assert [row["rollout/raw_reward"] for row in driver.rows() if "rollout/raw_reward" in row] == [1.0, 1.0]
         policy, judge = sorted(map(phases, calls_by_engine(calls)), key=lambda words: "bucket 1" not in words)
@@ -159,7 +154,7 @@ def test_an_engine_that_does_not_start_ends_the_run_with_its_words(
     with start(
         world.flags("dead", "--rollout-engine", "sglang", *flags, "--output-dir", tmp_path),
         tmp_path / "dead",
-        **environment(tmp_path / "calls", **env),
+        **fake_environment(tmp_path / "calls", **env),
     ) as driver:
         assert driver.end() == 2
         text = "\n".join(driver.error())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+
+from tests.support.processes import free_port
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
 CONTEXT = 256
@@ -69,12 +70,6 @@ class Server:
     def generate(self, input_ids: list[int], **params: Any) -> Any:
         body = {"input_ids": input_ids, "sampling_params": {"max_new_tokens": 8, "ignore_eos": True, **params}}
         return self.ok("/generate", body | {"return_logprob": True})
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

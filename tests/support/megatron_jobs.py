@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from slime.models import family_of
 from slime.samples.batch import TrainBatch
+from tests.support.hf_configs import config_of
 from tests.support.megatron_stub import random_hf
+from tests.support.processes import free_port
 from tests.support.trainer_ranks import make_batch, trainer_config
-from tests.unit.test_weights_convert import config_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
@@ -50,6 +54,22 @@ def backend_of(info: Any, model: Path, **flags: Any) -> Any:
     return backend
 
 
+@contextmanager
+def single(model: Path, **flags: Any) -> Iterator[Any]:
+    """One trainer rank in this process."""
+    from slime.train.megatron.backend import MegatronBackend  # noqa: F401  (prepares megatron for the CPU)
+    from slime.train.megatron.parallel import RankInfo, shut_down
+
+    try:
+        yield backend_of(RankInfo(0, 1, 0, "127.0.0.1", free_port()), model, **flags)
+    finally:
+        shut_down()
+
+
+def parameters(backend: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for chunk in backend.model_chunks for parameter in chunk.parameters()]
+
+
 def fake_step(backend: Any, seed: int) -> None:
     """An optimizer step with gradients that depend on the parameters alone, not on the layout."""
     for chunk in backend.model_chunks:
@@ -58,6 +78,18 @@ def fake_step(backend: Any, seed: int) -> None:
             parameter.main_grad.copy_(torch.sin(parameter.detach().float() * 1000 + seed))
     backend.optimizer.step()
     backend.scheduler.step(6)
+
+
+def everything(directory: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole, without the padding of the vocabulary."""
+    target = scratch / f"{directory.parent.name}-{directory.name}.pt"
+    dcp_to_torch_save(directory, target)
+    loaded = torch.load(target, weights_only=False)
+    return {
+        key: value[:97] if key.endswith(("word_embeddings.weight", "output_layer.weight")) else value
+        for key, value in loaded.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def exported(backend: Any) -> dict[str, torch.Tensor]:

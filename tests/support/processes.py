@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,13 @@ ROOT = Path(__file__).parents[2]
 
 #: Longest wait for anything; a machine may be busy with other work.
 PATIENCE = 180.0
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
@@ -114,16 +122,21 @@ class Driver:
         else:
             self.process.send_signal(number)
 
-    def kill(self, what: str) -> None:
-        """SIGKILL to the process of its family whose title or command line contains ``what``."""
+    def family(self, what: str) -> list[psutil.Process]:
+        """Its living descendants whose title or command line contains ``what``."""
         self._take_note()
         found = []
         for process in self._family:
             try:
-                if what in " ".join(process.cmdline()):
+                if what in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except psutil.NoSuchProcess:
                 continue
+        return found
+
+    def kill(self, what: str) -> None:
+        """SIGKILL to the process of its family whose title or command line contains ``what``."""
+        found = self.family(what)
         assert len(found) == 1, f"{len(found)} processes have {what!r} in their command line"
         found[0].kill()
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from slime.cluster.ports import PortReservation, reserve_port
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config
 from slime.engines.launch import sglang_command
 from slime.engines.sglang.command import EnginePlace
+from tests.support.processes import ROOT
 
 FAKE = Path(__file__).parent / "fake_sglang"
 _reservations: list[PortReservation] = []
@@ -35,11 +34,10 @@ def sglang_installed() -> Iterator[None]:
             del sys.modules[name]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> Iterator[None]:
-    """`sglang_installed` for each test of a module that imports this."""
-    with sglang_installed():
-        yield
+def fake_environment(calls: Path, **more: str) -> dict[str, str]:
+    """Of a process for which SGLang is to be the stand-in; its servers write each call to ``calls``, a JSON line."""
+    path = os.pathsep.join([str(FAKE), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path, "FAKE_SGLANG_CALLS": str(calls), **more}
 
 
 @dataclass
@@ -61,8 +59,7 @@ def process_of(config: Config, model: Path, folder: Path, place: EnginePlace, **
     _reservations.append(reservation)
     port, calls = reservation.port, folder / f"calls-{place.number}.jsonl"
     spec = sglang_command(config, str(model), "127.0.0.1", port, place)
-    path = os.pathsep.join([str(FAKE), str(FAKE.parents[2]), os.environ.get("PYTHONPATH", "")])
-    spec.env.update({"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FAKE_SGLANG_CALLS": str(calls), **env})
+    spec.env.update(fake_environment(calls, OMP_NUM_THREADS="1", **env))
     url = f"http://127.0.0.1:{port}"
     return FakeSGLang(url, ServerProcess(f"engine-{place.number}", spec, url, folder / f"{place.number}.log"), calls)
 

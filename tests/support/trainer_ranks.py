@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing as mp
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import torch
 from slime.config import Config, make_config
 from slime.models.spec import ModelSpec
 from slime.samples.batch import StepPlan, TrainBatch
+from tests.support.processes import free_port
 
 JOB_DEADLINE = 120.0
 VOCAB = 97
@@ -130,17 +130,23 @@ def shard(batch: TrainBatch, members: Sequence[int], micro_batches: Sequence[Seq
     )
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def _context() -> Any:
+    """How ranks are started: forked from a process that has imported, once for all of them, what they need. A GPU that
+    was looked at cannot be used after a fork."""
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["pytest", "hypothesis", "tests.support.tiny_models", "tests.support.megatron_jobs", "tests.support.parity"]
+    )
+    return context
 
 
 class RankPool:
     """Processes that stay: each job makes its process groups, runs a function on every rank, and leaves them again."""
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
+        context = _context()
         self.size = size
         self.pipes: list[Connection] = []
         self.processes = []

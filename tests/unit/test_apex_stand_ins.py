@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_model import gradients, trainer
 from torch import Tensor
 
 from slime.algorithms.products import add_product
 from slime.train.megatron import device
 from slime.train.megatron.backend import MegatronBackend
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
+from tests.support.trainers import gradients, trainer
 
 # -- products --------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "slime"
 FILES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
 
 #: From the ground up: a package or file imports only from those before it. docs/architecture.md says what each is for.
@@ -134,6 +135,35 @@ def test_light_modules_import_nothing_heavy_at_their_top() -> None:
                 if module.split(".")[0] in HEAVY_LIBRARIES:
                     found.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert found == []
+
+
+def test_tests_share_through_their_support_alone() -> None:
+    """No test module imports another one or a conftest, and each shared name is imported from where it is made."""
+    names = {path.stem for path in TESTS if path.stem.startswith("test_")} | {"conftest"}
+    found = []
+    for path in TESTS:
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, (ast.Import, ast.ImportFrom)):
+                continue
+            place = f"{path.relative_to(ROOT)}:{node.lineno}"
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            found += [f"{place} imports {module}" for module in modules if set(module.split(".")) & names]
+            source = ROOT / (modules[0].replace(".", "/") + ".py")
+            if modules[0].startswith("tests.support.") and source.exists() and isinstance(node, ast.ImportFrom):
+                borrowed = {name for name in (alias.name for alias in node.names) if name not in made_in(source)}
+                found += [f"{place} imports {name} from {source.stem}, where it is borrowed" for name in borrowed]
+    assert found == []
+
+
+def made_in(path: Path) -> set[str]:
+    """Names that a module makes at its top: functions, classes, and what is assigned."""
+    made = set()
+    for node in tree_of(path).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            made.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            made |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and type(part.ctx) is ast.Store}
+    return made
 
 
 def test_files_are_short() -> None:

@@ -20,6 +20,7 @@ from slime.train.megatron.layers import RMSNorm
 from slime.train.megatron.packed import PackedSequences
 from slime.train.megatron.rotary import Rotate
 from tests.support.trainer_ranks import Pools
+from tests.support.trainers import train_job
 
 # isort: split
 from megatron.core.transformer.identity_op import IdentityOp
@@ -228,8 +229,6 @@ def heads_at_once(self: PackedSelfAttention, hidden: Tensor, cos: Tensor, sin: T
 
 
 def one_pass_job(info: Any, flags: dict[str, Any]) -> dict[str, Any]:
-    from test_train_memory import train_job
-
     with mock.patch.object(PackedSelfAttention, "_heads", heads_at_once):
         return train_job(info, flags)
 

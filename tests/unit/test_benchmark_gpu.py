@@ -22,7 +22,7 @@ from slime.train.megatron import (
     backend,  # noqa: F401  (prepares a host without a GPU for megatron)
 )
 from slime.train.megatron.packed import PackedSequences
-from tests.support.trainer_ranks import free_port
+from tests.support.processes import free_port
 
 
 def sequence_by_sequence(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float) -> Tensor:

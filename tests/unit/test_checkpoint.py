@@ -6,55 +6,25 @@ import itertools
 import random
 import re
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from slime.checkpoints.checkpoint import TrainerState, trainer_state_dict
 from slime.checkpoints.directory import check_contents, saved_iterations
 from slime.checkpoints.sharded_store import ShardedWrite
 from slime.errors import UserError
 from tests.support import megatron_jobs as jobs
-from tests.support.trainer_ranks import Pools, free_port
+from tests.support.megatron_jobs import everything, parameters, single
+from tests.support.trainer_ranks import Pools
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return jobs.make_model(tmp_path_factory.mktemp("models") / "qwen3")
-
-
-@contextmanager
-def single(model: Path, **flags: Any) -> Iterator[Any]:
-    """One trainer rank in this process."""
-    from slime.train.megatron.backend import MegatronBackend  # noqa: F401  (prepares megatron for the CPU)
-    from slime.train.megatron.parallel import RankInfo, shut_down
-
-    try:
-        yield jobs.backend_of(RankInfo(0, 1, 0, "127.0.0.1", free_port()), model, **flags)
-    finally:
-        shut_down()
-
-
-def parameters(backend: Any) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for chunk in backend.model_chunks for parameter in chunk.parameters()]
-
-
-def everything(directory: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole, without the padding of the vocabulary."""
-    target = scratch / f"{directory.parent.name}-{directory.name}.pt"
-    dcp_to_torch_save(directory, target)
-    loaded = torch.load(target, weights_only=False)
-    return {
-        key: value[:97] if key.endswith(("word_embeddings.weight", "output_layer.weight")) else value
-        for key, value in loaded.items()
-        if isinstance(value, torch.Tensor)
-    }
 
 
 # -- one rank ----------------------------------------------------------------------------------------------

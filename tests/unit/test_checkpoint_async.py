@@ -16,8 +16,8 @@ from slime.checkpoints.directory import read_tracker, saved_iterations
 from slime.errors import UserError
 from slime.host_memory import HostMemory
 from tests.support import megatron_jobs as jobs
+from tests.support.megatron_jobs import parameters, single
 from tests.support.trainer_ranks import make_batch
-from tests.unit.test_checkpoint import parameters, single
 
 SECONDS = 30.0
 

@@ -12,26 +12,10 @@ from pathlib import Path
 import pytest
 
 from slime.checkpoints import directory as ckpt
-from slime.checkpoints.directory import FileRecord
 from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference
 from slime.config import make_config
 from slime.errors import UserError
-
-
-def complete(root: Path, iteration: int, content: str = "x", track: bool = True) -> Path:
-    """A finished save of one file, through the same calls as a real one."""
-    final = root / ckpt.iteration_name(iteration)
-    partial = ckpt.partial_dir(final)
-    for name in ("data.distcp", ".metadata", "metadata.json", "common.pt"):
-        (partial / name).write_text(content)
-    records = [
-        FileRecord(path.name, path.stat().st_size, ckpt.file_fingerprint(path)) for path in sorted(partial.iterdir())
-    ]
-    ckpt.write_manifest(partial, records)
-    ckpt.publish(partial, final)
-    if track:
-        ckpt.set_latest(root, iteration)
-    return final
+from tests.support.checkpoint_dirs import complete
 
 
 @pytest.fixture

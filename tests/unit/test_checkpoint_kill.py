@@ -22,8 +22,9 @@ import torch
 from slime.checkpoints.directory import check_contents
 from slime.checkpoints.load_plan import resolve_load
 from tests.support import megatron_jobs as jobs
-from tests.support.trainer_ranks import free_port, trainer_config
-from tests.unit.test_checkpoint import parameters, single
+from tests.support.megatron_jobs import parameters, single
+from tests.support.processes import free_port
+from tests.support.trainer_ranks import trainer_config
 
 SECONDS = 60
 Point = tuple[str, int]

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_families
-import test_train_model
 import torch
-from test_checkpoint import everything
 
 from tests.support import megatron_jobs as jobs
+from tests.support.megatron_jobs import everything
+from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch, shard
 
 TOLERANCE = 1e-5
@@ -103,8 +102,7 @@ class Runs:
     def model(self, family: str) -> Path:
         if family not in self.models:
             self.models[family] = self.folder / family
-            kind = test_families if family in test_families.MODELS else test_train_model
-            kind.save_tiny(family, self.models[family])
+            save_tiny(family, self.models[family])
         return self.models[family]
 
     def single(self, family: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from slime.engines.router import (
 )
 from slime.errors import UserError
 from tests.support.fake_engine import FakeEngine, answer
+from tests.support.processes import free_port
 
 PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
 
@@ -241,12 +241,6 @@ def test_num_requests_counts_all_data_parallel_ranks() -> None:
 
 
 # -- the real router -----------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

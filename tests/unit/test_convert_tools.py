@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import test_families
-import test_train_model
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -19,6 +17,7 @@ from slime.__main__ import main
 from slime.checkpoints.directory import read_tracker
 from slime.models import FAMILIES
 from tests.support import megatron_jobs as jobs
+from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -26,8 +25,7 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 def tiny(family: str, directory: Path, dtype: torch.dtype) -> Path:
     """A transformers checkpoint; the experts' bias stays in float32, as the published models have it."""
-    kind = test_families if family in test_families.MODELS else test_train_model
-    kind.save_tiny(family, directory)
+    save_tiny(family, directory)
     tensors = load_file(directory / "model.safetensors")
     kept = ("e_score_correction_bias",)
     halved = {name: value if name.endswith(kept) else value.to(dtype) for name, value in tensors.items()}

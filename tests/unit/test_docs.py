@@ -11,7 +11,9 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.metrics_page import documented_names
+from tests.support.processes import ROOT
+
 METRIC = re.compile(r"(train|rollout|perf|eval|multi_turn|passrate)/[\w<>@/.\-]+")
 
 
@@ -35,18 +37,6 @@ def metric_names(path: Path) -> Iterator[str]:
             continue
         if METRIC.fullmatch(text) and not text.endswith(("/", "-", "_")) and text.split("/", 1)[1] != "<>":
             yield text
-
-
-def documented_names() -> set[str]:
-    """Names in docs/metrics.md; ``/median`` after ``rollout/reward/mean`` is short for its sibling."""
-    names: set[str] = set()
-    for line in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines():
-        first = ""
-        for name in re.findall(r"`([^`]+)`", line.split(" | ")[0]):
-            first = name if not name.startswith("/") else first
-            full = name if not name.startswith("/") else first.rsplit("/", 1)[0] + name
-            names.add(re.sub(r"<[^>]*>", "<>", full))
-    return names
 
 
 def is_documented(name: str, documented: set[str]) -> bool:

@@ -29,8 +29,10 @@ from slime.weights.route import check_experts, takes_runs
 from slime.weights.transport import EngineSlots
 from tests.support import expert_run_jobs
 from tests.support.embedded_models import save_tiny_model
-from tests.support.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
+from tests.support.sglang_servers import FakeSGLang, fake_sglang
 from tests.support.trainer_ranks import Pools
+
+pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
 LAYOUTS: list[dict[str, Any]] = [
     {"expert_model_parallel_size": 2},

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from test_parity import DATA_PARALLEL, MICRO_BATCHES, parity_job, worst
 from torch import Tensor
 
 from slime.config.te_flags import missing
@@ -35,33 +33,24 @@ from slime.train.megatron.experts import (
 from slime.train.megatron.moe_dispatch import ExpertPlace, dispatch
 from slime.train.megatron.moe_layer import expert_arguments
 from slime.train.megatron.moe_router import choose_experts, router_weights
-from tests.support.trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
-
-EXPERTS, TOPK = 8, 2
-TOLERANCE = 1e-5
-
-
-def save_moe(directory: Path, **changes: Any) -> Path:
-    """A random Qwen3-MoE with one dense and three expert layers, whose router is not indifferent."""
-    config = transformers.Qwen3MoeConfig(
-        **{
-            "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
-            "num_experts": EXPERTS, "num_experts_per_tok": TOPK, "moe_intermediate_size": 16, "norm_topk_prob": True,
-            "mlp_only_layers": [0], "pad_token_id": None, "eos_token_id": 1, "bos_token_id": None,
-            **changes,
-        }
-    )  # fmt: skip
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(20 if name.endswith("gate.weight") else 5)
-            else:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    model.save_pretrained(directory)
-    return directory
+from tests.support.parity import (
+    CP2,
+    DATA_PARALLEL,
+    EP2,
+    ETP1,
+    MICRO_BATCHES,
+    PP2,
+    RECOMPUTE,
+    SP,
+    TOLERANCE,
+    TP2,
+    VIRTUAL,
+    parity_job,
+    worst,
+)
+from tests.support.tiny_models import EXPERTS, TOPK, save_moe, save_tiny
+from tests.support.trainer_ranks import Pools, make_batch, shard, trainer_config
+from tests.support.trainers import gradients
 
 
 @pytest.fixture(scope="module")
@@ -171,13 +160,9 @@ def test_router_equals_megatrons(fields: dict[str, Any], biased: bool) -> None:
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
-TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
-CP2 = {"context_parallel_size": 2}
+ETP2 = {"expert_tensor_parallel_size": 2}
 DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}  # six samples over four data-parallel ranks
-ETP1, ETP2, SP = {"expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 2}, {"sequence_parallel": True}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-VIRTUAL = {"num_virtual_stages_per_pipeline_rank": 2}
 #: name → (ranks, data-parallel size, flags); what the parity table of all families has too comes in the long ones
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "TP2 x EP2, experts whole": (2, 1, TP2 | EP2 | ETP1),
@@ -305,8 +290,6 @@ BALANCE = {"moe_z_loss_coeff": 0.3, "moe_aux_loss_coeff": 0.5}
 
 def gradient_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> list[tuple[Any, dict[str, float]]]:
     """Per plan: gradients of the routers before clipping, and the metrics."""
-    from test_train_model import gradients
-
     config = trainer_config(**flags, optimizer="sgd", actor_num_gpus_per_node=info.world_size)
     backend = MegatronBackend(config, info)
     backend.setup()
@@ -453,8 +436,6 @@ def bias_job(info: Any, model: Path, flags: dict[str, Any], reward: float = 1.0)
 
 
 def test_expert_bias_moves_only_when_asked(ranks: Pools, tmp_path: Path) -> None:
-    from test_families import save_tiny
-
     save_tiny("glm4_moe", tmp_path)
     before, after = ranks.run(1, bias_job, tmp_path, {})[0]
     assert torch.equal(before, after) and before.abs().sum() > 0

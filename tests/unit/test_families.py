@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from test_train_model import gradients
 
 from slime.config import make_config
 from slime.config.architecture import check_model_flags, merge_transformer
@@ -21,145 +20,19 @@ from slime.errors import UserError
 from slime.models import FAMILIES, family_of
 from slime.models.flops import SequenceCost
 from slime.models.spec import check_same_model
-from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.moe_layer import expert_layers
-from slime.train.megatron.parallel import RankInfo
 from slime.train.megatron.rotary import inverse_frequencies
+from tests.support.hf_configs import PUBLISHED
 from tests.support.megatron_stub import hf_shape
-from tests.support.trainer_ranks import VOCAB, free_port, make_batch, trainer_config
-
-PUBLISHED: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parents[1] / "support" / "model_configs.json").read_text()
-)
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "pad_token_id": None,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
-EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "norm_topk_prob": True}
-LATENT: dict[str, Any] = {
-    **EXPERTS,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "n_routed_experts": 4,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5,
-    "n_group": 1,
-    "topk_group": 1,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000.0,
-    "factor": 40.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "original_max_position_embeddings": 16,
-}
-DEFAULT = {"rope_type": "default", "rope_theta": 1000.0}
-
-#: name → (transformers' config class, what it differs in)
-MODELS: dict[str, tuple[type, dict[str, Any]]] = {
-    "qwen3_moe": (
-        transformers.Qwen3MoeConfig,
-        {**EXPERTS, "num_experts": 4, "head_dim": 16, "mlp_only_layers": [0], "tie_word_embeddings": True},
-    ),
-    "qwen3_moe, every second layer, not normalised": (
-        transformers.Qwen3MoeConfig,
-        {**EXPERTS, "num_experts": 4, "head_dim": 8, "decoder_sparse_step": 2, "norm_topk_prob": False},
-    ),
-    "glm4": (transformers.Glm4Config, {"head_dim": 8, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}}),
-    "glm4, tied, no bias": (
-        transformers.Glm4Config,
-        {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 1},
-    ),
-    "glm4_moe": (
-        transformers.Glm4MoeConfig,
-        {
-            **EXPERTS,
-            "head_dim": 16,
-            "attention_bias": True,
-            "use_qk_norm": True,
-            "n_routed_experts": 4,
-            "routed_scaling_factor": 2.5,
-            "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5},
-        },
-    ),
-    "glm4_moe, as Air": (
-        transformers.Glm4MoeConfig,
-        {**EXPERTS, "head_dim": 8, "n_routed_experts": 6, "num_experts_per_tok": 3, "first_k_dense_replace": 2},
-    ),
-    "deepseek_v3": (
-        transformers.DeepseekV3Config,
-        {
-            **LATENT,
-            "n_routed_experts": 8,
-            "n_group": 4,
-            "topk_group": 2,
-            "num_experts_per_tok": 4,
-            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
-    ),
-    "deepseek_v3, as Moonlight": (transformers.DeepseekV3Config, {**LATENT, "q_lora_rank": None}),
-    "deepseek_v3, tied, mscale": (
-        transformers.DeepseekV3Config,
-        {
-            **LATENT,
-            "v_head_dim": 16,  # longer than a key
-            "tie_word_embeddings": True,
-            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5},
-        },
-    ),
-}
+from tests.support.tiny_models import OTHER_FAMILIES, save_tiny
+from tests.support.trainer_ranks import make_batch
+from tests.support.trainers import gradients, trainer
 
 
-def save_tiny(kind: str, directory: Path) -> torch.nn.Module:
-    """A random transformers model whose every parameter and buffer matters, saved to ``directory``."""
-    config_class, extra = MODELS[kind]
-    torch.manual_seed(1)
-    config = config_class(**{**SHAPE, **extra})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(20 if name.endswith("gate.weight") else 8)
-            else:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.3 * torch.randn_like(buffer))
-    model.save_pretrained(directory)
-    return model
-
-
-def trainer(directory: Path, **flags: Any) -> MegatronBackend:
-    config = trainer_config(hf_checkpoint=str(directory), **flags)
-    backend = MegatronBackend(config, RankInfo(0, 1, 0, "127.0.0.1", free_port()))
-    try:
-        backend.setup()
-    except BaseException:
-        backend.close()
-        raise
-    return backend
-
-
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", OTHER_FAMILIES)
 def test_log_probs_equal_transformers_and_weights_come_back(kind: str, tmp_path: Path) -> None:
     model = save_tiny(kind, tmp_path / "hf")
-    backend = trainer(tmp_path / "hf", save_hf=str(tmp_path / "back"))
+    backend = trainer(hf_checkpoint=str(tmp_path / "hf"), save_hf=str(tmp_path / "back"))
     try:
         batch = make_batch()
         scores = backend.log_probs(batch)
@@ -186,7 +59,7 @@ def test_recomputation_changes_no_gradient(flags: dict[str, Any], tmp_path: Path
     save_tiny("deepseek_v3", tmp_path)
     results = []
     for options in ({}, flags):
-        backend = trainer(tmp_path, **options)
+        backend = trainer(hf_checkpoint=str(tmp_path), **options)
         try:
             results.append(gradients(backend, make_batch()))
             attention = backend.model_chunks[0].get_submodule("module.decoder.layers.0.self_attention")
@@ -205,7 +78,10 @@ def test_the_expert_bias_is_kept_in_checkpoints_and_moves_only_when_asked(tmp_pa
     for rate, moves in ((None, False), (0.01, True)):
         save = tmp_path / f"run {rate}"
         backend = trainer(
-            tmp_path / "hf", save=str(save), save_hf=str(tmp_path / "back"), moe_router_bias_update_rate=rate
+            hf_checkpoint=str(tmp_path / "hf"),
+            save=str(save),
+            save_hf=str(tmp_path / "back"),
+            moe_router_bias_update_rate=rate,
         )
         try:
             backend.train(make_batch())
@@ -215,7 +91,7 @@ def test_the_expert_bias_is_kept_in_checkpoints_and_moves_only_when_asked(tmp_pa
         after = load_file(tmp_path / "back" / "model.safetensors")[name]
         step = (after - original).abs().max().item()
         assert step == pytest.approx(0.01 if moves else 0.0, abs=1e-7)
-        resumed = trainer(tmp_path / "hf", load=str(save), save_hf=str(tmp_path / "again"))
+        resumed = trainer(hf_checkpoint=str(tmp_path / "hf"), load=str(save), save_hf=str(tmp_path / "again"))
         try:
             resumed.save(1)
         finally:
@@ -225,7 +101,7 @@ def test_the_expert_bias_is_kept_in_checkpoints_and_moves_only_when_asked(tmp_pa
 
 def test_the_reference_has_its_own_expert_bias(tmp_path: Path) -> None:
     save_tiny("glm4_moe, as Air", tmp_path)
-    backend = trainer(tmp_path, use_kl_loss=True, kl_loss_coef=0.1)
+    backend = trainer(hf_checkpoint=str(tmp_path), use_kl_loss=True, kl_loss_coef=0.1)
     try:
         batch = make_batch()
         before = backend.log_probs(batch)
@@ -244,7 +120,7 @@ def test_an_updated_reference_goes_on_with_its_expert_bias(tmp_path: Path) -> No
     save_tiny("glm4_moe, as Air", tmp_path / "hf")
     save = str(tmp_path / "run")
     flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1, "moe_router_bias_update_rate": 0.05}
-    backend = trainer(tmp_path / "hf", save=save, **flags)
+    backend = trainer(hf_checkpoint=str(tmp_path / "hf"), save=save, **flags)
     try:
         backend.train(make_batch())
         assert backend.reference is not None
@@ -252,7 +128,7 @@ def test_an_updated_reference_goes_on_with_its_expert_bias(tmp_path: Path) -> No
         backend.save(0)
     finally:
         backend.close()
-    resumed = trainer(tmp_path / "hf", load=save, save=save, **flags)
+    resumed = trainer(hf_checkpoint=str(tmp_path / "hf"), load=save, save=save, **flags)
     try:
         assert resumed.reference is not None and resumed.reference_iteration == 0
         assert len(resumed.reference.tensors) == len(saved)
@@ -266,7 +142,7 @@ def test_a_model_that_only_model_name_tells_is_exported_as_it_was_loaded(tmp_pat
     path = tmp_path / "hf" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "model_type": "not_known_here", "architectures": ["NotKnownHere"]}))
-    backend = trainer(tmp_path / "hf", model_name="glm4", save_hf=str(tmp_path / "back"))
+    backend = trainer(hf_checkpoint=str(tmp_path / "hf"), model_name="glm4", save_hf=str(tmp_path / "back"))
     try:
         backend.save(0)
     finally:
@@ -332,7 +208,7 @@ def test_a_reference_with_another_rope_is_refused_before_anything_is_loaded(tmp_
     config["rope_parameters"]["rope_theta"] *= 10
     path.write_text(json.dumps(config))
     with pytest.raises(UserError, match="ref is another model than --hf-checkpoint"):
-        trainer(tmp_path / "hf", ref_load=str(tmp_path / "ref"), use_kl_loss=True, kl_loss_coef=0.1)
+        trainer(hf_checkpoint=str(tmp_path / "hf"), ref_load=str(tmp_path / "ref"), use_kl_loss=True, kl_loss_coef=0.1)
 
 
 def test_rotary_settings_that_go_into_the_attention() -> None:
@@ -372,7 +248,7 @@ def test_numbers_of_parameters_of_published_models(model: str) -> None:
 def test_every_family_has_a_published_model_and_a_tiny_one() -> None:
     names = {family.name for family in FAMILIES}
     assert {config["config"]["model_type"] for config in PUBLISHED.values()} == names
-    assert {kind.split(",")[0] for kind in MODELS} == names - {"llama", "qwen2", "qwen3"}
+    assert {kind.split(",")[0] for kind in OTHER_FAMILIES} == names - {"llama", "qwen2", "qwen3"}
 
 
 # -- flags that describe the model -----------------------------------------------------------------------------------

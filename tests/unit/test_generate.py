@@ -25,8 +25,8 @@ from slime.rollout.generate import (
 )
 from slime.samples.types import Sample, SampleStatus
 from tests.support import rollout_hooks
-from tests.support.fake_engine import FakeEngine
-from tests.support.fake_rollout import FakeClient, FakeRewards, FakeTokenizer, answer, hook_args, make_state
+from tests.support.fake_engine import FakeEngine, answer
+from tests.support.fake_rollout import FakeClient, FakeRewards, FakeTokenizer, hook_args, make_state
 
 HOOKS = "tests.support.rollout_hooks."
 

@@ -23,8 +23,8 @@ from slime.memory.plan import MemoryPlan, Phase, ranges
 from slime.memory.remedies import refuse, remedies
 from slime.memory.table import summary, table
 from slime.memory.trainer import CONTEXT
+from tests.support.hf_configs import PUBLISHED
 
-PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "support" / "model_configs.json").read_text())
 DENSE, MOE = "Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B"
 
 

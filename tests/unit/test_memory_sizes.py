@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +18,10 @@ from slime.memory.parameters import Layout, layer_parameters, outer_parameters, 
 from slime.memory.trainer import TrainerSettings
 from slime.models import family_of
 from slime.models.spec import ModelSpec
+from tests.support.hf_configs import PUBLISHED
 from tests.support.memory_jobs import FAMILIES, count_parameters, saved_bytes
 from tests.support.trainer_ranks import Pools, trainer_config
 
-PUBLISHED: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parents[1] / "support" / "model_configs.json").read_text()
-)
 DENSE = [name for name in FAMILIES if "moe_intermediate_size" not in FAMILIES[name]]
 MOE = [name for name in FAMILIES if name not in DENSE]
 TP2 = {"tensor_model_parallel_size": 2}

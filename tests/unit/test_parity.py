@@ -12,28 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_families
-import test_train_model
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from slime.samples.batch import TrainBatch
-from tests.support.trainer_ranks import Pools, make_batch, shard, trainer_config
-
-TEMPERATURE = 0.8
-TOLERANCE = 1e-5
-LOSS: dict[str, Any] = {
-    "use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3", "entropy_coef": 0.01,
-    "optimizer": "sgd", "lr": 0.3, "clip_grad": 0.5, "rollout_temperature": TEMPERATURE,
-    "rollout_batch_size": 12,
-}  # fmt: skip
-MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]
-DATA_PARALLEL = {
-    1: [(range(6), MICRO_BATCHES)],
-    2: [([4, 0], [[0], [1], []]), ([1, 3, 5, 2], [[0, 1], [2], [3]])],  # rank 0 ends with an empty micro-batch
-    4: [([4, 0], [[0], [1]]), ([1], [[0], []]), ([3, 5], [[0, 1], []]), ([2], [[], [0]])],
-}
+from tests.support.parity import (
+    CP2,
+    DATA_PARALLEL,
+    EP2,
+    ETP1,
+    MICRO_BATCHES,
+    PP2,
+    SP,
+    TEMPERATURE,
+    TOLERANCE,
+    TP2,
+    VIRTUAL,
+    parity_job,
+    worst,
+)
+from tests.support.tiny_models import save_tiny
+from tests.support.trainer_ranks import Pools, make_batch, shard
 
 
 @dataclass(frozen=True)
@@ -46,28 +43,23 @@ class Layout:
     rare: bool = False
 
 
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
-SP = {"sequence_parallel": True}
-EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 LAYOUTS = {
     "TP2": Layout(2, flags=TP2),
     "TP2+SP": Layout(2, flags=TP2 | SP),
     "PP2": Layout(2, flags=PP2),
-    "PP2 virtual": Layout(2, flags=PP2 | {"num_virtual_stages_per_pipeline_rank": 2}),
+    "PP2 virtual": Layout(2, flags=PP2 | VIRTUAL),
     "DP2": Layout(2, 2),
     "DP2 optimizer not sharded": Layout(2, 2, {"use_distributed_optimizer": False}, rare=True),
     "CP2": Layout(2, flags=CP2),
-    "EP2": Layout(2, 2, EP2),
+    "EP2": Layout(2, 2, EP2 | ETP1),
     "TP2 x PP2": Layout(4, flags=TP2 | PP2),
     "TP2 x CP2": Layout(4, flags=TP2 | CP2),
     "TP2+SP x CP2": Layout(4, flags=TP2 | SP | CP2, rare=True),
-    "PP2 virtual x CP2": Layout(4, flags=PP2 | CP2 | {"num_virtual_stages_per_pipeline_rank": 2}, rare=True),
+    "PP2 virtual x CP2": Layout(4, flags=PP2 | CP2 | VIRTUAL, rare=True),
     "DP2 x CP2": Layout(4, 2, CP2, rare=True),
     "CP4": Layout(4, flags={"context_parallel_size": 4}, rare=True),
-    "DP2 x EP2": Layout(4, 4, EP2),
-    "TP2+SP x EP2": Layout(4, 2, TP2 | SP | EP2, rare=True),
+    "DP2 x EP2": Layout(4, 4, EP2 | ETP1),
+    "TP2+SP x EP2": Layout(4, 2, TP2 | SP | EP2 | ETP1, rare=True),
 }
 DENSE = ["llama", "qwen2", "qwen3"]
 FAMILIES = [*DENSE, "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3"]
@@ -84,79 +76,12 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(family, layout, marks=[] if always else [pytest.mark.full])
 
 
-def parity_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> dict[str, Any]:
-    """Everything that is compared, on one rank; tensors by their Hugging Face names."""
-    from slime.checkpoints.hf_io import iter_hf_tensors
-    from slime.train.megatron.backend import MegatronBackend
-
-    backend = MegatronBackend(trainer_config(**LOSS, **flags, actor_num_gpus_per_node=info.world_size), info)
-    backend.setup()
-    batch = batches[backend.data_parallel_rank]
-
-    def named() -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
-
-    log_probs, entropies = _scores(backend, batch)
-    gradients = _gradients(backend, batch, named)
-    metrics = [backend.train(batch) for _ in range(2)]
-    return {
-        "samples": batch.sample_indices,
-        "log_probs": log_probs,
-        "entropies": entropies,
-        "gradients": gradients,
-        "metrics": [{k: v for k, v in m.items() if not k.startswith("perf/")} for m in metrics],
-        "weights": named(),
-        "reporting": backend.is_reporting_rank,
-    }
-
-
-def _scores(backend: Any, batch: TrainBatch) -> tuple[list[Tensor], list[Tensor]]:
-    """Per sample, as the training pass computes them; [] where there is no output layer."""
-    from slime.train.megatron import forward
-
-    packed = backend._pack(batch, batch.steps[0].micro_batches)
-    scores = forward.score(backend._modules(), packed, temperature=TEMPERATURE, with_entropy=True)
-    log_probs, entropies = {}, {}
-    for micro_batch, score in zip(packed, scores):
-        log_probs.update(zip(micro_batch.samples, micro_batch.split(score.log_probs)))
-        entropies.update(zip(micro_batch.samples, micro_batch.split(score.entropy)))
-    order = sorted(log_probs)
-    return [log_probs[i] for i in order], [entropies[i] for i in order]
-
-
-def _gradients(backend: Any, batch: TrainBatch, named: Any) -> dict[str, Tensor]:
-    """What the optimizer would get before clipping, whole: shards of the distributed optimizer are put together, and
-    the exporter turns them into Hugging Face tensors, standing in for the weights."""
-    from test_train_model import gradients
-
-    gradients(backend, batch)
-    chunks = backend.model_chunks
-    for chunk in chunks:
-        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-            group = buffer.data_parallel_group
-            if not buffer.ddp_config.use_distributed_optimizer or group.size() == 1:
-                continue
-            for bucket in buffer.buckets:
-                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
-    parameters = [p for chunk in chunks for p in chunk.parameters()]
-    before = [p.detach().clone() for p in parameters]
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.copy_(parameter.main_grad)
-        result = named()
-        for parameter, value in zip(parameters, before, strict=True):
-            parameter.copy_(value)
-    return result
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.nn.Module]]:
     made = {}
     for family in FAMILIES:
         directory = tmp_path_factory.mktemp("model")
-        save = test_train_model.save_tiny if family in DENSE else test_families.save_tiny
-        made[family] = (directory, save(family, directory))
+        made[family] = (directory, save_tiny(family, directory))
     return made
 
 
@@ -172,11 +97,6 @@ def single_process(family: str, singles: dict[str, Any], ranks: Pools, checkpoin
         singles[family] = ranks.run(1, parity_job, flags, [make_batch(MICRO_BATCHES)])[0]
     result: dict[str, Any] = singles[family]
     return result
-
-
-def worst(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference, relative to the largest entry."""
-    return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-12)).item()
 
 
 @pytest.mark.parametrize(("family", "layout"), list(_cases()))

@@ -14,8 +14,8 @@ import torch
 
 import slime.checkpoints.random_state
 from tests.support import megatron_jobs as jobs
+from tests.support.megatron_jobs import single
 from tests.support.trainer_ranks import Pools
-from tests.unit.test_checkpoint import single
 
 SAID = "random numbers start anew"
 

@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slime.__main__ import main
+from tests.support.hf_configs import PUBLISHED
 
 ROOT = Path(__file__).parents[2]
-PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests" / "support" / "model_configs.json").read_text())
 
 #: recipe → (configuration, model, GPUs of a host, GB of a GPU, command, further flags)
 RECIPES: dict[str, tuple[str, str, int, int, str, list[str]]] = {

@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_experts import CP2, EP2, ETP1, EXPERTS, PP2, RECOMPUTE, SP, TOPK, TP2, VIRTUAL, save_moe
-from test_parity import parity_job, worst
-from test_train_model import save_tiny
 from torch import Tensor
 
 from slime.errors import UserError
@@ -26,7 +23,11 @@ from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.moe_router import choose_experts
 from slime.train.megatron.parallel import RankInfo
 from slime.train.megatron.replay import RoutingGuide
-from tests.support.trainer_ranks import Pools, free_port, make_batch, trainer_config
+from tests.support.parity import CP2, EP2, ETP1, LOSS, PP2, RECOMPUTE, SP, TP2, VIRTUAL, parity_job, worst
+from tests.support.processes import free_port
+from tests.support.tiny_models import EXPERTS, TOPK, save_moe, save_tiny
+from tests.support.trainer_ranks import Pools, make_batch, trainer_config
+from tests.support.trainers import whole_gradients
 
 LAYERS, MICRO_BATCHES = 4, [[0, 1], [2, 3], [], [4, 5]]
 
@@ -250,8 +251,6 @@ _ROUTER = "model.layers.2.mlp.gate.weight"
 
 def replay_job(info: Any, flags: dict[str, Any], batch: TrainBatch) -> dict[str, Any]:
     """Gradients, and weights after two steps; passes through `MegatronBackend.train` alone."""
-    from test_parity import LOSS, _gradients
-
     from slime.checkpoints.hf_io import iter_hf_tensors
 
     backend = MegatronBackend(trainer_config(**LOSS, **flags, actor_num_gpus_per_node=info.world_size), info)
@@ -261,7 +260,7 @@ def replay_job(info: Any, flags: dict[str, Any], batch: TrainBatch) -> dict[str,
         return {name: tensor.clone() for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
 
     backend.log_probs(batch)  # records
-    gradients = _gradients(backend, batch, named)
+    gradients = whole_gradients(backend, batch, named)
     for _ in range(2):
         backend.train(batch)
     return {"gradients": gradients, "weights": named()}

@@ -21,7 +21,8 @@ from slime.rollout.generate import sample_seed
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus
 from tests.support import rollout_hooks
-from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, answer, hook_args, make_state
+from tests.support.fake_engine import answer
+from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, hook_args, make_state
 
 MAX_NEW_TOKENS = 8
 

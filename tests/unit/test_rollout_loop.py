@@ -18,8 +18,8 @@ from slime.rollout.generate import sample_seed
 from slime.rollout.loop import RolloutLoop
 from slime.samples.types import Sample, SampleStatus
 from tests.support import rollout_hooks
-from tests.support.fake_engine import FakeEngine
-from tests.support.fake_rollout import FakeSource, FakeTokenizer, answer
+from tests.support.fake_engine import FakeEngine, answer
+from tests.support.fake_rollout import FakeSource, FakeTokenizer
 
 HOOKS = "tests.support.rollout_hooks."
 FLAGS: dict[str, Any] = {

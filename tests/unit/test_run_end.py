@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_checkpoint_dir import complete
 
 from slime import session as module
 from slime.checkpoints.directory import partial_dir
@@ -18,6 +17,7 @@ from slime.cluster import run_cluster
 from slime.cluster.run_cluster import Cluster, Launch
 from slime.config import make_config
 from slime.errors import UserError
+from tests.support.checkpoint_dirs import complete
 
 Behaviour = Callable[[Callable[[], bool]], None]
 NEWEST = "newest whole checkpoint: {}"

@@ -28,7 +28,9 @@ from slime.errors import UserError
 from slime.placement import PlacementPlan
 from slime.rollout.plugin_api import get_model_url
 from tests.support.embedded_models import save_tiny_model
-from tests.support.sglang_servers import installed, process_of  # noqa: F401 (a fixture)
+from tests.support.sglang_servers import process_of
+
+pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
 
 def parse_args(argv: list[str]) -> Any:

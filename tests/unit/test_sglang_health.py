@@ -21,7 +21,9 @@ from slime.engines.launch import LaunchSpec, sglang_command
 from slime.engines.sglang.command import HEALTH_GENERATES, ONE_GPU, EnginePlace, check_sglang
 from slime.errors import RunFailed, UserError
 from tests.support.embedded_models import save_tiny_model
-from tests.support.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
+from tests.support.sglang_servers import FakeSGLang, fake_sglang
+
+pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
 POINTER = "ValueError: Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"
 

@@ -27,8 +27,11 @@ from slime.weights.transport import EngineSlots
 from tests.support import stage_jobs
 from tests.support.embedded_models import save_tiny_model
 from tests.support.megatron_stub import MegatronStub
-from tests.support.sglang_servers import FakeSGLang, fake_sglang, installed  # noqa: F401 (a fixture)
-from tests.support.trainer_ranks import Pools, free_port
+from tests.support.processes import free_port
+from tests.support.sglang_servers import FakeSGLang, fake_sglang
+from tests.support.trainer_ranks import Pools
+
+pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
 WORDS = {"rollout_engine": "sglang", "fp32": True, "rollout_batch_size": 4, "num_rollout": 1}
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_train_model import trainer
 from torch import Tensor
 
 from slime.checkpoints.megatron_names import global_parameters
@@ -16,6 +15,7 @@ from slime.errors import UserError
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.provider import default_model
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
+from tests.support.trainers import trainer
 
 seen: list[Any] = []
 

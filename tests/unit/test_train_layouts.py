@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_train_model import save_tiny
 from torch import Tensor
 
 from slime.samples.batch import TrainBatch
 from slime.train.megatron.context import _copy_rows
+from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
 LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3", "entropy_coef": 0.01, "optimizer": "sgd"}

@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_families
 import torch
-from test_train_model import gradients, trainer
 from torch import Tensor
 
 from slime.config import make_config
 from slime.errors import UserError
 from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.host_states import HostStates, host_states_of
+from slime.train.megatron.host_states import HostStates
 from slime.train.memory import LargestMicroBatch, OutOfMemory, PhaseMemory, is_out_of_memory, remedies
-from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
+from tests.support.tiny_models import save_tiny
+from tests.support.trainer_ranks import Pools, make_batch
+from tests.support.trainers import LOSS, gradients, train_job, trainer
 
-LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "entropy_coef": 0.01}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "activations": {"recompute_activations": True},
     "blocks of two layers": {"recompute_granularity": "full", "recompute_num_layers": 2},
@@ -104,10 +103,10 @@ def test_recompute_gives_the_same_gradients_and_keeps_less(name: str, plain: tup
     "modules", [["moe", "layernorm", "mlp", "core_attn"], ["moe_act", "shared_experts", "mla_up_proj"]], ids="+".join
 )
 def test_modules_of_experts_and_latent_attention(modules: list[str], tmp_path: Path) -> None:
-    test_families.save_tiny("deepseek_v3", tmp_path)
+    save_tiny("deepseek_v3", tmp_path)
     found = []
     for flags in ({}, {"recompute_granularity": "selective", "recompute_modules": modules}):
-        backend = test_families.trainer(tmp_path, **flags)
+        backend = trainer(hf_checkpoint=str(tmp_path), **flags)
         try:
             found.append((gradients(backend, make_batch()), saved_bytes(backend, make_batch())))
         finally:
@@ -175,25 +174,6 @@ def test_full_recompute_needs_no_more_words() -> None:
 
 
 # -- on several ranks ------------------------------------------------------------------------------------------------
-
-
-def train_job(info: Any, flags: dict[str, Any]) -> dict[str, Any]:
-    """Metrics of two steps and this rank's weights after them."""
-    config = trainer_config(**{**LOSS, "lr": 0.02, "clip_grad": 0.5, **flags}, actor_num_gpus_per_node=info.world_size)
-    backend = MegatronBackend(config, info)
-    backend.setup(spec=tiny_spec(tie=False), initialise=True)
-    whole = make_batch([[0, 1], [2, 3], [4], [5]])
-    batch = whole
-    if backend.layout.data_parallel_size == 2:
-        mine = [[0, 1, 4], [2, 3, 5]][backend.data_parallel_rank]
-        batch = shard(whole, mine, [[0, 1], [2]])
-    metrics = [backend.train(batch) for _ in range(2)]
-    return {
-        "metrics": [{k: v for k, v in m.items() if not k.startswith("perf/")} for m in metrics],
-        "weights": {n: p.detach().clone() for c in backend.model_chunks for n, p in c.named_parameters()},
-        "on host": [host_states_of(o) is not None for p in backend.optimizer.chained_optimizers for o in [p.optimizer]],
-        "peaks": [name for name in metrics[0] if name.endswith("_peak_memory_gb")],
-    }
 
 
 @pytest.mark.parametrize(

@@ -6,74 +6,19 @@ import doctest
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.packed import PackingOptions, pack
 from slime.train.megatron.padded import padded_layout
-from slime.train.megatron.parallel import RankInfo
 from slime.train.megatron.rotary import Rotate
-from tests.support.trainer_ranks import VOCAB, free_port, make_batch, shard, tiny_spec, trainer_config
-
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-MODELS: dict[str, tuple[type, dict[str, Any]]] = {
-    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
-    "llama3 rope": (transformers.LlamaConfig, {"rope_parameters": LLAMA3}),
-    "yarn rope": (transformers.LlamaConfig, {"rope_parameters": YARN}),
-    "linear rope": (
-        transformers.LlamaConfig,
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
-    ),
-    "qwen2": (transformers.Qwen2Config, {}),
-    "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
-}
-
-
-def save_tiny(kind: str, directory: Path) -> torch.nn.Module:
-    """A random transformers model whose every parameter matters, saved to ``directory``."""
-    config_class, extra = MODELS[kind]
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config_class(**SMALL, **extra)).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5) if parameter.dim() > 1 else parameter.add_(0.3 * torch.randn_like(parameter))
-    model.save_pretrained(directory)
-    return model
-
-
-def trainer(**flags: Any) -> MegatronBackend:
-    backend = MegatronBackend(trainer_config(**flags), RankInfo(0, 1, 0, "127.0.0.1", free_port()))
-    try:
-        backend.setup(**({} if "hf_checkpoint" in flags else {"spec": tiny_spec(), "initialise": True}))
-    except BaseException:
-        backend.close()
-        raise
-    return backend
+from tests.support.tiny_models import LLAMA_LIKE, save_tiny
+from tests.support.trainer_ranks import make_batch, shard
+from tests.support.trainers import gradients, trainer
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +28,7 @@ def random_trainer() -> Iterator[MegatronBackend]:
     backend.close()
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", LLAMA_LIKE)
 def test_log_probs_equal_transformers(kind: str, tmp_path: Path) -> None:
     model = save_tiny(kind, tmp_path)
     backend = trainer(hf_checkpoint=str(tmp_path), rollout_temperature=0.8)
@@ -98,23 +43,6 @@ def test_log_probs_equal_transformers(kind: str, tmp_path: Path) -> None:
             logp = (model(tokens[None]).logits[0] / 0.8).log_softmax(-1)
         theirs = logp[:-1].gather(1, tokens[1:, None])[-response:, 0]
         assert torch.allclose(ours, theirs, atol=1e-5, rtol=0)
-
-
-def gradients(backend: MegatronBackend, batch: TrainBatch) -> dict[str, Tensor]:
-    """Of the whole step, by parameter name; what the optimizer would get before clipping. Frozen ones have none."""
-    from slime.train import update as module
-
-    data = module._initial_tensors(backend, batch)
-    data.ref_log_probs = backend.log_probs(batch, reference=True)
-    module.compute_advantages(backend, batch, data)
-    step = batch.steps[0]
-    backend.forward_backward(batch, 0, lambda samples: module._loss_inputs(backend, batch, data, step, samples))
-    return {
-        name: parameter.main_grad.clone()
-        for chunk in backend.model_chunks
-        for name, parameter in chunk.named_parameters()
-        if parameter.requires_grad
-    }
 
 
 @given(order=st.permutations(range(6)), size=st.integers(1, 6))

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_model import save_tiny, trainer
 
+from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import make_batch
+from tests.support.trainers import trainer
 
 
 @pytest.mark.parametrize("flags", [{}, {"bf16": True}], ids=["float32", "bfloat16"])

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_model import trainer
-from test_train_update import poisoned
 
 from slime.config import make_config
 from slime.config.te_flags import missing
@@ -25,6 +23,7 @@ from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.optimizer import apply_gradients, torch_optimizers
 from slime.train.update import NonFiniteTraining
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
+from tests.support.trainers import poisoned, trainer
 
 
 class Letters:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_train_model import gradients, trainer
 
 from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.packed import branches_per_prompt
 from tests.support.trainer_ranks import VOCAB, make_batch
+from tests.support.trainers import gradients, trainer
 
 
 @pytest.fixture

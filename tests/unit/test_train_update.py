@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import pickle
 from collections.abc import Iterator
@@ -10,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_model import trainer
 
 from slime.errors import UserError
 from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.update import NonFiniteTraining, reuses_log_probs
 from tests.support.trainer_ranks import make_batch
+from tests.support.trainers import poisoned, trainer
 
 
 @pytest.fixture
@@ -194,14 +193,6 @@ def test_truncated_importance_sampling_is_logged(backend: MegatronBackend) -> No
 
 
 # -- what stops it ---------------------------------------------------------------------------------------------------
-
-
-def poisoned(batch: TrainBatch, sample: int) -> TrainBatch:
-    rewards = list(batch.rewards)
-    rewards[sample] = float("nan")
-    bad = copy.copy(batch)
-    bad.rewards = rewards
-    return bad
 
 
 def test_nan_stops_with_the_samples_and_changes_nothing(backend: MegatronBackend) -> None:

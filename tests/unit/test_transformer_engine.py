@@ -20,8 +20,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_train_model import trainer
-from test_weights_convert import config_of
 from torch import Tensor
 
 from slime.errors import UserError
@@ -30,8 +28,10 @@ from slime.samples.batch import StepPlan, TrainBatch
 from slime.train.megatron import forward, optimizer, te_layers
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.layers import RMSNorm
+from tests.support.hf_configs import config_of
 from tests.support.megatron_jobs import exported
 from tests.support.megatron_stub import random_hf
+from tests.support.trainers import trainer
 
 needs_it = [
     pytest.mark.gpu,

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_parity import MICRO_BATCHES, PP2, TOLERANCE, parity_job, worst
 
 from slime.errors import UserError
 from slime.models.layout_rules import check_layout
 from tests.support import megatron_jobs as jobs
+from tests.support.parity import MICRO_BATCHES, PP2, TOLERANCE, parity_job, worst
 from tests.support.trainer_ranks import Pools, make_batch, tiny_spec, trainer_config
 
 FIRST = "decoder_first_pipeline_num_layers"

@@ -24,7 +24,7 @@ from slime.engines.embedded.scheduler import Scheduler
 from slime.errors import UserError
 from slime.weights.canary import Canary, Difference, canary_tokens
 from tests.support.embedded_models import EOS, SHAPES, VOCAB, make_scheduler, run, save_tiny_model
-from tests.unit.test_checkpoint import single
+from tests.support.megatron_jobs import single
 
 MEAN, LARGEST = "train/canary_logprob_abs_diff", "train/canary_logprob_abs_diff_max"
 

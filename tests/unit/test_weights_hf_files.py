@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from slime.checkpoints.hf_files import INDEX, HfReader, HfWriter
 from slime.errors import UserError
 from slime.models import family_of
+from tests.support.hf_configs import config_of
 from tests.support.megatron_stub import random_hf
-from tests.unit.test_weights_convert import config_of
 
 CONFIG = config_of("llama", num_hidden_layers=4)
 FAMILY = family_of(CONFIG)

@@ -14,8 +14,8 @@ from slime.checkpoints.megatron_names import Placement, global_parameters
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.layouts import Shard
+from tests.support.hf_configs import config_of
 from tests.support.megatron_stub import MegatronStub, random_hf
-from tests.unit.test_weights_convert import config_of
 
 
 def model_of(family_name: str, seed: int = 0, **changes: object) -> tuple[dict, dict, MegatronStub]:

@@ -25,8 +25,9 @@ from tests.support import megatron_jobs as jobs
 from tests.support import stage_jobs
 from tests.support.embedded_models import save_tiny_model
 from tests.support.fake_weight_engine import FakeWeightEngine
-from tests.support.trainer_ranks import RankPool, free_port
-from tests.unit.test_checkpoint import single
+from tests.support.megatron_jobs import single
+from tests.support.processes import free_port
+from tests.support.trainer_ranks import RankPool
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 

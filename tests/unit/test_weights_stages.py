@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_experts import save_moe
 
 from slime.weights.transport import EngineSlots
 from tests.support import megatron_jobs, stage_jobs
 from tests.support.fake_weight_engine import FakeWeightEngine
+from tests.support.tiny_models import save_moe
 from tests.support.trainer_ranks import Pools, RankPool
 
 PP2 = {"pipeline_model_parallel_size": 2}

@@ -20,8 +20,8 @@ from slime.weights import sync as sync_module
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
 from slime.weights.sync import WeightSync, choose_route
 from tests.support.fake_weight_engine import FakeWeightEngine
+from tests.support.hf_configs import config_of
 from tests.support.megatron_stub import MegatronStub, random_hf
-from tests.unit.test_weights_convert import config_of
 
 HF_CONFIG = config_of("qwen2")
 FAMILY = family_of(HF_CONFIG)

@@ -1,0 +1,41 @@
+"""Hugging Face configurations: a tiny one of every family, and those of published models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from slime.models import FAMILIES
+
+#: Published model → its "config" as in its repository, its number of "parameters", and what else was noted of it.
+PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "model_configs.json").read_text())
+
+ARCHITECTURES = {family.name: family.architectures[0] for family in FAMILIES}
+EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+DENSE_FIRST = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 0}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
+EXTRA: dict[str, dict[str, object]] = {
+    "qwen3_moe": {**EXPERTS, "num_experts": 4},
+    "glm4_moe": {**DENSE_FIRST, "attention_bias": True, "use_qk_norm": True},
+    "deepseek_v3": {**DENSE_FIRST, **LATENT, "n_group": 1, "topk_group": 1},
+}
+
+
+def config_of(family: str, **changes: object) -> dict:
+    """``config.json`` of the smallest model of ``family`` that has all of its parts; ``changes`` override."""
+    config = {
+        "model_type": family,
+        "architectures": [ARCHITECTURES[family]],
+        "vocab_size": 49,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        **EXTRA.get(family, {}),
+    }
+    return config | changes

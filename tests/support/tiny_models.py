@@ -1,0 +1,179 @@
+"""Tiny random models that transformers made, of every family: what the trainer's numbers are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.support.trainer_ranks import VOCAB
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+DENSE_YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+#: name → (transformers' config class, what it differs in)
+LLAMA_LIKE: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
+    "llama3 rope": (transformers.LlamaConfig, {"rope_parameters": LLAMA3}),
+    "yarn rope": (transformers.LlamaConfig, {"rope_parameters": DENSE_YARN}),
+    "linear rope": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
+    ),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": None,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+CHOSEN_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "norm_topk_prob": True}
+LATENT: dict[str, Any] = {
+    **CHOSEN_EXPERTS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 1,
+    "topk_group": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 40.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 16,
+}
+DEFAULT = {"rope_type": "default", "rope_theta": 1000.0}
+
+OTHER_FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {**CHOSEN_EXPERTS, "num_experts": 4, "head_dim": 16, "mlp_only_layers": [0], "tie_word_embeddings": True},
+    ),
+    "qwen3_moe, every second layer, not normalised": (
+        transformers.Qwen3MoeConfig,
+        {**CHOSEN_EXPERTS, "num_experts": 4, "head_dim": 8, "decoder_sparse_step": 2, "norm_topk_prob": False},
+    ),
+    "glm4": (transformers.Glm4Config, {"head_dim": 8, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}}),
+    "glm4, tied, no bias": (
+        transformers.Glm4Config,
+        {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        {
+            **CHOSEN_EXPERTS,
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 4,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "glm4_moe, as Air": (
+        transformers.Glm4MoeConfig,
+        {**CHOSEN_EXPERTS, "head_dim": 8, "n_routed_experts": 6, "num_experts_per_tok": 3, "first_k_dense_replace": 2},
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        {
+            **LATENT,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek_v3, as Moonlight": (transformers.DeepseekV3Config, {**LATENT, "q_lora_rank": None}),
+    "deepseek_v3, tied, mscale": (
+        transformers.DeepseekV3Config,
+        {
+            **LATENT,
+            "v_head_dim": 16,  # longer than a key
+            "tie_word_embeddings": True,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5},
+        },
+    ),
+}
+
+
+def save_tiny(kind: str, directory: Path) -> torch.nn.Module:
+    """A random transformers model whose every parameter and buffer matters, saved to ``directory``."""
+    if kind in LLAMA_LIKE:
+        config_class, extra = LLAMA_LIKE[kind]
+        return _save(config_class(**{**SMALL, **extra}), directory, scale=5)
+    config_class, extra = OTHER_FAMILIES[kind]
+    return _save(config_class(**{**SHAPE, **extra}), directory, scale=8)
+
+
+#: Of `save_moe`: experts of a layer, and how many of them a token passes.
+EXPERTS, TOPK = 8, 2
+
+
+def save_moe(directory: Path, **changes: Any) -> Path:
+    """A random Qwen3-MoE with one dense and three expert layers, whose router is not indifferent."""
+    config = transformers.Qwen3MoeConfig(
+        **{
+            "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+            "num_experts": EXPERTS, "num_experts_per_tok": TOPK, "moe_intermediate_size": 16, "norm_topk_prob": True,
+            "mlp_only_layers": [0], "pad_token_id": None, "eos_token_id": 1, "bos_token_id": None,
+            **changes,
+        }
+    )  # fmt: skip
+    _save(config, directory, scale=5)
+    return directory
+
+
+def _save(config: Any, directory: Path, *, scale: float) -> torch.nn.Module:
+    """Matrices are ``scale`` times as large as at the start of training, routers' 20 times: nothing is indifferent."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(20 if name.endswith("gate.weight") else scale)
+            else:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
+    model.save_pretrained(directory)
+    return model
