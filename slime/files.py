@@ -86,16 +86,33 @@ def dump_line(value: dict[str, Any]) -> bytes:
     return orjson.dumps(value) + b"\n"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that readers see whole or not at all, also when we are killed half-way."""
+def write_atomically(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Write a file that readers see whole or not at all, also when we are killed half-way.
+
+    Args:
+        durable: also when the power is cut: it is on the disk when this returns.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
+        if durable:
+            bring_to_disk(temporary)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+    if durable:
+        bring_to_disk(path.parent)
+
+
+def bring_to_disk(path: Path) -> None:
+    """fsync of a file's content, or of a directory's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_object(path: Path) -> dict[str, Any]:
