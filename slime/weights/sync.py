@@ -85,7 +85,6 @@ class WeightSync:
         self._fleet: EngineFleet | None = None
         self._transport: Transport | None = None
         self._check: EngineCheck | None = None
-        self._route: Route | None = None
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
         self._last_seconds = 0.0
@@ -109,11 +108,10 @@ class WeightSync:
                 with _naming_engine():
                     route = find_route(self.config, self._fleet, self._hf_config, on_this_node=on_this_node)
                 reached.value = route.to_json()
-        route = self._route = Route.from_json(reached.value)
+        route = Route.from_json(reached.value)
         self._ranks.sources = route.sources
         if not self._prepare(route, found):
-            self._route = dataclasses.replace(route, in_runs=False)
-            self._prepare(self._route, found)
+            self._prepare(dataclasses.replace(route, in_runs=False), found)
 
     def _prepare(self, route: Route, engines: Sequence[EngineSlots]) -> bool:
         """Open the way and agree with the engines on what is compared. Collective.
@@ -223,11 +221,15 @@ class WeightSync:
         return 4 * _CONTROL_SECONDS + 2 * sum(self._stage_seconds)
 
     def _gloo_group(self) -> dist.ProcessGroup | None:
-        """All trainer ranks on CPU: what is exchanged there are words, and NCCL would need the GPU for them."""
+        """All trainer ranks on CPU: what is exchanged there are words, and NCCL would need the GPU for them.
+
+        The others are in it while rank 0 waits for the engines to load a bucket, so it waits longer than rank 0.
+        """
         if self.world_size == 1:
             return None
         if self._gloo is None:
-            self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
+            seconds = self._timeout + deadline_for(self.config.sync.update_weight_buffer_size)
+            self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         return self._gloo
 
     # -- rank 0 --------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from slime.checkpoints import hf_io
 from slime.errors import UserError
@@ -141,3 +142,18 @@ def hear_a_stranger(info: Any, trace: Path) -> str:
     except StageError as error:
         return str(error)
     return "nothing"
+
+
+def time_outs_of_groups(info: Any, minutes: float) -> tuple[set[float], float]:
+    """Seconds of every process group that a trainer makes at its start, and of the one that pushes by handles use."""
+    from slime.train.megatron.parallel import initialise  # megatron is imported once it can run on a CPU
+
+    config = trainer_config(actor_num_gpus_per_node=info.world_size, distributed_timeout_minutes=minutes)
+    initialise(info, config)
+    at_start = {_seconds(group) for group in _world.pg_map}
+    sync = WeightSync(config, [], {}, rank=info.rank, world_size=info.world_size)
+    return at_start, _seconds(sync._gloo_group())
+
+
+def _seconds(group: Any) -> float:
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from test_experts import save_moe
 
 from slime.engines.wire.process_group import listening_store
-from slime.weights.transport import EngineSlots
+from slime.weights.transport import FLOOR_SECONDS, EngineSlots
 from tests.support import megatron_jobs, stage_jobs
 from tests.support.fake_weight_engine import FakeWeightEngine
 from tests.support.trainer_ranks import Pools, RankPool
@@ -111,6 +111,12 @@ def test_a_stage_that_is_silent_is_waited_for_no_longer_than_the_limit(
 ) -> None:
     [[said], _] = ranks.run(2, stage_jobs.push_with_a_fault, models["dense"], PP2, slots(engines), "silent")
     assert "waited for pipeline stage 1 (trainer rank 1)" in said and "'transfer'" in said and "s for its word" in said
+
+
+def test_every_process_group_waits_as_long_as_the_flag_says(ranks: Pools) -> None:
+    for at_start, of_pushes in ranks.run(2, stage_jobs.time_outs_of_groups, 2.5):
+        assert at_start == {150.0}
+        assert of_pushes > 150.0 + FLOOR_SECONDS  # rank 0 waits for engines meanwhile
 
 
 def test_what_a_stranger_puts_into_the_store_is_an_error_and_never_runs(ranks: Pools, tmp_path: Path) -> None:
