@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from slime.engines.api import EngineError
 from slime.errors import UserError
+from slime.files import json_safe
 
 _SEAL, _SEAL_BYTES = "sha256", 32
 
@@ -178,7 +179,7 @@ class TrainerRanks:
 
     def _say(self, key: str, failure: str | None = None, value: Any = None) -> None:
         if self._store is not None:
-            name, word = f"{self._round}/{key}", orjson.dumps([failure, value])
+            name, word = f"{self._round}/{key}", orjson.dumps([json_safe(failure), value])
             self._store.set(name, self._seal(name, word) + word)
 
     def _hear(self, key: str, stage: int, limit: float) -> tuple[str | None, Any]:
