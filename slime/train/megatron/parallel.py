@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from slime.checkpoints.random_state import seed_generators
 from slime.config import Config
@@ -75,6 +76,8 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
         distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,
     )
+    # the one group that megatron-core leaves torch's half hour
+    _set_pg_timeout(timeout, parallel_state.get_expert_data_parallel_group_gloo())
     seed_generators(config.train.seed)
     return chosen
 
