@@ -104,9 +104,12 @@ def dump_line(value: dict[str, Any]) -> bytes:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """A path to write to, which takes the place of ``path`` at the end of the block: readers see the file whole or not
     at all, also when we are killed half-way. Folders are made; an exception leaves ``path`` as it was.
+
+    Args:
+        durable: also when the power is cut: it is on the disk when the block ends.
 
     Example:
         with replacing(Path("dumps/3.pt")) as unfinished:
@@ -116,15 +119,28 @@ def replacing(path: Path) -> Iterator[Path]:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield unfinished
+        if durable:
+            bring_to_disk(unfinished)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+    if durable:
+        bring_to_disk(path.parent)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that readers see whole or not at all."""
-    with replacing(path) as unfinished:
+def write_atomically(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """`replacing` with these bytes."""
+    with replacing(path, durable=durable) as unfinished:
         unfinished.write_bytes(content)
+
+
+def bring_to_disk(path: Path) -> None:
+    """fsync of a file's content, or of a directory's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.errors import UserError
+from slime.files import bring_to_disk, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
+EXTRA_STATE = "extra_state.pt"
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _LEFTOVER = re.compile(r"\.(iter_\d{7,}|release)\.(partial|replaced|discarded)")
@@ -105,7 +107,7 @@ class FileRecord:
 def write_manifest(directory: Path, records: list[FileRecord]) -> None:
     """Written as the last file of a checkpoint: what must be there for it to be complete."""
     listed = {record.path: {"nbytes": record.nbytes, "xxh3": record.xxh3} for record in records}
-    write_file(directory / MANIFEST, json.dumps({"files": listed}, indent=1))
+    write_atomically(directory / MANIFEST, json.dumps({"files": listed}, indent=1).encode(), durable=True)
 
 
 def read_manifest(directory: Path) -> list[FileRecord] | None:
@@ -194,35 +196,12 @@ def _go_back(directory: Path) -> str:
 # -- writing -----------------------------------------------------------------------------------------------
 
 
-def write_file(path: Path, text: str) -> None:
-    """Replace a small file so that readers see the old or the new content, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-    fsync_directory(path.parent)
-
-
-def fsync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def fsync_tree(directory: Path) -> None:
-    """Every file and directory below, so that a later rename publishes only what is on the disk."""
+def _bring_to_disk_below(directory: Path) -> None:
+    """Every file and directory, so that a later rename publishes only what is on the disk."""
     for folder, _, names in os.walk(directory):
         for name in names:
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        fsync_directory(Path(folder))
+            bring_to_disk(Path(folder, name))
+        bring_to_disk(Path(folder))
 
 
 def partial_dir(final: Path) -> Path:
@@ -268,20 +247,20 @@ def publish(partial: Path, final: Path) -> None:
 
     Between the two renames the older one lies at ``.<name>.replaced``, where `iteration_dir` finds it.
     """
-    fsync_tree(partial)
+    _bring_to_disk_below(partial)
     replaced = final.with_name(f".{final.name}.replaced")
     if replaced.exists() and final.exists():
         shutil.rmtree(replaced)
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
-    fsync_directory(final.parent)
+    bring_to_disk(final.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
 
 
 def set_latest(root: Path, iteration: int | str) -> None:
-    write_file(root / TRACKER, f"{iteration}\n")
+    write_atomically(root / TRACKER, f"{iteration}\n".encode(), durable=True)
 
 
 def retain(root: Path, keep: int | None) -> list[int]:

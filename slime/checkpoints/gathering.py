@@ -28,7 +28,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Held:
+class PlacedParameter:
     """A parameter that some rank of this pipeline (and expert) group holds: everything the others must know.
 
     Attributes:
@@ -50,15 +50,17 @@ class Held:
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
-def whole_bytes(one: Held, placement: Placement) -> int:
+def whole_bytes(one: PlacedParameter, placement: Placement) -> int:
     """Of the parameter with the pieces of all tensor-parallel ranks."""
     pieces = (placement.etp_size if one.is_expert else placement.tp_size) if one.is_cut else 1
     return pieces * one.nbytes
 
 
-def batches(held: Sequence[Held], placement: Placement, limit: int = BATCH_BYTES) -> Iterator[list[Held]]:
+def batches(
+    held: Sequence[PlacedParameter], placement: Placement, limit: int = BATCH_BYTES
+) -> Iterator[list[PlacedParameter]]:
     """Consecutive parameters whose whole tensors have at most ``limit`` bytes together; a larger one comes alone."""
-    batch: list[Held] = []
+    batch: list[PlacedParameter] = []
     size = 0
     for one in held:
         nbytes = whole_bytes(one, placement)
@@ -72,7 +74,7 @@ def batches(held: Sequence[Held], placement: Placement, limit: int = BATCH_BYTES
 
 
 def gather(
-    batch: Sequence[Held], local: Mapping[str, torch.Tensor], place: Placement, device: torch.device
+    batch: Sequence[PlacedParameter], local: Mapping[str, torch.Tensor], place: Placement, device: torch.device
 ) -> dict[str, list[torch.Tensor]]:
     """The tensor-parallel pieces of each parameter, in the order of the ranks; views of shared buffers.
 
@@ -95,7 +97,7 @@ def gather(
 
 
 def _spread(
-    held: Sequence[Held],
+    held: Sequence[PlacedParameter],
     sources: Mapping[str, int],
     here: dict[str, torch.Tensor],
     group: dist.ProcessGroup,
@@ -111,7 +113,7 @@ def _spread(
 
 
 def _all_gather(
-    held: Sequence[Held], here: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
+    held: Sequence[PlacedParameter], here: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, list[torch.Tensor]]:
     flat = _flat(held, here, device)
     parts = [torch.empty_like(flat) for _ in range(group.size())]
@@ -120,7 +122,7 @@ def _all_gather(
     return {one.name: [found[one.name] for found in by_rank] for one in held}
 
 
-def _offsets(held: Iterable[Held]) -> tuple[list[int], int]:
+def _offsets(held: Iterable[PlacedParameter]) -> tuple[list[int], int]:
     """Where each parameter begins in a flat buffer, aligned for any dtype, and the buffer's size."""
     offsets, end = [], 0
     for one in held:
@@ -129,17 +131,17 @@ def _offsets(held: Iterable[Held]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _empty(held: Sequence[Held], device: torch.device) -> torch.Tensor:
+def _empty(held: Sequence[PlacedParameter], device: torch.device) -> torch.Tensor:
     return torch.empty(_offsets(held)[1], dtype=torch.uint8, device=device)
 
 
-def _flat(held: Sequence[Held], tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+def _flat(held: Sequence[PlacedParameter], tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
     flat = _empty(held, device)
     for name, view in _unpacked(held, flat):
         view.copy_(tensors[name])
     return flat
 
 
-def _unpacked(held: Sequence[Held], flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _unpacked(held: Sequence[PlacedParameter], flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     for one, offset in zip(held, _offsets(held)[0]):
         yield one.name, flat[offset : offset + one.nbytes].view(dtype_of(one.dtype)).view(one.shape)

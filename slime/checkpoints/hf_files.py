@@ -163,7 +163,7 @@ class HfReader:
     def _no_weights(self) -> UserError:
         if not self.directory.is_dir():
             return UserError(
-                f"there is no directory {self.directory}", fix="pass --hf-checkpoint with a model directory"
+                f"there is no directory {self.directory}", fix="name a Hugging Face model directory of this host"
             )
         names = sorted(entry.name for entry in self.directory.iterdir())
         if any(name.endswith(".bin") for name in names):
@@ -178,7 +178,7 @@ class HfReader:
         return UserError(
             f"no weights in {self.directory}",
             why=f"neither {SINGLE} nor {INDEX}; it holds: {', '.join(names[:10]) or 'nothing'}",
-            fix="pass --hf-checkpoint with a complete model directory",
+            fix="name a complete model directory (config.json, *.safetensors, tokenizer)",
         )
 
 

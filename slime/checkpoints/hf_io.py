@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slime.checkpoints.gathering import Held, batches, gather, whole_bytes
+from slime.checkpoints.gathering import PlacedParameter, batches, gather, whole_bytes
 from slime.checkpoints.hf_files import HfReader, HfWriter
 from slime.checkpoints.megatron_names import Placement, global_parameters
 from slime.engines.wire import expert_runs
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class HfLoadReport:
     """What `load_hf` did on this rank.
 
     Attributes:
@@ -68,7 +68,7 @@ def load_hf(
     hf_config: HfConfig | None = None,
     *,
     model_name: str | None = None,
-) -> LoadReport:
+) -> HfLoadReport:
     """Fill the model with a Hugging Face checkpoint. Collective under ``torch.distributed``.
 
     An optimizer that keeps its own copy of the parameters must be told afterwards (``reload_model_params``).
@@ -105,7 +105,7 @@ def load_hf(
                 files[file_name] = files.get(file_name, 0) + 1
     _check_all_taken(sorted(family.expected_hf_names(spec)), taken, Path(hf_dir))
     seconds = time.perf_counter() - started
-    report = LoadReport(Path(hf_dir), num_loaded, num_elements, nbytes, files, tuple(ignored), seconds)
+    report = HfLoadReport(Path(hf_dir), num_loaded, num_elements, nbytes, files, tuple(ignored), seconds)
     logger.info("%s", report)
     return report
 
@@ -253,11 +253,11 @@ class HfExporter:
         assert match is not None
         return match
 
-    def _exchange(self) -> list[Held]:
+    def _exchange(self) -> list[PlacedParameter]:
         """Who holds what, over pipeline stages and expert ranks, in the order of export."""
         place = self.placement
         mine = [
-            Held(
+            PlacedParameter(
                 name,
                 tuple(self._local[name].shape),
                 dtype_name(self._local[name].dtype),
@@ -270,10 +270,10 @@ class HfExporter:
         ]
         for group in (place.ep_group, place.pp_group):
             if group is not None:
-                gathered: list[list[Held]] = [[] for _ in range(group.size())]
+                gathered: list[list[PlacedParameter]] = [[] for _ in range(group.size())]
                 dist.all_gather_object(gathered, mine, group=group)
                 mine = [held for part in gathered for held in part]
-        first: dict[str, Held] = {}
+        first: dict[str, PlacedParameter] = {}
         for held in mine:
             first.setdefault(held.name, held)
         return sorted(first.values(), key=lambda held: _export_order(held.name))

@@ -73,7 +73,7 @@ def resolve_load(config: Config) -> LoadPlan:
             return _megatron(config, root, tracked, flags.ckpt_step, resumable)
         if is_hf_dir(root):
             _refuse_step(root, flags.ckpt_step, "--ckpt-step")
-            return _weights_only("hf", root, None, f"Hugging Face weights from {root}", config)
+            return _weights_only("hf", root, f"Hugging Face weights from {root}", config.rollout.start_rollout_id)
         raise _nothing_there(root, "--load")
     return _fresh(config, "no --load")
 
@@ -84,11 +84,9 @@ def resolve_reference(config: Config) -> LoadPlan:
     Raises:
         UserError: as `resolve_load`.
     """
-    flags = config.checkpoint
-    given = flags.ref_load or flags.hf_checkpoint
-    if given is None:
+    if _without_a_past(config) is None:
         raise UserError("no weights for the reference model", fix="pass --ref-load or --hf-checkpoint")
-    return _reference_weights(Path(given), "--ref-load", flags.ref_ckpt_step, "reference model from")
+    return _reference_weights(config, "reference model from")
 
 
 def is_hf_dir(path: Path) -> bool:
@@ -101,23 +99,30 @@ def is_hf_dir(path: Path) -> bool:
 
 
 def _fresh(config: Config, reason: str) -> LoadPlan:
+    if _without_a_past(config) is None:
+        raise UserError("no weights to start from", why=reason, fix="pass --hf-checkpoint, or --load with a checkpoint")
+    return _reference_weights(config, f"{reason}: fresh start from", start=config.rollout.start_rollout_id)
+
+
+def _without_a_past(config: Config) -> tuple[str, str] | None:
+    """The flag that names the weights of the reference model, which a fresh start begins with too, and its value."""
     flags = config.checkpoint
-    given = flags.ref_load or flags.hf_checkpoint
-    if given is not None:
-        flag = "--ref-load" if flags.ref_load else "--hf-checkpoint"
-        return _reference_weights(Path(given), flag, flags.ref_ckpt_step, f"{reason}: fresh start from", config)
-    raise UserError("no weights to start from", why=reason, fix="pass --hf-checkpoint, or --load with a checkpoint")
+    given = {"--ref-load": flags.ref_load, "--hf-checkpoint": flags.hf_checkpoint}
+    return next(((flag, path) for flag, path in given.items() if path), None)
 
 
-def _reference_weights(root: Path, flag: str, step: int | None, note: str, config: Config | None = None) -> LoadPlan:
+def _reference_weights(config: Config, note: str, start: int | None = None) -> LoadPlan:
     """Weights without a past, of either kind; ``note`` is followed by the path."""
+    named, step = _without_a_past(config), config.checkpoint.ref_ckpt_step
+    assert named is not None
+    flag, root = named[0], Path(named[1])
     tracked = read_tracker(root)
     if tracked is not None or (step is not None and saved_iterations(root)):
         path, _ = _pick(root, tracked, step, "--ref-ckpt-step")
-        return _weights_only("megatron", path, None, f"{note} {path}", config)
+        return _weights_only("megatron", path, f"{note} {path}", start)
     if is_hf_dir(root):
         _refuse_step(root, step, "--ref-ckpt-step")
-        return _weights_only("hf", root, None, f"{note} {root}", config)
+        return _weights_only("hf", root, f"{note} {root}", start)
     raise _nothing_there(root, flag)
 
 
@@ -131,20 +136,18 @@ def _refuse_step(root: Path, step: int | None, flag: str) -> None:
         )
 
 
-def _weights_only(
-    kind: Literal["megatron", "hf"], path: Path, iteration: int | None, note: str, config: Config | None = None
-) -> LoadPlan:
-    start = config.rollout.start_rollout_id if config is not None else None
-    return LoadPlan(kind, path, iteration, start or 0, False, False, False, note)
+def _weights_only(kind: Literal["megatron", "hf"], path: Path, note: str, start: int | None) -> LoadPlan:
+    return LoadPlan(kind, path, None, start or 0, False, False, False, note)
 
 
 def _megatron(config: Config, root: Path, tracked: int | str | None, step: int | None, resumable: bool) -> LoadPlan:
     flags = config.checkpoint
     path, iteration = _pick(root, tracked, step, "--ckpt-step")
+    start = config.rollout.start_rollout_id
     if iteration is None or flags.finetune:
         why = "--finetune" if flags.finetune else "converted weights"
-        return _weights_only("megatron", path, None, f"weights from {path} ({why}): starts at rollout 0", config)
-    start = config.rollout.start_rollout_id
+        note = f"weights from {path} ({why}): starts at rollout {start or 0}"
+        return _weights_only("megatron", path, note, start)
     start = iteration + 1 if start is None else start
     return LoadPlan(
         kind="megatron",

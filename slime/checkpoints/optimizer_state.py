@@ -75,7 +75,7 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
 
 
 @dataclass
-class Held:
+class FlatRun:
     """The optimizer's numbers for one run of one parameter.
 
     Attributes:
@@ -101,7 +101,7 @@ def parts(optimizer: Any) -> Iterator[Any]:
     yield from (part for part in chained if part.optimizer is not None)
 
 
-def held_state(part: Any) -> Iterator[Held]:
+def held_state(part: Any) -> Iterator[FlatRun]:
     """What this rank holds of one of `parts`. The tensors are those the optimizer computes with, not copies (but see
     `OptimizerTensors.copies`)."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -112,7 +112,7 @@ def held_state(part: Any) -> Iterator[Held]:
                 for parameter, ranges in bucket["param_map"].items():
                     run = ranges["param"]
                     tensors = part._get_main_param_and_optimizer_states(parameter)
-                    yield Held(parameter, run.start, run.end, _flat(tensors, run.end - run.start), True)
+                    yield FlatRun(parameter, run.start, run.end, _flat(tensors, run.end - run.start), True)
         return
     model_parameter = {main: parameter for parameter, main in _masters(part)}
     for group in part.optimizer.param_groups:
@@ -121,7 +121,7 @@ def held_state(part: Any) -> Iterator[Held]:
             tensors = dict(part.optimizer.state[main])
             if parameter is not main:
                 tensors[MASTER] = main
-            yield Held(parameter, 0, main.numel(), _flat(tensors, main.numel()), False)
+            yield FlatRun(parameter, 0, main.numel(), _flat(tensors, main.numel()), False)
 
 
 def _masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -202,7 +202,7 @@ class OptimizerTensors:
     """
 
     sharded: list[Any]
-    copies: list[tuple[Any, Held]]
+    copies: list[tuple[Any, FlatRun]]
     without_master: bool = False
 
     def known_to(self, contents: Any) -> list[Any]:
@@ -313,7 +313,7 @@ def _box_within(piece: Tensor, whole: Tensor) -> Box:
     return Box(tuple(offset), tuple(piece.shape))
 
 
-def _sharded(name: str, flat: Tensor, held: Held, place: _Place, instance: int) -> Iterator[Any]:
+def _sharded(name: str, flat: Tensor, held: FlatRun, place: _Place, instance: int) -> Iterator[Any]:
     """What a held run has in one place, box by box."""
     sharded = place.sharded
     axes = sharded.prepend_axis_num

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
+import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +63,7 @@ class ShardedWrite:
             sharded, common = save_preprocess(dict(state))
             keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
             tensors = mcore_to_pyt_state_dict(keyed, False)
-        self._common = _pickled(common) if self.rank == 0 else b""
+        self._common = pickled(common) if self.rank == 0 else b""
         self._planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._metadata: Any = None
         writer = dcp.FileSystemWriter(".")
@@ -181,7 +181,7 @@ class FingerprintedFile:
         self.close()
 
 
-def _pickled(value: Any) -> bytes:
+def pickled(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -231,47 +231,11 @@ def read_contents(directory: Path) -> Any:
 
 
 def _unpickled(path: Path, load: Any) -> Any:
-    import pickle
-
     try:
         return load(path)
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         fix = "pass --ckpt-step with an earlier iteration"
         raise UserError(f"{path} is damaged", why=first_lines(error), fix=fix) from error
-
-
-# -- errors ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def agreed(what: str) -> Iterator[None]:
-    """Every rank leaves the block in the same way: when one failed to write, all raise its error. Collective."""
-    failure: BaseException | None = None
-    try:
-        yield
-    except WRITE_ERRORS as error:
-        failure = error
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if failure is None else first_lines(failure))
-    first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
-    if first is not None:
-        raise write_error(f"{what} failed on trainer rank {first[0]}", first[1]) from failure
-
-
-def write_error(what: str, why: str) -> UserError:
-    return UserError(
-        what,
-        why=why,
-        fix="free space (--save-retain N keeps only the last N checkpoints), or pass another --save, on a file system"
-        " that all trainer ranks share; the previous checkpoint is untouched",
-    )
-
-
-def free_space(directory: Path) -> str:
-    """torch's zip writer says "unexpected pos" for a full disk, so we say what is free."""
-    if not directory.is_dir():
-        return f" ({directory} is not there)"
-    return f" ({shutil.disk_usage(directory).free / 1e6:,.1f} MB are free on this disk)"
 
 
 def first_lines(error: BaseException, limit: int = 400) -> str:

@@ -6,6 +6,9 @@
 
 Training needs none of these: it reads Hugging Face directories itself. One process, on the GPU if there is one; under
 torchrun a large model is spread over the ranks. What is written loads at any parallel layout, whichever wrote it.
+
+Flags that describe the model (the MODEL_ARGS of launch scripts: --swiglu --num-layers 36 …) may stand among them. As in
+training the model is that of config.json, and a flag that says otherwise is an error.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_
 
 
 def main(argv: list[str]) -> None:
-    options = _parser().parse_args(argv)
+    options, rest = _parser().parse_known_args(argv)
+    options.described = _described(options, rest)
     command: Callable[[argparse.Namespace], str] = options.command
     said = command(options)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -83,6 +87,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    """The flags among ``words`` that describe the model, by name with underscores, compared with its config.json.
+
+    Raises:
+        UserError: no such flag, one that is not about the model, or one that contradicts config.json.
+    """
+    from slime.config.architecture import check_model_flags_of
+    from slime.config.parse import read_argv
+    from slime.config.registry import all_flags
+
+    given, specs = read_argv(words).values, all_flags()
+    foreign = [specs[dest].option for dest in given if not {*specs[dest].sections} & {"model", "transformer"}]
+    if foreign or (given and options.command is gguf_to_hf):
+        raise UserError(
+            f"slime convert does not know {', '.join(foreign or [specs[dest].option for dest in given])}",
+            why="beside its own flags (--help) it takes those that describe a model, such as --num-layers",
+            fix="leave it out",
+        )
+    if given:
+        check_model_flags_of(str(options.hf_model_path), given)
+    return given
+
+
 def hf_to_megatron(options: argparse.Namespace) -> str:
     """Verify the shards, load them into a model, save its weights as iteration "release".
 
@@ -93,6 +120,7 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
     from slime.checkpoints.hf_files import HfReader
     from slime.models import family_of
 
+    _require_directory("--hf_model_path", options.hf_model_path)
     family = family_of(options.hf_model_path, options.model_name)
     HfReader(options.hf_model_path).verify(family, family.model_spec(options.hf_model_path))  # before anything heavy
     there = saved_iterations(options.save_path)
@@ -103,9 +131,9 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
             fix="pass another --save_path, or --force",
         )
     with _model(options) as chunks:
-        from slime.checkpoints.checkpoint import TrainerState
         from slime.checkpoints.hf_io import load_hf
-        from slime.checkpoints.writer import CheckpointWriter
+        from slime.checkpoints.saving import CheckpointWriter
+        from slime.checkpoints.trainer_state import TrainerState
 
         report = load_hf(chunks, options.hf_model_path, model_name=options.model_name)
         path = CheckpointWriter().save(options.save_path, "release", TrainerState(chunks), save_rng=False)
@@ -118,13 +146,15 @@ def megatron_to_hf(options: argparse.Namespace) -> str:
     Raises:
         UserError: no checkpoint, a file of it is missing or damaged, another model's config, ``save_path`` exists.
     """
+    _require_directory("--hf_model_path", options.hf_model_path)
     plan = _source(options)
     _refuse_existing(options.save_path, options.force)
     with _model(options) as chunks:
-        from slime.checkpoints import checkpoint
         from slime.checkpoints.hf_io import save_hf
+        from slime.checkpoints.loading import load
+        from slime.checkpoints.trainer_state import TrainerState
 
-        loaded = checkpoint.load(plan, checkpoint.TrainerState(chunks))
+        loaded = load(plan, TrainerState(chunks))
         source = options.hf_model_path  # the model has the wanted dtype, but for what the family keeps in float32
         path = save_hf(chunks, source, options.save_path, assets_from=source, model_name=options.model_name)
     return f"{loaded.report}\nwrote {path}"
@@ -138,19 +168,32 @@ def gguf_to_hf(options: argparse.Namespace) -> str:
 
 def _source(options: argparse.Namespace) -> LoadPlan:
     """The checkpoint to export, checked to be complete: the latest or --ckpt-step of a run, or the directory itself."""
-    from slime.checkpoints.directory import check_complete
-    from slime.checkpoints.load_plan import LoadPlan, resolve_load
+    from slime.checkpoints.directory import check_complete, read_tracker, saved_iterations
+    from slime.checkpoints.load_plan import LoadPlan, is_hf_dir, resolve_load
     from slime.config import make_config
 
     path: Path = options.load_path
+    _require_directory("--load_path", path)
     if (path / ".metadata").is_file():
         check_complete(path)
         return LoadPlan("megatron", path, None, 0, False, False, False, f"weights from {path}")
+    if read_tracker(path) is None and not saved_iterations(path):
+        if is_hf_dir(path):
+            raise UserError(f"{path} is a Hugging Face directory already", fix="pass a Megatron checkpoint")
+        listed = ", ".join(sorted(entry.name for entry in path.iterdir())[:10])
+        raise UserError(
+            f"--load_path {path} holds no Megatron checkpoint",
+            why=f"neither latest_checkpointed_iteration.txt nor .metadata; it holds: {listed or 'nothing'}",
+            fix="pass the --save directory of a run, or the directory of one iteration",
+        )
     step = {"ckpt_step": options.ckpt_step} if options.ckpt_step is not None else {}
-    plan = resolve_load(make_config(load=str(path), finetune=True, **step))
-    if plan.kind != "megatron":
-        raise UserError(f"{path} is a Hugging Face directory already", fix="pass a Megatron checkpoint")
-    return plan
+    return resolve_load(make_config(load=str(path), finetune=True, **step))
+
+
+def _require_directory(flag: str, path: Path) -> None:
+    if not path.is_dir():
+        what = "is not a directory" if path.exists() else "does not exist"
+        raise UserError(f"{flag} {path} {what}", why=f"the working directory is {Path.cwd()}", fix="correct the path")
 
 
 def _refuse_existing(path: Path, force: bool) -> None:
@@ -188,7 +231,7 @@ def _model(options: argparse.Namespace) -> Iterator[list[Any]]:
     with _place() as info:
         flags = _layout(options, info.world_size, spec.num_layers)
         flags[{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[_dtype(options)]] = True
-        config = make_config(hf_checkpoint=str(options.hf_model_path), **flags)
+        config = make_config(hf_checkpoint=str(options.hf_model_path), **flags, **options.described)
         spec = spec.padded(config.megatron.tensor_model_parallel_size)
         check_layout(spec, config)
         try:

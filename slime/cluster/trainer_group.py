@@ -182,6 +182,8 @@ class TrainerGroup:
         """Begin setting up all ranks; a reference by name for each, whose values go to `agreed_start`."""
         ref = self.actors[0].address.remote()
         [(address, port)] = wait_for([ref], "starting", 180, should_stop, names=self.names)
+        if len(set(self.nodes)) == 1:
+            address = "127.0.0.1"  # nobody else needs to reach rank 0
         local_ranks = [self.nodes[:rank].count(node) for rank, node in enumerate(self.nodes)]
         refs = [actor.setup.remote(address, port, local) for actor, local in zip(self.actors, local_ranks)]
         return dict(zip(self.names, refs))

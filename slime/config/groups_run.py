@@ -39,7 +39,7 @@ class ClusterConfig:
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto")
     """torch.distributed backend of the trainer's process groups; auto: nccl where the trainer has GPUs, else gloo."""
     distributed_timeout_minutes: float = derived("NCCL_TIMEOUT / 60 when that variable is set, else 10")
-    """Time-out of every process group, the weight-update group included."""
+    """Time-out of every process group but that of checkpoints, and of every step of a launch (docs/deadlines.md)."""
     train_env_vars: dict[str, Any] = flag({})
     """Environment variables of the trainer's processes, as JSON."""
     placement_timeout: float = flag(300.0)

@@ -13,14 +13,15 @@ import torch
 
 from slime.checkpoints.hf_files import HfWriter
 from slime.engines.fleet import EngineFleet
-from slime.engines.wire.buckets import dtype_in, dtype_name
-from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
+from slime.engines.wire.buckets import dtype_in
+from slime.weights.transport import NamedTensors, Observer, Transferred, Transport, deadline_for
 
 _VERSION_DIR = re.compile(r"weight_v(\d{6,})")
 
 
-class DiskTransport:
-    """Writes each version as a Hugging Face directory and has the engines read it.
+class DiskTransport(Transport):
+    """Writes each version as a Hugging Face directory and has the engines read it. The last version stays: engines that
+    are restarted later may read it.
 
     Args:
         fleet: the engines; they must see ``directory`` under the same path.
@@ -58,9 +59,3 @@ class DiskTransport:
             found = _VERSION_DIR.fullmatch(entry.name)
             if found and int(found.group(1)) != version:
                 shutil.rmtree(entry, ignore_errors=True)
-
-    def close(self) -> None:
-        """Nothing is held. The last version stays: engines restarted later may read it."""
-
-    def __repr__(self) -> str:
-        return f"DiskTransport({self._directory}, {dtype_name(self._dtype)})"

@@ -24,7 +24,7 @@ from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet, is_local
 from slime.engines.wire.buckets import Bucket, BufferPair, pack
 from slime.engines.wire.process_group import ExternalGroup, address_towards
-from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
+from slime.weights.transport import NamedTensors, Observer, Transferred, Transport, deadline_for
 
 JOIN_SECONDS = 120.0
 LEAVE_SECONDS = 10.0
@@ -46,7 +46,7 @@ class _Sending:
     limit: float
 
 
-class DistributedTransport:
+class DistributedTransport(Transport):
     """Broadcast of flat buckets from this rank to all engine processes.
 
     Args:

@@ -16,7 +16,7 @@ import json
 import pickle
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from slime.weights.transport import EngineSlots
 _ANSWER_SECONDS = 120.0
 
 Slice = tuple[int, int, int]
-"""dim, start, stop."""
+"""dim, start, stop; "1:0:64" in JSON."""
 
 Digest = Callable[[str, torch.Tensor], Any]
 """(name, tensor) → what is compared with the engines."""
@@ -42,7 +42,7 @@ class EngineCheck(Protocol):
     """Says what a tensor's digest is on the trainer's side, and asks the engines for theirs.
 
     Attributes:
-        digest: of a named tensor; can be pickled, since every rank that sends weights computes it.
+        digest: of a named tensor. Every rank that sends weights computes it: see `digest_to_json`.
     """
 
     @property
@@ -76,9 +76,23 @@ class SliceDigest:
     slices: Mapping[str, Sequence[Slice]]
     method: str
 
-    def __call__(self, name: str, tensor: torch.Tensor) -> dict[Slice, str]:
+    def __call__(self, name: str, tensor: torch.Tensor) -> dict[str, str]:
+        """Slice, as in JSON → fingerprint."""
         take = FINGERPRINTS[self.method]
-        return {(dim, a, b): take(_narrow(tensor, dim, a, b)) for dim, a, b in self.slices[name]}
+        return {slice_key((dim, a, b)): take(_narrow(tensor, dim, a, b)) for dim, a, b in self.slices[name]}
+
+
+def digest_to_json(digest: Digest) -> dict[str, Any] | None:
+    return asdict(digest) if isinstance(digest, SliceDigest) else None
+
+
+def digest_from_json(words: dict[str, Any] | None) -> Digest:
+    return whole_tensor_digest if words is None else SliceDigest(**words)
+
+
+def slice_key(part: Sequence[int]) -> str:
+    dim, start, stop = part
+    return f"{dim}:{start}:{stop}"
 
 
 class WholeTensorCheck:
@@ -134,9 +148,9 @@ class SliceCheck:
                     part = held.get(name)
                     if part is None:
                         continue
-                    there = answer["fingerprints"].get(name, "nothing")
-                    if there != expected[part]:
-                        lines.append(f"{name} differs on {where} (sent {expected[part][:8]}…, holds {there[:8]}…)")
+                    there, wanted = answer["fingerprints"].get(name, "nothing"), expected[slice_key(part)]
+                    if there != wanted:
+                        lines.append(f"{name} differs on {where} (sent {wanted[:8]}…, holds {there[:8]}…)")
         if complete is not None:
             for engine, others in zip(self._engines, self._others, strict=True):
                 lines += [f"{name} on {engine.url} was never sent" for name in others]

@@ -31,12 +31,12 @@ from slime.engines.api import WEIGHT_LOADER
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.buckets import Bucket, BufferPair, dtype_of, pack
 from slime.errors import UserError
-from slime.weights.transport import EngineSlots, NamedTensors, Observer, Transferred, deadline_for
+from slime.weights.transport import EngineSlots, NamedTensors, Observer, Transferred, Transport, deadline_for
 
 _DEVICE_ARGUMENT = 6  # of `reductions.rebuild_cuda_tensor`
 
 
-class IpcTransport:
+class IpcTransport(Transport):
     """One trainer rank's side; `send` on rank 0 and `follow` on the others, at the same time.
 
     Args:
@@ -91,12 +91,9 @@ class IpcTransport:
         return Transferred(num_tensors, nbytes)
 
     def follow(self, tensors: NamedTensors) -> None:
-        """The part of a rank other than 0."""
+        """Pack the same buckets at the same time: the engine ranks on this rank's GPU read them from there."""
         for _ in self._shared_buckets(tensors):
             pass
-
-    def close(self) -> None:
-        """Nothing is held between pushes."""
 
     # -- inside --------------------------------------------------------------------------------------------
 

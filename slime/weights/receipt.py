@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +45,13 @@ class Receipt:
     transport: str
     checked: tuple[str, ...] = ()
     full: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(words: dict[str, Any]) -> Receipt:
+        return Receipt(**words | {"checked": tuple(words["checked"])})
 
     def metrics(self) -> dict[str, float]:
         phases = {f"perf/update_weights/{name}_time": value for name, value in self.seconds.items() if name != "total"}

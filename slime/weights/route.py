@@ -1,18 +1,32 @@
-"""Which way the weights of a run go, from its flags and from what the engines say of themselves."""
+"""Which way the weights of a run go, from its flags and from what the engines say of themselves.
+
+find_route    flags, engines' /server_info ─► Route     on rank 0, which tells it to all
+open_transport                       Route ─► Transport  on each rank that takes part
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from slime.checkpoints.megatron_names import Placement
 from slime.config import Config
 from slime.engines.api import WEIGHT_LOADER
-from slime.engines.wire.buckets import dtype_of
+from slime.engines.fleet import EngineFleet, is_local
+from slime.engines.wire.buckets import dtype_name, dtype_of
 from slime.errors import UserError
 from slime.models.spec import HfConfig, read_hf_config
+from slime.weights.disk import DiskTransport
+from slime.weights.distributed import DistributedTransport
+from slime.weights.ipc import IpcTransport
+from slime.weights.shared_memory_transport import SharedMemoryTransport
+from slime.weights.transport import EngineSlots, Transport
+
+_INFO_SECONDS = 30.0  # for what an engine has at hand
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,74 @@ class Route:
     asks_ranks: bool
     sources: tuple[int, ...] = (0,)
     in_runs: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"dtype": dtype_name(self.dtype)}
+
+    @staticmethod
+    def from_json(words: dict[str, Any]) -> Route:
+        return Route(**words | {"dtype": dtype_of(words["dtype"]), "sources": tuple(words["sources"])})
+
+
+def find_route(config: Config, fleet: EngineFleet, hf_config: HfConfig, *, on_this_node: bool) -> Route:
+    """Ask the engines what they are, and choose.
+
+    Args:
+        on_this_node: see `WeightSync.connect`.
+    Raises:
+        EngineError: one does not answer.
+        UserError: engines differ, or cannot be pushed to.
+    """
+    infos = dict(zip(fleet.urls, fleet.get("/server_info", _INFO_SECONDS), strict=True))
+    check_experts(infos)
+    embedded = all(str(info.get("version")).startswith("slime-embedded") for info in infos.values())
+    kind = choose_route(config, embedded=embedded, local=on_this_node and all(is_local(url) for url in fleet.urls))
+    pipeline = Placement.current().pp_group if kind == "broadcast" else None
+    # the stages' ranks that have rank 0's place in all other respects: the first of TP, DP and CP
+    sources = tuple(dist.get_process_group_ranks(pipeline)) if pipeline is not None else (0,)
+    dtype, in_runs = engine_dtype(infos, hf_config), takes_runs(kind, infos.values())
+    return Route(kind, dtype, asks_ranks=not embedded, sources=sources, in_runs=in_runs)
+
+
+def open_transport(
+    route: Route,
+    config: Config,
+    engines: Sequence[EngineSlots],
+    fleet: EngineFleet | None,
+    group: dist.ProcessGroup | None,
+    stage: int | None,
+    await_turn: Callable[[], None],
+) -> Transport:
+    """This rank's part of the way.
+
+    Args:
+        fleet: the engines; None on a rank that only follows.
+        group: of all trainer ranks on CPU, for "ipc"; None for one rank alone.
+        stage: the pipeline stage that this rank sends for.
+        await_turn: returns when it may.
+    Raises:
+        UserError: the disk transport has no directory; memory cannot be shared with an engine.
+        EngineError: an engine did not join the broadcast group.
+    """
+    flags, size = config.sync, config.sync.update_weight_buffer_size
+    if route.kind == "ipc":
+        return IpcTransport(fleet, engines, group, size, route.dtype, route.in_runs)
+    assert fleet is not None and stage is not None
+    if route.kind == "disk":
+        if flags.update_weight_disk_dir is None or config.checkpoint.hf_checkpoint is None:
+            raise UserError(
+                "--update-weight-transport disk has no directory",
+                fix="pass --update-weight-disk-dir with one that trainer and engines both see, and --hf-checkpoint",
+            )
+        keep, assets = flags.update_weight_disk_keep_files, config.checkpoint.hf_checkpoint
+        return DiskTransport(fleet, flags.update_weight_disk_dir, route.dtype, assets, keep)
+    if route.kind == "shm":
+        return SharedMemoryTransport(fleet, size, route.dtype)
+    await_turn()
+    ranks = [max(1, len(engine.slots)) if route.asks_ranks else 1 for engine in engines]
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    timeout = 60.0 * config.cluster.distributed_timeout_minutes
+    return DistributedTransport(fleet, size, route.dtype, backend, ranks, timeout, stage=stage, await_turn=await_turn)
 
 
 def choose_route(config: Config, *, embedded: bool, local: bool) -> str:

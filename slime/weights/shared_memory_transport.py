@@ -10,10 +10,10 @@ import torch
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.buckets import Bucket, pack
 from slime.engines.wire.shared_memory import Segment, SegmentPool, remove_stale
-from slime.weights.transport import NamedTensors, Observer, Transferred, deadline_for
+from slime.weights.transport import NamedTensors, Observer, Transferred, Transport, deadline_for
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Transport):
     """Buckets are packed straight into shared segments; two take turns, so packing overlaps the engines' copies.
 
     Args:

@@ -1,10 +1,16 @@
 """Weight sync: the trainer's weights become the engines', version by version, and a receipt proves it.
 
-    push():  pause ─► transfer in flat buckets ─► flush caches ─► compare fingerprints ─► continue      version + 1
+    sync = WeightSync(config, model_chunks, hf_config, rank=rank, world_size=world_size)    # on every trainer rank
+    sync.connect(engines)       # again whenever engines come or go
+    receipt = sync.push()       # after each rollout that was trained on; sync.version + 1
+    sync.close()
+
+    push():  pause ─► transfer in flat buckets ─► flush caches ─► compare fingerprints ─► continue
 
 Collective over all trainer ranks: each takes part in gathering, rank 0 steers the engines, and every rank gets the same
 receipt or raises the same error. By broadcast each pipeline stage sends its own layers, in turn, from one rank of it;
-every other way goes through rank 0, or through all ranks.
+every other way goes through rank 0, or through all ranks. `route` chooses the way, a `Transport` goes it,
+`trainer_ranks` tells the ranks of one another, `engine_check` asks the engines what they hold.
 """
 
 from __future__ import annotations
@@ -14,28 +20,30 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from slime.checkpoints.hf_io import HfExporter
-from slime.checkpoints.megatron_names import Placement
 from slime.config import Config
 from slime.engines.api import EngineError
-from slime.engines.fleet import EngineFleet, is_local
+from slime.engines.fleet import EngineFleet
 from slime.engines.wire.expert_runs import ExpertRun
 from slime.errors import UserError
 from slime.models.spec import HfConfig
-from slime.weights.disk import DiskTransport
-from slime.weights.distributed import JOIN_SECONDS, LEAVE_SECONDS, DistributedTransport, own_address
-from slime.weights.engine_check import Digest, EngineCheck, SliceCheck, WholeTensorCheck
-from slime.weights.ipc import IpcTransport
+from slime.weights.distributed import JOIN_SECONDS, LEAVE_SECONDS, own_address
+from slime.weights.engine_check import (
+    EngineCheck,
+    SliceCheck,
+    WholeTensorCheck,
+    digest_from_json,
+    digest_to_json,
+)
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
-from slime.weights.route import Route, check_experts, choose_route, engine_dtype, takes_runs
-from slime.weights.shared_memory_transport import SharedMemoryTransport
+from slime.weights.route import Route, find_route, open_transport
 from slime.weights.trainer_ranks import StageError, TrainerRanks
 from slime.weights.transport import EngineSlots, NamedTensors, Transferred, Transport, deadline_for
 
@@ -77,7 +85,6 @@ class WeightSync:
         self._fleet: EngineFleet | None = None
         self._transport: Transport | None = None
         self._check: EngineCheck | None = None
-        self._route: Route | None = None
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
         self._last_seconds = 0.0
@@ -97,12 +104,14 @@ class WeightSync:
         found = [EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines]
         with self._ranks.round(_CONNECTING, 2 * _CONTROL_SECONDS) as reached:
             if self.rank == 0:
-                reached.value = self._reach(found, on_this_node)
-        route = self._route = reached.value
+                self._fleet = EngineFleet([engine.url for engine in found])
+                with _naming_engine():
+                    route = find_route(self.config, self._fleet, self._hf_config, on_this_node=on_this_node)
+                reached.value = route.to_json()
+        route = Route.from_json(reached.value)
         self._ranks.sources = route.sources
         if not self._prepare(route, found):
-            self._route = dataclasses.replace(route, in_runs=False)
-            self._prepare(self._route, found)
+            self._prepare(dataclasses.replace(route, in_runs=False), found)
 
     def _prepare(self, route: Route, engines: Sequence[EngineSlots]) -> bool:
         """Open the way and agree with the engines on what is compared. Collective.
@@ -118,23 +127,32 @@ class WeightSync:
             in_runs=route.in_runs,
         )
         # both collective, hence outside of the block below
-        plan = _StagePlan(self._exporter, shapes=route.asks_ranks)
+        contents = _StageContents.of(self._exporter, with_shapes=route.asks_ranks)
         gloo = self._gloo_group() if route.kind == "ipc" else None
         self._stage_seconds = [2 * JOIN_SECONDS for _ in route.sources]
         explained = _naming_engine() if self.rank == 0 else nullcontext()
         with self._ranks.round(_CONNECTING, sum(self._stage_seconds) + 2 * _CONTROL_SECONDS) as connected, explained:
-            if self._ranks.stage is not None or route.kind == "ipc":
-                self._transport = self._open_transport(route, engines, gloo)
-            if self._ranks.stage is not None:
-                self._ranks.report(plan)
+            stage = self._ranks.stage
+            if stage is not None and self._fleet is None:
+                self._fleet = EngineFleet([engine.url for engine in engines])
+            if stage is not None or route.kind == "ipc":
+                self._transport = open_transport(
+                    route, self.config, engines, self._fleet, gloo, stage, self._await_turn
+                )
+            if stage is not None:
+                self._ranks.report(asdict(contents))
             if self.rank == 0:
-                connected.value = self._prepare_check(engines, self._ranks.reports(self._stage_seconds))
+                stages = [_StageContents(**said) for said in self._ranks.reports(self._stage_seconds)]
+                if self._prepare_check(route, engines, stages):
+                    assert self._check is not None
+                    nbytes = [stage.nbytes for stage in stages]
+                    connected.value = {"digest": digest_to_json(self._check.digest), "nbytes": nbytes}
         if connected.value is None:
             return False
-        digest, nbytes = connected.value
+        nbytes = connected.value["nbytes"]
         self._stage_seconds = [1.5 * deadline_for(n, self._timeout) for n in nbytes]  # a bucket's own limit comes first
         share, floor = Sampler.share / len(nbytes), Sampler.floor / len(nbytes)
-        self._sampler = Sampler(share, floor, digest)
+        self._sampler = Sampler(share, floor, digest_from_json(connected.value["digest"]))
         return True
 
     def push(self) -> Receipt:
@@ -151,16 +169,16 @@ class WeightSync:
         with self._ranks.round(f"pushing weights version {version}", self._push_seconds) as pushed:
             try:
                 if self.rank == 0:
-                    pushed.value = self._push(tensors, version)
+                    pushed.value = self._push(tensors, version).to_json()
                 elif self._ranks.stage is not None:
                     self._send(tensors, version)
-                elif isinstance(self._transport, IpcTransport):
+                elif self._transport is not None:
                     self._transport.follow(tensors)
             finally:
                 if self.world_size > 1:
                     for _ in tensors:  # other ranks count on this one in every gather, also after a failure
                         pass
-        receipt: Receipt = pushed.value
+        receipt = Receipt.from_json(pushed.value)
         if self._ranks.stage is not None:
             self._sampler.end()
         self._last_seconds = receipt.seconds["total"]
@@ -179,47 +197,14 @@ class WeightSync:
             self._fleet.close()
         self._transport = self._fleet = self._check = None
 
-    # -- each rank that sends ------------------------------------------------------------------------------
-
-    def _open_transport(
-        self, route: Route, engines: Sequence[EngineSlots], gloo: dist.ProcessGroup | None
-    ) -> Transport:
-        """This rank's.
-
-        Raises:
-            UserError: the disk transport has no directory; memory cannot be shared with an engine.
-            EngineError: an engine did not join the broadcast group.
-        """
-        flags, dtype, size = self.config.sync, route.dtype, self.config.sync.update_weight_buffer_size
-        if route.kind == "ipc":
-            return IpcTransport(self._fleet, engines, gloo, size, dtype, route.in_runs)
-        if self._fleet is None:
-            self._fleet = EngineFleet([engine.url for engine in engines])
-        if route.kind == "disk":
-            if flags.update_weight_disk_dir is None or self.config.checkpoint.hf_checkpoint is None:
-                raise UserError(
-                    "--update-weight-transport disk has no directory",
-                    fix="pass --update-weight-disk-dir with one that trainer and engines both see, and --hf-checkpoint",
-                )
-            keep, assets = flags.update_weight_disk_keep_files, self.config.checkpoint.hf_checkpoint
-            return DiskTransport(self._fleet, flags.update_weight_disk_dir, dtype, assets, keep)
-        if route.kind == "shm":
-            return SharedMemoryTransport(self._fleet, size, dtype)
-        stage = self._ranks.stage
-        assert stage is not None
-        self._await_turn()
-        ranks = [max(1, len(engine.slots)) if route.asks_ranks else 1 for engine in engines]
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        return DistributedTransport(
-            self._fleet, size, dtype, backend, ranks, self._timeout, stage=stage, await_turn=self._await_turn
-        )
+    # -- each rank that takes part -----------------------------------------------------------------------
 
     def _send(self, tensors: NamedTensors, version: int) -> None:
         """What this rank sends, with a report of it."""
         assert self._transport is not None
         self._sampler.begin(self._last_seconds, self.config.debug.check_weight_update_equal)
         sent = self._transport.send(tensors, version, self._sampler.observe)
-        self._ranks.report(_StageSent(sent, self._sampler.names, self._sampler.fingerprints))
+        self._ranks.report(asdict(_StageSent(sent, self._sampler.names, self._sampler.fingerprints)))
 
     def _await_turn(self) -> None:
         earlier = self._stage_seconds[: self._ranks.stage]
@@ -227,55 +212,38 @@ class WeightSync:
 
     @property
     def _timeout(self) -> float:
-        """Of process groups, in seconds."""
+        """Seconds that members of a process group wait for one another (--distributed-timeout-minutes)."""
         return 60.0 * self.config.cluster.distributed_timeout_minutes
 
     @property
     def _push_seconds(self) -> float:
-        """That a push may take, all phases together: pause, reset, transfer, flush, check, continue."""
+        """Seconds that a push may take, all phases together: pause, reset, transfer, flush, check, continue."""
         return 4 * _CONTROL_SECONDS + 2 * sum(self._stage_seconds)
 
     def _gloo_group(self) -> dist.ProcessGroup | None:
-        """All trainer ranks on CPU: what is exchanged there are words, and NCCL would need the GPU for them."""
+        """All trainer ranks on CPU: what is exchanged there are words, and NCCL would need the GPU for them.
+
+        The others are in it while rank 0 waits for the engines to load a bucket, so it waits longer than rank 0.
+        """
         if self.world_size == 1:
             return None
         if self._gloo is None:
-            self._gloo = dist.new_group(backend="gloo")
+            seconds = self._timeout + deadline_for(self.config.sync.update_weight_buffer_size)
+            self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         return self._gloo
 
     # -- rank 0 --------------------------------------------------------------------------------------------
 
-    def _reach(self, engines: Sequence[EngineSlots], on_this_node: bool) -> Route:
-        self._fleet = EngineFleet([engine.url for engine in engines])
-        with _naming_engine():
-            infos = dict(zip(self._fleet.urls, self._fleet.get("/server_info", 30), strict=True))
-        check_experts(infos)
-        embedded = all(str(info.get("version")).startswith("slime-embedded") for info in infos.values())
-        local = on_this_node and all(is_local(url) for url in self._fleet.urls)
-        kind = choose_route(self.config, embedded=embedded, local=local)
-        pipeline = Placement.current().pp_group if kind == "broadcast" else None
-        # the stages' ranks that have rank 0's place in all other respects: the first of TP, DP and CP
-        sources = tuple(dist.get_process_group_ranks(pipeline)) if pipeline is not None else (0,)
-        return Route(
-            kind,
-            engine_dtype(infos, self._hf_config),
-            asks_ranks=not embedded,
-            sources=sources,
-            in_runs=takes_runs(kind, infos.values()),
-        )
-
-    def _prepare_check(
-        self, engines: Sequence[EngineSlots], stages: Sequence[_StagePlan]
-    ) -> tuple[Digest, list[int]] | None:
-        """Returns how tensors are digested, and the bytes of each stage; None if runs of experts cannot be compared."""
-        assert self._fleet is not None and self._route is not None and self._transport is not None
+    def _prepare_check(self, route: Route, engines: Sequence[EngineSlots], stages: Sequence[_StageContents]) -> bool:
+        """Returns False if runs of experts cannot be compared."""
+        assert self._fleet is not None and self._transport is not None
         self._names = [name for stage in stages for name in stage.names]
-        if self._route.asks_ranks:
+        if route.asks_ranks:
             shapes = {name: shape for stage in stages for name, shape in stage.shapes.items()}
             slices = SliceCheck(self._fleet, engines, own_address(self._fleet.urls), shapes)
             if any(ExpertRun.parse(name) for name in slices.unknown):
                 slices.close()
-                return None
+                return False
             if slices.unknown:
                 some = ", ".join(slices.unknown[:4])
                 logger.warning("%d tensors are not compared after pushes: %s", len(slices.unknown), some)
@@ -283,7 +251,7 @@ class WeightSync:
         else:
             self._check = WholeTensorCheck(self._fleet)
         logger.info("weights go to %d engine(s) by %s", len(engines), self._transport.name)
-        return self._check.digest, [stage.nbytes for stage in stages]
+        return True
 
     def _push(self, tensors: NamedTensors, version: int) -> Receipt:
         assert self._fleet is not None and self._transport is not None
@@ -298,7 +266,7 @@ class WeightSync:
                 fleet.post("/weights_checker", {"action": "reset_tensors"}, _CONTROL_SECONDS)
         with self._phase("transfer", version, seconds):
             self._send(tensors, version)
-            sent = _StageSent.of_all(self._ranks.reports(self._stage_seconds))
+            sent = _StageSent.of_all([_StageSent.from_json(said) for said in self._ranks.reports(self._stage_seconds)])
         with self._phase("flush", version, seconds):
             fleet.flush_cache(_CONTROL_SECONDS)
         with self._phase("check", version, seconds):
@@ -358,16 +326,24 @@ _REMEDIES = (
 )
 
 
-class _StagePlan:
-    """What one source will send. Collective over the ranks of the stage.
+@dataclass(frozen=True)
+class _StageContents:
+    """What one source will send with every push.
 
-    Args:
-        shapes: also find the shapes out: one gathering of all weights, which sets the communicators up as well.
+    Attributes:
+        shapes: by name; {} if nobody needs them.
     """
 
-    def __init__(self, exporter: HfExporter, shapes: bool) -> None:
-        self.names, self.nbytes = exporter.names(), exporter.nbytes()
-        self.shapes = {name: list(tensor.shape) for name, tensor in exporter.tensors()} if shapes else {}
+    names: list[str]
+    nbytes: int
+    shapes: dict[str, list[int]]
+
+    @staticmethod
+    def of(exporter: HfExporter, with_shapes: bool) -> _StageContents:
+        """Collective over the ranks of the stage. To find the shapes out takes one gathering of all weights, which sets
+        the communicators up as well."""
+        shapes = {name: list(tensor.shape) for name, tensor in exporter.tensors()} if with_shapes else {}
+        return _StageContents(exporter.names(), exporter.nbytes(), shapes)
 
 
 @dataclass(frozen=True)
@@ -377,6 +353,10 @@ class _StageSent:
     amount: Transferred
     names: list[str]
     fingerprints: dict[str, Any]
+
+    @staticmethod
+    def from_json(words: dict[str, Any]) -> _StageSent:
+        return _StageSent(**words | {"amount": Transferred(**words["amount"])})
 
     @staticmethod
     def of_all(stages: Sequence[_StageSent]) -> _StageSent:

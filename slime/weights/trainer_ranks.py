@@ -7,11 +7,14 @@
 Engines take one update at a time, so the pipeline stages send in their order. A stage waits only for those before it,
 and rank 0 for all: there is no circle to wait in. Words go over a store and not by collectives, because a collective
 with a rank that died never ends, or ends the process. Every wait has a limit and says who was waited for.
+
+torch's store asks nobody who they are, and lists its keys to whoever reaches its port. So a word is JSON and is sealed
+with a key that the ranks share: what a stranger writes there is an error, never code that runs.
 """
 
 from __future__ import annotations
 
-import pickle
+import hmac
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -20,11 +23,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import orjson
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from slime.engines.api import EngineError
 from slime.errors import UserError
+from slime.files import json_safe
+
+_SEAL, _SEAL_BYTES = "sha256", 32
 
 
 class StageError(Exception):
@@ -44,7 +51,7 @@ class StageError(Exception):
 
 @dataclass
 class Outcome:
-    """Of a round: what rank 0 puts here, every rank finds here after the block."""
+    """Of a round: what rank 0 puts here, every rank finds here after the block. JSON."""
 
     value: Any = None
 
@@ -61,11 +68,12 @@ class TrainerRanks:
         self.sources: Sequence[int] = (0,)
         self._store: Any = None  # torch's stubs know neither its bytes nor clone()
         if world_size > 1:
-            name = [secrets.token_hex(4)]
-            dist.broadcast_object_list(name, src=0)
+            shared: list[Any] = [secrets.token_hex(4), secrets.token_bytes(32)]
+            dist.broadcast_object_list(shared, src=0)
+            name, self._key = shared
             # a connection of its own: to wait on the shared one would hold up whoever else uses it
             default: Any = _get_default_store()
-            self._store = dist.PrefixStore(f"weight-sync-{name[0]}", default.clone())
+            self._store = dist.PrefixStore(f"weight-sync-{name}", default.clone())
         self._round = 0
         self._own_report: Any = None
         self._reported = False
@@ -95,12 +103,12 @@ class TrainerRanks:
             if self.stage is not None and not self._reported:
                 self._say_report(str(error), None)
             if self.rank == 0:
-                self._say("outcome", (str(error), None))
+                self._say("outcome", str(error))
             if self.rank == 0 or not isinstance(error, EngineError | StageError):
                 raise
             failure = error  # rank 0 has it from the report, and says the same with more around it
         if self.rank == 0:
-            self._say("outcome", (None, outcome.value))
+            self._say("outcome", None, outcome.value)
             return
         said, outcome.value = self._hear("outcome", 0, limit)
         if said is not None:
@@ -120,7 +128,7 @@ class TrainerRanks:
             self._report_of(stage, max(0.1, end - time.monotonic()))
 
     def report(self, value: Any) -> None:
-        """This stage is through; the next one may begin."""
+        """This stage is through; the next one may begin. ``value`` is JSON."""
         self._own_report = value
         self._say_report(None, value)
 
@@ -155,7 +163,7 @@ class TrainerRanks:
             yield
         finally:
             with suppress(dist.DistError):
-                self._say(f"left-{stage}", None)
+                self._say(f"left-{stage}")
 
     # -- inside --------------------------------------------------------------------------------------------
 
@@ -167,21 +175,37 @@ class TrainerRanks:
 
     def _say_report(self, failure: str | None, value: Any) -> None:
         self._reported = True
-        self._say(f"report-{self.stage}", (failure, value))
+        self._say(f"report-{self.stage}", failure, value)
 
-    def _say(self, key: str, content: Any) -> None:
+    def _say(self, key: str, failure: str | None = None, value: Any = None) -> None:
         if self._store is not None:
-            self._store.set(f"{self._round}/{key}", pickle.dumps(content))
+            name, word = f"{self._round}/{key}", orjson.dumps([json_safe(failure), value])
+            self._store.set(name, self._seal(name, word) + word)
 
-    def _hear(self, key: str, stage: int, limit: float) -> Any:
+    def _hear(self, key: str, stage: int, limit: float) -> tuple[str | None, Any]:
+        """The failure or the value that was said.
+
+        Raises:
+            StageError: nothing was said within ``limit`` seconds, or not by one of the ranks.
+        """
         assert self._store is not None
         name = f"{self._round}/{key}"
         try:
             self._store.wait([name], timedelta(seconds=limit))
-            return pickle.loads(self._store.get(name))
+            sealed: bytes = self._store.get(name)
         except dist.DistError as error:
             what = f"trainer rank {self.rank} waited {limit:.0f} s for its word"
             raise StageError(stage, self.sources[stage], what) from error
+        seal, word = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._seal(name, word)):
+            what = "no trainer rank wrote what the trainer's store has as its word: others reach the store's port"
+            raise StageError(stage, self.sources[stage], what)
+        failure, value = orjson.loads(word)
+        return failure, value
+
+    def _seal(self, name: str, word: bytes) -> bytes:
+        """Of what is said under this name: it holds for no other."""
+        return hmac.digest(self._key, name.encode() + b"\0" + word, _SEAL)
 
     def _forget(self, number: int) -> None:
         """Rank 0 removes what was said in a round that every rank has left."""

@@ -1,10 +1,10 @@
-"""What the ways of moving weights have in common, and which one a run uses."""
+"""What the ways of moving weights have in common; `slime.weights.route` chooses one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the launch describes engines with this file, before anything needs torch
     import torch
@@ -14,7 +14,7 @@ NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 Observer = Callable[[str, "torch.Tensor"], None]
 """Called with each tensor as it is sent, in the engine's dtype; the tensor is only valid during the call."""
 
-#: A transfer is given up on when it is slower than this, in bytes per second, plus `FLOOR_SECONDS`.
+#: A step of a transfer is given up on after its floor and the time that its bytes take at this rate, per second.
 SLOWEST_BANDWIDTH = 20e6
 FLOOR_SECONDS = 120.0
 
@@ -33,8 +33,8 @@ class EngineSlots:
     slots: tuple[int, ...]
 
 
-class Transport(Protocol):
-    """One way to bring named tensors to all engines.
+class Transport:
+    """One way to bring named tensors to all engines, on a trainer rank that takes part in it.
 
     Attributes:
         name: for messages and metrics.
@@ -49,8 +49,13 @@ class Transport(Protocol):
             EngineError: an engine refused or did not answer in time.
             UserError: this side cannot (no room, …).
         """
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def follow(self, tensors: NamedTensors) -> None:
+        """The part of a rank that does not send, while another one does."""
+
+    def close(self) -> None:
+        """Give up what is held between pushes."""
 
 
 def deadline_for(nbytes: int, floor: float | None = None) -> float:

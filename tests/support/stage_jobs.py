@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from slime.checkpoints import hf_io
 from slime.errors import UserError
-from slime.weights import sync as sync_module
+from slime.weights import route
+from slime.weights.sync import WeightSync
+from slime.weights.trainer_ranks import StageError, TrainerRanks
 from slime.weights.transport import EngineSlots
 from tests.support.megatron_jobs import backend_of
+from tests.support.trainer_ranks import trainer_config
 
 Engines = Sequence[EngineSlots]
 
 
-def sync_of(info: Any, model: Path, flags: dict[str, Any]) -> sync_module.WeightSync:
+def sync_of(info: Any, model: Path, flags: dict[str, Any]) -> WeightSync:
     """Built on weights that differ from the checkpoint's, in the same way on every layout."""
     backend = backend_of(info, model, update_weight_buffer_size=20_000, **flags)
     with torch.no_grad():
         for chunk in backend.model_chunks:
             for parameter in chunk.parameters():
                 parameter.mul_(2)
-    return sync_module.WeightSync(
+    return WeightSync(
         backend.config, backend.model_chunks, backend.hf_config, rank=info.rank, world_size=info.world_size
     )
 
@@ -42,19 +47,19 @@ def push_twice(info: Any, model: Path, flags: dict[str, Any], engines: Engines) 
         return found
 
     def watched(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        if group is not None and group is sync_module.Placement.current().pp_group:
+        if group is not None and group is route.Placement.current().pp_group:
             crossing.append(tensor.numel())
         return broadcast(tensor, *args, group=group, **kwargs)
 
-    is_local = sync_module.is_local
-    hf_io.gather, dist.broadcast, sync_module.is_local = noted, watched, lambda url: False
+    is_local = route.is_local
+    hf_io.gather, dist.broadcast, route.is_local = noted, watched, lambda url: False
     try:
         sync = sync_of(info, model, flags)
         sync.connect(engines, on_this_node=False)
         receipts = [sync.push() for _ in range(2)]
         sync.close()
     finally:
-        hf_io.gather, dist.broadcast, sync_module.is_local = gather, broadcast, is_local
+        hf_io.gather, dist.broadcast, route.is_local = gather, broadcast, is_local
     return {"receipts": receipts, "seen": seen, "crossing": sum(crossing), "stage": sync._ranks.stage}
 
 
@@ -78,7 +83,7 @@ def push_with_a_fault(info: Any, model: Path, flags: dict[str, Any], engines: En
     return said
 
 
-def _break(sync: sync_module.WeightSync, fault: str) -> None:
+def _break(sync: WeightSync, fault: str) -> None:
     send = sync._transport.send
 
     def broken(*args: Any) -> Any:
@@ -100,3 +105,55 @@ def push_and_die(info: Any, model: Path, flags: dict[str, Any], engines: Engines
         sync.push()
     except UserError as error:
         note.write_text(str(error))
+
+
+class Touch:
+    """In a pickle: whoever reads it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def hear_a_stranger(info: Any, trace: Path) -> str:
+    """Rank 0 says something, a process that reached the store puts a pickle in its place, and rank 1 listens.
+
+    Returns:
+        What rank 1 made of it.
+    """
+    from slime.train.megatron.parallel import initialise  # megatron is imported once it can run on a CPU
+
+    initialise(info, trainer_config(actor_num_gpus_per_node=info.world_size))
+    ranks = TrainerRanks(info.rank, info.world_size)
+    with ranks.round("the first", 30) as outcome:
+        outcome.value = {"heard": True}
+    assert outcome.value == {"heard": True}
+    try:
+        with ranks.round("the second", 30):
+            if info.rank == 1:
+                dist.barrier()  # rank 0 has said it
+                store: Any = dist.TCPStore(info.master_addr, info.master_port, is_master=False, wait_for_workers=False)
+                [key] = [key for key in store.list_keys() if key.endswith("2/outcome")]
+                store.set(key, pickle.dumps(Touch(trace)))
+        if info.rank == 0:
+            dist.barrier()
+    except StageError as error:
+        return str(error)
+    return "nothing"
+
+
+def time_outs_of_groups(info: Any, minutes: float) -> tuple[set[float], float]:
+    """Seconds of every process group that a trainer makes at its start, and of the one that pushes by handles use."""
+    from slime.train.megatron.parallel import initialise  # megatron is imported once it can run on a CPU
+
+    config = trainer_config(actor_num_gpus_per_node=info.world_size, distributed_timeout_minutes=minutes)
+    initialise(info, config)
+    at_start = {_seconds(group) for group in _world.pg_map}
+    sync = WeightSync(config, [], {}, rank=info.rank, world_size=info.world_size)
+    return at_start, _seconds(sync._gloo_group())
+
+
+def _seconds(group: Any) -> float:
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from slime.checkpoints.checkpoint import TrainerState, trainer_state_dict
 from slime.checkpoints.directory import check_contents, saved_iterations
 from slime.checkpoints.sharded_store import ShardedWrite
+from slime.checkpoints.trainer_state import TrainerState
 from slime.errors import UserError
 from tests.support import megatron_jobs as jobs
 from tests.support.megatron_jobs import everything, parameters, single
@@ -140,7 +140,7 @@ def test_a_checkpoint_as_megatron_lm_writes_it_is_read(model: Path, tmp_path: Pa
         jobs.fake_step(backend, 1)
         path = tmp_path / "iter_0000010"
         path.mkdir()
-        state = trainer_state_dict(TrainerState(backend.model_chunks), 10, save_rng=False)
+        state = TrainerState(backend.model_chunks).everything(10, save_rng=False)
         metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
         state["optimizer"] = backend.optimizer.sharded_state_dict(state, metadata=metadata)
         state["opt_param_scheduler"] = backend.scheduler.state_dict()

@@ -89,6 +89,17 @@ def test_the_reference_model(hf: Path, root: Path) -> None:
         resolve_reference(make_config(hf_checkpoint=str(hf), ref_load=str(root)))
 
 
+def test_weights_that_are_not_there_are_named_by_the_flag_that_was_given(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    for flags, named in [
+        ({"hf_checkpoint": nowhere}, "--hf-checkpoint"),
+        ({"hf_checkpoint": nowhere, "ref_load": nowhere}, "--ref-load"),
+    ]:
+        for resolve in (resolve_load, resolve_reference):
+            with pytest.raises(UserError, match=f"^{named} .*nowhere does not exist"):
+                resolve(make_config(**flags))
+
+
 def test_an_iteration_of_the_reference_needs_no_tracker(hf: Path, root: Path) -> None:
     complete(root, 3, track=False)
     flags = {"hf_checkpoint": str(hf), "ref_load": str(root), "ref_ckpt_step": 3}

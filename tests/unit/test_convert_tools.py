@@ -167,3 +167,44 @@ def test_scripts_explain_themselves_without_torch(script: str) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=TOOLS.parent, check=False)
     assert ran.returncode == 0 and "--save_path" in ran.stdout
     assert " torch\n" not in ran.stderr
+
+
+MODEL_ARGS = """
+    --swiglu --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --kv-channels 8 --vocab-size 97 --rotary-base 1000
+    --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-5 --qk-layernorm
+""".split()  # noqa: SIM905
+
+
+def test_flags_that_describe_the_model_are_compared_with_its_config(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("hf-to-megatron", *MODEL_ARGS, "--hf-checkpoint", model, "--save", tmp_path / "ckpt")
+    for more, said in [
+        (("--num-layers", 5), "--num-layers 5, but num_hidden_layers is 4"),
+        (("--lr", "1e-6"), "slime convert does not know --lr"),
+        (("--num-layer", 4), "--num-layer"),
+    ]:
+        assert convert(*words, *more) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "ckpt").exists()
+    assert convert(*words) == 0
+    back = ("megatron-to-hf", *MODEL_ARGS, "--input-dir", tmp_path / "ckpt", "--origin-hf-dir", model)
+    assert convert(*back, "--output-dir", tmp_path / "back") == 0
+    assert_weights(tmp_path / "back", model)
+
+
+def test_directories_that_are_not_there_are_named_by_their_flag(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").touch()
+    for words, said in [
+        (("hf-to-megatron", "--hf_model_path", "nowhere"), "--hf_model_path nowhere does not exist"),
+        (("hf-to-megatron", "--hf_model_path", tmp_path / "notes.txt"), "notes.txt is not a directory"),
+        (("megatron-to-hf", "--load_path", "nowhere", "--hf_model_path", model), "--load_path nowhere does not exist"),
+        (("megatron-to-hf", "--load_path", tmp_path, "--hf_model_path", model), "holds no Megatron checkpoint"),
+        (("megatron-to-hf", "--load_path", model, "--hf_model_path", model), "is a Hugging Face directory already"),
+    ]:
+        assert convert(*words, "--save_path", tmp_path / "out") == 2
+        said_there = capsys.readouterr().err
+        assert said in said_there and "--ref-load" not in said_there
+    assert not (tmp_path / "out").exists()

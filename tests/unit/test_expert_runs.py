@@ -23,7 +23,7 @@ from slime.engines.sglang.weight_probe import HeldExperts, Tree, _answer
 from slime.engines.wire.buckets import Bucket, pack
 from slime.engines.wire.expert_runs import ExpertRun, bounds
 from slime.errors import UserError
-from slime.weights.engine_check import SliceDigest
+from slime.weights.engine_check import SliceDigest, slice_key
 from slime.weights.ipc import _bucket_and_table
 from slime.weights.route import check_experts, takes_runs
 from slime.weights.transport import EngineSlots
@@ -196,11 +196,11 @@ def test_a_changed_number_shows(size: int, weights: dict[str, torch.Tensor], mod
         held = _answer(model, {"action": "fingerprint", **request})["fingerprints"]
         digest = SliceDigest({name: [tuple(part)] for name, part in slices.items()}, "words")
         for name, run in runs.items():
-            assert digest(name, run) == {tuple(slices[name]): held[name]}
+            assert digest(name, run) == {slice_key(slices[name]): held[name]}
             dim, start, _ = slices[name]
             changed = run.clone()
             changed[tuple(start if axis == dim else -1 for axis in range(3))] += 1
-            assert digest(name, changed) != {tuple(slices[name]): held[name]}
+            assert digest(name, changed) != {slice_key(slices[name]): held[name]}
 
 
 def test_a_part_that_is_cut_twice_is_not_compared() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.checkpoints.gathering import Held, batches, gather
+from slime.checkpoints.gathering import PlacedParameter, batches, gather
 from slime.checkpoints.megatron_names import Placement
 
 SHAPES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7)), min_size=1, max_size=12)
@@ -19,8 +19,9 @@ SHAPES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7)), min_size=1, m
 def test_batches_keep_the_order_and_the_limit(
     shapes: list[tuple[int, int]], limit: int, tp_size: int, data: st.DataObject
 ) -> None:
+    dtypes, cut = st.sampled_from(["float32", "bfloat16"]), st.booleans()
     held = [
-        Held(f"p{i}", shape, data.draw(st.sampled_from(["float32", "bfloat16"])), 0, 0, False, data.draw(st.booleans()))
+        PlacedParameter(f"p{i}", shape, data.draw(dtypes), 0, 0, False, data.draw(cut))
         for i, shape in enumerate(shapes)
     ]
     place = Placement(tp_size=tp_size, etp_size=1)
@@ -37,6 +38,6 @@ def test_batches_keep_the_order_and_the_limit(
 
 def test_alone_nothing_is_copied() -> None:
     weight = torch.arange(6.0).view(2, 3)
-    held = Held("w", (2, 3), "float32", 0, 0, True, True)
+    held = PlacedParameter("w", (2, 3), "float32", 0, 0, True, True)
     [piece] = gather([held], {"w": weight}, Placement(), torch.device("cpu"))["w"]
     assert piece.data_ptr() == weight.data_ptr()

@@ -17,7 +17,7 @@ from slime.engines.api import EngineClient
 from slime.engines.launch import embedded_command
 from slime.errors import UserError
 from slime.models.spec import read_hf_config
-from slime.weights import sync as sync_module
+from slime.weights import route
 from slime.weights.canary import canary_tokens
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
@@ -174,7 +174,7 @@ def test_pushing_to_the_embedded_engine(
     if transport == "disk":
         flags |= {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path / "push")}
     if transport == "gloo broadcast":
-        monkeypatch.setattr(sync_module, "is_local", lambda url: False)
+        monkeypatch.setattr(route, "is_local", lambda url: False)
     prompt = list(range(20))
 
     async def log_probs() -> tuple[list[float], str]:

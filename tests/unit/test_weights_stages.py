@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.weights.transport import EngineSlots
+from slime.engines.wire.process_group import listening_store
+from slime.weights.transport import FLOOR_SECONDS, EngineSlots
 from tests.support import megatron_jobs, stage_jobs
 from tests.support.fake_weight_engine import FakeWeightEngine
 from tests.support.tiny_models import save_moe
@@ -108,6 +111,31 @@ def test_a_stage_that_is_silent_is_waited_for_no_longer_than_the_limit(
 ) -> None:
     [[said], _] = ranks.run(2, stage_jobs.push_with_a_fault, models["dense"], PP2, slots(engines), "silent")
     assert "waited for pipeline stage 1 (trainer rank 1)" in said and "'transfer'" in said and "s for its word" in said
+
+
+def test_every_process_group_waits_as_long_as_the_flag_says(ranks: Pools) -> None:
+    for at_start, of_pushes in ranks.run(2, stage_jobs.time_outs_of_groups, 2.5):
+        assert at_start == {150.0}
+        assert of_pushes > 150.0 + FLOOR_SECONDS  # rank 0 waits for engines meanwhile
+
+
+def test_what_a_stranger_puts_into_the_store_is_an_error_and_never_runs(ranks: Pools, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    said = ranks.run(2, stage_jobs.hear_a_stranger, trace)
+    assert said[0] == "nothing" and "no trainer rank wrote what the trainer's store has" in said[1]
+    assert not trace.exists()
+    pickle.loads(pickle.dumps(stage_jobs.Touch(trace)))
+    assert trace.exists()  # that is what it would have done
+
+
+def test_a_store_is_reached_through_its_own_address_only() -> None:
+    store = listening_store("127.0.0.2", 0, 1, 10)
+    socket.create_connection(("127.0.0.2", store.port), timeout=10).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", store.port), timeout=10)
+    with pytest.raises(OSError, match="in use"):
+        listening_store("127.0.0.2", store.port, 1, 10)
+    assert listening_store("localhost", 0, 1, 10).port > 0  # a name: torch's own way
 
 
 @pytest.mark.full

@@ -16,9 +16,10 @@ from slime.config import make_config
 from slime.engines.wire.shared_memory import SHM_DIR
 from slime.errors import UserError
 from slime.models import family_of
-from slime.weights import sync as sync_module
+from slime.weights import route
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
-from slime.weights.sync import WeightSync, choose_route
+from slime.weights.route import choose_route
+from slime.weights.sync import WeightSync
 from tests.support.fake_weight_engine import FakeWeightEngine
 from tests.support.hf_configs import config_of
 from tests.support.megatron_stub import MegatronStub, random_hf
@@ -85,9 +86,9 @@ def test_shared_memory(engines: list[FakeWeightEngine], buffer_size: int) -> Non
 @pytest.mark.parametrize("why", ["another host", "no shared memory"])
 def test_broadcast(engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     if why == "another host":
-        monkeypatch.setattr(sync_module, "is_local", lambda url: False)
+        monkeypatch.setattr(route, "is_local", lambda url: False)
     else:
-        monkeypatch.setattr(sync_module, "choose_route", lambda *args, **kinds: "broadcast")
+        monkeypatch.setattr(route, "choose_route", lambda *args, **kinds: "broadcast")
     sync = connected(engines, update_weight_buffer_size=300)
     buffers = []
     for version in ("1", "2"):
@@ -104,7 +105,7 @@ def test_broadcast(engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPa
 def test_a_broadcast_waits_as_long_as_the_flag_says_and_the_next_push_mends_the_group(
     engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sync_module, "is_local", lambda url: False)
+    monkeypatch.setattr(route, "is_local", lambda url: False)
     sync = connected(engines, distributed_timeout_minutes=0.01)
     engines[1].delay["/update_weights_from_distributed"] = 2
     with pytest.raises(UserError, match="gave no answer within 1 s"):
@@ -121,7 +122,7 @@ def test_a_broadcast_waits_as_long_as_the_flag_says_and_the_next_push_mends_the_
 def test_an_engine_that_refuses_a_broadcast_ends_it_for_those_that_wait(
     engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sync_module, "is_local", lambda url: False)
+    monkeypatch.setattr(route, "is_local", lambda url: False)
     monkeypatch.setattr("slime.weights.distributed._GRACE_SECONDS", 0.1)
     sync = connected(engines)
     engines[0].delay["/update_weights_from_distributed"] = 60

@@ -11,6 +11,8 @@ built directly on a store of its own. The chain of key prefixes is the one that 
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import os
 import socket
 import threading
@@ -24,6 +26,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+from slime.log import get_logger
+
+logger = get_logger(__name__)
 
 
 class ExternalGroup:
@@ -64,8 +70,7 @@ class ExternalGroup:
     @staticmethod
     def open_store(address: str, world_size: int, timeout: float, port: int = 0) -> TCPStore:
         """The rendezvous that the trainer holds; port 0 picks a free one. Others can join as soon as it exists."""
-        limit = timedelta(seconds=timeout)
-        return TCPStore(address, port, world_size, is_master=True, timeout=limit, wait_for_workers=False)
+        return listening_store(address, port, world_size, timeout, wait_for_workers=False)
 
     @staticmethod
     def join(
@@ -139,6 +144,57 @@ class ExternalGroup:
         leaving = threading.Thread(target=self._group.shutdown, name="weight-group-leaves", daemon=True)
         leaving.start()
         leaving.join(timeout)
+
+
+def listening_store(
+    address: str, port: int, world_size: int, timeout: float, *, wait_for_workers: bool = True
+) -> TCPStore:
+    """The store at which a group's members meet, which nobody reaches but through ``address``.
+
+    torch's own listens on every address of the host. It asks nobody who they are: whoever reaches it reads and writes
+    all of its keys. So it must not be reachable from further away than its members are, and what members take from it
+    must be plain data (numbers, JSON), never a pickle.
+
+    Args:
+        address: of this host, as the other members know it. A host name, which may stand for other addresses on other
+            hosts, and an address that this host does not know to be its own (behind NAT) leave torch's way.
+        port: 0 picks a free one.
+        timeout: seconds that a member waits for a key, and for the others with ``wait_for_workers``.
+    Raises:
+        OSError: the port is taken.
+    """
+    listener = _listener(address, port)
+    if listener is not None:
+        port = listener.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=wait_for_workers,
+        master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
+    )
+
+
+def _listener(address: str, port: int) -> socket.socket | None:
+    """A socket that listens on one address alone; None where that is not possible."""
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+    except ValueError:  # a name
+        return None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            logger.warning("%s is no address of this host: the store listens on all of them", address)
+            return None
+        raise
+    return listener
 
 
 @contextlib.contextmanager

@@ -27,11 +27,12 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
-from slime.checkpoints.checkpoint import TrainerState, saved_reference  # noqa: E402
-from slime.checkpoints.checkpoint import load as load_checkpoint  # noqa: E402
 from slime.checkpoints.hf_io import load_hf, save_hf  # noqa: E402
 from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference  # noqa: E402
-from slime.checkpoints.writer import CheckpointWriter  # noqa: E402
+from slime.checkpoints.loading import load as load_checkpoint  # noqa: E402
+from slime.checkpoints.loading import saved_reference  # noqa: E402
+from slime.checkpoints.saving import CheckpointWriter  # noqa: E402
+from slime.checkpoints.trainer_state import TrainerState  # noqa: E402
 from slime.models import family_of  # noqa: E402
 from slime.models.layout_rules import check_layout, virtual_stages  # noqa: E402
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from slime.checkpoints.random_state import seed_generators
 from slime.config import Config
+from slime.engines.wire.process_group import listening_store
 from slime.errors import UserError
 from slime.samples.batch import TrainLayout
 from slime.train.megatron import device
@@ -60,7 +62,7 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
     timeout = datetime.timedelta(minutes=float(config.cluster.distributed_timeout_minutes))
     dist.init_process_group(
         device.communication_backend(),
-        init_method=f"tcp://{rank_info.master_addr}:{rank_info.master_port}",
+        store=_store(rank_info, timeout),
         rank=rank_info.rank,
         world_size=rank_info.world_size,
         timeout=timeout,
@@ -72,10 +74,22 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         context_parallel_size=megatron.context_parallel_size,
         expert_model_parallel_size=megatron.expert_model_parallel_size,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
-        distributed_timeout_minutes=max(1, int(config.cluster.distributed_timeout_minutes)),
+        distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,
     )
+    # the one group that megatron-core leaves torch's half hour
+    _set_pg_timeout(timeout, parallel_state.get_expert_data_parallel_group_gloo())
     seed_generators(config.train.seed)
     return chosen
+
+
+def _store(info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
+    """What the ranks meet at: held by rank 0, or by torchrun where that has started the ranks."""
+    address, port = info.master_addr, info.master_port
+    if info.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.TCPStore(address, port, info.world_size, is_master=False, timeout=timeout)
+    else:
+        store = listening_store(address, port, info.world_size, timeout.total_seconds())
+    return dist.PrefixStore("default_pg", store)
 
 
 def shut_down() -> None:

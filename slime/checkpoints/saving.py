@@ -1,7 +1,12 @@
-"""Saving checkpoints, in the foreground or behind training.
+"""Saving Megatron checkpoints, in the foreground or behind training.
 
     save()  plan ─► snapshot in host memory ─► return            next save() or wait()
     thread            └─► write own file ─► all have ─► contents, manifest, rename, tracker
+
+    root/.iter_0000010.partial/ ─► root/iter_0000010/ (complete or not there) ─► latest_checkpointed_iteration.txt
+
+A save writes into a hidden directory, lists every file with its size and fingerprint, renames it, and only then moves
+the tracker: a crash or a full disk at any point leaves the previous checkpoint loadable.
 
 Both ways write the same; --async-save adds the snapshot and the thread. The thread talks to the other ranks' threads
 over a gloo group of its own, because two threads must not use one group. The tracker moves when every rank's file is
@@ -10,21 +15,21 @@ on the disk. What fails is raised by the next call, on the rank that noticed fir
 
 from __future__ import annotations
 
-import datetime
-import io
 import logging
 import shutil
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from slime.checkpoints.checkpoint import EXTRA_STATE, TrainerState, trainer_state_dict
 from slime.checkpoints.directory import (
+    EXTRA_STATE,
     FileRecord,
     file_record,
     iteration_name,
@@ -34,21 +39,17 @@ from slime.checkpoints.directory import (
     set_latest,
     write_manifest,
 )
-from slime.checkpoints.sharded_store import (
-    WRITE_ERRORS,
-    ShardedWrite,
-    agreed,
-    first_lines,
-    free_space,
-    write_error,
-)
-from slime.errors import RunFailed
+from slime.checkpoints.sharded_store import WRITE_ERRORS, ShardedWrite, first_lines, pickled
+from slime.checkpoints.trainer_state import TrainerState
+from slime.errors import RunFailed, UserError
 from slime.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
 
-#: How long the ranks wait for the slowest one's disk.
-_DEADLINE = datetime.timedelta(hours=2)
+#: How long the ranks wait for the slowest one's disk. Not --distributed-timeout-minutes, which is for ranks that
+#: compute: a file system that is shared with others may take an hour for what it takes minutes for on another day.
+WRITE_SECONDS = 7200.0
+_GRACE_SECONDS = 60.0  # for the group's own error, which says more
 
 
 class CheckpointWriter:
@@ -92,14 +93,13 @@ class CheckpointWriter:
         """
         self.wait()
         if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=_DEADLINE)
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_SECONDS))
         final = Path(root) / iteration_name(iteration)
-        with agreed(f"preparing {final}"):
+        with _agreed(f"preparing {final}"):
             if dist.get_rank() == 0:
                 partial_dir(final)
-        contents = trainer_state_dict(state, iteration, save_optimizer=save_optimizer, save_rng=save_rng)
-        planned = ShardedWrite(contents)
-        job = _Job(final, iteration, planned, _pickled(extra_state or {}), keep, self._group)
+        planned = ShardedWrite(state.everything(iteration, save_optimizer=save_optimizer, save_rng=save_rng))
+        job = _Job(final, iteration, planned, pickled(extra_state or {}), keep, self._group)
         if not self.in_background:
             job.run()
             return final
@@ -115,11 +115,11 @@ class CheckpointWriter:
             UserError: it failed.
         """
         if self._thread is not None:
-            self._thread.join(_DEADLINE.total_seconds() + 60)
+            self._thread.join(WRITE_SECONDS + _GRACE_SECONDS)
             if self._thread.is_alive():
                 raise RunFailed(
                     f"the checkpoint writer ({self._thread.name}) does not come to an end",
-                    why=f"it has been writing for {_DEADLINE}",
+                    why=f"it has been writing for {WRITE_SECONDS / 3600:.0f} hours",
                     fix="look at the file system of --save; the previous checkpoint is untouched",
                 )
             self._thread = None
@@ -180,7 +180,7 @@ class _Job:
         verdict = self._verdict(failure, written)
         if verdict is not None:
             what, _, why = verdict.partition("\0")
-            raise write_error(what, why)
+            raise _write_error(what, why)
 
     def _verdict(self, failure: str | None, written: tuple[list[Any], list[FileRecord]]) -> str | None:
         """What went wrong on any rank, "what\\0why"; None when the checkpoint is published."""
@@ -218,10 +218,38 @@ class _Job:
         return None
 
     def _reason(self, error: BaseException) -> str:
-        return first_lines(error) + free_space(self.partial)
+        return first_lines(error) + _free_space(self.partial)
 
 
-def _pickled(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
+# -- errors ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _agreed(what: str) -> Iterator[None]:
+    """Every rank leaves the block in the same way: when one failed to write, all raise its error. Collective."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except WRITE_ERRORS as error:
+        failure = error
+    said: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, None if failure is None else first_lines(failure))
+    first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
+    if first is not None:
+        raise _write_error(f"{what} failed on trainer rank {first[0]}", first[1]) from failure
+
+
+def _write_error(what: str, why: str) -> UserError:
+    return UserError(
+        what,
+        why=why,
+        fix="free space (--save-retain N keeps only the last N checkpoints), or pass another --save, on a file system"
+        " that all trainer ranks share; the previous checkpoint is untouched",
+    )
+
+
+def _free_space(directory: Path) -> str:
+    """torch's zip writer says "unexpected pos" for a full disk, so we say what is free."""
+    if not directory.is_dir():
+        return f" ({directory} is not there)"
+    return f" ({shutil.disk_usage(directory).free / 1e6:,.1f} MB are free on this disk)"

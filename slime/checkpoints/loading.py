@@ -1,0 +1,241 @@
+"""Loading a Megatron checkpoint: model, optimizer, schedule, random numbers, the run's own state; at any layout.
+
+    load()   files as the manifest says ─► every weight is there, none is left over ─► model ─► optimizer, schedule
+             ─► reference model ─► random numbers ─► the run's own state
+
+The same numbers come back, whatever layout saved them. All functions are collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.checkpoints.directory import EXTRA_STATE, check_contents
+from slime.checkpoints.load_plan import LoadPlan
+from slime.checkpoints.optimizer_state import ensure_state, optimizer_tensors, restore
+from slime.checkpoints.random_state import seed_after, set_random_state, sharded_random_state, why_not_continued
+from slime.checkpoints.sharded_store import StateDict, read, read_common, read_contents
+from slime.checkpoints.trainer_state import REFERENCE, TrainerState
+from slime.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+#: Not the policy's weights: what else a checkpoint may hold, by the first part of its name.
+_OTHER = ("optimizer", REFERENCE, "rng_state", "rerun_state_machine_state")
+#: Transformer Engine's scaling factors, which other layers do not have.
+_TE_STATE = "_extra_state"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load took from a checkpoint, on this rank.
+
+    Attributes:
+        directory: of the iteration.
+        num_loaded: parameters (Megatron tensors) of this rank, all of them loaded.
+        num_elements: numbers in them.
+        files: data files in the checkpoint.
+        num_ignored: tensors of Transformer Engine's own that are not used.
+        parts: what was loaded besides the weights.
+        seconds: wall time.
+    """
+
+    directory: Path
+    num_loaded: int
+    num_elements: int
+    files: int
+    num_ignored: int
+    parts: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        amount = f"{self.num_loaded} parameters ({self.num_elements / 1e6:,.1f} M numbers)"
+        text = ", ".join((f"loaded {amount}", *self.parts))
+        text += f" from {self.files} file(s) of {self.directory} in {self.seconds:.1f} s"
+        return text + (f"; {self.num_ignored} entries of Transformer Engine are not used" if self.num_ignored else "")
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What `load` gives back.
+
+    Attributes:
+        extra_state: what was given to `save`; {} when there is none, or when only weights were wanted.
+        report: what came from where.
+    """
+
+    extra_state: dict[str, Any]
+    report: LoadReport
+
+
+def load(plan: LoadPlan, state: TrainerState, *, seed: int = 0) -> LoadedCheckpoint:
+    """Fill the trainer from a Megatron checkpoint. Collective.
+
+    Args:
+        plan: of kind "megatron".
+        state: as for `save`; saved at any parallel layout. ``reference`` is read if it is given.
+        seed: --seed. A run that goes on without the saved random states is seeded by it and the iteration.
+    Raises:
+        UserError: a file is corrupt, a tensor is missing, left over or does not fit.
+    """
+    assert plan.kind == "megatron", plan
+    started = time.perf_counter()
+    check_contents(plan.path, dist.get_rank(), dist.get_world_size())
+    common = read_common(plan.path)
+    load_optimizer = plan.load_optimizer and state.optimizer is not None
+    if load_optimizer and "optimizer" not in common:
+        raise UserError(
+            f"{plan.path} has no optimizer state",
+            why="it was saved with --no-save-optim, or by a converter",
+            fix="pass --no-load-optim to go on with a fresh optimizer",
+        )
+    report = _account_for(state.model(), read_contents(plan.path), plan.path)
+    _read_model(plan, state)
+    parts = []
+    if load_optimizer:
+        step = _read_optimizer(plan, state, common["optimizer"])
+        parts.append(f"optimizer at step {step:.0f}")
+        if state.scheduler is not None and "opt_param_scheduler" in common:
+            state.scheduler.load_state_dict(common["opt_param_scheduler"])
+            parts.append("schedule")
+    elif state.optimizer is not None:
+        state.optimizer.reload_model_params()
+    if state.reference is not None:
+        read({"wanted": state.reference_model()}, plan.path)  # in place
+        parts.append(f"reference model of rollout {common['reference_iteration']}")
+    if plan.iteration is not None:
+        because = why_not_continued(common.get("layout")) if plan.load_rng else "--no-load-rng"
+        if because is None:
+            set_random_state(read({"rng_state": sharded_random_state(None)}, plan.path)["rng_state"])
+            parts.append("random states")
+        else:
+            seed_after(plan.iteration, seed, because)
+    report = replace(report, parts=tuple(parts), seconds=time.perf_counter() - started)
+    logger.info("%s", report)
+    return LoadedCheckpoint(read_extra_state(plan.path) if plan.iteration is not None else {}, report)
+
+
+def read_extra_state(directory: Path) -> dict[str, Any]:
+    """The run's own state beside a checkpoint; {} for one that has none."""
+    path = directory / EXTRA_STATE
+    # samples in it are plain objects, so this unpickles; the directory is the run's own
+    return torch.load(path, map_location="cpu", weights_only=False) if path.is_file() else {}
+
+
+def saved_reference(plan: LoadPlan) -> int | None:
+    """The rollout after which the reference model in the checkpoint was taken; None: it has none, --ref-load does.
+
+    A run that only takes the weights (--finetune) starts with its own reference.
+    """
+    if plan.kind != "megatron" or plan.iteration is None:
+        return None
+    return read_common(plan.path).get("reference_iteration")
+
+
+# -- reading -----------------------------------------------------------------------------------------------
+
+
+def _read_model(plan: LoadPlan, state: TrainerState) -> None:
+    """Layers of Transformer Engine also have an extra state (the history of scaling factors with FP8), which a
+    checkpoint of other layers lacks; they then start with a new one."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    saved = read_contents(plan.path).state_dict_metadata
+
+    def is_there(entry: Any) -> bool:
+        return not isinstance(entry, ShardedObject) or entry.unique_key in saved
+
+    wanted = {
+        key: {name: entry for name, entry in chunk.items() if is_there(entry)} for key, chunk in state.model().items()
+    }
+    loaded = read(wanted, plan.path)
+    for key, chunk in state.chunks().items():
+        result = chunk.load_state_dict(loaded[key], strict=False)
+        odd = [name for name in (*result.missing_keys, *result.unexpected_keys) if not name.endswith(_TE_STATE)]
+        assert not odd, odd  # `_account_for` has compared the names
+
+
+def _read_optimizer(plan: LoadPlan, state: TrainerState, saved: StateDict) -> float:
+    """After the model: master weights may share memory with float32 parameters, and are the finer ones."""
+    ensure_state(state.optimizer, on_host=state.moments_on_host)
+    tensors = optimizer_tensors(state.optimizer, state.model())
+    contents = read_contents(plan.path)
+    wanted = tensors.known_to(contents)
+    _account_for_optimizer(wanted, contents, plan.path)
+    read({"wanted": wanted}, plan.path)  # in place
+    tensors.put_back()
+    if tensors.without_master:
+        state.optimizer.reload_model_params()
+    settings_of_checkpoint = state.scheduler is not None and state.scheduler.use_checkpoint_opt_param_scheduler
+    return restore(state.optimizer, saved, settings_of_checkpoint)
+
+
+# -- is it all there ---------------------------------------------------------------------------------------
+
+
+def _account_for(model_state: dict[str, Any], contents: Any, directory: Path) -> LoadReport:
+    """Compare what all ranks want of the policy's weights with what is there. Collective.
+
+    Args:
+        model_state: this rank's sharded state dict of the model.
+        contents: torch's table of contents of the checkpoint.
+    Raises:
+        UserError: names tensors that are missing, and tensors that no parameter takes.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    entries = [entry for entry in nested_values(model_state) if not isinstance(entry, ShardedObject)]
+    wanted: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(wanted, {entry.key for entry in entries})
+    needed = set().union(*wanted)
+    present = {name for name in contents.state_dict_metadata if name.split(".")[0].split("/")[0] not in _OTHER}
+    ignored = {name for name in present if _TE_STATE in name}
+    missing, left_over = sorted(needed - present), sorted(present - ignored - needed)
+    if missing or left_over:
+        raise UserError(
+            f"{directory} cannot be loaded into this model",
+            why="; ".join(_named(missing, "missing") + _named(left_over, "that no parameter takes")),
+            fix="it must be a checkpoint of the same model; pass --load with another directory, or the flags that the"
+            " model was saved with",
+        )
+    files = {info.relative_path for info in contents.storage_data.values()}
+    num_elements = sum(entry.data.numel() for entry in entries)
+    return LoadReport(directory, len(entries), num_elements, len(files), len(ignored))
+
+
+def _account_for_optimizer(entries: list[Any], contents: Any, directory: Path) -> None:
+    """Is there a state for all that is trained? Collective.
+
+    Args:
+        entries: this rank's sharded tensors of the optimizer.
+        contents: torch's table of contents of the checkpoint.
+    Raises:
+        UserError: names states that are missing on any rank, on every rank.
+    """
+    own = {entry.key for entry in entries} - contents.state_dict_metadata.keys()
+    missing: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(missing, own)
+    names = sorted(set().union(*missing))
+    if names:
+        raise UserError(
+            f"{directory} has no optimizer states for {len(names)} tensors that are trained now",
+            why=f"{', '.join(names[:4])}{' …' if len(names) > 4 else ''}: they were frozen when it was saved, or"
+            " --optimizer was another one",
+            fix="pass the flags that it was saved with (--optimizer, --freeze-params-name-list,"
+            " --only-train-params-name-list), or --no-load-optim to go on with a fresh optimizer",
+        )
+
+
+def _named(names: list[str], what: str) -> list[str]:
+    if not names:
+        return []
+    listed = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+    return [f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what}: {listed}"]

@@ -1,0 +1,86 @@
+"""What a checkpoint of a trainer holds, as megatron-core's sharded state dict: what `saving` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from slime.checkpoints.directory import RELEASE
+from slime.checkpoints.megatron_names import stored_tensors, unwrapped
+from slime.checkpoints.optimizer_state import sharded_optimizer_state
+from slime.checkpoints.random_state import random_layout, random_state, sharded_random_state
+from slime.checkpoints.sharded_store import StateDict
+
+REFERENCE = "reference"
+
+
+@dataclass
+class TrainerState:
+    """What a checkpoint covers on this rank.
+
+    Attributes:
+        model_chunks: one per virtual pipeline stage, wrapped or not.
+        optimizer: Megatron's (distributed or not); None leaves it out.
+        scheduler: learning-rate schedule with ``state_dict`` / ``load_state_dict``.
+        reference: weights of the reference model, one for each of the chunks' `stored_tensors`; None unless the run
+            has changed them (--ref-update-interval), as otherwise --ref-load has them.
+        reference_iteration: the rollout after which they were the policy's.
+        moments_on_host: Adam's moments live in host memory (--offload-optimizer-states).
+    """
+
+    model_chunks: Sequence[nn.Module]
+    optimizer: Any = None
+    scheduler: Any = None
+    reference: Sequence[Tensor] | None = None
+    reference_iteration: int | None = None
+    moments_on_host: bool = False
+
+    def everything(self, iteration: int | str, *, save_optimizer: bool = True, save_rng: bool = True) -> StateDict:
+        """All that a checkpoint holds, as a sharded state dict. Collective.
+
+        Args:
+            iteration, save_optimizer, save_rng: as for `CheckpointWriter.save`.
+        """
+        saved = self.model()
+        if save_optimizer and self.optimizer is not None:
+            saved["optimizer"] = sharded_optimizer_state(self.optimizer, self.model(), on_host=self.moments_on_host)
+            if self.scheduler is not None:
+                saved["opt_param_scheduler"] = self.scheduler.state_dict()
+        if self.reference is not None:
+            saved[REFERENCE] = self.reference_model()
+            saved["reference_iteration"] = self.reference_iteration
+        if save_rng:
+            saved["rng_state"] = sharded_random_state(random_state())
+        saved["iteration"], saved["checkpoint_version"] = 0 if iteration == RELEASE else iteration, 3.0
+        saved["layout"] = {**random_layout(), "has_rng_state": save_rng}
+        return saved
+
+    def chunks(self) -> dict[str, nn.Module]:
+        """The model chunks without wrappers, by the name that each has in a state dict."""
+        chunks = unwrapped(self.model_chunks)
+        return {"model" if len(chunks) == 1 else f"model{number}": chunk for number, chunk in enumerate(chunks)}
+
+    def model(self) -> StateDict:
+        """Parameters as megatron-core shards them: so that every layout can read them."""
+        from megatron.core.parallel_state import get_data_parallel_group
+
+        metadata = {"dp_cp_group": get_data_parallel_group(with_context_parallel=True)}
+        return {
+            key: chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+            for key, chunk in self.chunks().items()
+        }
+
+    def reference_model(self) -> list[Any]:
+        """The reference's tensors under the policy's names with "reference." in front."""
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+        assert self.reference is not None
+        copy_of = {id(own): copy for own, copy in zip(stored_tensors(self.model_chunks), self.reference, strict=True)}
+        return [
+            replace(entry, key=f"{REFERENCE}.{entry.key}", data=copy_of[id(entry.data)])
+            for entry in nested_values(self.model())
+            if id(entry.data) in copy_of
+        ]

@@ -1,0 +1,52 @@
+"""docs/deadlines.md names every wait of the program, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from slime.config.registry import all_flags
+
+ROOT = Path(__file__).parents[2]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "docs" / "deadlines.md").read_text().splitlines()
+    if line.startswith("|") and not line.startswith(("|---", "| who"))
+]
+_NAME = re.compile(r"_?([A-Z]+_)*(SECONDS|DEADLINE|TIMEOUT)")
+
+
+def constants() -> dict[str, float]:
+    """ "`weights/sync.py` `_CONTROL_SECONDS`" → its value; of a table of values, the first."""
+    found = {}
+    for path in sorted((ROOT / "slime").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else None
+            if isinstance(target, ast.Name) and _NAME.fullmatch(target.id):
+                value = next(
+                    (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, float)),
+                    None,
+                )
+                if value is not None:
+                    found[f"`{path.relative_to(ROOT / 'slime')}` `{target.id}`"] = value
+    return found
+
+
+def test_every_row_gives_what_the_code_says() -> None:
+    known, options = constants(), {spec.option for spec in all_flags().values()}
+    for row in ROWS:
+        where, how_long = row[2], row[3]
+        first = how_long.split()[0].rstrip(",")
+        if where in known:
+            assert float(first) == known[where], row
+        elif where.startswith("`--"):
+            assert where.strip("`") in options, row
+            default = all_flags()[where.strip("`-").replace("-", "_")].default
+            assert not isinstance(default, int | float) or float(first) == default, row
+        else:  # a wait without a constant of its own
+            assert not where.startswith("`") or (ROOT / "slime" / where.strip("`")).is_file(), row
+
+
+def test_every_constant_has_a_row() -> None:
+    assert sorted(constants().keys() - {row[2] for row in ROWS}) == []
