@@ -22,8 +22,10 @@ from benchmarks.gpu.trainer import SHAPES
 from slime.cluster.ports import reserve_port
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config
-from slime.engines.launch import LaunchSpec, embedded_command, router_command, sglang_command
-from slime.engines.sglang.command import EnginePlace
+from slime.engines.embedded.command import embedded_command
+from slime.engines.launch import EnginePlace, LaunchSpec
+from slime.engines.router import router_command
+from slime.engines.sglang.command import sglang_command
 from slime.host import num_gpus
 from slime.observe.report.data import Stage, read_run
 from slime.samples.types import Sample

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import http.client
 import time
+import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +43,10 @@ WEIGHT_PROBE = "slime.engines.sglang.weight_probe.report"
 
 #: And of the one that takes buckets in which experts lie many at a time.
 WEIGHT_LOADER = "slime.engines.sglang.weight_loader.load"
+
+
+#: A proxy variable must never catch traffic between our own processes.
+_WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class EngineError(Exception):
@@ -127,6 +133,15 @@ class GenerateResult:
         )
 
 
+def is_ready(url: str, timeout: float) -> bool:
+    """Whether a GET of ``url`` is answered with 200 within ``timeout`` seconds; for callers without an event loop."""
+    try:
+        with _WITHOUT_PROXIES.open(url, timeout=timeout) as answer:
+            return answer.status == 200
+    except (OSError, http.client.HTTPException):  # not up yet, or a status of 400 and more
+        return False
+
+
 class EngineClient:
     """Async HTTP client for one base URL (an engine or the router). Every call has a deadline.
 
@@ -146,7 +161,7 @@ class EngineClient:
 
     async def __aenter__(self) -> EngineClient:
         connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=30)
-        # trust_env stays off: a proxy variable must never catch traffic between our own processes
+        # trust_env stays off, as in `_WITHOUT_PROXIES`
         self._session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=1 << 20)
         return self
 

@@ -16,8 +16,8 @@ import pytest
 from slime.cluster.ports import PortReservation, reserve_port
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config
-from slime.engines.launch import sglang_command
-from slime.engines.sglang.command import EnginePlace
+from slime.engines.launch import EnginePlace
+from slime.engines.sglang.command import sglang_command
 
 FAKE = Path(__file__).parent / "fake_sglang"
 _reservations: list[PortReservation] = []
