@@ -2,7 +2,7 @@
 
 To add an engine, whose server speaks the protocol of `slime.engines.api`:
 
-1. ``slime/engines/<name>/command.py``: its command line, as `EngineKind.command`, and what it holds, as `EngineMemory`.
+1. ``slime/engines/<name>/command.py``: its command line (`EngineKind.command`) and what it holds (`EngineFootprint`).
 2. Here: its row in `ENGINES`, the name as in ``--rollout-engine`` (which takes the names that its field lists).
 
 Placement, launch, health checks, the router, memory hand-over and the memory plan read the record and ask no further;
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from slime.engines.embedded import command as embedded
-from slime.engines.launch import EngineMemory, EnginePlace, LaunchSpec, ServedModel, only_the_policy
+from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec, ServedModel, only_the_policy
 from slime.engines.sglang import command as sglang
 from slime.engines.sglang.groups import served_models
 from slime.engines.sglang.versions import check_version, installed_version
@@ -41,7 +41,7 @@ class EngineKind:
 
     Attributes:
         command: starts a server.
-        memory: what a server holds on each of its GPUs.
+        footprint: what a server holds on each of its GPUs.
         startup_seconds: until it answers, at most.
         health_path: answers 200 while an engine works whose memory is not released. ``/health``, which the router asks,
             must answer at any time.
@@ -54,7 +54,7 @@ class EngineKind:
     """
 
     command: Command
-    memory: Callable[[Config], EngineMemory]
+    footprint: Callable[[Config], EngineFootprint]
     startup_seconds: float
     health_path: str = "/health"
     served_models: Callable[[Config], list[ServedModel]] = only_the_policy
@@ -66,10 +66,10 @@ class EngineKind:
 
 #: By the name of ``--rollout-engine``.
 ENGINES: dict[str, EngineKind] = {
-    "embedded": EngineKind(embedded.embedded_command, embedded.embedded_memory, embedded.STARTUP_SECONDS),
+    "embedded": EngineKind(embedded.embedded_command, embedded.embedded_footprint, embedded.STARTUP_SECONDS),
     "sglang": EngineKind(
         sglang.sglang_command,
-        sglang.sglang_memory,
+        sglang.sglang_footprint,
         sglang.STARTUP_SECONDS,
         health_path=sglang.HEALTH_PATH,
         served_models=served_models,

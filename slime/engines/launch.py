@@ -1,7 +1,7 @@
 """What the rest of the system knows of engines and their servers, whichever engine it is.
 
     ServedModel ─► ServerGroup ─► EnginePlace ─► LaunchSpec     placed, started, watched, stopped by `slime.cluster`
-    EngineMemory                                                planned with by `slime.memory`
+    EngineFootprint                                                planned with by `slime.memory`
 
 Nothing in this file starts a process.
 """
@@ -109,7 +109,7 @@ def only_the_policy(config: Config) -> list[ServedModel]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineMemory:
+class EngineFootprint:
     """How an engine holds a model.
 
     Attributes:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from slime.config import Config
 from slime.engines.kinds import engine_of
-from slime.engines.launch import EngineMemory
+from slime.engines.launch import EngineFootprint
 from slime.memory.parameters import Parameter, layer_parameters, outer_parameters
 from slime.models.spec import ModelSpec
 
@@ -17,7 +17,7 @@ AWAKE_BYTES, ASLEEP_BYTES = 3.5e9, 2.7e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(EngineMemory):
+class EngineSettings(EngineFootprint):
     """How an engine holds a model, and which.
 
     Attributes:
@@ -30,7 +30,7 @@ class EngineSettings(EngineMemory):
 
     @staticmethod
     def of(config: Config, spec: ModelSpec, longest: int) -> EngineSettings:
-        held = engine_of(config).memory(config)
+        held = engine_of(config).footprint(config)
         if held.sequences is not None:
             held = replace(held, sequences=min(held.sequences, _requests_at_once(config)))
         return EngineSettings(**vars(held), spec=spec, longest=longest)

@@ -19,11 +19,11 @@ from slime.cluster.server_process import ServerProcess
 from slime.cluster.trainer_group import trainer_environment
 from slime.config import Config, make_config
 from slime.engines.kinds import ENGINES, EngineKind, engine_of
-from slime.engines.launch import EngineMemory, EnginePlace, LaunchSpec
+from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec
 from slime.engines.router import router_command
 from slime.errors import UserError
 from slime.memory.engine import EngineSettings
-from slime.models.family import family_of
+from slime.models import family_of
 from slime.placement import PlacementPlan
 from slime.preflight import check_engine, check_engine_flags
 
@@ -43,9 +43,10 @@ def third_command(config: Config, model_path: str, host: str, port: int, place: 
     return LaunchSpec(argv, health_path="/ready", startup_timeout=60.0)
 
 
-def third_memory(config: Config) -> EngineMemory:
-    return EngineMemory(
+def third_footprint(config: Config) -> EngineFootprint:
+    return EngineFootprint(
         tensor=config.cluster.rollout_num_gpus_per_engine,
+        attention=config.cluster.rollout_num_gpus_per_engine,
         element=2,
         kv_element=2,
         automatic_fraction=lambda nbytes: 0.9,
@@ -62,7 +63,7 @@ def refuse_seven(config: Config) -> None:
 def third(monkeypatch: pytest.MonkeyPatch) -> EngineKind:
     kind = EngineKind(
         third_command,
-        third_memory,
+        third_footprint,
         startup_seconds=60.0,
         health_path="/ready",
         check_flags=refuse_seven,
@@ -119,10 +120,8 @@ def test_the_router_in_front_of_a_third_engine_is_the_router_of_every_engine(thi
 def test_the_memory_plan_is_made_of_what_the_record_says(third: EngineKind) -> None:
     model = json.loads(PUBLISHED.read_text())["Qwen/Qwen3-4B"]["config"]
     spec = family_of(model).model_spec(model)
-    one, two = (
-        EngineSettings.of(config_of(rollout_num_gpus_per_engine=size, rollout_num_gpus=2), spec, 4096)
-        for size in (1, 2)
-    )
+    sizes = {"rollout_num_gpus_per_engine": 1}, {"rollout_num_gpus_per_engine": 2}
+    one, two = (EngineSettings.of(config_of(rollout_num_gpus=2, **size), spec, 4096) for size in sizes)
     assert one.kv_per_token == 2 * two.kv_per_token == 2 * 8 * 128 * 36 * 2
     assert one.kv_cache(80e9) == pytest.approx(0.9 * 80e9 - one.weights)
     assert one.weights == pytest.approx(8.04e9, rel=0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from slime.engines.launch import ONE_GPU, EngineMemory, EnginePlace, LaunchSpec
+from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
 
 if TYPE_CHECKING:
     from slime.config import Config
@@ -35,10 +35,10 @@ def embedded_command(config: Config, model_path: str, host: str, port: int, plac
     return LaunchSpec(argv, startup_timeout=STARTUP_SECONDS)
 
 
-def embedded_memory(config: Config) -> EngineMemory:
+def embedded_footprint(config: Config) -> EngineFootprint:
     """One process that holds everything, with a cache for a number of sequences."""
     element = 4 if _embedded_dtype(config) == "float32" else 2
-    return EngineMemory(element=element, kv_element=element, sequences=config.engine.embedded_max_slots)
+    return EngineFootprint(element=element, kv_element=element, sequences=config.engine.embedded_max_slots)
 
 
 def _embedded_dtype(config: Config) -> str:

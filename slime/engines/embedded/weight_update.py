@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from slime.engines.embedded.engine import Engine
-from slime.engines.embedded.fields import FLAG, TEXT, BadRequest, optional
 from slime.engines.embedded.serialized_tensors import read_named_tensors
 from slime.engines.embedded.weights import WeightError
+from slime.engines.request_fields import FLAG, TEXT, BadRequest, optional
 from slime.engines.wire.buckets import TensorEntry, dtype_of, entries_of, unpack
 from slime.engines.wire.process_group import ExternalGroup
 from slime.engines.wire.shared_memory import attach

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.foreign import to_argv
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
-from slime.engines.launch import ONE_GPU, EngineMemory, EnginePlace, LaunchSpec
+from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
 from slime.engines.sglang.versions import check_version, installed_version
 from slime.errors import UserError
 
@@ -183,7 +183,7 @@ def sglang_options(config: Config, model_path: str, host: str, port: int, place:
     return {**defaults, **given, **ours}
 
 
-def sglang_memory(config: Config) -> EngineMemory:
+def sglang_footprint(config: Config) -> EngineFootprint:
     """What its options make of the GPUs of an engine."""
     options = config.engine.sglang
     pipeline = int(options.get("pp_size") or 1)
@@ -191,7 +191,7 @@ def sglang_memory(config: Config) -> EngineMemory:
     replicas = int(options.get("dp_size") or 1) if options.get("enable_dp_attention") else 1
     element = 4 if options.get("dtype") == "float32" else 2
     fraction = options.get("mem_fraction_static")
-    return EngineMemory(
+    return EngineFootprint(
         tensor=tensor,
         pipeline=pipeline,
         attention=max(1, tensor // replicas),
