@@ -134,6 +134,11 @@ def optional(body: Mapping[str, Any], name: str, kind: Kind, default: Any) -> An
     return default if value is None else kind.read(name, value)
 
 
+def required(body: Mapping[str, Any], name: str, kind: Kind) -> Any:
+    """The field of a body, refused where it is left out."""
+    return kind.read(name, body.get(name))
+
+
 def asks_for_nothing(value: Any) -> bool:
     """Whether a field that is not supported may be let through: empty, off, or a list of such values."""
     return value is None or value is False or value in ("", 0) or value == {} or _all_nothing(value)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from sglang_router.launch_router import parse_router_args
@@ -18,6 +18,7 @@ from slime.cluster.ports import reserve_port
 from slime.cluster.server_process import ServerProcess
 from slime.cluster.trainer_group import trainer_environment
 from slime.config import Config, make_config
+from slime.config.groups_rollout import EngineConfig
 from slime.engines.kinds import ENGINES, EngineKind, engine_of
 from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec
 from slime.engines.router import router_command
@@ -127,8 +128,12 @@ def test_the_memory_plan_is_made_of_what_the_record_says(third: EngineKind) -> N
     assert one.weights == pytest.approx(8.04e9, rel=0.01)
 
 
+def test_the_flag_takes_every_engine_that_has_a_record() -> None:
+    assert {"auto", *ENGINES} == set(get_args(get_type_hints(EngineConfig)["rollout_engine"]))
+
+
 @pytest.mark.parametrize("name", ["embedded", "sglang"])
-def test_every_engine_of_the_flag_has_a_record(name: str) -> None:
+def test_the_record_is_that_of_the_flag(name: str) -> None:
     config = make_config(rollout_batch_size=4, num_rollout=1, hf_checkpoint="m", rollout_engine=name)
     assert engine_of(config) is ENGINES[name]
     [model] = engine_of(config).served_models(config)

@@ -17,7 +17,18 @@ from slime.engines.embedded.generate_routes import json_body, json_response, sta
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.weight_update import WeightUpdater
 from slime.engines.embedded.weights import WeightError, describe
-from slime.engines.request_fields import FLAG, TEXT, BadRequest, Kind, integer, number, one_of, optional, strings
+from slime.engines.request_fields import (
+    FLAG,
+    TEXT,
+    BadRequest,
+    Kind,
+    integer,
+    number,
+    one_of,
+    optional,
+    required,
+    strings,
+)
 
 _ORDER_DEADLINE = 120.0  # seconds until the engine thread must have taken an order up: a step, at most
 _TAGS = ("weights", "kv_cache", "cuda_graph")
@@ -225,7 +236,7 @@ _update_route("/destroy_weights_update_group", WeightUpdater.leave_group)
 @routes.post("/update_weight_version")
 async def update_weight_version(request: web.Request) -> web.Response:
     engine, body = state_of(request).engine, await json_body(request)
-    version = TEXT.read("new_version", body.get("new_version"))
+    version = required(body, "new_version", TEXT)
 
     def set_version() -> None:
         engine.store.version = version
@@ -239,7 +250,7 @@ async def update_weight_version(request: web.Request) -> web.Response:
 async def get_weights_by_name(request: web.Request) -> web.Response:
     """The first rows of a parameter as nested lists, for looking at."""
     engine, body = state_of(request).engine, await json_body(request)
-    name = TEXT.read("name", body.get("name"))
+    name = required(body, "name", TEXT)
     count = optional(body, "truncate_size", integer(1, 10_000), 100)
     try:
         values = await _on_engine(engine.call(lambda: engine.store.parameter(name)[:count].float().tolist()))

@@ -104,6 +104,11 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join(timeout)
 
+    def check_alive(self) -> None:
+        """Raises: EngineDead: the engine thread is gone."""
+        if self.death is not None:
+            raise EngineDead(f"the engine stopped: {type(self.death).__name__}: {self.death}")
+
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Queue sequences.
 
@@ -166,8 +171,7 @@ class Engine:
     # -- the thread ------------------------------------------------------------------------------------
 
     def _post(self, order: Callable[[], None]) -> None:
-        if self.death is not None:
-            raise EngineDead(f"the engine stopped: {type(self.death).__name__}: {self.death}")
+        self.check_alive()
         self._inbox.append(order)
         self._wake.set()
 

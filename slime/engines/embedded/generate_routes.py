@@ -94,11 +94,11 @@ def json_response(body: Any, status: int = 200) -> web.Response:
 
 def ready_to_generate(state: ServerState) -> None:
     """Raises:
+    EngineDead: the engine thread is gone.
     Unavailable: memory was released, or the weights are not one consistent version.
     """
     engine = state.engine
-    if engine.death is not None:
-        raise Unavailable(f"the engine stopped: {type(engine.death).__name__}: {engine.death}")
+    engine.check_alive()
     gone = engine.released & {"weights", "kv_cache"}
     if gone:
         raise Unavailable(f"memory is released ({', '.join(sorted(gone))}); call /resume_memory_occupation first")
@@ -171,9 +171,7 @@ def refuse_known_rids(state: ServerState, rids: list[str]) -> None:
 @routes.get("/ping")
 async def health(request: web.Request) -> web.Response:
     """200 as soon as the model is loaded and for as long as the engine thread lives."""
-    state = state_of(request)
-    if state.engine.death is not None:
-        raise Unavailable(f"the engine stopped: {type(state.engine.death).__name__}: {state.engine.death}")
+    state_of(request).engine.check_alive()
     return web.Response()
 
 

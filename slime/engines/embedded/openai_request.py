@@ -28,6 +28,7 @@ from slime.engines.request_fields import (
     BadRequest,
     integer,
     optional,
+    required,
 )
 
 #: OpenAI's words for sampling parameters that have another name here.
@@ -127,7 +128,7 @@ def render_chat(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
     """
     if tokenizer is None or not tokenizer.chat_template:
         raise BadRequest("this model has no chat template; use /generate or /v1/completions")
-    messages = LIST.read("messages", body.get("messages"))
+    messages = required(body, "messages", LIST)
     if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         raise BadRequest("messages must be a list of objects with a role and content, at least one", "messages")
     flat = [message | {"content": _as_text(message.get("content"))} for message in messages]
