@@ -1,7 +1,7 @@
 """What the rest of the system knows of engines and their servers, whichever engine it is.
 
     ServedModel ─► ServerGroup ─► EnginePlace ─► LaunchSpec     placed, started, watched, stopped by `slime.cluster`
-    EngineFootprint                                                planned with by `slime.memory`
+    EngineFootprint                                             planned with by `slime.memory`
 
 Nothing in this file starts a process.
 """
@@ -43,10 +43,10 @@ class EnginePlace:
         number: of the engine in the run; its seed follows from it.
         gpus: ids of the GPUs on this node, as CUDA_VISIBLE_DEVICES spells them; () leaves the environment alone.
         num_gpus: of the whole engine, over all its nodes.
-        nccl_port: reserved for the engine's own process group; None lets SGLang choose.
+        nccl_port: reserved for the engine's own process group; None lets the engine choose.
         num_nodes, node_rank: of an engine that reaches over nodes.
         dist_init_addr: host:port on its first node; needed then.
-        overrides: SGLang options of the server group (--sglang-config), over those of the command line.
+        overrides: the engine's options of the server group (--sglang-config), over those of the command line.
         model_path: of a model other than the policy: it keeps its weights.
     """
 
@@ -73,7 +73,7 @@ class ServerGroup:
         worker_type: "regular", "prefill", "decode", or "placeholder" (GPUs left alone).
         num_gpus: of the whole group.
         num_gpus_per_engine: of each of its servers.
-        overrides: SGLang options (names with underscores) over those of the command line.
+        overrides: the engine's options (names with underscores) over those of the command line.
     """
 
     worker_type: str

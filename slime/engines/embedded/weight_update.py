@@ -121,10 +121,6 @@ class WeightUpdater:
         self._leave(name)
         return f"left '{name}'"
 
-    def close(self) -> None:
-        for name in list(self._groups):
-            self._leave(name)
-
     def _leave(self, name: str) -> None:
         self._groups.pop(name).close()
 
