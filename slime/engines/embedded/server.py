@@ -1,20 +1,15 @@
-"""The HTTP server: binds first, loads the model, answers until it is told to stop or its owner dies."""
+"""The HTTP server: binds first, loads the model, answers until it is told to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
-import os
 import random
-import select
 import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +22,7 @@ from slime.engines.embedded import control_routes, generate_routes, openai_route
 from slime.engines.embedded.engine import Engine, EngineDead, EngineOptions, Hub
 from slime.engines.embedded.generate_request import Limits
 from slime.engines.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
+from slime.engines.embedded.process import follow_parent
 from slime.engines.embedded.weight_update import WeightUpdater
 from slime.engines.request_fields import BadRequest
 from slime.errors import UserError
@@ -37,8 +33,6 @@ logger = get_logger(__name__)
 _LARGEST_BODY = 1 << 30
 _SWITCH_INTERVAL = 0.0002  # seconds; how long the engine thread waits for the interpreter after each kernel
 _GOODBYE = 0.5
-_PR_SET_PDEATHSIG = 1
-_LAST_SECONDS = 5.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -198,51 +192,3 @@ def _num_threads() -> int:
     import torch
 
     return torch.get_num_threads()
-
-
-# -- the end of the process that it belongs to -----------------------------------------------------------
-
-
-def follow_parent(parent_pid: int, stop: Callable[[], object]) -> None:
-    """Call ``stop`` when process ``parent_pid`` ends, and leave for good if that has not ended us within 5 seconds.
-
-    Noticed in two ways: by a thread that waits on the parent's pidfd, and by the kernel's parent-death signal. The
-    kernel sends that when the *thread* which started us ends, so its handler looks whether the parent is really gone.
-    Call from the main thread.
-    """
-    try:
-        descriptor = os.pidfd_open(parent_pid)
-    except ProcessLookupError:
-        logger.warning("parent process %d is gone already", parent_pid)
-        os._exit(1)
-    except OSError:
-        descriptor = -1  # no pidfd on this kernel: look once a second
-    threading.Thread(target=_wait_and_leave, args=(parent_pid, descriptor, stop), name="parent", daemon=True).start()
-    if sys.platform == "linux" and os.getppid() == parent_pid:
-        signal.signal(signal.SIGUSR2, lambda *_: stop() if os.getppid() != parent_pid else None)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR2)
-
-
-def _wait_and_leave(parent_pid: int, descriptor: int, stop: Callable[[], object]) -> None:
-    if descriptor >= 0:
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        while not poller.poll(60_000):
-            pass
-    else:
-        while _is_alive(parent_pid):
-            time.sleep(1.0)
-    logger.warning("parent process %d ended; stopping", parent_pid)
-    stop()
-    time.sleep(_LAST_SECONDS)
-    os._exit(1)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
