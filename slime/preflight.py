@@ -16,6 +16,7 @@ from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_referenc
 from slime.config import Config
 from slime.config.architecture import merge_transformer
 from slime.config.te_flags import is_installed, missing
+from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.hook_loading import check_signature, load_function
 from slime.hooks import check_hooks
@@ -95,13 +96,11 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
 
 
 def check_engine_flags(config: Config) -> None:
-    """SGLang engines can do for this run what the flags ask of them."""
-    if config.engine.rollout_engine == "sglang" and needs_engines(config):
-        from slime.engines.sglang.command import check_sglang
-        from slime.engines.sglang.groups import served_models
-
-        check_sglang(config)
-        for model in served_models(config):
+    """Engines can do for this run what the flags ask of them."""
+    if needs_engines(config):
+        engine = engine_of(config)
+        engine.check_flags(config)
+        for model in engine.served_models(config):
             if not model.is_policy and not joins_cluster(config) and not Path(model.path).is_dir():
                 raise UserError(
                     f"--sglang-config: model {model.name} has the model_path {model.path}, which is no folder here",
@@ -111,10 +110,8 @@ def check_engine_flags(config: Config) -> None:
 
 def check_engine(config: Config) -> None:
     """Engines of the kind that is asked for can be started here; the nodes of a cluster look for themselves."""
-    if config.engine.rollout_engine == "sglang" and needs_engines(config) and not joins_cluster(config):
-        from slime.engines.sglang.versions import check_version, installed_version
-
-        check_version(installed_version())
+    if needs_engines(config) and not joins_cluster(config):
+        engine_of(config).check_installed()
 
 
 def check_transformer_engine(config: Config) -> None:

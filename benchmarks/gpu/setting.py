@@ -22,8 +22,9 @@ from benchmarks.gpu.trainer import SHAPES
 from slime.cluster.ports import reserve_port
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config
-from slime.engines.launch import LaunchSpec, embedded_command, router_command, sglang_command
-from slime.engines.sglang.command import EnginePlace
+from slime.engines.kinds import ENGINES
+from slime.engines.launch import EnginePlace, LaunchSpec
+from slime.engines.router import router_command
 from slime.host import num_gpus
 from slime.observe.report.data import Stage, read_run
 from slime.samples.types import Sample
@@ -136,10 +137,7 @@ def engine(
         for reservation in held:
             stack.callback(reservation.release)
         port = held[0].port
-        if args.engine == "sglang":
-            spec = sglang_command(config, str(model), HOST, port, EnginePlace(0, gpus, tp, held[1].port))
-        else:
-            spec = embedded_command(config, str(model), HOST, port)
+        spec = ENGINES[args.engine].command(config, str(model), HOST, port, EnginePlace(0, gpus, tp, held[1].port))
         spec.argv.extend(args.engine_flags.split())
         url = _served(stack, "engine", spec, port, folder, wait)
         try:

@@ -70,13 +70,14 @@ class EngineActor:
         Raises:
             UserError: it did not come up; carries its last log lines.
         """
-        from slime.engines.launch import LaunchSpec, embedded_command, sglang_command
+        from slime.engines.kinds import engine_of
+        from slime.engines.launch import LaunchSpec
 
         if self._process is not None and self._process.is_alive():
             self._process.stop(grace=0)  # this node's part of an engine whose other part did not come up
         host = node_ip()
 
-        def sglang(port: int) -> LaunchSpec:
+        def spec(port: int) -> LaunchSpec:
             assert self.part is not None
             self._held.append(reserve_port(host))
             place = dataclasses.replace(
@@ -85,13 +86,9 @@ class EngineActor:
                 dist_init_addr=dist_init_addr,
                 overrides={**self.part.place.overrides, **self._disaggregation(host)},
             )
-            return sglang_command(self.config, model_path, host, port, place)
+            return engine_of(self.config).command(self.config, model_path, host, port, place)
 
-        if self.config.engine.rollout_engine == "sglang":
-            return self._serve(sglang, host)
-        assert self.part is not None
-        number = self.part.place.number
-        return self._serve(lambda port: embedded_command(self.config, model_path, host, port, number), host)
+        return self._serve(spec, host)
 
     def bootstrap_port(self) -> int | None:
         """Where decode servers fetch the cache of this prefill server; None for servers of another kind."""
@@ -109,7 +106,7 @@ class EngineActor:
         return {"disaggregation_mode": kind, "disaggregation_bootstrap_port": self._bootstrap_port}
 
     def start_router(self, worker_urls: list[str], pairs: DisaggregatedWorkers | None = None) -> str:
-        from slime.engines.launch import disaggregated_router_command, router_command
+        from slime.engines.router import disaggregated_router_command, router_command
 
         host = node_ip()
         if pairs is not None:

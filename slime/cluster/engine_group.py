@@ -21,8 +21,8 @@ from slime.cluster.waiting import ActorDied, DeadlinePassed, Watch, wait_for
 from slime.config import Config
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
+from slime.engines.launch import ServedModel
 from slime.engines.router import register_workers, remove_worker
-from slime.engines.sglang.groups import ServedModel
 from slime.errors import RunFailed
 from slime.log import get_logger
 from slime.placement import PlacementPlan

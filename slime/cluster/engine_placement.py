@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from slime.cluster.placement import Slots
 from slime.config import Config
-from slime.engines.sglang.command import EnginePlace
-from slime.engines.sglang.groups import ServedModel, ServerGroup, served_models
+from slime.engines.kinds import engine_of
+from slime.engines.launch import EnginePlace, ServedModel, ServerGroup
 from slime.errors import UserError
 from slime.placement import PlacementPlan
 
@@ -43,14 +43,9 @@ def engine_parts(config: Config, plan: PlacementPlan, slots: Slots) -> list[Engi
     Raises:
         UserError: the slots of an engine lie unevenly over nodes.
     """
-    if config.engine.rollout_engine == "sglang":
-        models = served_models(config)
-    else:
-        whole = ServerGroup("regular", plan.num_rollout, plan.slots_per_engine)
-        models = [ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, (whole,))]
     parts: list[EnginePart] = []
     slot, number = plan.rollout_offset, 0
-    for model in models:
+    for model in engine_of(config).served_models(config):
         for group in model.groups:
             parts += _parts_of(model, group, number, slot, slots)
             number, slot = number + group.num_engines, slot + group.num_gpus

@@ -25,6 +25,7 @@ from slime.cluster.waiting import DeadlinePassed, StopRequested, Watch, wait_for
 from slime.config import Config
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
+from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.log import get_logger
 
@@ -327,7 +328,7 @@ class HealthChecks:
     def of(config: Config) -> HealthChecks:
         flags = config.fault_tolerance
         return HealthChecks(
-            "/health_generate" if config.engine.rollout_engine == "sglang" else "/health",
+            engine_of(config).health_path,
             interval=flags.rollout_health_check_interval,
             timeout=flags.rollout_health_check_timeout,
             first_wait=flags.rollout_health_check_first_wait,

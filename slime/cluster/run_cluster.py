@@ -31,7 +31,7 @@ from slime.cluster.start_news import StartNews
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
 from slime.cluster.waiting import ActorDied, DeadlinePassed, StopRequested, Watch, raise_failed, wait_for
 from slime.config import Config
-from slime.engines.sglang.command import STARTUP_SECONDS
+from slime.engines.kinds import engine_of
 from slime.engines.wire.shared_memory import remove_stale
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
@@ -298,10 +298,10 @@ class Cluster:
     # -- inside --------------------------------------------------------------------------------------------
 
     def _takes_memory_turns(self, slots: Slots) -> bool:
-        """Whether trainer and engines hand GPU memory to each other. Without GPUs only SGLang has any to give."""
+        """Whether trainer and engines hand GPU memory to each other. Without GPUs not every engine has any to give."""
         cluster = self.config.cluster
         shares = cluster.colocate and (cluster.offload_train or cluster.offload_rollout) and self.plan.num_train > 0
-        return shares and (slots.on_gpu or self.config.engine.rollout_engine == "sglang")
+        return shares and (slots.on_gpu or engine_of(self.config).releases_without_gpu)
 
     def _new_hand_over(self, engines: EngineGroup) -> HandOver:
         cluster = self.config.cluster
@@ -350,9 +350,8 @@ class Cluster:
                 logger.warning("an engine died while memory was handed over, which is repeated: %s", error.what)
 
     def _start_limit(self) -> float:
-        """Seconds for everything to come up: SGLang compiles and captures graphs for minutes."""
-        slow = self._engines is not None and self.config.engine.rollout_engine == "sglang"
-        return max(self._seconds_limit, STARTUP_SECONDS if slow else 0.0)
+        """Seconds for everything to come up: engines may compile and capture graphs for minutes."""
+        return max(self._seconds_limit, engine_of(self.config).startup_seconds if self._engines is not None else 0.0)
 
     def _trainers_per_node(self) -> int:
         return min(self.plan.num_train, self.config.cluster.actor_num_gpus_per_node)

@@ -9,11 +9,10 @@ import re
 import signal
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from slime.engines.api import is_ready
 from slime.engines.launch import LaunchSpec
 
 _PR_SET_PDEATHSIG = 1
@@ -145,12 +144,8 @@ class ServerProcess:
         while time.monotonic() < end:
             if not self.is_alive():
                 raise ServerDied(self.name, f"{self.how_it_ended()} before it was ready", self.log_tail())
-            try:
-                with urllib.request.urlopen(health_url, timeout=self.spec.health_timeout) as answer:
-                    if answer.status == 200:
-                        return
-            except (urllib.error.URLError, OSError):
-                pass  # not up yet; the loop's deadline bounds the wait
+            if is_ready(health_url, self.spec.health_timeout):
+                return
             time.sleep(delay)
             delay = min(delay * 1.3, 0.5)
         self.stop(grace=0)

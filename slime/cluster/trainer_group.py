@@ -15,6 +15,7 @@ from slime.cluster.placement import Slots
 from slime.cluster.ports import node_ip, reserve_port
 from slime.cluster.waiting import Watch, wait_for
 from slime.config import Config
+from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.log import get_logger, log_to_file_only
 from slime.placement import PlacementPlan
@@ -240,9 +241,7 @@ def trainer_environment(config: Config, num_threads: int, *, on_gpu: bool) -> di
     found = {"OMP_NUM_THREADS": str(num_threads)}
     if not on_gpu:
         found |= {name: os.environ.get(name, most) for name, most in _CPU_CACHES.items()}
-    if config.engine.rollout_engine == "sglang":
-        # as SGLang sets it for its processes: NCCL cannot join two that map memory in different ways
-        found["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "0")
+    found |= {name: os.environ.get(name, value) for name, value in engine_of(config).trainer_environment.items()}
     return found | {str(k): str(v) for k, v in (config.cluster.train_env_vars or {}).items()}
 
 

@@ -9,8 +9,9 @@ test suite (`tests/contracts/test_engine.py`) runs against both.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import http.client
 import time
+import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,10 @@ WEIGHT_PROBE = "slime.engines.sglang.weight_probe.report"
 WEIGHT_LOADER = "slime.engines.sglang.weight_loader.load"
 
 
+#: A proxy variable must never catch traffic between our own processes.
+_WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
 class EngineError(Exception):
     """An engine (or the router) did not do what was asked: HTTP status, time-out or a body with success=false."""
 
@@ -52,37 +57,6 @@ class EngineError(Exception):
 
     def __str__(self) -> str:
         return f"{self.url}: {self.what}"
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """Sampling parameters of one request, spelt as SGLang spells them.
-
-    temperature 0 means greedy; top_k -1 means the whole vocabulary. ``sampling_seed`` makes the request's tokens
-    a function of seed and prompt alone in deterministic mode.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
-    n: int = 1
-    sampling_seed: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        data = dataclasses.asdict(self)
-        data["stop"], data["stop_token_ids"] = list(self.stop), list(self.stop_token_ids)
-        if self.sampling_seed is None:
-            del data["sampling_seed"]
-        return data
 
 
 @dataclass
@@ -127,6 +101,15 @@ class GenerateResult:
         )
 
 
+def is_ready(url: str, timeout: float) -> bool:
+    """Whether a GET of ``url`` is answered with 200 within ``timeout`` seconds; for callers without an event loop."""
+    try:
+        with _WITHOUT_PROXIES.open(url, timeout=timeout) as answer:
+            return answer.status == 200
+    except (OSError, http.client.HTTPException):  # not up yet, or a status of 400 and more
+        return False
+
+
 class EngineClient:
     """Async HTTP client for one base URL (an engine or the router). Every call has a deadline.
 
@@ -146,7 +129,7 @@ class EngineClient:
 
     async def __aenter__(self) -> EngineClient:
         connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=30)
-        # trust_env stays off: a proxy variable must never catch traffic between our own processes
+        # trust_env stays off, as in `_WITHOUT_PROXIES`
         self._session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=1 << 20)
         return self
 
@@ -207,15 +190,14 @@ class EngineClient:
     async def generate(
         self,
         input_ids: list[int],
-        sampling_params: SamplingParams | dict[str, Any],
+        sampling_params: dict[str, Any],
         *,
         timeout: float | None = None,
         headers: dict[str, str] | None = None,
         **extra: Any,
     ) -> GenerateResult:
         """Token-in, token-out generation with log-probs. ``extra`` goes into the request body (``rid``, …)."""
-        params = sampling_params.to_json() if isinstance(sampling_params, SamplingParams) else sampling_params
-        body = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True, **extra}
+        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, **extra}
         return GenerateResult.from_json(await self.request("POST", "/generate", body, timeout=timeout, headers=headers))
 
     async def wait_healthy(self, deadline: float, path: str = "/health") -> None:

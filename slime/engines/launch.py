@@ -1,31 +1,19 @@
-"""Command lines of the server processes: an engine of either kind, and the router in front of them.
+"""What the rest of the system knows of engines and their servers, whichever engine it is.
 
-What is described here is started, watched and stopped by `slime.cluster`; nothing in this file starts a process.
+    ServedModel ─► ServerGroup ─► EnginePlace ─► LaunchSpec     placed, started, watched, stopped by `slime.cluster`
+    EngineFootprint                                             planned with by `slime.memory`
+
+Nothing in this file starts a process.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import socket
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slime.engines.router import router_flags
-from slime.engines.sglang.command import (
-    HEALTH_SECONDS,
-    ONE_GPU,
-    STARTUP_SECONDS,
-    EnginePlace,
-    sglang_argv,
-    sglang_environment,
-)
-
 if TYPE_CHECKING:
     from slime.config import Config
-
-_LARGEST_PAYLOAD = 4 << 30  # the router's own limit of 512 MiB is too small for requests with many images
 
 
 @dataclass(frozen=True)
@@ -47,110 +35,103 @@ class LaunchSpec:
     health_timeout: float = 5.0
 
 
-def embedded_command(config: Config, model_path: str, host: str, port: int, number: int = 0) -> LaunchSpec:
-    """The embedded engine (`slime.engines.embedded`), CPU or GPU.
+@dataclass(frozen=True)
+class EnginePlace:
+    """Where one engine, or one node's part of it, runs.
 
-    Args:
-        number: of the engine in the run. Its seed follows from it: engines that drew the same numbers would give equal
-            answers to the samples of one prompt.
+    Attributes:
+        number: of the engine in the run; its seed follows from it.
+        gpus: ids of the GPUs on this node, as CUDA_VISIBLE_DEVICES spells them; () leaves the environment alone.
+        num_gpus: of the whole engine, over all its nodes.
+        nccl_port: reserved for the engine's own process group; None lets the engine choose.
+        num_nodes, node_rank: of an engine that reaches over nodes.
+        dist_init_addr: host:port on its first node; needed then.
+        overrides: the engine's options of the server group (--sglang-config), over those of the command line.
+        model_path: of a model other than the policy: it keeps its weights.
     """
-    argv = [sys.executable, "-m", "slime.engines.embedded"]
-    argv += ["--model-path", model_path, "--host", host, "--port", str(port)]
-    argv += ["--dtype", _embedded_dtype(config)]
-    argv += ["--max-slots", str(config.engine.embedded_max_slots)]
-    argv += ["--random-seed", str(config.rollout.rollout_seed + number)]
-    argv += ["--log-level", config.observe.log_level]
-    longest = config.rollout.rollout_max_context_len
-    if longest is not None:
-        argv += ["--max-context-len", str(longest)]
-    if config.rollout.deterministic:
-        argv += ["--deterministic"]
-    if config.train.use_rollout_routing_replay:
-        argv += ["--enable-return-routed-experts"]
-    return LaunchSpec(argv, startup_timeout=300.0)
+
+    number: int = 0
+    gpus: tuple[str, ...] = ()
+    num_gpus: int = 1
+    nccl_port: int | None = None
+    num_nodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    model_path: str | None = None
 
 
-def sglang_command(config: Config, model_path: str, host: str, port: int, place: EnginePlace = ONE_GPU) -> LaunchSpec:
-    """A stock SGLang server, or one node's part of it.
+#: The first engine, on one GPU that the environment names.
+ONE_GPU = EnginePlace()
 
-    Raises:
-        UserError: SGLang is not installed, in no supported version, or cannot do what a flag asks for.
+
+@dataclass(frozen=True)
+class ServerGroup:
+    """Servers that are alike.
+
+    Attributes:
+        worker_type: "regular", "prefill", "decode", or "placeholder" (GPUs left alone).
+        num_gpus: of the whole group.
+        num_gpus_per_engine: of each of its servers.
+        overrides: the engine's options (names with underscores) over those of the command line.
     """
-    return LaunchSpec(
-        sglang_argv(config, model_path, host, port, place),
-        env=sglang_environment(config, place),
-        # the other nodes of an engine serve nothing but this
-        health_path="/health" if place.node_rank else "/health_generate",
-        startup_timeout=STARTUP_SECONDS,
-        health_timeout=HEALTH_SECONDS,
-    )
+
+    worker_type: str
+    num_gpus: int
+    num_gpus_per_engine: int
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_engines(self) -> int:
+        return 0 if self.worker_type == "placeholder" else self.num_gpus // self.num_gpus_per_engine
 
 
-def router_command(config: Config, host: str, port: int, worker_urls: list[str] | None = None) -> LaunchSpec:
-    """The router; its workers are registered once it answers (`slime.engines.router.register_workers`).
+@dataclass(frozen=True)
+class ServedModel:
+    """One model's servers, behind a router of their own.
 
-    Under a policy that wants to be started with them, it is: hence ``worker_urls``.
-
-    Its retries and circuit breaker are off, because our client owns retries. Its metrics need a port of their own
-    (a fixed default would let only one router live on a host); it is free at this moment, and should it be taken
-    before the router binds it, the router dies of "Address already in use" and is started again.
+    Attributes:
+        path: of its Hugging Face directory.
+        is_policy: rollouts ask it, and pushes go to it. One model of a run is; the others keep their weights.
     """
-    flags: dict[str, Any] = {
-        "policy": "cache_aware",
-        "request_timeout_secs": config.engine.sglang_router_request_timeout_secs,
-        "prometheus_host": "127.0.0.1",
-        "prometheus_port": _free_port("127.0.0.1"),
-        "log_level": "warn",
-        "max_payload_size": _LARGEST_PAYLOAD,
-        "disable_retries": True,
-        "disable_circuit_breaker": True,
-        **config.engine.router,
-    }
-    flags = {**router_flags(flags.pop("policy"), worker_urls or []), **flags}
-    argv = [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
-    return LaunchSpec([*argv, *_as_flags(flags)], health_path="/liveness", startup_timeout=60.0)
+
+    name: str
+    path: str
+    is_policy: bool
+    groups: tuple[ServerGroup, ...]
 
 
-def disaggregated_router_command(
-    config: Config, host: str, port: int, prefill: list[tuple[str, int]], decode: list[str]
-) -> LaunchSpec:
-    """The router in front of pairs of servers: one computes the prompt's cache, the other decodes.
+def only_the_policy(config: Config) -> list[ServedModel]:
+    """One group of engines that are all alike, on all GPUs of the rollout; no model where it has none."""
+    total, per_engine = config.cluster.rollout_num_gpus, config.cluster.rollout_num_gpus_per_engine
+    groups = (ServerGroup("regular", total, per_engine),)
+    return [ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, groups)] if total else []
 
-    Args:
-        prefill: URL and bootstrap port of each prefill server; decode: URLs of the decode servers.
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFootprint:
+    """How an engine holds a model.
+
+    Attributes:
+        tensor, pipeline: how the engine's GPUs divide the model.
+        attention: ranks that divide the attention: fewer than ``tensor`` with data-parallel attention.
+        element, kv_element: bytes of a weight and of an entry of the KV cache.
+        vocabulary_unit: the vocabulary is padded to a multiple of it.
+        keeps_latents: of latent attention the cache has the latents, not the keys and values made of them.
+        sequences: requests that the cache is made for; None: it takes what ``fraction`` leaves.
+        fraction: of the GPU's memory for weights and KV cache together; None: the engine chooses.
+        automatic_fraction: what it then about chooses on a device of so many bytes.
+        fraction_option: where users set the fraction.
     """
-    spec = router_command(config, host, port)
-    pairs = ["--pd-disaggregation"]
-    for url, bootstrap_port in prefill:
-        pairs += ["--prefill", url, str(bootstrap_port)]
-    for url in decode:
-        pairs += ["--decode", url]
-    return dataclasses.replace(spec, argv=[*spec.argv, *pairs])
 
-
-def _as_flags(values: Mapping[str, Any]) -> list[str]:
-    """{"policy": "random", "disable_retries": True} → ["--policy", "random", "--disable-retries"]."""
-    words: list[str] = []
-    for name, value in values.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            words.append(flag)
-        elif isinstance(value, list | tuple):
-            words += [flag, *map(str, value)]
-        elif value is not None and value is not False:
-            words += [flag, str(value)]
-    return words
-
-
-def _embedded_dtype(config: Config) -> str:
-    """--embedded-dtype, where "auto" means the trainer's precision (float16 training generates in bfloat16)."""
-    chosen = config.engine.embedded_dtype
-    if chosen != "auto":
-        return str(chosen)
-    return "float32" if config.megatron.fp32 else "bfloat16"
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    tensor: int = 1
+    pipeline: int = 1
+    attention: int = 1
+    element: int
+    kv_element: float
+    vocabulary_unit: int = 1
+    keeps_latents: bool = False
+    sequences: int | None = None
+    fraction: float | None = None
+    automatic_fraction: Callable[[float], float] = lambda nbytes: 0.0
+    fraction_option: str = ""

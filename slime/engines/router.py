@@ -1,4 +1,4 @@
-"""The router (`sglang-router` 0.3.2) seen from outside: its workers, and which policy does what.
+"""The router (`sglang-router` 0.3.2) seen from outside: its command line, its workers, and which policy does what.
 
     POST /workers {"url"}   answers 202 at once; the router then asks the worker for /health, /model_info, …
     GET  /workers           lists those that passed, with health and current load
@@ -11,12 +11,20 @@ minute after an engine has come back.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import socket
+import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from slime.config.foreign import to_argv
 from slime.engines.api import EngineClient, EngineError
+from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
+
+if TYPE_CHECKING:
+    from slime.config import Config
 
 #: Name on the command line → policy of the router. ``cache_aware`` keeps the samples of one prompt on one engine,
 #: also for requests that come as token ids. ``consistent_hashing`` is the reference system's word for affinity of a
@@ -32,6 +40,8 @@ POLICIES = {
 
 #: Requests of one session carry the same value; the ``manual`` policy sends them to the same engine.
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
+
+_LARGEST_PAYLOAD = 4 << 30  # the router's own limit of 512 MiB is too small for requests with many images
 
 #: Seconds in which the router says which workers it has: generation has hours, this must not hang with it.
 _LIST_SECONDS = 30.0
@@ -71,6 +81,61 @@ def starts_with_workers(name: str, worker_urls: list[str]) -> bool:
 def wants_routing_key(name: str) -> bool:
     """Whether requests must carry `ROUTING_KEY_HEADER` under this policy."""
     return router_policy(name) == "manual"
+
+
+# -- its command line --------------------------------------------------------------------------------------
+
+
+def router_command(config: Config, host: str, port: int, worker_urls: list[str] | None = None) -> LaunchSpec:
+    """The router; its workers are registered once it answers (`register_workers`).
+
+    Under a policy that wants to be started with them, it is: hence ``worker_urls``.
+
+    Its retries and circuit breaker are off, because our client owns retries. Its metrics need a port of their own
+    (a fixed default would let only one router live on a host); it is free at this moment, and should it be taken
+    before the router binds it, the router dies of "Address already in use" and is started again.
+    """
+    flags: dict[str, Any] = {
+        "policy": "cache_aware",
+        "request_timeout_secs": config.engine.sglang_router_request_timeout_secs,
+        "prometheus_host": "127.0.0.1",
+        "prometheus_port": _free_port("127.0.0.1"),
+        "log_level": "warn",
+        "max_payload_size": _LARGEST_PAYLOAD,
+        "disable_retries": True,
+        "disable_circuit_breaker": True,
+        **config.engine.router,
+    }
+    flags = {**router_flags(flags.pop("policy"), worker_urls or []), **flags}
+    argv = [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
+    given = {name: value for name, value in flags.items() if value is not None and value is not False}
+    return LaunchSpec([*argv, *to_argv(given)], health_path="/liveness", startup_timeout=60.0)
+
+
+def disaggregated_router_command(
+    config: Config, host: str, port: int, prefill: list[tuple[str, int]], decode: list[str]
+) -> LaunchSpec:
+    """The router in front of pairs of servers: one computes the prompt's cache, the other decodes.
+
+    Args:
+        prefill: URL and bootstrap port of each prefill server; decode: URLs of the decode servers.
+    """
+    spec = router_command(config, host, port)
+    pairs = ["--pd-disaggregation"]
+    for url, bootstrap_port in prefill:
+        pairs += ["--prefill", url, str(bootstrap_port)]
+    for url in decode:
+        pairs += ["--decode", url]
+    return dataclasses.replace(spec, argv=[*spec.argv, *pairs])
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+# -- its workers -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

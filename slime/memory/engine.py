@@ -2,73 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from slime.config import Config
+from slime.engines.kinds import engine_of
+from slime.engines.launch import EngineFootprint
 from slime.memory.parameters import Parameter, layer_parameters, outer_parameters
 from slime.models.spec import ModelSpec
-
-#: What SGLang about chooses when ``--sglang-mem-fraction-static`` is not set: on a small GPU it leaves at least these
-#: bytes, beside a part of all.
-_AUTOMATIC_FRACTION, _AUTOMATIC_PART, _AUTOMATIC_REST = 0.88, 0.95, 5.9e9
 
 #: CUDA context, kernels, CUDA graphs and the workspace of a prefill; part of them stays while the engine sleeps (2.6
 #: GB on an H200).
 AWAKE_BYTES, ASLEEP_BYTES = 3.5e9, 2.7e9
 
-_VOCABULARY_UNIT = 64  # SGLang pads the vocabulary to a multiple of it
-_KV_BYTES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "fp4_e2m1": 0.5}
 
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(EngineFootprint):
+    """How an engine holds a model, and which.
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """Attributes:
-    spec: the model, its vocabulary not padded.
-    is_sglang: else the embedded engine, one process that holds everything.
-    tensor, pipeline: how the engine's GPUs divide the model.
-    attention: ranks that divide the attention: fewer than ``tensor`` with data-parallel attention.
-    element, kv_element: bytes of a weight and of an entry of the KV cache.
-    fraction: of the GPU's memory for weights and KV cache together; None: SGLang chooses.
-    sequences: requests that the embedded engine keeps at once.
-    longest: tokens of the longest sequence, prompt and response.
+    Attributes:
+        spec: the model, its vocabulary not padded.
+        longest: tokens of the longest sequence, prompt and response.
     """
 
     spec: ModelSpec
-    is_sglang: bool
-    tensor: int
-    pipeline: int
-    attention: int
-    element: int
-    kv_element: float
-    fraction: float | None
-    sequences: int
     longest: int
 
     @staticmethod
-    def of(config: Config, spec: ModelSpec, longest: int, *, on_gpu: bool) -> EngineSettings:
-        options: dict[str, Any] = config.engine.sglang
-        is_sglang = config.engine.rollout_engine == "sglang" or (config.engine.rollout_engine == "auto" and on_gpu)
-        ranks = config.cluster.rollout_num_gpus_per_engine if is_sglang else 1
-        pipeline = int(options.get("pp_size") or 1) if is_sglang else 1
-        tensor = max(1, ranks // pipeline)
-        replicas = int(options.get("dp_size") or 1) if options.get("enable_dp_attention") else 1
-        element = 4 if _engine_dtype(config, is_sglang) == "float32" else 2
-        kv_element = _KV_BYTES.get(str(options.get("kv_cache_dtype")), element) if is_sglang else element
-        fraction = options.get("mem_fraction_static") if is_sglang else None
-        return EngineSettings(
-            spec=spec,
-            is_sglang=is_sglang,
-            tensor=tensor,
-            pipeline=pipeline,
-            attention=max(1, tensor // replicas),
-            element=element,
-            kv_element=kv_element,
-            fraction=float(fraction) if fraction is not None else None,
-            sequences=min(config.engine.embedded_max_slots, _requests_at_once(config)),
-            longest=longest,
-        )
+    def of(config: Config, spec: ModelSpec, longest: int) -> EngineSettings:
+        held = engine_of(config).footprint(config)
+        if held.sequences is not None:
+            held = replace(held, sequences=min(held.sequences, _requests_at_once(config)))
+        return EngineSettings(**vars(held), spec=spec, longest=longest)
 
     @cached_property
     def weights(self) -> float:
@@ -77,7 +42,7 @@ class EngineSettings:
 
     def _stage_weights(self, stage: int) -> float:
         spec, size = self.spec, -(-self.spec.num_layers // self.pipeline)
-        embedding, norm, output = outer_parameters(spec.padded(1, _VOCABULARY_UNIT) if self.is_sglang else spec)
+        embedding, norm, output = outer_parameters(spec.padded(1, self.vocabulary_unit))
         held = [embedding] if stage == 0 else []
         for layer in range(stage * size, min((stage + 1) * size, spec.num_layers)):
             held += layer_parameters(spec, layer)
@@ -99,7 +64,7 @@ class EngineSettings:
         """Bytes of the KV cache per token and rank. Latent attention keeps one latent for all heads."""
         facts = self.spec.transformer
         layers = -(-self.spec.num_layers // self.pipeline)
-        if self.spec.is_mla and self.is_sglang:
+        if self.spec.is_mla and self.keeps_latents:
             width = int(facts["kv_lora_rank"]) + int(facts["qk_pos_emb_head_dim"])
         elif self.spec.is_mla:
             width = self.spec.num_heads * (self.spec.head_dim + int(facts["v_head_dim"]))
@@ -109,17 +74,13 @@ class EngineSettings:
         return layers * width * self.kv_element
 
     def static_fraction(self, memory: float) -> float:
-        """Of a device of ``memory`` bytes: as the user set it, or as SGLang would about choose."""
-        if self.fraction is not None:
-            return self.fraction
-        if memory <= 0:  # a server without a GPU, as tests start it
-            return 0.0
-        return max(0.0, round(min(_AUTOMATIC_FRACTION, _AUTOMATIC_PART - _AUTOMATIC_REST / memory), 3))
+        """Of a device of ``memory`` bytes: as the user set it, or as the engine would about choose."""
+        return self.automatic_fraction(memory) if self.fraction is None else self.fraction
 
     def kv_cache(self, memory: float) -> float:
-        """Bytes of the KV cache on a device of ``memory`` bytes: what the fraction leaves, or, of the embedded engine,
-        what its sequences need at most."""
-        if not self.is_sglang:
+        """Bytes of the KV cache on a device of ``memory`` bytes: what the fraction leaves, or what its sequences need
+        at most."""
+        if self.sequences is not None:
             return self.sequences * self.longest * self.kv_per_token
         return max(0.0, self.static_fraction(memory) * memory - self.weights)
 
@@ -133,10 +94,3 @@ def _requests_at_once(config: Config) -> int:
     rollout, cluster = config.rollout, config.cluster
     engines = max(1, (cluster.rollout_num_gpus or 1) // cluster.rollout_num_gpus_per_engine)
     return -(-rollout.over_sampling_batch_size * rollout.n_samples_per_prompt // engines)
-
-
-def _engine_dtype(config: Config, is_sglang: bool) -> str:
-    if is_sglang:
-        return str(config.engine.sglang.get("dtype") or "auto")
-    chosen = str(config.engine.embedded_dtype)
-    return ("float32" if config.megatron.fp32 else "bfloat16") if chosen == "auto" else chosen

@@ -166,7 +166,7 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
     longest = longest_sequence(config)[0]
     return Facts(
         trainer=TrainerSettings.of(config, spec, on_gpu=on_gpu, flash4=flash4) if placement.num_train else None,
-        engine=EngineSettings.of(config, spec, longest, on_gpu=on_gpu) if placement.num_engines else None,
+        engine=EngineSettings.of(config, spec, longest) if placement.num_engines else None,
         placement=placement,
         colocate=cluster.colocate and bool(placement.num_train and placement.num_engines),
         trainer_sleeps=bool(cluster.offload_train),
@@ -184,9 +184,9 @@ def _notes(facts: Facts, memory: float) -> tuple[str, ...]:
         found.append(
             f"no flag bounds the prompt: sequences of {trainer.longest} tokens are assumed (--rollout-max-context-len)"
         )
-    if engine is not None and engine.is_sglang and engine.fraction is None:
+    if engine is not None and engine.fraction_option and engine.fraction is None:
         fraction = engine.static_fraction(memory)
-        found.append(f"--sglang-mem-fraction-static is SGLang's own choice; {fraction:g} is assumed")
+        found.append(f"{engine.fraction_option} is left to the engine; {fraction:g} is assumed")
     if facts.server_groups:
         found.append("the server groups of --sglang-config are planned as if all served the policy without overrides")
     return tuple(found)

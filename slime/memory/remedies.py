@@ -58,13 +58,13 @@ def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
     ways = []
     if wanted < 0.9:
         raised = math.ceil(wanted * 100 + 1) / 100
-        ways.append(f"--sglang-mem-fraction-static {fraction:g} → {raised:g}: room for four sequences")
+        ways.append(f"{engine.fraction_option} {fraction:g} → {raised:g}: room for four sequences")
     size = engine.tensor * engine.pipeline
     ways.append(f"--rollout-num-gpus-per-engine {size} → {2 * size}: half of the weights on each GPU")
     return UserError(
         f"the memory plan does not fit: the KV cache of an engine holds {engine.kv_tokens(memory):,} tokens, less than "
         f"one sequence of {engine.longest:,}",
-        why=f"--sglang-mem-fraction-static {fraction:g} of {gb(memory)} GB is {gb(fraction * memory)} GB,"
+        why=f"{engine.fraction_option} {fraction:g} of {gb(memory)} GB is {gb(fraction * memory)} GB,"
         f" of which the weights take {gb(engine.weights)} GB; a token takes {engine.kv_per_token / 1e3:.0f} kB",
         fix="\n       ".join([*ways, goes_on]),
     )
@@ -214,13 +214,13 @@ def _sleeping(facts: Facts) -> Iterator[Change]:
 def _engine_changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Change]:
     engine, memory = facts.engine, plan.device.nbytes
     assert engine is not None
-    if engine.is_sglang:
+    if engine.fraction_option:
         over = (_total(plan, facts, name) - plan.limit) / memory
         fraction = engine.static_fraction(memory)
         lower = math.floor((fraction - over) * 100) / 100
         smaller = dataclasses.replace(engine, fraction=lower)
         if over > 0 and lower >= _SMALLEST_FRACTION and smaller.kv_tokens(memory) >= engine.longest:
-            text = f"--sglang-mem-fraction-static {fraction:g} → {lower:g}"
+            text = f"{engine.fraction_option} {fraction:g} → {lower:g}"
             yield Change(text, dataclasses.replace(facts, engine=smaller))
     size = engine.tensor * engine.pipeline
     if facts.placement.num_rollout % (2 * size) == 0:

@@ -75,7 +75,7 @@ class EvalDataset:
 
     def sampling_params(self) -> dict[str, Any]:
         """A new ``sampling_params`` for the engine."""
-        params = sampling_params(
+        return sampling_params(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -84,12 +84,9 @@ class EvalDataset:
             stop_token_ids=self.stop_token_ids,
             skip_special_tokens=self.skip_special_tokens,
             no_stop_trim=self.no_stop_trim,
+            min_new_tokens=self.min_new_tokens,
+            repetition_penalty=self.repetition_penalty,
         )
-        if self.min_new_tokens:
-            params["min_new_tokens"] = self.min_new_tokens
-        if self.repetition_penalty != 1.0:
-            params["repetition_penalty"] = self.repetition_penalty
-        return params
 
 
 _KEYS = {f.name for f in dataclasses.fields(EvalDataset)}

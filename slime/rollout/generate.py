@@ -27,6 +27,7 @@ from typing import Any
 from slime.config import Config
 from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RequestRefused, RolloutClient
+from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.observe.trace import record_engine_timings, span
@@ -124,13 +125,21 @@ def rollout_sampling_params(config: Config) -> dict[str, Any]:
 
 
 def sampling_params(*, stop: Any = (), stop_token_ids: Any = (), **params: Any) -> dict[str, Any]:
-    """A request's ``sampling_params``. The stop string stays in the text, which is the text of the trained tokens."""
-    defaults: dict[str, Any] = {"no_stop_trim": True, "spaces_between_special_tokens": False}
+    """A request's ``sampling_params``. The stop string stays in the text, which is the text of the trained tokens.
+
+    Raises:
+        UserError: not one of `slime.engines.request_fields.SamplingParams`, or out of its range.
+    """
+    params = {"no_stop_trim": True, "spaces_between_special_tokens": False} | params
     if stop:
-        defaults["stop"] = [stop] if isinstance(stop, str) else list(stop)
+        params["stop"] = [stop] if isinstance(stop, str) else list(stop)
     if stop_token_ids:
-        defaults["stop_token_ids"] = list(stop_token_ids)
-    return defaults | params
+        params["stop_token_ids"] = list(stop_token_ids)
+    try:
+        parse_params(params)
+    except BadRequest as error:
+        raise UserError(f"engines would refuse these sampling parameters: {error}") from error
+    return params
 
 
 def sample_seed(rollout_seed: int, index: int) -> int:

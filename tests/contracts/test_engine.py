@@ -26,7 +26,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.engines.api import GET_ROUTES, POST_ROUTES, EngineClient, EngineError, SamplingParams
+from slime.engines.api import GET_ROUTES, POST_ROUTES, EngineClient, EngineError
 from slime.engines.router import list_workers, register_workers
 from slime.engines.wire.buckets import fingerprint, pack
 from slime.engines.wire.process_group import ExternalGroup
@@ -150,7 +150,7 @@ def test_a_client_that_leaves_frees_its_slot(engine: Server) -> None:
     async def leave() -> None:
         async with EngineClient(engine.url) as client:
             with pytest.raises(EngineError, match="no answer within"):
-                await client.generate(PROMPT, SamplingParams(max_new_tokens=240, ignore_eos=True), timeout=0.05)
+                await client.generate(PROMPT, {"max_new_tokens": 240, "ignore_eos": True}, timeout=0.05)
 
     asyncio.run(leave())
     wait_until(lambda: num_running(engine) == 0, 5.0)
@@ -448,7 +448,7 @@ def test_through_the_router(engine: Server, tmp_path: Path) -> None:
         await register_workers(router.url, [engine.url], timeout=60.0)
         async with EngineClient(router.url) as client:
             assert [worker.url for worker in await list_workers(client)] == [engine.url]
-            params = SamplingParams(max_new_tokens=5, ignore_eos=True, sampling_seed=2)
+            params = {"max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 2}
             results = await asyncio.gather(*(client.generate(PROMPT, params) for _ in range(10)))
         direct = engine.generate(PROMPT, max_new_tokens=5, sampling_seed=2)
         assert all(result.token_ids == direct["output_ids"] for result in results)

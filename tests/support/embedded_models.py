@@ -15,11 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from slime.engines.embedded.architecture import Architecture
 from slime.engines.embedded.kv_cache import KVCache
-from slime.engines.embedded.sampling_params import Params, parse_params
 from slime.engines.embedded.scheduler import Scheduler
-from slime.engines.embedded.sequence import Sequence
-from slime.engines.embedded.text import TextStream
+from slime.engines.embedded.sequence import Sequence, TextStream
 from slime.engines.embedded.weights import make_store
+from slime.engines.request_fields import parse_params
 
 VOCAB = 384
 EOS = 257
@@ -166,7 +165,7 @@ def make_sequence(
     prompt: list[int], rid: str = "r", logprob_start: int | None = None, tops: int = 0, **params: Any
 ) -> Sequence:
     """A sequence that runs to ``max_new_tokens`` unless ``ignore_eos=False`` is given."""
-    parsed: Params = parse_params({"max_new_tokens": 16, "ignore_eos": True, "sampling_seed": 1, **params}, VOCAB)
+    parsed = parse_params({"max_new_tokens": 16, "ignore_eos": True, "sampling_seed": 1, **params}, VOCAB)
     stops = frozenset() if parsed.ignore_eos else frozenset({EOS}) | parsed.stop_token_ids
     text = TextStream(byte_tokenizer(), True, True) if parsed.stop else None
     assert parsed.max_new_tokens is not None and parsed.sampling_seed is not None
@@ -223,5 +222,5 @@ def experts_of(sequence: Sequence) -> np.ndarray:
     assert sequence.experts is not None
     payload = sequence.experts.encoded(0, sequence.length - 1)
     rows = np.frombuffer(base64.b64decode(payload), np.int32)
-    facts = sequence.experts.facts
-    return np.sort(rows.reshape(sequence.length - 1, len(facts.in_layer), facts.chosen), axis=-1)
+    experts = sequence.experts
+    return np.sort(rows.reshape(sequence.length - 1, len(experts.in_layer), experts.chosen), axis=-1)

@@ -14,8 +14,8 @@ from typing import Any
 from slime.cluster.ports import PortReservation, reserve_port
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config
-from slime.engines.launch import sglang_command
-from slime.engines.sglang.command import EnginePlace
+from slime.engines.launch import EnginePlace
+from slime.engines.sglang.command import sglang_command
 from tests.support.processes import ROOT
 
 FAKE = Path(__file__).parent / "fake_sglang"

@@ -13,8 +13,10 @@ from sglang_router.launch_router import parse_router_args
 from slime.checkpoints.gguf import find_smollm2, gguf_to_hf
 from slime.config import make_config
 from slime.engines.embedded.__main__ import parse_args
+from slime.engines.embedded.command import embedded_command
 from slime.engines.embedded.server import bind
-from slime.engines.launch import embedded_command, router_command
+from slime.engines.launch import EnginePlace
+from slime.engines.router import router_command
 from slime.errors import UserError
 
 
@@ -28,7 +30,9 @@ def test_the_embedded_engine_accepts_its_command_line(tmp_path: Path) -> None:
     assert (args.model_path, args.host, args.port, args.random_seed) == ("/models/m", "10.0.0.1", 31000, 7)
     assert args.dtype == "bfloat16" and not args.deterministic and args.max_context_len is None
     assert spec.health_path == "/health" and spec.startup_timeout > 0
-    other = parse_args(embedded_command(config_of(tmp_path, rollout_seed=7), "m", "h", 1, number=2).argv[3:])
+    other = parse_args(
+        embedded_command(config_of(tmp_path, rollout_seed=7), "m", "h", 1, EnginePlace(number=2)).argv[3:]
+    )
     assert other.random_seed == 9, "two engines must not draw the same noise"
 
 

@@ -12,7 +12,7 @@ from transformers.models.llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slime.engines.embedded.architecture import Architecture, Rope
-from slime.engines.embedded.linear import Linear
+from slime.engines.embedded.layers import Linear
 from slime.errors import UserError
 from tests.support.embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model
 

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.embedded.fields import BadRequest
 from slime.engines.embedded.generate_request import Limits, parse_generate
 from slime.engines.embedded.openai_request import parse_chat, parse_completion
-from slime.engines.embedded.sampling_params import Params, parse_params
-from slime.engines.embedded.text import TextStream, find_stop, hold_back, trim_stop
+from slime.engines.embedded.sequence import TextStream, find_stop, hold_back, trim_stop
+from slime.engines.request_fields import BadRequest, SamplingParams, parse_params
 from tests.support.embedded_models import EOS, VOCAB, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -149,7 +148,7 @@ def test_nothing_is_shown_that_a_stop_string_may_take_back(text: str, stops: lis
 
 @given(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())))
 def test_any_value_of_a_parameter_is_taken_or_refused_by_name(value: Any) -> None:
-    for name in (field.name for field in fields(Params)):
+    for name in (field.name for field in fields(SamplingParams)):
         try:
             parse_params({name: value}, VOCAB)
         except BadRequest as refused:

@@ -17,8 +17,8 @@ from torch import nn
 from slime.config import make_config
 from slime.engines.api import WEIGHT_LOADER
 from slime.engines.embedded.architecture import Architecture
+from slime.engines.launch import EnginePlace
 from slime.engines.sglang import weight_loader
-from slime.engines.sglang.command import EnginePlace
 from slime.engines.sglang.weight_probe import HeldExperts, Tree, _answer
 from slime.engines.wire.buckets import Bucket, pack
 from slime.engines.wire.expert_runs import ExpertRun, bounds

@@ -222,6 +222,19 @@ def test_sampling_params_are_spelt_for_the_engine_and_never_shared() -> None:
     assert params["stop"] == ["a"] and "sampling_seed" in mine and "sampling_seed" not in params
 
 
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"temprature": 1.0}, "unknown sampling parameter 'temprature'; nearest: 'temperature'"),
+        ({"repetition_penalty": 3.0}, "repetition_penalty must be a finite number above 0 and at most 2, got 3.0"),
+        ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens must be at most max_new_tokens"),
+    ],
+)
+def test_what_engines_would_refuse_is_refused_before_they_are_asked(params: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        sampling_params(**params)
+
+
 def test_seeds_differ_by_sample_and_rollout_seed() -> None:
     seeds = {sample_seed(rollout_seed, index) for rollout_seed in range(4) for index in range(2000)}
     assert len(seeds) == 8000 and all(0 <= seed < 2**31 for seed in seeds)

@@ -283,7 +283,7 @@ def test_what_sglang_chooses_itself_is_never_too_much(size: int, folders: dict[s
 
 def test_assumptions_are_told(folders: dict[str, Path]) -> None:
     text = table(plan_of(folders[DENSE], rollout_max_context_len=None, rollout_max_response_len=1000))
-    assert "sequences of 2024 tokens are assumed" in text and "SGLang's own choice" in text
+    assert "sequences of 2024 tokens are assumed" in text and "mem-fraction-static is left to the engine" in text
 
 
 def test_what_was_measured_is_compared_with_the_plan(

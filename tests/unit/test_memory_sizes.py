@@ -287,7 +287,7 @@ def test_on_gpus_no_weight_has_a_gradient_beside_the_buffer_but_the_embedding_at
 def engine(model: str, **flags: Any) -> EngineSettings:
     spec = family_of(PUBLISHED[model]["config"]).model_spec(PUBLISHED[model]["config"])
     config = make_config(hf_checkpoint="m", rollout_engine="sglang", bf16=True, **flags)
-    return EngineSettings.of(config, spec, 4096, on_gpu=True)
+    return EngineSettings.of(config, spec, 4096)
 
 
 def test_kv_cache_per_token() -> None:

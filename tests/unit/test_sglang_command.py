@@ -20,9 +20,10 @@ from slime.config import make_config
 from slime.config.engine_flags import stored_sglang_args
 from slime.config.registry import unknown_name
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
-from slime.engines.launch import disaggregated_router_command, sglang_command
+from slime.engines.launch import ONE_GPU, EnginePlace
+from slime.engines.router import disaggregated_router_command
 from slime.engines.sglang import command, versions
-from slime.engines.sglang.command import EnginePlace, sglang_options
+from slime.engines.sglang.command import sglang_command, sglang_options
 from slime.engines.sglang.groups import served_models
 from slime.errors import UserError
 from slime.placement import PlacementPlan
@@ -43,7 +44,7 @@ def config_of(**flags: Any) -> Any:
     return make_config(**{**defaults, **flags})
 
 
-def parsed(place: EnginePlace = command.ONE_GPU, **flags: Any) -> Any:
+def parsed(place: EnginePlace = ONE_GPU, **flags: Any) -> Any:
     return parse_args(sglang_command(config_of(**flags), "/models/m", "10.0.0.1", 31000, place).argv[3:])
 
 
@@ -295,7 +296,7 @@ def test_a_server_that_does_not_come_up_shows_its_last_words(
     tmp_path: Path, flags: dict[str, Any], env: dict[str, str], said: str
 ) -> None:
     model = save_tiny_model(tmp_path / "tiny", "qwen3")
-    server = process_of(config_of(**flags), model, tmp_path, command.ONE_GPU, **env)
+    server = process_of(config_of(**flags), model, tmp_path, ONE_GPU, **env)
     server.process.start()
     with pytest.raises(ServerDied, match="ended with exit status 1 before it was ready") as caught:
         server.process.wait_ready()

@@ -17,8 +17,8 @@ from slime.cluster.engine_actor import Obituary, raise_obituary
 from slime.cluster.engine_repair import HealthChecks
 from slime.cluster.server_process import ServerProcess, exception_line
 from slime.config import make_config
-from slime.engines.launch import LaunchSpec, sglang_command
-from slime.engines.sglang.command import HEALTH_GENERATES, ONE_GPU, EnginePlace, check_sglang
+from slime.engines.launch import ONE_GPU, EnginePlace, LaunchSpec
+from slime.engines.sglang.command import HEALTH_GENERATES, check_sglang, sglang_command
 from slime.errors import RunFailed, UserError
 from tests.support.embedded_models import save_tiny_model
 from tests.support.sglang_servers import FakeSGLang, fake_sglang

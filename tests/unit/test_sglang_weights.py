@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from slime.config import Config, make_config
 from slime.engines.embedded.architecture import Architecture
+from slime.engines.launch import EnginePlace
 from slime.engines.sglang import weight_probe
-from slime.engines.sglang.command import EnginePlace
 from slime.engines.wire.buckets import FINGERPRINTS
 from slime.engines.wire.process_group import ExternalGroup
 from slime.errors import UserError

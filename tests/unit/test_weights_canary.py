@@ -19,7 +19,7 @@ from slime.cluster.run_cluster import Cluster
 from slime.config import make_config
 from slime.engines.api import EngineError
 from slime.engines.embedded.generate_request import Limits, parse_generate
-from slime.engines.embedded.responses import Answer
+from slime.engines.embedded.generate_routes import Answer
 from slime.engines.embedded.scheduler import Scheduler
 from slime.errors import UserError
 from slime.weights.canary import Canary, Difference, canary_tokens

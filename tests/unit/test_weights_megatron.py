@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from slime.config import make_config
 from slime.engines.api import EngineClient
-from slime.engines.launch import embedded_command
+from slime.engines.embedded.command import embedded_command
 from slime.errors import UserError
 from slime.models.spec import read_hf_config
 from slime.weights import route

@@ -1,4 +1,4 @@
-"""Routes that steer the engine: abort, pause, flush, memory, weights and reports."""
+"""Routes that steer the engine: abort, pause, flush, memory, weights and reports; and those that it refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from aiohttp import web
 
 import slime
 from slime.engines.embedded.engine import as_state
-from slime.engines.embedded.fields import (
+from slime.engines.embedded.generate_routes import json_body, json_response, state_of
+from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.weight_update import WeightUpdater
+from slime.engines.embedded.weights import WeightError, describe
+from slime.engines.request_fields import (
     FLAG,
     TEXT,
     BadRequest,
@@ -22,12 +26,9 @@ from slime.engines.embedded.fields import (
     number,
     one_of,
     optional,
+    required,
     strings,
 )
-from slime.engines.embedded.sequence import Sequence
-from slime.engines.embedded.state import json_body, json_response, state_of
-from slime.engines.embedded.weight_update import WeightUpdater
-from slime.engines.embedded.weights import WeightError, describe
 
 _ORDER_DEADLINE = 120.0  # seconds until the engine thread must have taken an order up: a step, at most
 _TAGS = ("weights", "kv_cache", "cuda_graph")
@@ -235,7 +236,7 @@ _update_route("/destroy_weights_update_group", WeightUpdater.leave_group)
 @routes.post("/update_weight_version")
 async def update_weight_version(request: web.Request) -> web.Response:
     engine, body = state_of(request).engine, await json_body(request)
-    version = TEXT.read("new_version", body.get("new_version"))
+    version = required(body, "new_version", TEXT)
 
     def set_version() -> None:
         engine.store.version = version
@@ -249,7 +250,7 @@ async def update_weight_version(request: web.Request) -> web.Response:
 async def get_weights_by_name(request: web.Request) -> web.Response:
     """The first rows of a parameter as nested lists, for looking at."""
     engine, body = state_of(request).engine, await json_body(request)
-    name = TEXT.read("name", body.get("name"))
+    name = required(body, "name", TEXT)
     count = optional(body, "truncate_size", integer(1, 10_000), 100)
     try:
         values = await _on_engine(engine.call(lambda: engine.store.parameter(name)[:count].float().tolist()))
@@ -279,3 +280,45 @@ async def weights_checker(request: web.Request) -> web.Response:
     if result is not None:
         answer["fingerprints"] = result
     return json_response(answer)
+
+
+# -- what SGLang's server has besides --------------------------------------------------------------------
+
+_EMBEDDING = "this is a model for generation, not for embeddings or classification"
+_SESSIONS = "it keeps no sessions; prompts that share a prefix find it in the cache without one"
+_ADAPTERS = "it has no LoRA adapters"
+_PROFILE = "it has no profiler; py-spy shows what the engine thread does"
+
+#: Path → why it is refused: with status 400, since OpenAI's client sends a request again that was answered with 501.
+REFUSED = {
+    "/encode": _EMBEDDING,
+    "/classify": _EMBEDDING,
+    "/v1/embeddings": _EMBEDDING,
+    "/v1/classify": _EMBEDDING,
+    "/v1/rerank": _EMBEDDING,
+    "/v1/score": "ask /generate for input log-probs (return_logprob, logprob_start_len) instead",
+    "/v1/responses": "it speaks /v1/chat/completions and /v1/completions",
+    "/v1/messages": "it speaks /v1/chat/completions and /v1/completions",
+    "/concate_and_append_request": "SGLang has taken this route out, too",
+    "/open_session": _SESSIONS,
+    "/close_session": _SESSIONS,
+    "/load_lora_adapter": _ADAPTERS,
+    "/load_lora_adapter_from_tensors": _ADAPTERS,
+    "/unload_lora_adapter": _ADAPTERS,
+    "/parse_function_call": "it has no tool-call parser; the text of an answer is returned as it is",
+    "/separate_reasoning": "it has no reasoning parser; the text of an answer is returned as it is",
+    "/start_profile": _PROFILE,
+    "/stop_profile": _PROFILE,
+    "/update_weights_from_ipc": "use /update_weights_from_tensor, _distributed or _disk",
+    "/set_internal_state": "its settings come from its command line",
+    "/configure_logging": "its settings come from its command line",
+    "/metrics": "ask /v1/loads or /server_info for its counters",
+}
+
+
+async def _refuse(request: web.Request) -> web.Response:
+    raise BadRequest(f"the embedded engine does not support {request.path}: {REFUSED[request.path]}")
+
+
+for _path in REFUSED:
+    routes.route("*", _path)(_refuse)

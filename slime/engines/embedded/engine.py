@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,11 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join(timeout)
 
+    def check_alive(self) -> None:
+        """Raises: EngineDead: the engine thread is gone."""
+        if self.death is not None:
+            raise EngineDead(f"the engine stopped: {type(self.death).__name__}: {self.death}")
+
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Queue sequences.
 
@@ -165,8 +171,7 @@ class Engine:
     # -- the thread ------------------------------------------------------------------------------------
 
     def _post(self, order: Callable[[], None]) -> None:
-        if self.death is not None:
-            raise EngineDead(f"the engine stopped: {type(self.death).__name__}: {self.death}")
+        self.check_alive()
         self._inbox.append(order)
         self._wake.set()
 
@@ -210,6 +215,90 @@ class Engine:
         for sequence in failed:
             sequence.abort(f"the engine failed: {type(error).__name__}: {error}")
         self._deliver(StepOutput(finished=[*self.scheduler.take_finished(), *failed]))
+
+
+class Hub:
+    """Sequences in flight and who waits for them. Lives on the event loop; `deliver` is called by the engine thread.
+
+    One wake-up of the loop per engine step, however many sequences it ended.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._finished: dict[Sequence, asyncio.Future[None]] = {}
+        self._progress: dict[Sequence, asyncio.Event] = {}
+
+    def deliver(self, output: StepOutput) -> None:
+        """Engine thread: pass a step's results to the loop."""
+        self._loop.call_soon_threadsafe(self._take, output)
+
+    def _take(self, output: StepOutput) -> None:
+        for sequence in output.progressed:
+            if sequence in self._progress:
+                self._progress[sequence].set()
+        for sequence in output.finished:
+            future = self._finished.get(sequence)
+            if future is not None and not future.done():
+                future.set_result(None)
+            if sequence in self._progress:
+                self._progress[sequence].set()
+
+    @property
+    def in_flight(self) -> list[Sequence]:
+        return list(self._finished)
+
+    async def run(self, engine: Engine, sequences: list[Sequence]) -> None:
+        """Submit sequences and wait until all are finished; when the waiting task is cancelled they are aborted."""
+        futures = self._submit(engine, sequences)
+        try:
+            await asyncio.gather(*futures)
+        except asyncio.CancelledError:
+            self._abandon(engine, sequences)
+            raise
+        finally:
+            self._forget(sequences)
+
+    async def stream(self, engine: Engine, sequences: list[Sequence]) -> AsyncIterator[tuple[int, bool]]:
+        """(index, finished) whenever a sequence has new tokens or has ended; several tokens may have come at once."""
+        wake = asyncio.Event()
+        for sequence in sequences:
+            self._progress[sequence] = wake
+        futures = self._submit(engine, sequences)
+        shown = [0] * len(sequences)
+        open_ones = set(range(len(sequences)))
+        try:
+            while open_ones:
+                await wake.wait()
+                wake.clear()
+                for index in sorted(open_ones):
+                    ended = futures[index].done()
+                    count = len(sequences[index].output_ids)
+                    if ended or count > shown[index]:
+                        shown[index] = count
+                        if ended:
+                            open_ones.discard(index)
+                        yield index, ended
+        finally:
+            if open_ones:
+                self._abandon(engine, [sequences[index] for index in open_ones])
+            self._forget(sequences)
+
+    def _submit(self, engine: Engine, sequences: list[Sequence]) -> list[asyncio.Future[None]]:
+        futures = []
+        for sequence in sequences:
+            self._finished[sequence] = self._loop.create_future()
+            futures.append(self._finished[sequence])
+        engine.submit(sequences)
+        return futures
+
+    def _abandon(self, engine: Engine, sequences: list[Sequence]) -> None:
+        chosen = set(sequences)
+        engine.abort(lambda sequence: sequence in chosen, "the client went away")
+
+    def _forget(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self._finished.pop(sequence, None)
+            self._progress.pop(sequence, None)
 
 
 def load_store(options: EngineOptions, arch: Architecture, device: torch.device, max_length: int) -> WeightStore:

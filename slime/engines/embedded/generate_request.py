@@ -9,83 +9,43 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.engines.embedded.fields import (
+from slime.engines.embedded.sequence import Sequence, TextStream, Tokenizer
+from slime.engines.request_fields import (
     FLAG,
     OBJECT,
     BadRequest,
     Kind,
+    SamplingParams,
     asks_for_nothing,
     integer,
     optional,
+    parse_params,
     token,
 )
-from slime.engines.embedded.sampling_params import Params, parse_params
-from slime.engines.embedded.sequence import Sequence
-from slime.engines.embedded.text import TextStream, Tokenizer
 
 _FIELDS = (
-    "rid",
-    "text",
-    "input_ids",
-    "sampling_params",
-    "return_logprob",
-    "logprob_start_len",
-    "top_logprobs_num",
-    "return_text_in_logprobs",
-    "return_routed_experts",
-    "routed_experts_start_len",
-    "stream",
-)
-#: Known to SGLang, without effect on what is generated.
+    "rid", "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
+    "return_text_in_logprobs", "return_routed_experts", "routed_experts_start_len", "stream",
+)  # fmt: skip
+#: Known to SGLang for every kind of request, without effect on what is generated; and for ``/generate`` alone.
+WITHOUT_EFFECT = (
+    "session_id", "priority", "extra_key", "custom_labels", "data_parallel_rank", "routed_dp_rank",
+    "disagg_prefill_dp_rank", "use_audio_in_video",
+)  # fmt: skip
 _WITHOUT_EFFECT = (
-    "model",
-    "log_metrics",
-    "session_id",
-    "routing_key",
-    "conversation_id",
-    "priority",
-    "extra_key",
-    "no_logs",
-    "custom_labels",
-    "received_time",
-    "external_trace_header",
-    "background",
-    "modalities",
-    "data_parallel_rank",
-    "routed_dp_rank",
-    "disagg_prefill_dp_rank",
-    "use_audio_in_video",
-)
-#: Known to SGLang and not to this engine; allowed when they ask for nothing.
+    *WITHOUT_EFFECT, "model", "log_metrics", "routing_key", "conversation_id", "no_logs", "received_time",
+    "external_trace_header", "background", "modalities",
+)  # fmt: skip
+#: Known to SGLang and not to this engine, allowed when they ask for nothing; and for ``/generate`` alone.
+UNSUPPORTED = (
+    "images_config", "max_dynamic_patch", "min_dynamic_patch", "return_hidden_states", "return_prompt_token_ids",
+    "session_params", "lora_path", "custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+)  # fmt: skip
 _UNSUPPORTED = (
-    "input_embeds",
-    "positional_embed_overrides",
-    "image_data",
-    "video_data",
-    "audio_data",
-    "mm_hashes",
-    "images_config",
-    "max_dynamic_patch",
-    "min_dynamic_patch",
-    "token_ids_logprob",
-    "multi_item_delimiter_indices",
-    "return_sampling_mask",
-    "return_hidden_states",
-    "return_indexer_topk",
-    "return_entropy",
-    "return_bytes",
-    "return_prompt_token_ids",
-    "require_reasoning",
-    "session_params",
-    "lora_path",
-    "lora_id",
-    "custom_logit_processor",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "bootstrap_pair_key",
-    "decode_tp_size",
-)
+    *UNSUPPORTED, "input_embeds", "positional_embed_overrides", "image_data", "video_data", "audio_data", "mm_hashes",
+    "token_ids_logprob", "multi_item_delimiter_indices", "return_sampling_mask", "return_indexer_topk",
+    "return_entropy", "return_bytes", "require_reasoning", "lora_id", "bootstrap_pair_key", "decode_tp_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,7 +79,7 @@ class Job:
     """
 
     sequence: Sequence
-    params: Params
+    params: SamplingParams
     return_logprob: bool
     text_in_logprobs: bool
     experts_start: int | None = None
@@ -194,7 +154,7 @@ def parse_generate(raw: Any, limits: Limits) -> GenerateRequest:
 def make_sequence(
     rid: str,
     prompt: list[int],
-    params: Params,
+    params: SamplingParams,
     limits: Limits,
     *,
     copy: int = 0,

@@ -1,40 +1,104 @@
-"""``/generate`` and the health routes."""
+"""What the request handlers share, ``/generate`` with its answers, and the health routes.
+
+Answers have SGLang's ``meta_info`` with its field names and shapes, and beyond it ``token_weight_versions`` [[first
+output token, version], …], so that tokens sampled on either side of a push are told apart, and ``prefill_time`` and
+``decode_time`` in seconds.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from slime.engines.embedded.engine import EngineDead
-from slime.engines.embedded.fields import BadRequest
-from slime.engines.embedded.generate_request import GenerateRequest, make_sequence, parse_generate
-from slime.engines.embedded.responses import Answer
-from slime.engines.embedded.sampling_params import Params
-from slime.engines.embedded.state import (
-    ServerState,
-    Unavailable,
-    json_body,
-    json_response,
-    state_of,
-)
+from slime.engines.embedded.engine import Engine, EngineDead, Hub
+from slime.engines.embedded.generate_request import GenerateRequest, Job, Limits, make_sequence, parse_generate
+from slime.engines.embedded.sequence import Sequence, TextStream, Tokenizer, hold_back, trim_stop
+from slime.engines.embedded.weight_update import WeightUpdater
+from slime.engines.request_fields import BadRequest, SamplingParams
 
 _HEALTH_DEADLINE = 20.0
 
 routes = web.RouteTableDef()
 
 
+# -- shared by all routes --------------------------------------------------------------------------------
+
+
+class Unavailable(Exception):
+    """The server cannot do this now; answered with status 503."""
+
+
+@dataclass
+class ServerState:
+    """A loaded server.
+
+    Attributes:
+        tokenizer: a Hugging Face tokenizer with its chat template, or None.
+        updates: one thread each for updates that may wait for each other's collectives.
+    """
+
+    engine: Engine
+    hub: Hub
+    updater: WeightUpdater
+    limits: Limits
+    tokenizer: Any
+    model_name: str
+    architectures: list[str]
+    updates: ThreadPoolExecutor
+
+
+#: A task that yields the state once the model is loaded.
+STATE: web.AppKey[asyncio.Task[ServerState]] = web.AppKey("state")
+
+
+def state_of(request: web.Request) -> ServerState:
+    """Raises:
+    Unavailable: the model is still being loaded, or could not be.
+    """
+    task = request.app[STATE]
+    if not task.done():
+        raise Unavailable("the model is being loaded")
+    if task.cancelled() or task.exception() is not None:
+        raise Unavailable("the model could not be loaded")
+    return task.result()
+
+
+async def json_body(request: web.Request) -> dict[str, Any]:
+    """The body as an object; {} when there is none.
+
+    Raises:
+        BadRequest: not JSON, or not an object.
+    """
+    raw = await request.read()
+    if not raw.strip():
+        return {}
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body must be a JSON object, got {type(body).__name__}")
+    return body
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
 def ready_to_generate(state: ServerState) -> None:
     """Raises:
+    EngineDead: the engine thread is gone.
     Unavailable: memory was released, or the weights are not one consistent version.
     """
     engine = state.engine
-    if engine.death is not None:
-        raise Unavailable(f"the engine stopped: {type(engine.death).__name__}: {engine.death}")
+    engine.check_alive()
     gone = engine.released & {"weights", "kv_cache"}
     if gone:
         raise Unavailable(f"memory is released ({', '.join(sorted(gone))}); call /resume_memory_occupation first")
@@ -107,9 +171,7 @@ def refuse_known_rids(state: ServerState, rids: list[str]) -> None:
 @routes.get("/ping")
 async def health(request: web.Request) -> web.Response:
     """200 as soon as the model is loaded and for as long as the engine thread lives."""
-    state = state_of(request)
-    if state.engine.death is not None:
-        raise Unavailable(f"the engine stopped: {type(state.engine.death).__name__}: {state.engine.death}")
+    state_of(request).engine.check_alive()
     return web.Response()
 
 
@@ -120,7 +182,7 @@ async def health_generate(request: web.Request) -> web.Response:
     ready_to_generate(state)
     if state.engine.paused:
         return web.Response()
-    params = Params(max_new_tokens=1, temperature=0.0)
+    params = SamplingParams(max_new_tokens=1, temperature=0.0)
     sequence = make_sequence(f"health-{id(request)}", [0], params, state.limits)
     try:
         await asyncio.wait_for(state.hub.run(state.engine, [sequence]), _HEALTH_DEADLINE)
@@ -130,3 +192,141 @@ async def health_generate(request: web.Request) -> web.Response:
     if reason.get("type") == "abort" and "not finite" in reason.get("message", ""):
         return json_response({"error": {"message": reason["message"]}}, status=503)
     return web.Response()
+
+
+# -- answers -------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """Builds the answers of one sample: cumulative ones while it streams, and the last.
+
+    Args:
+        tokenizer: None leaves ``text`` out, as an engine without tokenizer does.
+    """
+
+    def __init__(self, job: Job, tokenizer: Tokenizer | None) -> None:
+        self.job, self.sequence = job, job.sequence
+        self._tokenizer = tokenizer
+        self._stream_text: TextStream | None = None
+        self._streamed = 0
+
+    def partial(self, version: str) -> dict[str, Any]:
+        """Text and tokens so far; ``version`` is that of the weights now.
+
+        The text leaves out a character that is not complete yet, and what may become a stop string: it only grows.
+        """
+        count = len(self.sequence.output_ids)
+        body: dict[str, Any] = {"output_ids": self.sequence.output_ids[:count]}
+        if self._tokenizer is not None:
+            body["text"] = self.text_so_far(count)
+        body["meta_info"] = meta_info(self.job, self._tokenizer, count, version)
+        return body
+
+    def final(self) -> dict[str, Any]:
+        sequence = self.sequence
+        count = len(sequence.output_ids)
+        body: dict[str, Any] = {"output_ids": list(sequence.output_ids)}
+        if self._tokenizer is not None:
+            body["text"] = final_text(self.job, self._tokenizer)
+        body["meta_info"] = meta_info(self.job, self._tokenizer, count, sequence.final_version)
+        if self.job.experts_start is not None:
+            assert sequence.experts is not None
+            start = self.job.experts_start
+            # the last token was not sent through the model
+            body["meta_info"]["routed_experts"] = sequence.experts.encoded(start, sequence.length - 1)
+            body["meta_info"]["routed_experts_start_len"] = start
+        return body
+
+    def text_so_far(self, count: int) -> str:
+        """Text of the first ``count`` tokens, see `partial`. The last may be the stop token of an end that the engine
+        thread has not reported yet."""
+        assert self._tokenizer is not None
+        if count and self.sequence.output_ids[count - 1] in self.sequence.stop_ids:
+            count -= 1
+        if self._stream_text is None:
+            params = self.job.params
+            self._stream_text = TextStream(
+                self._tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens
+            )
+        self._stream_text.extend(self.sequence.output_ids[self._streamed : count])
+        self._streamed = count
+        return hold_back(self._stream_text.text, self.job.params.stop)
+
+
+def final_text(job: Job, tokenizer: Tokenizer) -> str:
+    """The decoded output, without what stopped it unless ``no_stop_trim``."""
+    params, sequence = job.params, job.sequence
+    matched = (sequence.finish_reason or {}).get("matched")
+    ids = sequence.output_ids
+    if isinstance(matched, int) and not params.no_stop_trim:
+        ids = ids[:-1]
+    text = tokenizer.decode(
+        ids,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )
+    return trim_stop(text, matched, params.no_stop_trim)
+
+
+def meta_info(job: Job, tokenizer: Tokenizer | None, count: int, version: str) -> dict[str, Any]:
+    """SGLang's ``meta_info`` for the first ``count`` output tokens."""
+    sequence = job.sequence
+    info: dict[str, Any] = {
+        "id": sequence.rid,
+        "finish_reason": sequence.finish_reason,
+        "prompt_tokens": len(sequence.prompt),
+        "completion_tokens": count,
+        "cached_tokens": sequence.num_cached,
+        "weight_version": version,
+        "token_weight_versions": [[start, spanned] for start, spanned in sequence.versions],
+        "num_retractions": sequence.num_retractions,
+    }
+    if job.return_logprob:
+        info |= _logprobs(job, tokenizer, count)
+    if sequence.finish_reason is not None:
+        info |= _times(sequence, count)
+    return info
+
+
+def _logprobs(job: Job, tokenizer: Tokenizer | None, count: int) -> dict[str, Any]:
+    sequence = job.sequence
+    shown = tokenizer if job.text_in_logprobs else None
+    output = _triples(sequence.output_logprobs[:count], sequence.output_ids[:count], shown)
+    info: dict[str, Any] = {
+        "input_token_logprobs": [],
+        "output_token_logprobs": output,
+        "output_token_logprobs_length": len(output),
+    }
+    if sequence.logprob_start is not None:
+        ids = sequence.prompt[sequence.logprob_start :].tolist()
+        info["input_token_logprobs"] = _triples([None, *sequence.input_logprobs], ids, shown)
+    if sequence.num_top_logprobs:
+        info["output_top_logprobs"] = [_top(row, shown) for row in sequence.top_logprobs[:count]]
+        starts = [] if sequence.logprob_start is None else [None]  # nothing predicts the first position
+        info["input_top_logprobs"] = [*starts, *(_top(row, shown) for row in sequence.input_top_logprobs)]
+    return info
+
+
+def _top(row: list[tuple[float, int]], tokenizer: Tokenizer | None) -> list[list[Any]]:
+    return _triples([value for value, _ in row], [token for _, token in row], tokenizer)
+
+
+def _triples(values: list[Any], ids: list[int], tokenizer: Tokenizer | None) -> list[list[Any]]:
+    """[[log-prob, token id, text or None], …]"""
+    if tokenizer is None:
+        return [[value, token, None] for value, token in zip(values, ids)]
+    return [[value, token, tokenizer.decode([token])] for value, token in zip(values, ids)]
+
+
+def _times(sequence: Sequence, count: int) -> dict[str, Any]:
+    times = sequence.times
+    decode = times.finished - times.first_token if times.first_token else 0.0
+    info = {
+        "e2e_latency": times.finished - times.received,
+        "queue_time": (times.started or times.finished) - times.received,
+        "prefill_time": times.prefill,
+        "decode_time": decode,
+    }
+    if count > 1 and decode > 0:
+        info["decode_throughput"] = (count - 1) / decode
+    return info

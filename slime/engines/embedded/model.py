@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.engines.embedded.architecture import Architecture
-from slime.engines.embedded.experts import ExpertMLP
-from slime.engines.embedded.linear import Linear, Mlp
+from slime.engines.embedded.layers import ExpertMLP, Linear, Mlp
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]), which it stores, too

@@ -11,86 +11,51 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from slime.engines.embedded.fields import FLAG, LIST, OBJECT, TEXT, BadRequest, integer, optional
-from slime.engines.embedded.generate_request import GenerateRequest, Limits, parse_generate, refuse_unknown
+from slime.engines.embedded.generate_request import (
+    UNSUPPORTED,
+    WITHOUT_EFFECT,
+    GenerateRequest,
+    Limits,
+    parse_generate,
+    refuse_unknown,
+)
+from slime.engines.request_fields import (
+    FLAG,
+    LIST,
+    OBJECT,
+    SAMPLING_NAMES,
+    TEXT,
+    BadRequest,
+    integer,
+    optional,
+    required,
+)
 
-#: Field of an OpenAI request → our name of the sampling parameter.
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
+#: OpenAI's words for sampling parameters that have another name here.
+_RENAMED = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
-    "n": "n",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
     "seed": "sampling_seed",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "ignore_eos": "ignore_eos",
-    "skip_special_tokens": "skip_special_tokens",
-    "no_stop_trim": "no_stop_trim",
-    "logit_bias": "logit_bias",
+}
+#: Field of an OpenAI request → name of the sampling parameter.
+_SAMPLING = _RENAMED | {
+    name: name for name in SAMPLING_NAMES if name not in (*_RENAMED.values(), "spaces_between_special_tokens")
 }
 _SHARED = ("model", "stream", "stream_options", "logprobs", "response_format", "rid")
 _CHAT = ("messages", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message")
 _COMPLETION = ("prompt", "echo", "best_of")
 #: Accepted and without meaning here.
 _WITHOUT_EFFECT = (
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "parallel_tool_calls",
-    "separate_reasoning",
-    "stream_reasoning",
-    "session_id",
-    "extra_key",
-    "cache_salt",
-    "priority",
-    "custom_labels",
-    "routed_dp_rank",
-    "data_parallel_rank",
-    "disagg_prefill_dp_rank",
-    "routed_experts_start_len",
-    "use_audio_in_video",
-)
+    *WITHOUT_EFFECT, "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "parallel_tool_calls", "separate_reasoning", "stream_reasoning", "cache_salt", "routed_experts_start_len",
+)  # fmt: skip
 #: Known to OpenAI or SGLang and not to this engine; allowed when they ask for nothing.
 _UNSUPPORTED = (
-    "regex",
-    "ebnf",
-    "json_schema",
-    "stop_regex",
-    "suffix",
-    "functions",
-    "function_call",
-    "modalities",
-    "audio",
-    "input_ids",
-    "reasoning",
-    "reasoning_effort",
-    "task",
-    "custom_params",
-    "custom_logit_processor",
-    "lora_path",
-    "session_params",
-    "return_hidden_states",
-    "return_routed_experts",
-    "return_cached_tokens_details",
-    "return_prompt_token_ids",
-    "return_meta_info",
-    "images_config",
-    "max_dynamic_patch",
-    "min_dynamic_patch",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-)
+    *UNSUPPORTED, "regex", "ebnf", "json_schema", "stop_regex", "suffix", "functions", "function_call", "modalities",
+    "audio", "input_ids", "reasoning", "reasoning_effort", "task", "custom_params", "return_routed_experts",
+    "return_cached_tokens_details", "return_meta_info",
+)  # fmt: skip
 
 
 @dataclass
@@ -163,7 +128,7 @@ def render_chat(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
     """
     if tokenizer is None or not tokenizer.chat_template:
         raise BadRequest("this model has no chat template; use /generate or /v1/completions")
-    messages = LIST.read("messages", body.get("messages"))
+    messages = required(body, "messages", LIST)
     if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         raise BadRequest("messages must be a list of objects with a role and content, at least one", "messages")
     flat = [message | {"content": _as_text(message.get("content"))} for message in messages]

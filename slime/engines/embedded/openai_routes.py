@@ -8,12 +8,20 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from slime.engines.embedded.fields import FLAG, BadRequest, optional, token
 from slime.engines.embedded.generate_request import Job
-from slime.engines.embedded.generate_routes import ready_to_generate, refuse_known_rids, send_events
+from slime.engines.embedded.generate_routes import (
+    Answer,
+    ServerState,
+    final_text,
+    json_body,
+    json_response,
+    ready_to_generate,
+    refuse_known_rids,
+    send_events,
+    state_of,
+)
 from slime.engines.embedded.openai_request import OpenAIRequest, parse_chat, parse_completion, render_chat
-from slime.engines.embedded.responses import Answer, final_text
-from slime.engines.embedded.state import ServerState, json_body, json_response, state_of
+from slime.engines.request_fields import FLAG, BadRequest, optional, token
 
 routes = web.RouteTableDef()
 

@@ -21,12 +21,10 @@ from dataclasses import dataclass, field
 import torch
 
 from slime.engines.embedded.attention import DecodeAttention, PrefillAttention, Span
-from slime.engines.embedded.kv_cache import KVCache
+from slime.engines.embedded.kv_cache import KVCache, SlotTable, common_prefix
 from slime.engines.embedded.model import Attend
-from slime.engines.embedded.routed_experts import RoutedExperts, rows_of
 from slime.engines.embedded.sampler import sample, token_logprobs
-from slime.engines.embedded.sequence import Phase, Sequence
-from slime.engines.embedded.slots import SlotTable, common_prefix
+from slime.engines.embedded.sequence import Phase, RoutedExperts, Sequence, rows_of
 from slime.engines.embedded.weights import WeightStore
 
 #: A sequence waits for another's prefill when they share at least this many tokens.
@@ -100,7 +98,7 @@ class Scheduler:
     def submit(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             if self._recorded is not None:
-                sequence.experts = RoutedExperts(self._recorded)
+                sequence.experts = RoutedExperts(self._recorded.in_layer, self._recorded.chosen)
             self.waiting.append(sequence)
 
     def abort(self, chosen: Iterable[Sequence], message: str) -> None:

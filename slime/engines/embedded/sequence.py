@@ -1,17 +1,23 @@
-"""One sample being generated: its tokens, where it stands, and when it is done."""
+"""One sample being generated: its tokens, their text and experts, where it stands, and when it is done."""
 
 from __future__ import annotations
 
+import base64
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 
-from slime.engines.embedded.routed_experts import RoutedExperts
-from slime.engines.embedded.sampling_params import Params
-from slime.engines.embedded.text import TextStream, find_stop
+from slime.engines.request_fields import SamplingParams
+
+#: A decoded tail that ends in this is a character whose bytes are not all there yet.
+_INCOMPLETE = "\ufffd"
+#: In place of an expert's number, where a position was never computed.
+UNKNOWN = -1
+_EXPERT_DTYPE = np.int16
 
 
 class Phase(Enum):
@@ -53,7 +59,7 @@ class Sequence:
         self,
         rid: str,
         prompt_ids: list[int],
-        params: Params,
+        params: SamplingParams,
         max_new_tokens: int,
         stop_ids: frozenset[int],
         seed: int,
@@ -135,3 +141,159 @@ class Sequence:
         longest = max(len(stop) for stop in self.params.stop)
         self._searched = max(0, len(self._text.text) - longest + 1)
         return found[1] if found else None
+
+
+# -- text ----------------------------------------------------------------------------------------------
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a Hugging Face tokenizer."""
+
+    eos_token_id: int | None
+
+    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], **options: bool) -> str: ...
+
+
+class TextStream:
+    """Decodes a growing list of tokens without starting over.
+
+    Text is only taken over once it cannot change any more: a tail of a few tokens is decoded twice, with and without
+    the new ones, since a token's text may depend on its neighbours (spaces, bytes of one character).
+
+    Example:
+        >>> stream = TextStream(tokenizer, skip_special_tokens=True, spaces_between_special_tokens=True)
+        >>> stream.extend([4093, 198]); stream.text
+        'user\\n'
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._options = {
+            "skip_special_tokens": skip_special_tokens,
+            "spaces_between_special_tokens": spaces_between_special_tokens,
+        }
+        self._tokens: list[int] = []
+        self._context_start = self._read = 0
+        self.text = ""
+
+    def extend(self, tokens: list[int]) -> str:
+        """Take in tokens; returns the text that they completed."""
+        self._tokens += tokens
+        before = self._decode(self._context_start, self._read)
+        after = self._decode(self._context_start, len(self._tokens))
+        if after.endswith(_INCOMPLETE) or len(after) <= len(before):
+            return ""
+        new = after[len(before) :]
+        self._context_start, self._read = self._read, len(self._tokens)
+        self.text += new
+        return new
+
+    def finish(self) -> str:
+        """Take over what was held back; returns it."""
+        before = self._decode(self._context_start, self._read)
+        rest = self._decode(self._context_start, len(self._tokens))[len(before) :]
+        self._context_start = self._read = len(self._tokens)
+        self.text += rest
+        return rest
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._tokens[start:end], **self._options) if end > start else ""
+
+
+def find_stop(text: str, stops: tuple[str, ...], start: int) -> tuple[int, str] | None:
+    """(position, stop string) of the first stop string that begins at ``start`` or later.
+
+    Example:
+        >>> find_stop("a</answer>b", ("</answer>", "b"), 0)
+        (1, '</answer>')
+    """
+    found = [(position, stop) for stop in stops if (position := text.find(stop, start)) >= 0]
+    return min(found) if found else None
+
+
+def hold_back(text: str, stops: tuple[str, ...]) -> str:
+    """The text up to its first stop string, and without an end that may turn out to be the beginning of one.
+
+    Example:
+        >>> hold_back("the answer</ans", ("</answer>", "END"))
+        'the answer'
+    """
+    found = find_stop(text, stops, 0)
+    text = text[: found[0]] if found else text
+    longest = max((len(stop) for stop in stops), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(len(stop) > length and stop.startswith(text[-length:]) for stop in stops):
+            return text[:-length]
+    return text
+
+
+def trim_stop(text: str, matched: object, keep: bool) -> str:
+    """The text up to the stop string that ended it, or with it when ``keep``; other text as it is."""
+    if not isinstance(matched, str):
+        return text
+    position = text.find(matched)
+    if position < 0:
+        return text
+    return text[: position + len(matched)] if keep else text[:position]
+
+
+# -- experts -------------------------------------------------------------------------------------------
+
+
+class RoutedExperts:
+    """Which experts each position of a sequence was sent to, for the trainer to replay them.
+
+    Recorded only by an engine that was started with ``--enable-return-routed-experts``. The newest computation counts:
+    a position that is prefilled again (after a retraction, or when a client resumes) has the experts of that prefill,
+    which are those that its keys and values come from.
+
+    Rows by position: int16 [positions, layers with experts, experts per token].
+
+    Args:
+        in_layer: for each layer, whether it has experts.
+        chosen: experts per token.
+
+    Example (one of two layers has experts, each token goes to two of them):
+        >>> routed = RoutedExperts((False, True), 2)
+        >>> routed.write(1, np.array([[[3, 0]]]))
+        >>> routed.first(2).tolist()
+        [[[-1, -1]], [[3, 0]]]
+        >>> np.frombuffer(base64.b64decode(routed.encoded(0, 2)), np.int32).reshape(2, 2, 2).tolist()
+        [[[-1, -1], [-1, -1]], [[0, 0], [3, 0]]]
+    """
+
+    def __init__(self, in_layer: tuple[bool, ...], chosen: int) -> None:
+        self.in_layer, self.chosen = in_layer, chosen
+        self._rows = np.empty((0, sum(in_layer), chosen), _EXPERT_DTYPE)
+
+    def write(self, start: int, rows: np.ndarray) -> None:
+        """Take the rows of positions ``start`` …, in place of what is there."""
+        end = start + len(rows)
+        if end > len(self._rows):
+            more = max(end, 2 * len(self._rows)) - len(self._rows)
+            self._rows = np.concatenate([self._rows, np.full((more, *self._rows.shape[1:]), UNKNOWN, _EXPERT_DTYPE)])
+        self._rows[start:end] = rows
+
+    def first(self, count: int) -> np.ndarray:
+        """A copy of the rows of positions 0 … ``count - 1``."""
+        known = self._rows[:count]
+        missing = np.full((count - len(known), *known.shape[1:]), UNKNOWN, _EXPERT_DTYPE)
+        return np.concatenate([known, missing])
+
+    def encoded(self, start: int, end: int) -> str:
+        """SGLang's form: base64 of int32 [end - start, layers, experts per token], with zeros in dense layers.
+
+        A row whose entries are all -1 is of a position that was never computed.
+        """
+        rows = self.first(max(start, end))[start:]
+        whole = np.zeros((len(rows), len(self.in_layer), self.chosen), np.int32)
+        whole[:, list(self.in_layer)] = rows
+        whole[(rows == UNKNOWN).all(axis=(1, 2))] = UNKNOWN
+        return base64.b64encode(whole.tobytes()).decode("ascii")
+
+
+def rows_of(choices: list[torch.Tensor]) -> np.ndarray:
+    """One forward's choices, [tokens, k] of each layer with experts, as int16 [tokens, layers, k] in host memory."""
+    return torch.stack(choices, dim=1).to(torch.int16).cpu().numpy()

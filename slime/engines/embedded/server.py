@@ -18,14 +18,13 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
-from slime.engines.embedded import control_routes, generate_routes, openai_routes, refused_routes
-from slime.engines.embedded.engine import Engine, EngineDead, EngineOptions
-from slime.engines.embedded.fields import BadRequest
+from slime.engines.embedded import control_routes, generate_routes, openai_routes
+from slime.engines.embedded.engine import Engine, EngineDead, EngineOptions, Hub
 from slime.engines.embedded.generate_request import Limits
-from slime.engines.embedded.hub import Hub
+from slime.engines.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
 from slime.engines.embedded.process import follow_parent
-from slime.engines.embedded.state import STATE, ServerState, Unavailable, json_response
 from slime.engines.embedded.weight_update import WeightUpdater
+from slime.engines.request_fields import BadRequest
 from slime.errors import UserError
 from slime.log import get_logger
 
@@ -71,7 +70,7 @@ async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int
         follow_parent(parent_pid, lambda: loop.call_soon_threadsafe(stopping.set))
     sys.setswitchinterval(_SWITCH_INTERVAL)
     app = web.Application(middlewares=[_errors], client_max_size=_LARGEST_BODY)
-    for module in (generate_routes, control_routes, openai_routes, refused_routes):
+    for module in (generate_routes, control_routes, openai_routes):
         app.add_routes(module.routes)
     loading = loop.create_task(_load(options, loop, stopping))
     app[STATE] = loading

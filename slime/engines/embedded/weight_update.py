@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from slime.engines.embedded.engine import Engine
-from slime.engines.embedded.fields import FLAG, TEXT, BadRequest, optional
 from slime.engines.embedded.serialized_tensors import read_named_tensors
 from slime.engines.embedded.weights import WeightError
+from slime.engines.request_fields import FLAG, LIST, TEXT, BadRequest, integer, optional, required
 from slime.engines.wire.buckets import TensorEntry, dtype_of, entries_of, unpack
 from slime.engines.wire.process_group import ExternalGroup
 from slime.engines.wire.shared_memory import attach
@@ -24,6 +24,7 @@ from slime.errors import UserError
 _COPY_DEADLINE = 300.0  # seconds to wait for the engine thread and the copy
 _JOIN_DEADLINE = 120.0
 _RECEIVE_DEADLINE = 300.0
+_INTEGER = integer()
 
 
 class WeightUpdater:
@@ -42,7 +43,7 @@ class WeightUpdater:
         load_format = body.get("load_format")
         pairs: list[tuple[str, torch.Tensor]] = []
         if load_format == "shared_memory":
-            segments = _field(body, "segments", list)
+            segments = required(body, "segments", LIST)
             with self._order:
                 for segment in segments:
                     pairs += _read_segment(segment)
@@ -52,7 +53,7 @@ class WeightUpdater:
                 f"load_format {load_format!r} is not supported by the embedded engine; use 'shared_memory' with "
                 "segments, or 'flattened_bucket' or none with serialized_named_tensors"
             )
-        payloads = _field(body, "serialized_named_tensors", list)
+        payloads = required(body, "serialized_named_tensors", LIST)
         if not payloads:
             raise WeightError("serialized_named_tensors is empty; give one payload for each rank of the engine")
         with self._order:
@@ -83,7 +84,7 @@ class WeightUpdater:
 
     def from_disk(self, body: Mapping[str, Any]) -> str:
         """``/update_weights_from_disk``: a complete Hugging Face directory."""
-        path = _field(body, "model_path", str)
+        path = required(body, "model_path", TEXT)
         version = _version(body)
         with self._order:
             self._abort_if_asked(body)
@@ -104,8 +105,8 @@ class WeightUpdater:
             raise WeightError("this engine runs on CPU and cannot join a group with backend nccl; use gloo")
         if name in self._groups:
             raise WeightError(f"the group '{name}' exists already; destroy it first")
-        rank, world_size = _field(body, "rank_offset", int), _field(body, "world_size", int)
-        address, port = _field(body, "master_address", str), _field(body, "master_port", int)
+        rank, world_size = required(body, "rank_offset", _INTEGER), required(body, "world_size", _INTEGER)
+        address, port = required(body, "master_address", TEXT), required(body, "master_port", _INTEGER)
         try:
             self._groups[name] = ExternalGroup.join(address, port, name, backend, rank, world_size, _JOIN_DEADLINE)
         except RuntimeError as error:
@@ -119,10 +120,6 @@ class WeightUpdater:
             raise WeightError(f"there is no weight update group '{name}'")
         self._leave(name)
         return f"left '{name}'"
-
-    def close(self) -> None:
-        for name in list(self._groups):
-            self._leave(name)
 
     def _leave(self, name: str) -> None:
         self._groups.pop(name).close()
@@ -147,7 +144,7 @@ def _read_segment(segment: Any) -> list[tuple[str, torch.Tensor]]:
     """(name, tensor in the segment) for a segment of shared memory, mapped privately."""
     if not isinstance(segment, Mapping):
         raise BadRequest("segments must be a list of objects")
-    name, nbytes = _field(segment, "shm", str), _field(segment, "nbytes", int)
+    name, nbytes = required(segment, "shm", TEXT), required(segment, "nbytes", _INTEGER)
     try:
         buffer = attach(name.removeprefix("/dev/shm/"), nbytes)
     except FileNotFoundError as error:
@@ -155,14 +152,14 @@ def _read_segment(segment: Any) -> list[tuple[str, torch.Tensor]]:
     except ValueError as error:
         raise WeightError(str(error)) from error
     try:
-        entries = [TensorEntry.from_json(item) for item in _field(segment, "tensors", list)]
+        entries = [TensorEntry.from_json(item) for item in required(segment, "tensors", LIST)]
         return list(unpack(buffer, entries))
     except (KeyError, TypeError, ValueError) as error:
         raise WeightError(f"the table of segment {name} is wrong: {error}") from error
 
 
 def _entries(body: Mapping[str, Any]) -> list[TensorEntry]:
-    names, dtypes, shapes = (_field(body, key, list) for key in ("names", "dtypes", "shapes"))
+    names, dtypes, shapes = (required(body, key, LIST) for key in ("names", "dtypes", "shapes"))
     try:
         return entries_of(names, dtypes, shapes)
     except (TypeError, ValueError) as error:
@@ -201,10 +198,3 @@ def _group_name(body: Mapping[str, Any]) -> str:
 def _version(body: Mapping[str, Any]) -> str | None:
     version = body.get("weight_version")
     return None if version is None else str(version)
-
-
-def _field(body: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = body.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise BadRequest(f"{name} must be given as {kind.__name__}, got {value!r:.200}", name)
-    return value

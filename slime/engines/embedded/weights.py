@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from slime.engines.embedded.architecture import Architecture
 from slime.engines.embedded.architecture_parts import Experts
-from slime.engines.embedded.experts import ExpertMLP
-from slime.engines.embedded.linear import Linear, Mlp
+from slime.engines.embedded.layers import ExpertMLP, Linear, Mlp
 from slime.engines.embedded.model import Decoder, DecoderLayer, GroupedAttention, LatentAttention
 from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
 from slime.errors import UserError

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.config.foreign import to_argv
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
+from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
 from slime.engines.sglang.versions import check_version, installed_version
 from slime.errors import UserError
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 #: A model of hundreds of gigabytes on a cold disk; 126 s were seen for a small one, most of it graph capture.
 STARTUP_SECONDS = 1800.0
-#: One answer of /health_generate: it generates a token, the very first of the server, and sleeps a second meanwhile.
+#: Asked of an engine that is awake; what the router asks at any time is `HEALTH_GENERATES`'s business.
+HEALTH_PATH = "/health_generate"
+#: One answer of it: it generates a token, the very first of the server, and sleeps a second meanwhile.
 HEALTH_SECONDS = 30.0
 
 #: Whether SGLang's /health generates a token, as /health_generate always does, or only answers.
@@ -30,38 +32,33 @@ HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
 #: What SGLang reads as false there; everything else, typing errors included, is true.
 _FALSE = ("false", "0", "no", "n")
 
+#: What it about chooses when ``--sglang-mem-fraction-static`` is not set: on a small GPU it leaves at least these
+#: bytes, beside a part of all.
+_AUTOMATIC_FRACTION, _AUTOMATIC_PART, _AUTOMATIC_REST = 0.88, 0.95, 5.9e9
+_VOCABULARY_UNIT = 64
+_KV_BYTES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "fp4_e2m1": 0.5}
+
 #: Algorithms whose drafts come from no trained weights, so that a push leaves nothing behind.
 _DRAFTS_WITHOUT_WEIGHTS = ("NGRAM",)
 
 
-@dataclass(frozen=True)
-class EnginePlace:
-    """Where one engine, or one node's part of it, runs.
+def sglang_command(config: Config, model_path: str, host: str, port: int, place: EnginePlace = ONE_GPU) -> LaunchSpec:
+    """A stock SGLang server, or one node's part of it.
 
-    Attributes:
-        number: of the engine in the run; its seed follows from it.
-        gpus: ids of the GPUs on this node, as CUDA_VISIBLE_DEVICES spells them; () leaves the environment alone.
-        num_gpus: of the whole engine, over all its nodes.
-        nccl_port: reserved for the engine's own process group; None lets SGLang choose.
-        num_nodes, node_rank: of an engine that reaches over nodes.
-        dist_init_addr: host:port on its first node; needed then.
-        overrides: SGLang options of the server group (--sglang-config), over those of the command line.
-        model_path: of a model other than the policy: it keeps its weights.
+    Raises:
+        UserError: SGLang is not installed, in no supported version, or cannot do what a flag asks for.
     """
-
-    number: int = 0
-    gpus: tuple[str, ...] = ()
-    num_gpus: int = 1
-    nccl_port: int | None = None
-    num_nodes: int = 1
-    node_rank: int = 0
-    dist_init_addr: str | None = None
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    model_path: str | None = None
-
-
-#: The first engine, on one GPU that the environment names.
-ONE_GPU = EnginePlace()
+    check_sglang(config)
+    check_version(installed_version())
+    options = sglang_options(config, model_path, host, port, place)
+    return LaunchSpec(
+        [sys.executable, "-m", "sglang.launch_server", *to_argv(options)],
+        env=sglang_environment(config, place),
+        # the other nodes of an engine serve nothing but this
+        health_path="/health" if place.node_rank else HEALTH_PATH,
+        startup_timeout=STARTUP_SECONDS,
+        health_timeout=HEALTH_SECONDS,
+    )
 
 
 def check_sglang(config: Config) -> None:
@@ -186,16 +183,32 @@ def sglang_options(config: Config, model_path: str, host: str, port: int, place:
     return {**defaults, **given, **ours}
 
 
-def sglang_argv(config: Config, model_path: str, host: str, port: int, place: EnginePlace) -> list[str]:
-    """``python -m sglang.launch_server …``.
+def sglang_footprint(config: Config) -> EngineFootprint:
+    """What its options make of the GPUs of an engine."""
+    options = config.engine.sglang
+    pipeline = int(options.get("pp_size") or 1)
+    tensor = max(1, config.cluster.rollout_num_gpus_per_engine // pipeline)
+    replicas = int(options.get("dp_size") or 1) if options.get("enable_dp_attention") else 1
+    element = 4 if options.get("dtype") == "float32" else 2
+    fraction = options.get("mem_fraction_static")
+    return EngineFootprint(
+        tensor=tensor,
+        pipeline=pipeline,
+        attention=max(1, tensor // replicas),
+        element=element,
+        kv_element=_KV_BYTES.get(str(options.get("kv_cache_dtype")), element),
+        vocabulary_unit=_VOCABULARY_UNIT,
+        keeps_latents=True,
+        fraction=float(fraction) if fraction is not None else None,
+        automatic_fraction=_automatic_fraction,
+        fraction_option="--sglang-mem-fraction-static",
+    )
 
-    Raises:
-        UserError: SGLang is not installed here, or not in a supported version; a flag that cannot work.
-    """
-    check_sglang(config)
-    check_version(installed_version())
-    options = sglang_options(config, model_path, host, port, place)
-    return [sys.executable, "-m", "sglang.launch_server", *to_argv(options)]
+
+def _automatic_fraction(nbytes: float) -> float:
+    if nbytes <= 0:  # a server without a GPU, as tests start it
+        return 0.0
+    return max(0.0, round(min(_AUTOMATIC_FRACTION, _AUTOMATIC_PART - _AUTOMATIC_REST / nbytes), 3))
 
 
 def sglang_environment(config: Config, place: EnginePlace) -> dict[str, str]:

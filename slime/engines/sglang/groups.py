@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from slime.config.engine_flags import SGLANG_RESERVED, sglang_args
+from slime.engines.launch import ServedModel, ServerGroup, only_the_policy
 from slime.engines.sglang.command import check_pushes
 from slime.errors import UserError
 
@@ -34,42 +34,6 @@ _MODEL_NAME = re.compile(r"[\w-]+")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 
 
-@dataclass(frozen=True)
-class ServerGroup:
-    """Servers that are alike.
-
-    Attributes:
-        worker_type: "regular", "prefill", "decode", or "placeholder" (GPUs left alone).
-        num_gpus: of the whole group.
-        num_gpus_per_engine: of each of its servers.
-        overrides: SGLang options (names with underscores) over those of the command line.
-    """
-
-    worker_type: str
-    num_gpus: int
-    num_gpus_per_engine: int
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_engines(self) -> int:
-        return 0 if self.worker_type == "placeholder" else self.num_gpus // self.num_gpus_per_engine
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """One model's servers, behind a router of their own.
-
-    Attributes:
-        path: of its Hugging Face directory.
-        is_policy: rollouts ask it, and pushes go to it. One model of a run is; the others keep their weights.
-    """
-
-    name: str
-    path: str
-    is_policy: bool
-    groups: tuple[ServerGroup, ...]
-
-
 def served_models(config: Config) -> list[ServedModel]:
     """The models of ``--sglang-config`` in its order; without it the policy, with one group of all GPUs.
 
@@ -80,7 +44,7 @@ def served_models(config: Config) -> list[ServedModel]:
     per_engine, total = cluster.rollout_num_gpus_per_engine, cluster.rollout_num_gpus
     checkpoint = str(config.checkpoint.hf_checkpoint)
     if file is None:
-        return [ServedModel("policy", checkpoint, True, (ServerGroup("regular", total, per_engine),))] if total else []
+        return only_the_policy(config)
     path = Path(file)
     rows = _models_of(path)
     policy = _policy_of(path, rows, checkpoint)

@@ -29,8 +29,7 @@ from sglang import __version__
 from sglang.modules import sharded_model
 from sglang.scheduler import NO_MEMORY, die, generates
 from slime.engines.api import WEIGHT_PROBE
-from slime.engines.embedded.generate_routes import health_generate
-from slime.engines.embedded.state import json_response
+from slime.engines.embedded.generate_routes import health_generate, json_response
 from slime.engines.embedded.weight_update import WeightUpdater
 from slime.engines.embedded.weights import WeightError, WeightStore
 from slime.engines.sglang.weight_probe import Tree

@@ -1,6 +1,6 @@
-"""Matrix products of the decoder: one weight, several ways to multiply by it.
+"""The layers of the decoder that multiply: one weight and several ways to multiply by it, and layers of experts.
 
-On CPU the weight is kept twice: as it is (its Hugging Face names address views of it) and in oneDNN's blocked layout,
+On CPU a weight is kept twice: as it is (its Hugging Face names address views of it) and in oneDNN's blocked layout,
 which multiplies 1.5 to 3 times faster at the few rows of a decode step, in bfloat16 and in float32. Whoever writes to
 the weight calls `Linear.invalidate`; the blocked copy is made again before its next use.
 """
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+from slime.engines.embedded.architecture_parts import Experts
 
 #: Rows per product in deterministic mode. Each product then has one shape, whatever is batched together.
 FIXED_ROWS = 32
@@ -86,3 +88,55 @@ def can_pack(weight: torch.Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype == torch.float32
+
+
+@dataclass
+class ExpertMLP:
+    """Router, routed experts, shared experts.
+
+    Attributes:
+        gate: [experts, hidden].
+        bias: [experts], added to the scores for the choice only; None without.
+    """
+
+    facts: Experts
+    gate: torch.Tensor
+    bias: torch.Tensor | None
+    experts: list[Mlp]
+    shared: Mlp | None
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, chosen: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """x [tokens, hidden] → ``y``, or ``residual + y``; the choices [tokens, k] are appended to ``chosen``."""
+        weights, choices = route(self.facts, F.linear(x.float(), self.gate.float()), self.bias)
+        if chosen is not None:
+            chosen.append(choices)
+        output = torch.zeros_like(x) if residual is None else residual.clone()
+        if self.shared is not None:
+            output += self.shared(x)
+        routed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        # by the experts' numbers: a token's sum has one order, whatever is batched with it
+        for number in choices.unique().tolist():
+            rows, place = (choices == number).nonzero(as_tuple=True)
+            routed.index_add_(0, rows, self.experts[number](x[rows]).float() * weights[rows, place, None])
+        return output.add_(routed.to(x.dtype))
+
+
+def route(facts: Experts, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [tokens, experts] → (weights float32 [tokens, k], experts int64 [tokens, k]).
+
+    Source: DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16; a group's score is the sum of its two best experts.
+    """
+    scores = logits.softmax(dim=-1) if facts.score == "softmax" else logits.sigmoid()
+    ranked = scores if bias is None else scores + bias.float()
+    if facts.chosen_groups < facts.groups:
+        grouped = ranked.view(len(ranked), facts.groups, -1)
+        best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(facts.chosen_groups, dim=-1).indices
+        outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        ranked = grouped.masked_fill(outside[..., None], float("-inf")).view_as(ranked)
+    choices = ranked.topk(facts.chosen, dim=-1).indices
+    weights = scores.gather(1, choices)
+    if facts.normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * facts.scale, choices

@@ -1,13 +1,15 @@
-"""Fields of request bodies: each kind says what it takes, and reads a value or refuses it by name.
+"""Fields of requests to engines: what each takes, and the one table of the sampling parameters.
 
 integer(low=1).read("n", 0)    ->  BadRequest: n must be an integer of at least 1, got 0
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
 _SHOWN = 200  # characters of a refused value that the message repeats
@@ -132,6 +134,11 @@ def optional(body: Mapping[str, Any], name: str, kind: Kind, default: Any) -> An
     return default if value is None else kind.read(name, value)
 
 
+def required(body: Mapping[str, Any], name: str, kind: Kind) -> Any:
+    """The field of a body, refused where it is left out."""
+    return kind.read(name, body.get(name))
+
+
 def asks_for_nothing(value: Any) -> bool:
     """Whether a field that is not supported may be let through: empty, off, or a list of such values."""
     return value is None or value is False or value in ("", 0) or value == {} or _all_nothing(value)
@@ -152,3 +159,103 @@ def _range(low: int | None, high: int | None) -> str:
     if low is not None and high is not None:
         return f" from {low} to {high}"
     return "" if low is None else f" of at least {low}"
+
+
+# -- sampling parameters -------------------------------------------------------------------------------
+
+#: Below this a temperature means greedy, as in SGLang.
+GREEDY_BELOW = 1e-6
+#: Parameters that SGLang knows and the embedded engine does not; allowed when they ask for nothing.
+_UNSUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params", "stream_interval")
+_MOST_SAMPLES = 4096  # of one prompt: more is a slip, and would be queued at once
+_ANY_VOCABULARY = 1 << 31
+
+
+def _row(default: Any, kind: Kind | Callable[[int], Kind]) -> Any:
+    """A parameter's default and what it takes, which may depend on the size of the vocabulary."""
+    return field(default=default, metadata={"kind": kind})
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample: every parameter of a request with SGLang's name, range and default.
+
+    ``temperature`` 0 is greedy, ``top_k`` -1 the whole vocabulary, ``max_new_tokens`` None all room.
+    ``sampling_seed`` makes the sampled tokens a function of seed, prompt and weights; sample i of ``n`` uses
+    ``sampling_seed + i``.
+    """
+
+    max_new_tokens: int | None = _row(128, integer(0))
+    min_new_tokens: int = _row(0, integer(0))
+    temperature: float = _row(1.0, number(lambda x: x >= 0, "of 0 (greedy) or more"))
+    top_p: float = _row(1.0, number(lambda x: 0 < x <= 1, "above 0 and at most 1"))
+    top_k: int = _row(-1, integer(1, also=-1, words=": -1 (all) or at least 1"))
+    min_p: float = _row(0.0, number(lambda x: 0 <= x <= 1, "from 0 to 1"))
+    frequency_penalty: float = _row(0.0, number(lambda x: -2 <= x <= 2, "from -2 to 2"))
+    presence_penalty: float = _row(0.0, number(lambda x: -2 <= x <= 2, "from -2 to 2"))
+    repetition_penalty: float = _row(1.0, number(lambda x: 0 < x <= 2, "above 0 and at most 2"))
+    stop: tuple[str, ...] = _row((), strings())
+    stop_token_ids: frozenset[int] = _row(frozenset(), tokens)
+    ignore_eos: bool = _row(False, FLAG)
+    skip_special_tokens: bool = _row(True, FLAG)
+    spaces_between_special_tokens: bool = _row(True, FLAG)
+    no_stop_trim: bool = _row(False, FLAG)
+    n: int = _row(1, integer(1, _MOST_SAMPLES))
+    sampling_seed: int | None = _row(None, integer())
+    logit_bias: tuple[tuple[int, float], ...] = _row((), biases)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    @property
+    def scale(self) -> float:
+        """What logits are divided by; greedy counts as 1, as in SGLang."""
+        return 1.0 if self.temperature < GREEDY_BELOW else self.temperature
+
+    @property
+    def filters(self) -> bool:
+        """Whether not every token may be sampled."""
+        return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
+    @property
+    def changes_logits(self) -> bool:
+        penalised = self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+        return penalised or bool(self.logit_bias) or self.min_new_tokens > 0
+
+
+#: The names of all sampling parameters.
+SAMPLING_NAMES = tuple(row.name for row in fields(SamplingParams))
+
+
+@lru_cache
+def _kinds(vocab_size: int) -> dict[str, Kind]:
+    kinds = ((row.name, row.metadata["kind"]) for row in fields(SamplingParams))
+    return {name: kind if isinstance(kind, Kind) else kind(vocab_size) for name, kind in kinds}
+
+
+def parse_params(raw: Any, vocab_size: int = _ANY_VOCABULARY) -> SamplingParams:
+    """Check ``sampling_params``; None values mean the default.
+
+    Raises:
+        BadRequest: unknown name, wrong type, value out of range, or a feature this engine does not have.
+    """
+    values: dict[str, Any] = {}
+    for name, value in OBJECT.read("sampling_params", {} if raw is None else raw).items():
+        if name in _UNSUPPORTED:
+            if not asks_for_nothing(value):
+                raise BadRequest(f"sampling_params.{name} is not supported by the embedded engine", name)
+            continue
+        name = "sampling_seed" if name == "seed" else name  # OpenAI's word
+        if name not in SAMPLING_NAMES:
+            near = difflib.get_close_matches(name, SAMPLING_NAMES, n=1)
+            raise BadRequest(f"unknown sampling parameter '{name}'" + (f"; nearest: '{near[0]}'" if near else ""), name)
+        if value is None:
+            values |= {"max_new_tokens": None} if name == "max_new_tokens" else {}
+        else:
+            values[name] = _kinds(vocab_size)[name].read(name, value)
+    params = SamplingParams(**values)
+    if params.max_new_tokens is not None and params.min_new_tokens > params.max_new_tokens:
+        said = f"min_new_tokens must be at most max_new_tokens ({params.max_new_tokens}), got {params.min_new_tokens}"
+        raise BadRequest(said, "min_new_tokens")
+    return params

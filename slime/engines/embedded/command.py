@@ -1,0 +1,49 @@
+"""The command line of the embedded engine, and what it holds, from the run's configuration."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
+
+if TYPE_CHECKING:
+    from slime.config import Config
+
+STARTUP_SECONDS = 300.0
+
+
+def embedded_command(config: Config, model_path: str, host: str, port: int, place: EnginePlace = ONE_GPU) -> LaunchSpec:
+    """An embedded engine, on CPU or on the GPU that the environment names: one process, wherever its place.
+
+    Its seed follows from its number: engines that drew the same numbers would give equal answers to the samples of one
+    prompt.
+    """
+    argv = [sys.executable, "-m", "slime.engines.embedded"]
+    argv += ["--model-path", model_path, "--host", host, "--port", str(port)]
+    argv += ["--dtype", _embedded_dtype(config)]
+    argv += ["--max-slots", str(config.engine.embedded_max_slots)]
+    argv += ["--random-seed", str(config.rollout.rollout_seed + place.number)]
+    argv += ["--log-level", config.observe.log_level]
+    longest = config.rollout.rollout_max_context_len
+    if longest is not None:
+        argv += ["--max-context-len", str(longest)]
+    if config.rollout.deterministic:
+        argv += ["--deterministic"]
+    if config.train.use_rollout_routing_replay:
+        argv += ["--enable-return-routed-experts"]
+    return LaunchSpec(argv, startup_timeout=STARTUP_SECONDS)
+
+
+def embedded_footprint(config: Config) -> EngineFootprint:
+    """One process that holds everything, with a cache for a number of sequences."""
+    element = 4 if _embedded_dtype(config) == "float32" else 2
+    return EngineFootprint(element=element, kv_element=element, sequences=config.engine.embedded_max_slots)
+
+
+def _embedded_dtype(config: Config) -> str:
+    """--embedded-dtype, where "auto" means the trainer's precision (float16 training generates in bfloat16)."""
+    chosen = config.engine.embedded_dtype
+    if chosen != "auto":
+        return str(chosen)
+    return "float32" if config.megatron.fp32 else "bfloat16"

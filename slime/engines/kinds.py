@@ -1,0 +1,88 @@
+"""The engines that generate for a run, one record each: everything that is asked of an engine for what it is.
+
+To add an engine, whose server speaks the protocol of `slime.engines.api`:
+
+1. ``slime/engines/<name>/command.py``: its command line (`EngineKind.command`) and what it holds (`EngineFootprint`).
+2. Here: its row in `ENGINES`. The flag ``--rollout-engine`` takes it once its name is among the values of the field
+   (`slime.config.groups_rollout`); a test compares the two.
+
+Placement, launch, health checks, the router, memory hand-over and the memory plan read the record and ask no further;
+``tests/contracts`` shows whether its server keeps the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from slime.engines.embedded import command as embedded
+from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec, ServedModel, only_the_policy
+from slime.engines.sglang import command as sglang
+from slime.engines.sglang.groups import served_models
+from slime.engines.sglang.versions import check_version, installed_version
+
+if TYPE_CHECKING:
+    from slime.config import Config
+
+
+class Command(Protocol):
+    """How to start one server of an engine, or one node's part of it; its first node answers the requests.
+
+    Raises:
+        UserError: the engine is not there, or cannot do what a flag asks for.
+    """
+
+    def __call__(self, config: Config, model_path: str, host: str, port: int, place: EnginePlace) -> LaunchSpec: ...
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """One engine implementation.
+
+    Attributes:
+        command: starts a server.
+        footprint: what a server holds on each of its GPUs.
+        startup_seconds: until it answers, at most.
+        health_path: answers 200 while an engine works whose memory is not released. ``/health``, which the router asks,
+            must answer at any time.
+        served_models: which models a run's engines serve, on which groups of GPUs.
+        check_flags: refuses what an engine could not do for this run; looks at flags and environment variables only.
+        check_installed: refuses an environment that cannot start it.
+        releases_without_gpu: it has memory to give to the trainer on hosts without GPUs, too.
+        trainer_environment: what trainer ranks need in their environment to send it weights, where that does not say
+            otherwise.
+    """
+
+    command: Command
+    footprint: Callable[[Config], EngineFootprint]
+    startup_seconds: float
+    health_path: str = "/health"
+    served_models: Callable[[Config], list[ServedModel]] = only_the_policy
+    check_flags: Callable[[Config], None] = lambda config: None
+    check_installed: Callable[[], object] = lambda: None
+    releases_without_gpu: bool = False
+    trainer_environment: Mapping[str, str] = field(default_factory=dict)
+
+
+#: By the name of ``--rollout-engine``.
+ENGINES: dict[str, EngineKind] = {
+    "embedded": EngineKind(embedded.embedded_command, embedded.embedded_footprint, embedded.STARTUP_SECONDS),
+    "sglang": EngineKind(
+        sglang.sglang_command,
+        sglang.sglang_footprint,
+        sglang.STARTUP_SECONDS,
+        health_path=sglang.HEALTH_PATH,
+        served_models=served_models,
+        check_flags=sglang.check_sglang,
+        check_installed=lambda: check_version(installed_version()),
+        releases_without_gpu=True,
+        # as SGLang sets it for its processes: NCCL cannot join two that map memory in different ways
+        trainer_environment={"NCCL_CUMEM_ENABLE": "0"},
+    ),
+}
+
+
+def engine_of(config: Config) -> EngineKind:
+    """The engine of a resolved configuration."""
+    return ENGINES[config.engine.rollout_engine]

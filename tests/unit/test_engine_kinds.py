@@ -1,0 +1,140 @@
+"""An engine is its record: a third one is placed, started, registered and planned for without a line elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from sglang_router.launch_router import parse_router_args
+
+from slime.cluster.engine_placement import engine_parts
+from slime.cluster.engine_repair import HealthChecks
+from slime.cluster.placement import Place, Slots
+from slime.cluster.ports import reserve_port
+from slime.cluster.server_process import ServerProcess
+from slime.cluster.trainer_group import trainer_environment
+from slime.config import Config, make_config
+from slime.config.groups_rollout import EngineConfig
+from slime.engines.kinds import ENGINES, EngineKind, engine_of
+from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec
+from slime.engines.router import router_command
+from slime.errors import UserError
+from slime.memory.engine import EngineSettings
+from slime.models import family_of
+from slime.placement import PlacementPlan
+from slime.preflight import check_engine, check_engine_flags
+
+PUBLISHED = Path(__file__).parents[1] / "support" / "model_configs.json"
+_SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/ready" else 404)
+        self.end_headers()
+http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+def third_command(config: Config, model_path: str, host: str, port: int, place: EnginePlace) -> LaunchSpec:
+    argv = [sys.executable, "-c", _SERVER, host, str(port), model_path, str(place.number)]
+    return LaunchSpec(argv, health_path="/ready", startup_timeout=60.0)
+
+
+def third_footprint(config: Config) -> EngineFootprint:
+    return EngineFootprint(
+        tensor=config.cluster.rollout_num_gpus_per_engine,
+        attention=config.cluster.rollout_num_gpus_per_engine,
+        element=2,
+        kv_element=2,
+        automatic_fraction=lambda nbytes: 0.9,
+        fraction_option="--third-fraction",
+    )
+
+
+def refuse_seven(config: Config) -> None:
+    if config.rollout.rollout_seed == 7:
+        raise UserError("--rollout-seed 7 is not for the third engine")
+
+
+@pytest.fixture
+def third(monkeypatch: pytest.MonkeyPatch) -> EngineKind:
+    kind = EngineKind(
+        third_command,
+        third_footprint,
+        startup_seconds=60.0,
+        health_path="/ready",
+        check_flags=refuse_seven,
+        trainer_environment={"THIRD_NEEDS": "1"},
+    )
+    monkeypatch.setitem(ENGINES, "third", kind)
+    return kind
+
+
+def config_of(**flags: Any) -> Config:
+    config = make_config(rollout_batch_size=4, num_rollout=1, hf_checkpoint="m", **flags)
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, rollout_engine="third"))
+
+
+def test_a_third_engine_is_placed_and_its_flags_are_checked(third: EngineKind) -> None:
+    config = config_of(rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
+    slots = Slots(None, [Place(gpu, "10.0.0.1", "node", str(gpu)) for gpu in range(5)], on_gpu=True)  # type: ignore[arg-type]
+    parts = engine_parts(config, PlacementPlan.of(config), slots)
+    assert [(part.name, part.slots, part.place.gpus) for part in parts] == [
+        ("engine-0", (1, 2), ("1", "2")),
+        ("engine-1", (3, 4), ("3", "4")),
+    ]
+    check_engine(config)
+    check_engine_flags(config)
+    with pytest.raises(UserError, match="--rollout-seed 7 is not for the third engine"):
+        check_engine_flags(config_of(rollout_seed=7))
+
+
+def test_a_third_engine_is_started_and_asked_whether_it_lives(
+    third: EngineKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, port = config_of(), reserve_port("127.0.0.1")
+    spec = engine_of(config).command(config, "m", "127.0.0.1", port.port, EnginePlace(number=1))
+    process = ServerProcess("engine-1", spec, f"http://127.0.0.1:{port.port}", tmp_path / "engine.log")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # none may catch traffic between our own processes
+    process.start()
+    try:
+        process.wait_ready()
+        assert process.is_alive()
+    finally:
+        process.stop()
+        port.release()
+    assert HealthChecks.of(config)._path == "/ready"
+    assert trainer_environment(config, 1, on_gpu=True)["THIRD_NEEDS"] == "1"
+
+
+def test_the_router_in_front_of_a_third_engine_is_the_router_of_every_engine(third: EngineKind) -> None:
+    urls = ["http://10.0.0.1:31001", "http://10.0.0.1:31002"]
+    config = config_of(router_policy="power_of_two")
+    args = parse_router_args(router_command(config, "127.0.0.1", 30125, urls).argv[3:])
+    assert (args.policy, args.worker_urls) == ("power_of_two", urls)
+
+
+def test_the_memory_plan_is_made_of_what_the_record_says(third: EngineKind) -> None:
+    model = json.loads(PUBLISHED.read_text())["Qwen/Qwen3-4B"]["config"]
+    spec = family_of(model).model_spec(model)
+    sizes = {"rollout_num_gpus_per_engine": 1}, {"rollout_num_gpus_per_engine": 2}
+    one, two = (EngineSettings.of(config_of(rollout_num_gpus=2, **size), spec, 4096) for size in sizes)
+    assert one.kv_per_token == 2 * two.kv_per_token == 2 * 8 * 128 * 36 * 2
+    assert one.kv_cache(80e9) == pytest.approx(0.9 * 80e9 - one.weights)
+    assert one.weights == pytest.approx(8.04e9, rel=0.01)
+
+
+def test_the_flag_takes_every_engine_that_has_a_record() -> None:
+    assert {"auto", *ENGINES} == set(get_args(get_type_hints(EngineConfig)["rollout_engine"]))
+
+
+@pytest.mark.parametrize("name", ["embedded", "sglang"])
+def test_the_record_is_that_of_the_flag(name: str) -> None:
+    config = make_config(rollout_batch_size=4, num_rollout=1, hf_checkpoint="m", rollout_engine=name)
+    assert engine_of(config) is ENGINES[name]
+    [model] = engine_of(config).served_models(config)
+    assert model.is_policy and [group.num_engines for group in model.groups] == [config.cluster.rollout_num_gpus]
