@@ -421,7 +421,7 @@ def test_some_experts_of_a_layer_cannot_be_frozen() -> None:
 
 def clip_job(info: Any, model: Path, flags: dict[str, Any], batches: list[TrainBatch]) -> float:
     """This rank's share of Σ of the squares of Adam's first moments after one step."""
-    from slime.train.megatron.optimizer import torch_optimizers
+    from slime.train.megatron.offload import torch_optimizers
 
     settings = {"hf_checkpoint": str(model), "clip_grad": 0.01, "adam_beta1": 0.5, "rollout_batch_size": 12}
     backend = MegatronBackend(trainer_config(**settings, **flags, actor_num_gpus_per_node=info.world_size), info)

@@ -166,7 +166,7 @@ def layout_job(info: Any, flags: dict[str, Any]) -> int:
 
     backend = MegatronBackend(trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info)
     backend.setup()
-    assert backend.canary_log_probs([1, 2, 3]) is not None or not backend.has_output
+    assert backend.canary_log_probs([1, 2, 3]) is not None or not backend.ranks.has_output
     return backend.layout.micro_batch_multiple
 
 

@@ -17,7 +17,7 @@ from slime.config import make_config
 from slime.errors import UserError
 from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.host_states import HostStates, host_states_of
+from slime.train.megatron.offload import HostStates, host_states_of
 from slime.train.memory import LargestMicroBatch, OutOfMemory, PhaseMemory, is_out_of_memory, remedies
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.packed import PackingOptions, pack
-from slime.train.megatron.padded import padded_layout
+from slime.train.megatron.packed import PackingOptions, pack, padded_layout
 from slime.train.megatron.parallel import RankInfo
 from slime.train.megatron.rotary import Rotate
 from tests.support.trainer_ranks import VOCAB, free_port, make_batch, shard, tiny_spec, trainer_config
@@ -193,7 +192,7 @@ def test_rotation_is_differentiated_right(interleaved: bool) -> None:
     assert torch.autograd.gradcheck(lambda x: Rotate.apply(x, angles.cos(), angles.sin(), interleaved), x)
 
 
-@pytest.mark.parametrize("name", ["packed", "padded", "rotary"])
+@pytest.mark.parametrize("name", ["packed", "rotary"])
 def test_worked_examples_of_the_docstrings(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"slime.train.megatron.{name}"))
     assert result.attempted >= 2 and result.failed == 0

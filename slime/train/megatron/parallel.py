@@ -6,10 +6,8 @@ import datetime
 import os
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
 
 from slime.checkpoints.random_state import seed_generators
 from slime.config import Config
@@ -17,6 +15,7 @@ from slime.errors import UserError
 from slime.samples.batch import TrainLayout
 from slime.train.megatron import device
 from slime.train.megatron.context import ContextGroup
+from slime.train.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,15 @@ class RankInfo:
     master_port: int
 
 
-def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None = None) -> torch.device:
+def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None = None) -> Ranks:
     """Join the process group, make Megatron's groups by the layout in ``config``, seed the generators.
+
+    A collective of any of these groups fails after ``--distributed-timeout-minutes``.
 
     Args:
         virtual_stages: model chunks per pipeline rank, None without interleaving.
+    Returns:
+        This rank's place, and what the ranks work out together.
     Raises:
         UserError: the world size is not a multiple of tensor × pipeline × context parallel sizes.
     """
@@ -57,13 +60,13 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         )
     if rank_info.master_addr.startswith("127."):  # beside NCCL's groups Megatron makes some of gloo
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo looks the host name up, which need not resolve
-    timeout = datetime.timedelta(minutes=float(config.cluster.distributed_timeout_minutes))
+    minutes = config.cluster.distributed_timeout_minutes
     dist.init_process_group(
         device.communication_backend(),
         init_method=f"tcp://{rank_info.master_addr}:{rank_info.master_port}",
         rank=rank_info.rank,
         world_size=rank_info.world_size,
-        timeout=timeout,
+        timeout=datetime.timedelta(minutes=minutes),
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
@@ -72,10 +75,20 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         context_parallel_size=megatron.context_parallel_size,
         expert_model_parallel_size=megatron.expert_model_parallel_size,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
-        distributed_timeout_minutes=max(1, int(config.cluster.distributed_timeout_minutes)),
+        distributed_timeout_minutes=minutes,  # parts of one too: it makes a timedelta of it
     )
     seed_generators(config.train.seed)
-    return chosen
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    is_first_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
+    return Ranks(
+        device=chosen,
+        replicas=parallel_state.get_data_parallel_group(),
+        has_output=is_last,
+        speaks_for_shard=is_last and is_first_tensor and parallel_state.get_context_parallel_rank() == 0,
+        is_reporting=is_last
+        and is_first_tensor
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+    )
 
 
 def shut_down() -> None:
@@ -97,66 +110,7 @@ def train_layout(config: Config) -> TrainLayout:
     )
 
 
-def is_last_stage() -> bool:
-    """Does this rank hold the output layer, and so the log-probs and the loss?"""
-    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-
-
-def is_reporting_rank() -> bool:
-    """The one rank whose metrics are logged: first data-parallel replica, last stage."""
-    return (
-        is_last_stage()
-        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        and parallel_state.get_tensor_model_parallel_rank() == 0
-    )
-
-
 def context_group() -> ContextGroup:
     """The ranks that share a micro-batch with this one."""
     group = parallel_state.get_context_parallel_group()
     return ContextGroup(group.rank(), group.size(), group)
-
-
-# The ranks of a context-parallel group see the same samples and compute the same loss: sums leave them out.
-
-
-def sum_over_data_parallel(values: Tensor) -> Tensor:
-    """In-place sum over the replicas of the model; every rank calls it equally often."""
-    group = parallel_state.get_data_parallel_group()
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(values, group=group)
-    return values
-
-
-def max_over_data_parallel(values: Tensor) -> Tensor:
-    """In-place maximum over the replicas of the model; every rank calls it equally often."""
-    group = parallel_state.get_data_parallel_group()
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-    return values
-
-
-def max_over_ranks(values: Tensor) -> Tensor:
-    """In-place maximum over the world; collective."""
-    if dist.get_world_size() > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values
-
-
-def speaks_for_shard() -> bool:
-    """Several ranks may hold one data-parallel shard (tensor and context parallel peers, pipeline stages): this one's
-    numbers are taken where they go into a file."""
-    return (
-        is_last_stage()
-        and parallel_state.get_context_parallel_rank() == 0
-        and parallel_state.get_tensor_model_parallel_rank() == 0
-    )
-
-
-def any_rank(flag: bool, where: torch.device) -> bool:
-    """Is the flag set on any rank of the world? Collective."""
-    if dist.get_world_size() == 1:
-        return flag
-    value = torch.tensor([float(flag)], device=where)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return bool(value.item() > 0)
