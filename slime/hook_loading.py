@@ -5,6 +5,9 @@ The hooks themselves are in `slime.hooks`, which re-exports what users and stati
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
 import difflib
 import functools
 import importlib
@@ -12,7 +15,9 @@ import importlib.util
 import inspect
 import os
 import sys
+import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -146,3 +151,54 @@ def is_async(fn: Any) -> bool:
     if isinstance(fn, functools.partial):
         return is_async(fn.func)
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
+
+
+async def call_hook(
+    fn: Any, *args: Any, optional: dict[str, Any] | None = None, in_thread: bool = False, **kwargs: Any
+) -> Any:
+    """Call a hook, sync or async, and return what it returns.
+
+    Args:
+        optional: keyword arguments passed only if ``fn`` accepts them.
+        in_thread: run a sync function in a worker thread, for hooks that may take long (rewards, whole rollouts);
+            others run at once on the event loop.
+    """
+    if optional:
+        kwargs |= accepted(fn, optional)
+    try:
+        if in_thread and not is_async(fn):
+            result = await _in_daemon_thread(functools.partial(fn, *args, **kwargs))
+        else:
+            result = fn(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+    except SystemExit as error:  # would end the event loop, and everyone else would wait for ever
+        raise RuntimeError(f"it raised {error!r}") from error
+
+
+async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
+    """The result of ``call`` in a thread of its own. Unlike `asyncio.to_thread`'s, which are few and are waited for
+    when the program ends, one that hangs holds up nothing. It sees the caller's context variables, as there."""
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def deliver(result: Any, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = context.run(call)
+        except BaseException as raised:  # delivered to whoever awaits
+            error = raised
+            if isinstance(raised, StopIteration):  # which a future cannot hold
+                error = RuntimeError(f"it raised {raised!r}")
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    threading.Thread(target=run, name="slime-hook", daemon=True).start()
+    return await future

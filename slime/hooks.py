@@ -12,18 +12,13 @@ attributes. Every hook may be sync or async, unless its docstring says otherwise
 from __future__ import annotations
 
 import abc
-import asyncio
-import contextlib
-import contextvars
-import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.errors import UserError
-from slime.hook_loading import accepted, check_signature, is_async, load_function
+from slime.hook_loading import call_hook, check_signature, load_function
 from slime.samples.buffer import BufferFilter
 from slime.samples.groups import groups_from_nested
 from slime.samples.types import Group, Sample
@@ -210,13 +205,49 @@ class ConvertSamples(Protocol):
 
 
 class RolloutDataPostprocess(Protocol):
-    """``--rollout-data-postprocess-path``: after the advantages, before the first optimizer step."""
+    """``--rollout-data-postprocess-path``: after the advantages, before the first optimizer step.
+
+    ``rollout_data`` is a dict with one list entry per sample of this rank; L is a sample's length in tokens, R its
+    response's. To read: ``tokens`` (int64 [L], prompt and response), ``response_lengths``, ``total_lengths``,
+    ``rewards`` (normalised), ``raw_reward``, ``truncated``, ``sample_indices``, ``group_indices``, ``rollout_ids``,
+    ``metadata``, ``teacher_log_probs`` and ``kl`` (float32 [R], or None).
+
+    To read and to assign, float32 [R] on the trainer's device (lists of numbers will do): ``advantages``, ``returns``,
+    ``loss_masks`` (0 or 1), ``log_probs`` (of the policy before the first step), ``ref_log_probs``,
+    ``rollout_log_probs`` (the engine's). What is assigned is trained on; another key, or one that the flags leave
+    unused, is refused by name. The loss is divided by the trained tokens of the masks as they were. Pipeline stages
+    without the output layer call the function too, with None for log-probs and advantages.
+    """
 
     def __call__(self, args: Any, rollout_id: int, rollout_data: Any, /) -> None: ...
 
 
 class LossFunction(Protocol):
-    """``--custom-loss-function-path`` with ``--loss-type custom_loss``: (loss, dict of metrics)."""
+    """``--custom-loss-function-path`` with ``--loss-type custom_loss``: (loss, dict of metrics).
+
+    Called for each micro-batch that has samples, on the ranks that hold the output layer. Let T be the micro-batch's
+    response tokens, R those of a sample. ``batch`` is a dict with one list entry per sample of the micro-batch: ``sample_indices``, ``response_lengths``
+    (R), ``total_lengths``, ``loss_masks`` (float32 [R]), ``current_log_probs`` (float32 [R], of the response tokens
+    under the weights that are trained, with gradient), and without gradient ``log_probs`` (of the policy before the
+    first step), ``ref_log_probs``, ``rollout_log_probs``, ``advantages``: float32 [R] each, the whole entry None where
+    flags or samples give none.
+
+    ``logits`` are float32 [T, V / tp] with gradient, the samples' rows one after the other: row t is the distribution
+    from which response token t was sampled, divided by ``--rollout-temperature``, over the real vocabulary without
+    padding. Under tensor parallelism a rank has its shard of the vocabulary only; ``current_log_probs`` are those over
+    the whole of it, and their gradients are right on every rank.
+
+    ``sum_of_sample_mean`` takes [T] and gives the sum over samples of each sample's mean over its trained tokens (with
+    ``--calculate-per-token-loss`` the sum over trained tokens). The loss and each metric are to be such sums: they are
+    added up over micro-batches and ranks and divided by the step's executions (per token: by its trained tokens).
+
+    Example:
+        >>> def loss_function(args, batch, logits, sum_of_sample_mean):
+        ...     log_probs = torch.cat(batch["current_log_probs"])
+        ...     advantages = torch.cat(batch["advantages"])
+        ...     loss = -sum_of_sample_mean(log_probs * advantages)
+        ...     return loss, {"reinforce": loss.detach()}
+    """
 
     def __call__(
         self, args: Any, batch: Any, logits: torch.Tensor, sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor], /
@@ -224,13 +255,24 @@ class LossFunction(Protocol):
 
 
 class AdvantageFunction(Protocol):
-    """``--custom-advantage-function-path``: sets ``advantages`` and ``returns`` of ``rollout_data``."""
+    """``--custom-advantage-function-path``: sets ``advantages`` and ``returns`` of ``rollout_data``.
+
+    In place of the estimator, also with ``--disable-compute-advantages-and-returns``; on the ranks that hold the output
+    layer. ``rollout_data`` is that of ``--rollout-data-postprocess-path``; ``kl`` is 0 unless ``--kl-coef`` asks for
+    it. ``returns`` that are not set are the advantages. ``--normalize-advantages`` acts on the result.
+    """
 
     def __call__(self, args: Any, rollout_data: Any, /) -> None: ...
 
 
 class TisFunction(Protocol):
-    """``--custom-tis-function-path``: corrects the policy loss for the train–rollout mismatch."""
+    """``--custom-tis-function-path``: corrects the policy loss for the train–rollout mismatch.
+
+    ``pg_loss`` is [T], the loss of each response token of a micro-batch; the lists have one tensor [R] per sample.
+    Returns the corrected loss [T], the loss masks to be in force, [R] per sample, and metrics [T] by name, which are
+    averaged as the loss is. A token that the masks leave out adds nothing to the policy loss; what that is divided by
+    stays. With ``--get-mismatch-metrics`` alone only the metrics are taken.
+    """
 
     def __call__(
         self,
@@ -247,7 +289,12 @@ class TisFunction(Protocol):
 
 
 class PgLossReducer(Protocol):
-    """``--custom-pg-loss-reducer-function-path``: builds the function that reduces the policy loss to a number."""
+    """``--custom-pg-loss-reducer-function-path``: builds the function that reduces the policy loss to a number.
+
+    ``loss_masks`` are those in force, [R] per sample: what ``--custom-tis-function-path`` returned, where there is one.
+    The function takes the loss of each token [T] and returns a sum over samples, which is divided by the step's
+    executions (with ``calculate_per_token_loss`` by its trained tokens).
+    """
 
     def __call__(
         self,
@@ -356,57 +403,6 @@ def check_data_source(cls: Any, path: str) -> None:
         inspect.signature(cls).bind("args")
     except TypeError as error:
         raise UserError(f"the data source '{path}' cannot be built from args", why=str(error), fix=fix) from error
-
-
-async def call_hook(
-    fn: Any, *args: Any, optional: dict[str, Any] | None = None, in_thread: bool = False, **kwargs: Any
-) -> Any:
-    """Call a hook, sync or async, and return what it returns.
-
-    Args:
-        optional: keyword arguments passed only if ``fn`` accepts them.
-        in_thread: run a sync function in a worker thread, for hooks that may take long (rewards, whole rollouts);
-            others run at once on the event loop.
-    """
-    if optional:
-        kwargs |= accepted(fn, optional)
-    try:
-        if in_thread and not is_async(fn):
-            result = await _in_daemon_thread(functools.partial(fn, *args, **kwargs))
-        else:
-            result = fn(*args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
-    except SystemExit as error:  # would end the event loop, and everyone else would wait for ever
-        raise RuntimeError(f"it raised {error!r}") from error
-
-
-async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
-    """The result of ``call`` in a thread of its own. Unlike `asyncio.to_thread`'s, which are few and are waited for
-    when the program ends, one that hangs holds up nothing. It sees the caller's context variables, as there."""
-    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def deliver(result: Any, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = context.run(call)
-        except BaseException as raised:  # delivered to whoever awaits
-            error = raised
-            if isinstance(raised, StopIteration):  # which a future cannot hold
-                error = RuntimeError(f"it raised {raised!r}")
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
-            loop.call_soon_threadsafe(deliver, result, error)
-
-    threading.Thread(target=run, name="slime-hook", daemon=True).start()
-    return await future
 
 
 async def call_dynamic_filter(fn: DynamicFilter | None, args: Any, samples: list[Sample]) -> DynamicFilterOutput:

@@ -20,7 +20,8 @@ from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
 from slime.errors import UserError
-from slime.hooks import GenerateFunction, SampleHook, accepted, call_hook, check_signature, load_function
+from slime.hook_loading import accepted, call_hook, check_signature, load_function
+from slime.hooks import GenerateFunction, SampleHook
 from slime.log import get_logger
 from slime.observe.trace import span
 from slime.rollout.generate import GenerateState, bind_state, complete_tokens, generate

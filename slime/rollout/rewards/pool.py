@@ -14,7 +14,8 @@ from typing import Any
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.hooks import RewardFunction, call_hook, check_signature, is_async, load_function
+from slime.hook_loading import call_hook, check_signature, is_async, load_function
+from slime.hooks import RewardFunction
 from slime.log import get_logger
 from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.remote import RemoteReward
