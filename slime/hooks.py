@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.errors import UserError
 from slime.hook_loading import call_hook, check_signature, load_function
-from slime.samples.buffer import BufferFilter
 from slime.samples.groups import groups_from_nested
 from slime.samples.types import Group, Sample
 
@@ -154,6 +153,14 @@ class DynamicFilter(Protocol):
     def __call__(self, args: Any, samples: list[Sample], /) -> DynamicFilterOutput | bool: ...
 
 
+class BufferFilter(Protocol):
+    """``--buffer-filter-path``: choose at most ``num_samples`` groups and remove them from ``buffer``. Sync."""
+
+    def __call__(
+        self, args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int, /
+    ) -> list[list[Sample]]: ...
+
+
 class RolloutSampleFilter(Protocol):
     """``--rollout-sample-filter-path``: sets ``remove_sample`` on samples of the kept groups."""
 
@@ -226,11 +233,11 @@ class LossFunction(Protocol):
     """``--custom-loss-function-path`` with ``--loss-type custom_loss``: (loss, dict of metrics).
 
     Called for each micro-batch that has samples, on the ranks that hold the output layer. Let T be the micro-batch's
-    response tokens, R those of a sample. ``batch`` is a dict with one list entry per sample of the micro-batch: ``sample_indices``, ``response_lengths``
-    (R), ``total_lengths``, ``loss_masks`` (float32 [R]), ``current_log_probs`` (float32 [R], of the response tokens
-    under the weights that are trained, with gradient), and without gradient ``log_probs`` (of the policy before the
-    first step), ``ref_log_probs``, ``rollout_log_probs``, ``advantages``: float32 [R] each, the whole entry None where
-    flags or samples give none.
+    response tokens, R those of a sample. ``batch`` is a dict with one list entry per sample: ``sample_indices``,
+    ``response_lengths`` (R), ``total_lengths``, ``loss_masks`` (float32 [R]), ``current_log_probs`` (float32 [R], of
+    the response tokens under the weights that are trained, with gradient), and without gradient ``log_probs`` (of the
+    policy before the first step), ``ref_log_probs``, ``rollout_log_probs``, ``advantages``: float32 [R] each, the
+    whole entry None where flags or samples give none.
 
     ``logits`` are float32 [T, V / tp] with gradient, the samples' rows one after the other: row t is the distribution
     from which response token t was sampled, divided by ``--rollout-temperature``, over the real vocabulary without

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from slime.errors import UserError
 from slime.samples.types import Sample
 
-
-class BufferFilter(Protocol):
-    """``--buffer-filter-path``: choose at most ``num_samples`` groups and remove them from ``buffer``. Sync."""
-
-    def __call__(
-        self, args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int, /
-    ) -> list[list[Sample]]: ...
+#: (args, rollout_id, buffer, num_samples) → at most num_samples groups, which it has removed from the buffer.
+Select = Callable[[Any, "int | None", list[list[Sample]], int], list[list[Sample]]]
 
 
 def pop_first(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
@@ -37,7 +33,7 @@ class SampleBuffer:
         ([0], 1)
     """
 
-    def __init__(self, args: Any = None, select: BufferFilter = pop_first) -> None:
+    def __init__(self, args: Any = None, select: Select = pop_first) -> None:
         self._args, self._select = args, select
         self._groups: list[list[Sample]] = []
 
