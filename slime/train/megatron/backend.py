@@ -166,16 +166,34 @@ class MegatronBackend:
         else:
             load_checkpoint(plan, TrainerState(self.model_chunks))
 
-    def _checkpoint_state(self) -> TrainerState:
-        updated = self.reference is not None and self.reference_iteration is not None
-        return TrainerState(
-            self.model_chunks,
-            self.optimizer,
-            self.scheduler,
-            reference=self.reference.tensors if self.reference is not None and updated else None,
-            reference_iteration=self.reference_iteration,
-            moments_on_host=self.config.megatron.offload_optimizer_states and device.has_gpu(),
-        )
+    def settle(self) -> None:
+        """What is here after `setup` stays: take it out of the garbage collector's sight, which would halt a step for
+        0.3 s now and then to look through a million objects. For processes that live as long as their trainer."""
+        gc.collect()
+        gc.freeze()
+
+    # -- what a run does ---------------------------------------------------------------------------------------------
+
+    def set_run_length(self, num_rollout: int) -> None:
+        """Tell the learning-rate schedule how long the run is, where only counting the prompts could tell."""
+        optimizer.set_run_length(self.scheduler, self.config, num_rollout)
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """All optimizer steps of one rollout; see `slime.train.update.update`. Collective."""
+        self.writer.raise_failure()
+        for chunk in self.model_chunks:
+            chunk.train()
+        if self.config.checkpoint.reset_optimizer_states:
+            optimizer.reset_moments(self.optimizer)
+        metrics, self.step_metrics = update(self, batch)
+        optimizer.gather_parameters(self.model_chunks)
+        if self.routing is not None:
+            self.routing.forget()
+        interval = self.config.checkpoint.ref_update_interval
+        if self.reference is not None and interval and (batch.rollout_id + 1) % interval == 0:
+            self.reference.take(self.model_chunks)
+            self.reference_iteration = batch.rollout_id
+        return metrics
 
     def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> Path | None:
         """After training rollout ``rollout_id``: a checkpoint with ``--save``, Hugging Face form with ``--save-hf``.
@@ -210,40 +228,16 @@ class MegatronBackend:
         """Wait for what ``--async-save`` still writes; raises what went wrong there."""
         self.writer.wait()
 
-    # -- what others ask -----------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> TrainLayout:
-        return parallel.train_layout(self.config)
-
-    @property
-    def device(self) -> torch.device:
-        return self.ranks.device
-
-    @property
-    def data_parallel_rank(self) -> int:
-        return self.ranks.replica
-
-    @property
-    def is_reporting_rank(self) -> bool:
-        return self.ranks.is_reporting
-
-    def train(self, batch: TrainBatch) -> dict[str, float]:
-        """All optimizer steps of one rollout; see `slime.train.update.update`. Collective."""
-        self.writer.raise_failure()
-        for chunk in self.model_chunks:
-            chunk.train()
-        if self.config.checkpoint.reset_optimizer_states:
-            optimizer.reset_moments(self.optimizer)
-        metrics, self.step_metrics = update(self, batch)
-        optimizer.gather_parameters(self.model_chunks)
-        if self.routing is not None:
-            self.routing.forget()
-        interval = self.config.checkpoint.ref_update_interval
-        if self.reference is not None and interval and (batch.rollout_id + 1) % interval == 0:
-            self.reference.take(self.model_chunks)
-            self.reference_iteration = batch.rollout_id
-        return metrics
+    def _checkpoint_state(self) -> TrainerState:
+        updated = self.reference is not None and self.reference_iteration is not None
+        return TrainerState(
+            self.model_chunks,
+            self.optimizer,
+            self.scheduler,
+            reference=self.reference.tensors if self.reference is not None and updated else None,
+            reference_iteration=self.reference_iteration,
+            moments_on_host=self.config.megatron.offload_optimizer_states and device.has_gpu(),
+        )
 
     def sleep(self, *, keep_weights: bool = False) -> dict[str, float]:
         """Give the GPU's memory to others until `wake`; without a GPU there is none to give. Can be called twice,
@@ -269,16 +263,6 @@ class MegatronBackend:
             self.offloader = Offloader(self.model_chunks, self.optimizer)
         return self.offloader
 
-    def settle(self) -> None:
-        """What is here after `setup` stays: take it out of the garbage collector's sight, which would halt a step for
-        0.3 s now and then to look through a million objects. For processes that live as long as their trainer."""
-        gc.collect()
-        gc.freeze()
-
-    def set_run_length(self, num_rollout: int) -> None:
-        """Tell the learning-rate schedule how long the run is, where only counting the prompts could tell."""
-        optimizer.set_run_length(self.scheduler, self.config, num_rollout)
-
     def close(self) -> None:
         """Leave the process groups, once no checkpoint is being written any more."""
         try:
@@ -286,7 +270,25 @@ class MegatronBackend:
         finally:
             parallel.shut_down()
 
-    # -- verbs -----------------------------------------------------------------------------------------------------
+    # -- what others ask -----------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> TrainLayout:
+        return parallel.train_layout(self.config)
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.ranks.replica
+
+    @property
+    def is_reporting_rank(self) -> bool:
+        return self.ranks.is_reporting
+
+    # -- the verbs of an update (`slime.train.update.Trainer`) -------------------------------------------------------
 
     def log_probs(self, batch: TrainBatch, *, reference: bool = False, store_prefix: str = "") -> list[Tensor] | None:
         """Log-probs of the response tokens, [R_i] per sample; None on ranks without output layer. Collective.

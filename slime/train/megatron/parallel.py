@@ -60,13 +60,13 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         )
     if rank_info.master_addr.startswith("127."):  # beside NCCL's groups Megatron makes some of gloo
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo looks the host name up, which need not resolve
-    minutes = config.cluster.distributed_timeout_minutes
+    timeout = datetime.timedelta(minutes=config.cluster.distributed_timeout_minutes)
     dist.init_process_group(
         device.communication_backend(),
         init_method=f"tcp://{rank_info.master_addr}:{rank_info.master_port}",
         rank=rank_info.rank,
         world_size=rank_info.world_size,
-        timeout=datetime.timedelta(minutes=minutes),
+        timeout=timeout,
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
@@ -75,8 +75,11 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         context_parallel_size=megatron.context_parallel_size,
         expert_model_parallel_size=megatron.expert_model_parallel_size,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
-        distributed_timeout_minutes=minutes,  # parts of one too: it makes a timedelta of it
+        distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,  # it makes a timedelta of it
     )
+    for group in parallel_state._global_process_group_list or ():
+        if group is not None and dist.get_backend(group) == "gloo":  # one of which it makes with torch's default
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
     seed_generators(config.train.seed)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     is_first_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
