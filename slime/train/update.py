@@ -26,6 +26,7 @@ from slime.log import get_logger
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.train.dumps import save_train_data, shard_of
 from slime.train.loss import LOSS_TYPES
+from slime.train.megatron import device
 from slime.train.memory import PhaseMemory
 from slime.train.non_finite import FailedStep, NonFiniteTraining, failed_step
 from slime.train.ranks import Ranks
@@ -70,8 +71,6 @@ class Trainer(Protocol):
         """(parameter, entries that are NaN or Inf, entries) on this rank, of the accumulated gradients."""
         ...
 
-    def synchronize(self) -> None: ...
-
     def learning_rates(self) -> list[float]: ...
 
 
@@ -85,7 +84,7 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
         NonFiniteTraining: NaN or Inf, unless ``--no-check-for-nan-in-loss-and-grad``.
         UserError: the loss asks for something that the samples do not have.
     """
-    timers, memory = _Timers(trainer), PhaseMemory(trainer.config, trainer.ranks.device, batch)
+    timers, memory = _Timers(), PhaseMemory(trainer.config, trainer.ranks.device, batch)
     flags = trainer.config.algorithm
     _check_batch(batch, trainer.config)
     data = _initial_tensors(trainer, batch)
@@ -267,12 +266,12 @@ def _loss_inputs(
     trainer: Trainer, batch: TrainBatch, data: RolloutTensors, step: StepPlan, samples: list[int]
 ) -> LossInputs:
     """The flat tensors of one micro-batch."""
-    flags, device = trainer.config.algorithm, trainer.ranks.device
+    flags, where = trainer.config.algorithm, trainer.ranks.device
 
     def flat(values: Sequence[Tensor] | None) -> Tensor | None:
         if values is None:
             return None
-        return torch.cat([values[i] for i in samples]) if samples else torch.zeros(0, device=device)
+        return torch.cat([values[i] for i in samples]) if samples else torch.zeros(0, device=where)
 
     masks = [data.loss_masks[i] for i in samples]
     per_token = step.num_loss_tokens if flags.calculate_per_token_loss else None
@@ -284,9 +283,9 @@ def _loss_inputs(
     return LossInputs(
         samples=samples,
         sample_indices=[batch.sample_indices[i] for i in samples],
-        lengths=torch.tensor(lengths, dtype=torch.long, device=device),
-        masks=torch.cat(masks) if masks else torch.zeros(0, device=device),
-        weights=weights.to(device),
+        lengths=torch.tensor(lengths, dtype=torch.long, device=where),
+        masks=torch.cat(masks) if masks else torch.zeros(0, device=where),
+        weights=weights.to(where),
         sample_weight=1.0 / max(step.num_loss_tokens if per_token is not None else step.global_batch_size, 1),
         total_lengths=[int(batch.tokens[i].numel()) for i in samples],
         advantages=flat(data.advantages),
@@ -374,17 +373,16 @@ def _check_alignment(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) 
 class _Timers:
     """Wall time of the phases of an update."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.started = time.perf_counter()
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        self.trainer.synchronize()
+        device.synchronize()
         start = time.perf_counter()
         yield
-        self.trainer.synchronize()
+        device.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self, batch: TrainBatch) -> dict[str, float]:

@@ -364,9 +364,6 @@ class MegatronBackend:
     def nonfinite_gradients(self) -> list[tuple[str, int, int]]:
         return optimizer.nonfinite_gradients(self.model_chunks)
 
-    def synchronize(self) -> None:
-        device.synchronize()
-
     def learning_rates(self) -> list[float]:
         return optimizer.learning_rates(self.optimizer)
 
