@@ -264,12 +264,16 @@ class ConvertSamples(Protocol):
 class RolloutDataPostprocess(Protocol):
     """``--rollout-data-postprocess-path``: after the advantages, before the first optimizer step.
 
-    ``rollout_data`` is a dict of lists with one entry per sample i of this rank: ``tokens`` int64 [L_i],
-    ``response_lengths``, ``total_lengths``, ``loss_masks`` float [R_i], ``rewards``, ``raw_reward``, ``truncated``,
-    ``sample_indices``, ``group_indices``, ``rollout_ids``, ``metadata``, and float [R_i], or None in place of the list,
-    ``log_probs``, ``ref_log_probs``, ``rollout_log_probs``, ``teacher_log_probs``, ``kl``, ``advantages``, ``returns``
-    (L_i tokens, of which R_i are response). What it assigns to ``advantages``, ``returns`` and ``loss_masks`` counts;
-    other keys are there to be read.
+    ``rollout_data`` is a dict with one list entry per sample of this rank; L is a sample's length in tokens, R its
+    response's. To read: ``tokens`` (int64 [L], prompt and response), ``response_lengths``, ``total_lengths``,
+    ``rewards`` (normalised), ``raw_reward``, ``truncated``, ``sample_indices``, ``group_indices``, ``rollout_ids``,
+    ``metadata``, ``teacher_log_probs`` and ``kl`` (float32 [R], or None).
+
+    To read and to assign, float32 [R] on the trainer's device (lists of numbers will do): ``advantages``, ``returns``,
+    ``loss_masks`` (0 or 1), ``log_probs`` (of the policy before the first step), ``ref_log_probs``,
+    ``rollout_log_probs`` (the engine's). What is assigned is trained on; another key, or one that the flags leave
+    unused, is refused by name. The loss is divided by the trained tokens of the masks as they were. Pipeline stages
+    without the output layer call the function too, with None for log-probs and advantages.
     """
 
     def __call__(self, args: Any, rollout_id: int, rollout_data: Any, /) -> None: ...
@@ -278,13 +282,28 @@ class RolloutDataPostprocess(Protocol):
 class LossFunction(Protocol):
     """``--custom-loss-function-path`` with ``--loss-type custom_loss``: (loss, dict of metrics).
 
-    Called per micro-batch of N response tokens. ``batch`` is a dict of lists with one entry per sample:
-    ``sample_indices``, ``response_lengths``, ``total_lengths``, ``loss_masks``, ``current_log_probs`` (with gradient),
-    and where they are computed ``advantages``, ``log_probs``, ``ref_log_probs``, ``rollout_log_probs``: float [R_i],
-    else None in place of the list. ``logits`` is [N, V / tp], with gradient: this tensor-parallel rank's part of the
-    vocabulary, divided by the rollout temperature, response tokens only, sample after sample. ``sum_of_sample_mean``
-    reduces [N] to the sum over samples of the mean over their trained tokens. Loss and metrics are such sums; they are
-    divided by the number of executions of the step (of trained tokens with --calculate-per-token-loss) afterwards.
+    Called for each micro-batch that has samples, on the ranks that hold the output layer. Let T be the micro-batch's
+    response tokens, R those of a sample. ``batch`` is a dict with one list entry per sample: ``sample_indices``,
+    ``response_lengths`` (R), ``total_lengths``, ``loss_masks`` (float32 [R]), ``current_log_probs`` (float32 [R], of
+    the response tokens under the weights that are trained, with gradient), and without gradient ``log_probs`` (of the
+    policy before the first step), ``ref_log_probs``, ``rollout_log_probs``, ``advantages``: float32 [R] each, the
+    whole entry None where flags or samples give none.
+
+    ``logits`` are float32 [T, V / tp] with gradient, the samples' rows one after the other: row t is the distribution
+    from which response token t was sampled, divided by ``--rollout-temperature``, over the real vocabulary without
+    padding. Under tensor parallelism a rank has its shard of the vocabulary only; ``current_log_probs`` are those over
+    the whole of it, and their gradients are right on every rank.
+
+    ``sum_of_sample_mean`` takes [T] and gives the sum over samples of each sample's mean over its trained tokens (with
+    ``--calculate-per-token-loss`` the sum over trained tokens). The loss and each metric are to be such sums: they are
+    added up over micro-batches and ranks and divided by the step's executions (per token: by its trained tokens).
+
+    Example:
+        >>> def loss_function(args, batch, logits, sum_of_sample_mean):
+        ...     log_probs = torch.cat(batch["current_log_probs"])
+        ...     advantages = torch.cat(batch["advantages"])
+        ...     loss = -sum_of_sample_mean(log_probs * advantages)
+        ...     return loss, {"reinforce": loss.detach()}
     """
 
     def __call__(
@@ -295,8 +314,9 @@ class LossFunction(Protocol):
 class AdvantageFunction(Protocol):
     """``--custom-advantage-function-path``: sets ``advantages`` and ``returns`` of ``rollout_data``.
 
-    ``rollout_data`` is the dict of ``--rollout-data-postprocess-path``; both are lists of float [R_i], and returns left
-    out are the advantages. Called once per rollout, after the log-probs and ``kl``; --normalize-advantages follows.
+    In place of the estimator, also with ``--disable-compute-advantages-and-returns``; on the ranks that hold the output
+    layer. ``rollout_data`` is that of ``--rollout-data-postprocess-path``; ``kl`` is 0 unless ``--kl-coef`` asks for
+    it. ``returns`` that are not set are the advantages. ``--normalize-advantages`` acts on the result.
     """
 
     def __call__(self, args: Any, rollout_data: Any, /) -> None: ...
@@ -305,9 +325,10 @@ class AdvantageFunction(Protocol):
 class TisFunction(Protocol):
     """``--custom-tis-function-path``: corrects the policy loss for the train–rollout mismatch.
 
-    Called per micro-batch with --use-tis or --get-mismatch-metrics. ``pg_loss`` is [N] over the response tokens of the
-    micro-batch; the lists have one float [R_i] per sample. Returns (pg_loss [N], masks: list of [R_i], metrics: name →
-    [N] per token); tokens whose mask is 0 leave the loss. With --get-mismatch-metrics alone only metrics are used.
+    ``pg_loss`` is [T], the loss of each response token of a micro-batch; the lists have one tensor [R] per sample.
+    Returns the corrected loss [T], the loss masks to be in force, [R] per sample, and metrics [T] by name, which are
+    averaged as the loss is. A token that the masks leave out adds nothing to the policy loss; what that is divided by
+    stays. With ``--get-mismatch-metrics`` alone only the metrics are taken.
     """
 
     def __call__(
@@ -327,9 +348,9 @@ class TisFunction(Protocol):
 class PgLossReducer(Protocol):
     """``--custom-pg-loss-reducer-function-path``: builds the function that reduces the policy loss to a number.
 
-    Called per micro-batch; ``loss_masks`` is one float [R_i] per sample. The function that it returns gets the token
-    losses [N] and returns a number, a sum over samples (or tokens), which is divided by the number of executions (or
-    tokens) of the step afterwards. Masks of a TIS function do not reach it.
+    ``loss_masks`` are those in force, [R] per sample: what ``--custom-tis-function-path`` returned, where there is one.
+    The function takes the loss of each token [T] and returns a sum over samples, which is divided by the step's
+    executions (with ``calculate_per_token_loss`` by its trained tokens).
     """
 
     def __call__(

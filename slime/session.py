@@ -299,8 +299,7 @@ class Session:
     def _keep_failed_step(self, error: BaseException, folder: Path) -> None:
         """Write the samples and tensors of a step with NaN or Inf, and name the files in the error."""
         from slime.prompts.tokenizer import load_tokenizer
-        from slime.train.failed_step import write_failed_step
-        from slime.train.non_finite import NonFiniteTraining
+        from slime.train.non_finite import NonFiniteTraining, write_failed_step
 
         if not isinstance(error, NonFiniteTraining):
             return

@@ -52,7 +52,7 @@ def take_turns(place: ranks.Place, answer: ranks.Answer, flags: dict[str, Any], 
     import torch.distributed as dist
 
     from slime.engines.wire.buckets import fingerprint
-    from slime.train.megatron.optimizer import torch_optimizers
+    from slime.train.megatron.offload import torch_optimizers
 
     backend = ranks.trainer(place, **flags)
     backend.setup()

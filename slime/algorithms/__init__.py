@@ -1,8 +1,11 @@
-"""Algorithms as pure functions of tensors. No flags, no process groups, no model: a new algorithm is one function here
-and one row in its table.
+"""Algorithms as pure functions of numbers and tensors. No flags, no process groups, no model.
 
-log-probs ─► `kl` ─► `advantages` ─► `losses` ─► `corrections` ─► `reduce` ─► one number to differentiate
+rewards ─► `baseline` ─► `advantages` ─► `losses` ─► `reduce` ─► one number to differentiate
+                          `kl` ──┴──────────┘
+
+Which functions an ``--advantage-estimator`` is made of is its row in `estimators`; a new one is a row, and a function
+for what is new about it. `logprobs` computes log-probs without logits.
 
 Token tensors are either a list with one entry per sample (whole rollout: `advantages`) or flat, the response tokens of
-a micro-batch one sample after the other (`losses`, `corrections`, `reduce`).
+a micro-batch one sample after the other (`losses`, `reduce`).
 """

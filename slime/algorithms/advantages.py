@@ -1,7 +1,7 @@
-"""Advantages and returns of a rollout, one tensor per sample. New estimator: one function, one row in the table.
+"""Advantages and returns of a rollout, one tensor per sample.
 
-Rewards arrive post-processed: for GRPO and its relatives they are already centred (and scaled) within their group,
-because groups are known when samples are converted, and may be spread over ranks here.
+Rewards arrive as `slime.algorithms.baseline` left them, already centred and scaled within their group where the
+estimator wants it: groups are known when samples are converted, and may be spread over ranks here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Estimate = tuple[list[Tensor], list[Tensor]]
 
 
 def grpo(inputs: AdvantageInputs) -> Estimate:
-    """Every token of a sample gets the sample's group-normalised reward. Also GSPO's and CISPO's.
+    """A_t = R for every token t of a sample, R being its normalised reward. Also GSPO's and CISPO's.
 
     ``kl_coef`` has no effect here: the reward is one number per sample (use the KL loss instead).
 
@@ -56,7 +56,7 @@ def grpo(inputs: AdvantageInputs) -> Estimate:
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
-    """Discounted return of ``-kl_coef · kl`` on every trained token plus the reward on the last trained one.
+    """A_t = Σ_{s ≥ t} γ^(s-t) r_s with r_s = -kl_coef · kl_s on trained tokens, plus R on the last trained one.
 
     Whitening over the whole batch has to follow (``--normalize-advantages``).
 
@@ -83,7 +83,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Estimate:
-    """Reward minus its group's mean on every token, less the token's KL penalty. Whitening has to follow.
+    """A_t = R - kl_coef · kl_t, R being the reward less its group's mean. Whitening has to follow.
 
     Source: Hu et al., "REINFORCE++" (arXiv:2501.03262), the baseline variant.
 
@@ -95,15 +95,6 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Estimate:
     """
     advantages = [reward - inputs.kl_coef * kl for reward, kl in zip(inputs.rewards, inputs.kl)]
     return advantages, list(advantages)
-
-
-ADVANTAGE_ESTIMATORS: dict[str, Callable[[AdvantageInputs], Estimate]] = {
-    "grpo": grpo,
-    "gspo": grpo,
-    "cispo": grpo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-}
 
 
 def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:

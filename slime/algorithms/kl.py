@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
-_LOW_VAR_LIMIT = 10.0
+
+@dataclass(frozen=True, kw_only=True)
+class KlKind:
+    """A ``--kl-loss-type``.
+
+    Attributes:
+        estimate: r = log_prob - base_log_prob of each token → the estimate, of the same shape.
+        limit: the estimate is clamped to ± this, after any importance ratio; None: it is not.
+    """
+
+    estimate: Callable[[Tensor], Tensor]
+    limit: float | None
+
+
+def k1(r: Tensor) -> Tensor:
+    """r: unbiased, of high variance, negative at times.
+
+    Example:
+        >>> k1(torch.tensor([0.0, -0.5])).tolist()
+        [0.0, -0.5]
+    """
+    return r
+
+
+def k2(r: Tensor) -> Tensor:
+    """r² / 2: biased, of low variance; its gradient is the KL's.
+
+    Example:
+        >>> k2(torch.tensor([0.0, -0.5])).tolist()
+        [0.0, 0.125]
+    """
+    return r.square() / 2
+
+
+def k3(r: Tensor) -> Tensor:
+    """exp(-r) - 1 + r: unbiased, of low variance, never negative.
+
+    Example:
+        >>> [round(v, 4) for v in k3(torch.tensor([0.0, -0.5])).tolist()]
+        [0.0, 0.1487]
+    """
+    return torch.expm1(-r) + r
+
+
+KL_KINDS: dict[str, KlKind] = {
+    "k1": KlKind(estimate=k1, limit=None),
+    "k2": KlKind(estimate=k2, limit=None),
+    "k3": KlKind(estimate=k3, limit=None),
+    "low_var_kl": KlKind(estimate=k3, limit=10.0),  # so that one token cannot blow up the loss
+}
 
 
 def kl_estimate(log_probs: Tensor, base_log_probs: Tensor, kind: str, log_ratio: Tensor | None = None) -> Tensor:
-    """KL estimate of each token, with ``r = log_probs - base_log_probs``.
-
-    ============  ==================  ==========================================================
-    kind          value               property
-    ============  ==================  ==========================================================
-    k1            r                   unbiased, high variance, can be negative
-    k2            r² / 2              biased, low variance, its gradient is the KL's
-    k3            exp(-r) - 1 + r     unbiased, low variance, never negative
-    low_var_kl    k3 clamped to ±10   as k3, one token cannot blow up the loss
-    ============  ==================  ==========================================================
+    """KL estimate of each token; the kinds are the rows of `KL_KINDS`.
 
     Args:
         log_probs, base_log_probs: any one shape; log-probs of the same tokens, in nats.
@@ -30,23 +72,11 @@ def kl_estimate(log_probs: Tensor, base_log_probs: Tensor, kind: str, log_ratio:
     Source: Schulman, "Approximating KL divergence" (2020); the weighted form: DeepSeek-V3.2 report, eq. 7.
 
     Example:
-        >>> lp, base = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.5])
-        >>> kl_estimate(lp, base, "k1").tolist()
-        [0.0, -0.5]
-        >>> kl_estimate(lp, base, "k2").tolist()
-        [0.0, 0.125]
-        >>> [round(v, 4) for v in kl_estimate(lp, base, "k3").tolist()]
-        [0.0, 0.1487]
+        >>> kl_estimate(torch.tensor([-9.0]), torch.tensor([-1.0]), "low_var_kl").item()  # k3 is 2972
+        10.0
     """
-    if kind not in KL_TYPES:
-        raise ValueError(f"unknown KL estimator {kind!r}; there are {', '.join(KL_TYPES)}")
-    r = log_probs - base_log_probs
-    if kind == "k1":
-        estimate = r
-    elif kind == "k2":
-        estimate = r.square() / 2
-    else:
-        estimate = torch.expm1(-r) + r
+    row = KL_KINDS[kind]
+    estimate = row.estimate(log_probs - base_log_probs)
     if log_ratio is not None:
         estimate = estimate * torch.exp(log_ratio)
-    return estimate.clamp(-_LOW_VAR_LIMIT, _LOW_VAR_LIMIT) if kind == "low_var_kl" else estimate
+    return estimate if row.limit is None else estimate.clamp(-row.limit, row.limit)

@@ -82,13 +82,13 @@ def linear_log_probs(
     """
     if shard is None:
         shard = VocabShard(0, weight.size(0))
-    plan = _Plan(1.0 / temperature, with_entropy, shard, _rows_per_block(hidden, chunk_size), grad_accumulator)
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, plan)
+    options = _Options(1.0 / temperature, with_entropy, shard, _rows_per_block(hidden, chunk_size), grad_accumulator)
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, options)
     return log_probs, entropy if with_entropy else None
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Options:
     scale: float
     with_entropy: bool
     shard: VocabShard
@@ -111,19 +111,19 @@ def _softmax_dtype(hidden: Tensor) -> torch.dtype:
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
         dtype = _softmax_dtype(hidden)
         n = hidden.size(0)
         # rows: max, Σ exp, target logit, Σ exp · x; x relative to the max
         stats = torch.zeros(4, n, dtype=dtype, device=hidden.device)
-        for lo in range(0, n, plan.rows):
-            rows = slice(lo, min(lo + plan.rows, n))
-            stats[:, rows] = _running_softmax(hidden[rows], weight, targets[rows], plan)
-        log_sum, target, mean = _combine(stats, plan.shard.group)
+        for lo in range(0, n, options.rows):
+            rows = slice(lo, min(lo + options.rows, n))
+            stats[:, rows] = _running_softmax(hidden[rows], weight, targets[rows], options)
+        log_sum, target, mean = _combine(stats, options.shard.group)
         log_probs, entropy = target - log_sum, log_sum - mean
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing on the way back
-        ctx.plan = plan
+        ctx.options = options
         return log_probs, entropy
 
     @staticmethod
@@ -131,16 +131,16 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, targets, log_sum, entropy = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        options: _Options = ctx.options
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_sum)
-        sink = plan.grad_accumulator
+        sink = options.grad_accumulator
         if need_weight and sink is None:
             sink = torch.zeros_like(weight)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        for lo in range(0, hidden.size(0), plan.rows):
-            rows = slice(lo, min(lo + plan.rows, hidden.size(0)))
+        for lo in range(0, hidden.size(0), options.rows):
+            rows = slice(lo, min(lo + options.rows, hidden.size(0)))
             entropy_part = None if grad_entropy is None else (grad_entropy[rows], entropy[rows])
             block = _backward_rows(
                 hidden[rows],
@@ -151,26 +151,26 @@ class _LinearLogProbs(torch.autograd.Function):
                 entropy_part,
                 sink if need_weight else None,
                 need_hidden,
-                plan,
+                options,
             )
             if grad_hidden is not None and block is not None:
                 grad_hidden[rows] = block.to(hidden.dtype)
-        returned = sink if need_weight and plan.grad_accumulator is None else None
+        returned = sink if need_weight and options.grad_accumulator is None else None
         return grad_hidden, returned, None, None
 
 
-def _running_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) -> Tensor:
+def _running_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options) -> Tensor:
     """max, Σ exp(x - max), target logit (0 if another rank holds it) and Σ exp(x - max)·(x - max): [4, rows]."""
-    n, shard = hidden.size(0), plan.shard
+    n, shard = hidden.size(0), options.shard
     stats = torch.zeros(4, n, dtype=_softmax_dtype(hidden), device=hidden.device)
     stats[0] = _LOWEST
     local = targets - shard.start
-    step = plan.columns(hidden.device, n)
+    step = options.columns(hidden.device, n)
     # in one kernel the entropy is free, and log-probs computed with and without it have the same bits
-    with_entropy = plan.with_entropy or hidden.is_cuda
+    with_entropy = options.with_entropy or hidden.is_cuda
     for lo in range(0, shard.size, step):
         hi = min(lo + step, shard.size)
-        stats = _absorb(hidden @ weight[lo:hi].t(), local - lo, stats, plan.scale, with_entropy)
+        stats = _absorb(hidden @ weight[lo:hi].t(), local - lo, stats, options.scale, with_entropy)
     return stats
 
 
@@ -218,27 +218,27 @@ def _backward_rows(
     entropy_part: tuple[Tensor, Tensor] | None,
     weight_sink: Tensor | None,
     need_hidden: bool,
-    plan: _Plan,
+    options: _Options,
 ) -> Tensor | None:
     """Gradient of these rows of ``hidden`` (float32); the gradient of ``weight`` is added to ``weight_sink``.
 
     With p = softmax: d log_prob / d x_j = 1[j = target] - p_j and d entropy / d x_j = -p_j (log p_j + entropy).
     """
-    n, shard = hidden.size(0), plan.shard
+    n, shard = hidden.size(0), options.shard
     dtype = _softmax_dtype(hidden)
     grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
     grad_log_probs = grad_log_probs.to(dtype)[:, None]
     per_row = [log_sum[:, None], grad_log_probs, *(part.to(dtype)[:, None] for part in entropy_part or ())]
     local = targets - shard.start
-    step = plan.columns(hidden.device, n)
+    step = options.columns(hidden.device, n)
     for lo in range(0, shard.size, step):
         hi = min(lo + step, shard.size)
         logits = hidden @ weight[lo:hi].t()
         here = ((local >= lo) & (local < hi))[:, None]
         column = (local - lo).clamp(0, hi - lo - 1)[:, None]  # one per row: nothing to accumulate, nothing to sort
-        at_target = _slope(logits.gather(1, column).to(dtype), plan.scale, *per_row)
-        at_target += torch.where(here, grad_log_probs * plan.scale, 0.0)
-        grad = _slope(logits, plan.scale, *per_row).scatter_(1, column, at_target.to(hidden.dtype))
+        at_target = _slope(logits.gather(1, column).to(dtype), options.scale, *per_row)
+        at_target += torch.where(here, grad_log_probs * options.scale, 0.0)
+        grad = _slope(logits, options.scale, *per_row).scatter_(1, column, at_target.to(hidden.dtype))
         if weight_sink is not None:
             add_product(weight_sink[lo:hi], grad.t(), hidden)
         if grad_hidden is not None:

@@ -1,12 +1,12 @@
-"""Losses per token. Flat tensors: the response tokens of a micro-batch, one sample after the other.
+"""Losses per token, and what is multiplied with them. Flat tensors [T]: the response tokens of a micro-batch, one
+sample after the other.
 
-Every policy loss takes the same `PolicyInputs` and returns the same `PolicyLoss`, so that a new one is one function
-and one row in `POLICY_LOSSES`.
+Every policy loss takes the same `PolicyInputs` and returns the same `PolicyLoss`; which one runs is a field of the
+`slime.algorithms.estimators.Estimator`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,9 +70,9 @@ def gspo_loss(inputs: PolicyInputs) -> PolicyLoss:
     Source: Zheng et al., "Group Sequence Policy Optimization" (arXiv:2507.18071), eq. 5-7.
 
     Example:
-        >>> new, old = torch.tensor([0.1, 0.3]), torch.zeros(2)
+        >>> new, old = torch.tensor([0.125, 0.375]), torch.zeros(2)
         >>> gspo_loss(PolicyInputs(new, old, torch.ones(2), torch.ones(2), torch.tensor([2]))).ppo_kl.tolist()
-        [-0.20000000298023224, -0.20000000298023224]
+        [-0.25, -0.25]
     """
     ppo_kl = sequence_mean(inputs.old_log_probs - inputs.log_probs, inputs.masks, inputs.lengths)
     return _clipped(inputs, ppo_kl)
@@ -98,17 +98,6 @@ def cispo_loss(inputs: PolicyInputs) -> PolicyLoss:
     return PolicyLoss(loss, (weight != ratio).to(loss.dtype), ppo_kl)
 
 
-POLICY_LOSSES: dict[str, Callable[[PolicyInputs], PolicyLoss]] = {
-    "grpo": ppo_clip_loss,
-    "ppo": ppo_clip_loss,
-    "reinforce_plus_plus": ppo_clip_loss,
-    "reinforce_plus_plus_baseline": ppo_clip_loss,
-    "gspo": gspo_loss,
-    "cispo": cispo_loss,
-}
-"""By ``--advantage-estimator``."""
-
-
 def sft_loss(log_probs: Tensor) -> Tensor:
     """Negative log-likelihood of each token.
 
@@ -117,21 +106,6 @@ def sft_loss(log_probs: Tensor) -> Tensor:
         [0.5, -0.0]
     """
     return -log_probs
-
-
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Clipped squared error of the critic per token, without the factor ½; and whether the clip was active.
-
-    Source: Schulman et al. (arXiv:1707.06347), section 6.1, with the clipping of its reference implementation.
-
-    Example (the value may move from 0 to at most 0.2 while the return is 1):
-        >>> loss, clipped = value_loss(torch.tensor([0.5]), torch.tensor([0.0]), torch.tensor([1.0]), clip=0.2)
-        >>> round(loss.item(), 3), clipped.item()
-        (0.64, 1.0)
-    """
-    near_old = torch.clamp(values, old_values - clip, old_values + clip)
-    plain, limited = (values - returns).square(), (near_old - returns).square()
-    return torch.maximum(plain, limited), (limited > plain).to(values.dtype)
 
 
 def _clipped(inputs: PolicyInputs, ppo_kl: Tensor) -> PolicyLoss:
@@ -144,3 +118,48 @@ def _clipped(inputs: PolicyInputs, ppo_kl: Tensor) -> PolicyLoss:
         ceiling = -inputs.eps_clip_c * inputs.advantages
         loss = torch.where(inputs.advantages < 0, torch.minimum(loss, ceiling), loss)
     return PolicyLoss(loss, clipped, ppo_kl)
+
+
+# -- what is multiplied with the loss: tokens that a slightly different distribution produced ----------------------
+
+
+@dataclass(frozen=True)
+class Correction:
+    """``weights`` [T] to multiply the token losses with, and metrics [T] to be averaged as the loss is."""
+
+    weights: Tensor
+    metrics: dict[str, Tensor]
+
+
+def truncated_importance_sampling(log_ratio: Tensor, low: float, high: float) -> Correction:
+    """Importance ratio exp(log_ratio) clamped to [low, high]: bounded variance, some bias.
+
+    Args:
+        log_ratio: [T], without gradient: the log-prob under the trainer's weights before the step minus the engine's.
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
+
+    Example:
+        >>> c = truncated_importance_sampling(torch.log(torch.tensor([0.5, 1.0, 4.0])), 0.0, 2.0)
+        >>> [round(v, 3) for v in c.weights.tolist()], c.metrics["tis_clipfrac"].tolist()
+        ([0.5, 1.0, 2.0], [0.0, 0.0, 1.0])
+    """
+    ratio = torch.exp(log_ratio)
+    weights = ratio.clamp(low, high)
+    clipped = (weights != ratio).to(ratio.dtype)
+    return Correction(weights, {"tis": ratio, "tis_clipfrac": clipped, "tis_abs": (ratio - 1.0).abs()})
+
+
+def off_policy_sequence_mask(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, masks: Tensor, lengths: Tensor, delta: float
+) -> Tensor:
+    """0 for every token of a sample with negative advantage whose mean log-ratio old/new exceeds ``delta``, else 1.
+
+    Source: DeepSeek-V3.2 report (2025), off-policy sequence masking.
+
+    Example (the first sample drifted by 0.2 and has a negative advantage):
+        >>> off_policy_sequence_mask(torch.tensor([-1.2, -1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0]),
+        ...     torch.ones(2), torch.tensor([1, 1]), delta=0.1).tolist()
+        [0.0, 1.0]
+    """
+    drift = sequence_mean((old_log_probs - log_probs).detach(), masks, lengths)
+    return 1.0 - ((advantages < 0) & (drift > delta)).to(log_probs.dtype)

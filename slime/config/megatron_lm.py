@@ -221,8 +221,6 @@ NO_EFFECT: dict[str, str] = {
 #: Fields that launch scripts of other systems set, and that can be read here but not trained with: what they ask for
 #: would be ignored. `slime.train.expert_rules` refuses them.
 REFUSED_AT_LAUNCH: dict[str, str] = {
-    "moe_permute_fusion": "tokens are permuted by gathers alone, which give the same bits every time: what the flag is "
-    "wanted for",
     "moe_router_fusion": "the router is computed by operations of torch alone, with Transformer Engine too",
     "moe_expert_capacity_factor": _DROPS_TOKENS,
     "moe_pad_expert_input_to_capacity": _DROPS_TOKENS,

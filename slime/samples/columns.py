@@ -8,11 +8,12 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from slime.algorithms.baseline import normalise_rewards
+from slime.algorithms.estimators import ESTIMATORS
 from slime.config import Config
 from slime.errors import UserError
 from slime.hook_loading import load_function
 from slime.log import get_logger
-from slime.samples.normalise import CENTRED, SCALED, normalise_rewards
 from slime.samples.types import Group, Sample, SampleStatus
 
 logger = get_logger(__name__)
@@ -182,13 +183,13 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
                 why="a generate function or hook set it: rewards of reward functions are checked when they are given",
                 fix="set a finite number, or status FAILED for a sample that is not to be trained on",
             )
-    estimator = config.algorithm.advantage_estimator
+    estimator = ESTIMATORS[config.algorithm.advantage_estimator]
     normalised = normalise_rewards(
         rewards,
         trainable.group_ids,
         trainable.execution_ids,
-        centre=estimator in CENTRED and config.algorithm.rewards_normalization,
-        scale=estimator in SCALED and config.algorithm.grpo_std_normalization,
+        baseline=estimator.baseline if config.algorithm.rewards_normalization else None,
+        scale=estimator.divides_by_deviation and config.algorithm.grpo_std_normalization,
     )
     return [_raw_reward(sample, reward) for sample, reward in zip(samples, rewards)], normalised
 

@@ -23,9 +23,9 @@ def check_experts(arguments: Mapping[str, Any]) -> None:
 
     Example:
         >>> check_experts({"num_moe_experts": 8, "moe_router_load_balancing_type": "seq_aux_loss"})
-        >>> check_experts({"moe_permute_fusion": True})
+        >>> check_experts({"moe_router_fusion": True})
         Traceback (most recent call last):
-        slime.errors.UserError: --moe-permute-fusion cannot be honoured
+        slime.errors.UserError: --moe-router-fusion cannot be honoured
     """
     for name, why in REFUSED_AT_LAUNCH.items():
         if arguments.get(name):

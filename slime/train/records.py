@@ -1,4 +1,9 @@
-"""What the verbs of a trainer hand to each other. All tensors on the trainer's device."""
+"""What the parts of an update hand to each other. All tensors on the trainer's device.
+
+TrainBatch ─► RolloutTensors ─ per micro-batch ─► LossInputs ──┐
+                   ▲                              TokenScores ─┴─► MicroBatchResult ─ per step ─► StepOutcome
+                   └──────────────── log-probs of the training pass ───┘
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,59 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+
+@dataclass
+class RolloutTensors:
+    """Per-sample tensors [R_i] of a whole rollout on one rank, filled as the update goes on; None: not (yet) known.
+
+    Attributes:
+        before_training: the samples whose ``log_probs`` are those of the policy before the rollout's first optimizer
+            step; None: all of them.
+    """
+
+    log_probs: list[Tensor] | None = None
+    ref_log_probs: list[Tensor] | None = None
+    rollout_log_probs: list[Tensor] | None = None
+    kl: list[Tensor] | None = None
+    advantages: list[Tensor] | None = None
+    returns: list[Tensor] | None = None
+    loss_masks: list[Tensor] = field(default_factory=list)
+    before_training: list[int] | None = None
+
+    def samples_before_training(self) -> list[int]:
+        return list(range(len(self.loss_masks))) if self.before_training is None else self.before_training
+
+
+@dataclass
+class LossInputs:
+    """What the loss of one micro-batch needs besides the scores; flat [N] unless said otherwise.
+
+    Attributes:
+        samples: their places in the rank's `TrainBatch`.
+        sample_indices: their indices, by which the user knows them.
+        lengths: int64 [samples], response tokens of each.
+        masks: 0 or 1.
+        weights: of each token in the loss (`slime.algorithms.reduce.token_weights`).
+        sample_weight: what ``weights`` multiplies a per-sample mean with: 1 / global batch size, or, per token,
+            1 / loss tokens. For reducers that users bring.
+        old_log_probs: of the policy before the step; None: take this forward pass's own.
+        rollout_log_probs: the engine's.
+        trained_log_probs: the trainer's before the step, to be compared with the engine's; None: ``old_log_probs``.
+    """
+
+    samples: list[int]
+    sample_indices: list[int]
+    lengths: Tensor
+    masks: Tensor
+    weights: Tensor
+    sample_weight: float
+    total_lengths: list[int]
+    advantages: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+    trained_log_probs: Tensor | None = None
 
 
 @dataclass
@@ -30,40 +88,11 @@ class TokenScores:
 
 
 @dataclass
-class LossInputs:
-    """What the loss of one micro-batch needs besides the scores; flat [N] unless said otherwise.
-
-    Attributes:
-        samples: indices into the rank's `TrainBatch`.
-        lengths: int64 [samples], response tokens of each.
-        masks: 0 or 1.
-        weights: of each token in the loss (`slime.algorithms.reduce.token_weights`).
-        sample_weight: what ``weights`` multiplies a per-sample mean with: 1 / global batch size, or, per token,
-            1 / loss tokens. For reducers that users bring.
-        old_log_probs: of the policy before the step; None: take this forward pass's own.
-        rollout_log_probs: the engine's.
-        trained_log_probs: the trainer's before the step, to be compared with the engine's; None: ``old_log_probs``.
-    """
-
-    samples: list[int]
-    lengths: Tensor
-    masks: Tensor
-    weights: Tensor
-    sample_weight: float
-    total_lengths: list[int]
-    advantages: Tensor | None = None
-    old_log_probs: Tensor | None = None
-    ref_log_probs: Tensor | None = None
-    rollout_log_probs: Tensor | None = None
-    trained_log_probs: Tensor | None = None
-
-
-@dataclass
 class MicroBatchResult:
     """One micro-batch's forward pass in training.
 
     Attributes:
-        samples: indices into the rank's `TrainBatch`.
+        samples: their places in the rank's `TrainBatch`.
         metrics: 0-dimensional, already weighted: their sum over micro-batches and ranks is the step's value.
         log_probs: detached, flat [N].
     """
@@ -75,28 +104,6 @@ class MicroBatchResult:
     def by_sample(self, response_lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """(sample, its log-probs [R_i]); ``response_lengths`` are those of all samples of the rank."""
         return zip(self.samples, self.log_probs.split([response_lengths[i] for i in self.samples]))
-
-
-@dataclass
-class RolloutTensors:
-    """Per-sample tensors [R_i] of a whole rollout on one rank, filled as the update goes on; None: not (yet) known.
-
-    Attributes:
-        before_training: the samples whose ``log_probs`` are those of the policy before the rollout's first optimizer
-            step; None: all of them.
-    """
-
-    log_probs: list[Tensor] | None = None
-    ref_log_probs: list[Tensor] | None = None
-    rollout_log_probs: list[Tensor] | None = None
-    kl: list[Tensor] | None = None
-    advantages: list[Tensor] | None = None
-    returns: list[Tensor] | None = None
-    loss_masks: list[Tensor] = field(default_factory=list)
-    before_training: list[int] | None = None
-
-    def samples_before_training(self) -> list[int]:
-        return list(range(len(self.loss_masks))) if self.before_training is None else self.before_training
 
 
 @dataclass(frozen=True)

@@ -11,24 +11,25 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from slime.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, whiten
+from slime.algorithms.advantages import AdvantageInputs, whiten
+from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.kl import kl_estimate
 from slime.algorithms.reduce import token_weights
 from slime.config import Config
 from slime.errors import UserError
-from slime.hook_loading import load_function
 from slime.log import get_logger
 from slime.samples.batch import StepPlan, TrainBatch
-from slime.train.dumps import Shard, save_train_data, shard_of
-from slime.train.hook_view import advantages_of, hook_view
-from slime.train.loss import LossHooks
+from slime.train.dumps import save_train_data, shard_of
+from slime.train.loss import LOSS_TYPES
+from slime.train.megatron import device
 from slime.train.memory import PhaseMemory
 from slime.train.non_finite import FailedStep, NonFiniteTraining, failed_step
+from slime.train.ranks import Ranks
 from slime.train.records import LossInputs, MicroBatchResult, RolloutTensors, StepOutcome
 from slime.train.rollout_metrics import (
     collect_log_probs,
@@ -37,30 +38,21 @@ from slime.train.rollout_metrics import (
     sum_metrics,
     worst_mismatch,
 )
+from slime.train.user_functions import UserFunctions, change_rollout
 
 logger = get_logger(__name__)
 
 
 class Trainer(Protocol):
-    """The verbs that an update uses. Every rank calls each of them equally often."""
+    """What an update is made with. Every rank calls each verb equally often."""
 
     config: Config
-    device: torch.device
-    hooks: LossHooks
-    has_output: bool
-    """This rank holds the output layer: it sees log-probs and computes the loss."""
+    ranks: Ranks
+    functions: UserFunctions
     reference_is_policy: bool
     """The reference weights are the same bits as the policy's (a fresh start, no step taken)."""
     failed_step: FailedStep | None
     """What the last step was, when it ended in `NonFiniteTraining`."""
-
-    @property
-    def data_parallel_rank(self) -> int: ...
-
-    @property
-    def speaks_for_shard(self) -> bool:
-        """Of the ranks that share a `TrainBatch`, this is the one whose tensors are written to files."""
-        ...
 
     def log_probs(self, batch: TrainBatch, *, reference: bool = False, store_prefix: str = "") -> list[Tensor] | None:
         """[R_i] per sample, without gradient; None on ranks without output layer."""
@@ -75,27 +67,9 @@ class Trainer(Protocol):
 
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome: ...
 
-    def sum_over_data_parallel(self, values: Tensor) -> Tensor: ...
-
-    def max_over_data_parallel(self, values: Tensor) -> Tensor: ...
-
-    def max_over_ranks(self, values: Tensor) -> Tensor: ...
-
-    def any_rank(self, flag: bool) -> bool: ...
-
-    def gather(self, values: list[Any]) -> list[Any]:
-        """All ranks' values, joined, sorted, without duplicates."""
-        ...
-
-    def gather_shards(self, shard: Shard | None) -> list[Shard] | None:
-        """The shards of all ranks that have one, on the rank that writes files; None on others."""
-        ...
-
     def nonfinite_gradients(self) -> list[tuple[str, int, int]]:
         """(parameter, entries that are NaN or Inf, entries) on this rank, of the accumulated gradients."""
         ...
-
-    def synchronize(self) -> None: ...
 
     def learning_rates(self) -> list[float]: ...
 
@@ -110,7 +84,7 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
         NonFiniteTraining: NaN or Inf, unless ``--no-check-for-nan-in-loss-and-grad``.
         UserError: the loss asks for something that the samples do not have.
     """
-    timers, memory = _Timers(trainer), PhaseMemory(trainer.config, trainer.device, batch)
+    timers, memory = _Timers(), PhaseMemory(trainer.config, trainer.ranks.device, batch)
     flags = trainer.config.algorithm
     _check_batch(batch, trainer.config)
     data = _initial_tensors(trainer, batch)
@@ -121,20 +95,21 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     if not reuses_log_probs(trainer.config, batch):
         with timers.measure("log_probs"), memory.phase("log_probs"):
             data.log_probs = trainer.log_probs(batch)
-    if trainer.has_output and flags.loss_type != "sft_loss" and not flags.disable_compute_advantages_and_returns:
+    if trainer.ranks.has_output:
         compute_advantages(trainer, batch, data)
     _postprocess(trainer, batch, data)
+    _check_advantages(trainer, data)
 
     steps: list[dict[str, float]] = []
     with timers.measure("actor_train"):
         for step_id in range(len(batch.steps)):
             steps.append(_train_step(trainer, batch, data, memory, step_id))
     _dump(trainer, batch, data)
-    metrics = {**batch.global_stats, **rollout_metrics(trainer, batch, data)}
+    metrics = {**batch.global_stats, **rollout_metrics(trainer.config, trainer.ranks, batch, data)}
     metrics |= mean_of_steps(steps, first_only=flags.use_rollout_logprobs)
-    metrics |= worst_mismatch(trainer, data)
-    peaks = torch.tensor(list(memory.peaks.values()), dtype=torch.float64, device=trainer.device)
-    metrics |= memory.metrics(trainer.max_over_ranks(peaks).tolist())
+    metrics |= worst_mismatch(trainer.ranks, data)
+    peaks = torch.tensor(list(memory.peaks.values()), dtype=torch.float64, device=trainer.ranks.device)
+    metrics |= memory.metrics(trainer.ranks.max_over_all(peaks).tolist())
     return {**metrics, **timers.metrics(batch)}, steps
 
 
@@ -142,12 +117,12 @@ def reuses_log_probs(config: Config, batch: TrainBatch) -> bool:
     """May the training pass's own log-probs serve as the old policy's?
 
     They are the same numbers when one optimizer step follows the rollout; a pass over all samples is saved. Not when
-    something needs them before the step (KL in the reward, user functions), nor for GSPO.
+    something needs them before the step (KL in the reward, user functions), nor for an estimator that says so.
     """
-    flags = config.algorithm
+    flags, loss = config.algorithm, LOSS_TYPES[config.algorithm.loss_type]
     if records_routing(config):
         return False
-    if flags.loss_type == "sft_loss" or (flags.use_rollout_logprobs and not flags.get_mismatch_metrics):
+    if not loss.takes_old_log_probs or (flags.use_rollout_logprobs and not flags.get_mismatch_metrics):
         return True
     wanted_before = (
         flags.kl_coef != 0
@@ -155,12 +130,8 @@ def reuses_log_probs(config: Config, batch: TrainBatch) -> bool:
         or flags.custom_advantage_function_path
         or config.rollout.rollout_data_postprocess_path
     )
-    return (
-        len(batch.steps) == 1
-        and flags.loss_type == "policy_loss"
-        and flags.advantage_estimator != "gspo"
-        and not wanted_before
-    )
+    estimator = ESTIMATORS[flags.advantage_estimator]
+    return len(batch.steps) == 1 and loss.takes_own_log_probs and estimator.takes_own_log_probs and not wanted_before
 
 
 def records_routing(config: Config) -> bool:
@@ -169,26 +140,40 @@ def records_routing(config: Config) -> bool:
 
 
 def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
-    """Fill ``kl``, ``advantages`` and ``returns``; whiten over all ranks if asked to."""
-    flags = trainer.config.algorithm
-    masks = data.loss_masks
+    """Fill ``kl``, ``advantages`` and ``returns``; whiten over all replicas if asked to.
+
+    By the user's function where there is one, also with ``--disable-compute-advantages-and-returns``, which switches
+    off the estimator alone.
+
+    Raises:
+        UserError: the user's function sets no advantages, or something that cannot be changed.
+    """
+    flags, functions = trainer.config.algorithm, trainer.functions
+    if not LOSS_TYPES[flags.loss_type].takes_advantages:
+        return
+    if functions.advantages is None and flags.disable_compute_advantages_and_returns:
+        return
     if flags.kl_coef != 0:
         old = data.rollout_log_probs if flags.use_rollout_logprobs else data.log_probs
         assert old is not None and data.ref_log_probs is not None
         data.kl = [kl_estimate(lp, ref, flags.kl_loss_type) for lp, ref in zip(old, data.ref_log_probs)]
     else:
-        data.kl = [torch.zeros_like(mask) for mask in masks]
-    if flags.custom_advantage_function_path:
-        view = hook_view(batch, data)
-        load_function(flags.custom_advantage_function_path)(trainer.hooks.args, view)
-        data.advantages, data.returns = advantages_of(view, flags.custom_advantage_function_path, masks)
+        data.kl = [torch.zeros_like(mask) for mask in data.loss_masks]
+    if functions.advantages is not None:
+        change, path = functions.advantages, str(flags.custom_advantage_function_path)
+        change_rollout(lambda view: change(functions.args, view), path, batch, data, _without_effect(trainer, data))
+        if data.advantages is None:
+            raise UserError(
+                f"{path} set no advantages",
+                fix='assign rollout_data["advantages"] and ["returns"]',
+            )
     else:
-        estimate = ADVANTAGE_ESTIMATORS[flags.advantage_estimator]
-        data.advantages, data.returns = estimate(
-            AdvantageInputs(batch.rewards, data.kl, masks, flags.kl_coef, flags.gamma)
+        data.advantages, data.returns = ESTIMATORS[flags.advantage_estimator].advantages(
+            AdvantageInputs(batch.rewards, data.kl, data.loss_masks, flags.kl_coef, flags.gamma)
         )
     if flags.normalize_advantages:
-        data.advantages = whiten(data.advantages, masks, trainer.sum_over_data_parallel, trainer.device)
+        ranks = trainer.ranks
+        data.advantages = whiten(data.advantages, data.loss_masks, ranks.sum_over_replicas, ranks.device)
 
 
 def _train_step(
@@ -201,9 +186,9 @@ def _train_step(
             batch, step_id, lambda samples: _loss_inputs(trainer, batch, data, step, samples)
         )
     _note_log_probs(trainer, batch, data, results, step_id)
-    sums = sum_metrics(trainer, results)
+    sums = sum_metrics(trainer.config, trainer.ranks, results)
     bad = [i for result in results if not math.isfinite(result.metrics["loss"].item()) for i in result.samples]
-    loss_is_bad = trainer.any_rank(bool(bad))
+    loss_is_bad = trainer.ranks.any_of_all(bool(bad))
     if step_id == 0:
         _check_alignment(trainer, batch, data)
     with memory.phase("optimizer"):
@@ -236,15 +221,15 @@ def _not_applied(
         NonFiniteTraining: on every rank.
     """
     megatron = trainer.config.megatron
-    indices = trainer.gather([batch.sample_indices[i] for i in bad])
+    indices = trainer.ranks.union([batch.sample_indices[i] for i in bad])
     # a loss scale that is tuned as training goes overflows now and then; that is how it finds its value
     is_routine = megatron.fp16 and not indices and megatron.optimizer.get("loss_scale") is None
     if not megatron.check_for_nan_in_loss_and_grad or is_routine:
         logger.warning("rollout %d, step %d skipped: NaN or Inf (samples %s)", batch.rollout_id, step_id, indices)
         return
     found = trainer.nonfinite_gradients()
-    trainer.failed_step = failed_step(trainer, batch, data, results, step_id, outcome, found)
-    names = trainer.gather([name for name, _, _ in found])
+    trainer.failed_step = failed_step(trainer.ranks, batch, data, results, step_id, outcome, found)
+    names = trainer.ranks.union([name for name, _, _ in found])
     raise NonFiniteTraining(batch.rollout_id, step_id, outcome.grad_norm, indices, names)
 
 
@@ -255,7 +240,7 @@ def _note_log_probs(
 
     To be compared with the engine's they must be those from before training: of the first step's samples only.
     """
-    if not (trainer.has_output and reuses_log_probs(trainer.config, batch)):
+    if not (trainer.ranks.has_output and reuses_log_probs(trainer.config, batch)):
         return
     if trainer.config.algorithm.use_rollout_logprobs and len(batch.steps) > 1:
         if step_id > 0:
@@ -269,8 +254,8 @@ def _dump(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
     pattern = trainer.config.debug.save_debug_train_data
     if not pattern:
         return
-    shard = shard_of(batch, data, trainer.data_parallel_rank) if trainer.speaks_for_shard else None
-    shards = trainer.gather_shards(shard)
+    ranks = trainer.ranks
+    shards = ranks.on_first(shard_of(batch, data, ranks.replica) if ranks.speaks_for_shard else None)
     if shards is not None:
         logger.info(
             "training data of rollout %d: %s", batch.rollout_id, save_train_data(pattern, batch.rollout_id, shards)
@@ -281,12 +266,12 @@ def _loss_inputs(
     trainer: Trainer, batch: TrainBatch, data: RolloutTensors, step: StepPlan, samples: list[int]
 ) -> LossInputs:
     """The flat tensors of one micro-batch."""
-    flags, device = trainer.config.algorithm, trainer.device
+    flags, where = trainer.config.algorithm, trainer.ranks.device
 
     def flat(values: Sequence[Tensor] | None) -> Tensor | None:
         if values is None:
             return None
-        return torch.cat([values[i] for i in samples]) if samples else torch.zeros(0, device=device)
+        return torch.cat([values[i] for i in samples]) if samples else torch.zeros(0, device=where)
 
     masks = [data.loss_masks[i] for i in samples]
     per_token = step.num_loss_tokens if flags.calculate_per_token_loss else None
@@ -297,9 +282,10 @@ def _loss_inputs(
     lengths = [batch.response_lengths[i] for i in samples]
     return LossInputs(
         samples=samples,
-        lengths=torch.tensor(lengths, dtype=torch.long, device=device),
-        masks=torch.cat(masks) if masks else torch.zeros(0, device=device),
-        weights=weights.to(device),
+        sample_indices=[batch.sample_indices[i] for i in samples],
+        lengths=torch.tensor(lengths, dtype=torch.long, device=where),
+        masks=torch.cat(masks) if masks else torch.zeros(0, device=where),
+        weights=weights.to(where),
         sample_weight=1.0 / max(step.num_loss_tokens if per_token is not None else step.global_batch_size, 1),
         total_lengths=[int(batch.tokens[i].numel()) for i in samples],
         advantages=flat(data.advantages),
@@ -324,7 +310,7 @@ def _check_batch(batch: TrainBatch, config: Config) -> None:
 
 def _initial_tensors(trainer: Trainer, batch: TrainBatch) -> RolloutTensors:
     def on_device(values: Sequence[Tensor] | None) -> list[Tensor] | None:
-        return None if values is None else [v.to(trainer.device) for v in values]
+        return None if values is None else [v.to(trainer.ranks.device) for v in values]
 
     return RolloutTensors(
         loss_masks=on_device(batch.loss_masks) or [],
@@ -333,14 +319,37 @@ def _initial_tensors(trainer: Trainer, batch: TrainBatch) -> RolloutTensors:
 
 
 def _postprocess(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
-    path = trainer.config.rollout.rollout_data_postprocess_path
-    if not path:
-        return
-    view = hook_view(batch, data)
-    load_function(path)(trainer.hooks.args, batch.rollout_id, view)
-    if data.advantages is not None:
-        data.advantages, data.returns = advantages_of(view, path, data.loss_masks)
-    data.loss_masks = [mask.to(trainer.device).float() for mask in view["loss_masks"]]
+    change, args = trainer.functions.postprocess, trainer.functions.args
+    if change is not None:
+        path = str(trainer.config.rollout.rollout_data_postprocess_path)
+        unread = _without_effect(trainer, data)
+        change_rollout(lambda view: change(args, batch.rollout_id, view), path, batch, data, unread)
+
+
+def _without_effect(trainer: Trainer, data: RolloutTensors) -> dict[str, str]:
+    """Tensors of the rollout that nothing will read, with the reason; functions that assign them would be ignored."""
+    if not trainer.ranks.has_output:  # where none of them is read, and a function need not know that
+        return {}
+    flags = trainer.config.algorithm
+    unread: dict[str, str] = {}
+    if not LOSS_TYPES[flags.loss_type].takes_advantages:
+        unread |= dict.fromkeys(("advantages", "returns"), f"--loss-type {flags.loss_type} takes none")
+    if data.log_probs is None:
+        unread["log_probs"] = "the old policy's log-probs are not computed with these flags"
+    if data.ref_log_probs is None:
+        unread["ref_log_probs"] = "no flag asks for a reference model"
+    return unread
+
+
+def _check_advantages(trainer: Trainer, data: RolloutTensors) -> None:
+    flags = trainer.config.algorithm
+    if trainer.ranks.has_output and LOSS_TYPES[flags.loss_type].needs_advantages and data.advantages is None:
+        raise UserError(
+            f"--loss-type {flags.loss_type} needs advantages, and nothing sets any",
+            why="--disable-compute-advantages-and-returns switches the estimator off, and no function of yours sets "
+            'rollout_data["advantages"]',
+            fix="leave that flag out, or pass --custom-advantage-function-path",
+        )
 
 
 def _check_alignment(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
@@ -364,17 +373,16 @@ def _check_alignment(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) 
 class _Timers:
     """Wall time of the phases of an update."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.started = time.perf_counter()
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        self.trainer.synchronize()
+        device.synchronize()
         start = time.perf_counter()
         yield
-        self.trainer.synchronize()
+        device.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self, batch: TrainBatch) -> dict[str, float]:

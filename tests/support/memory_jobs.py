@@ -54,7 +54,7 @@ def config_for(info: Any, **flags: Any) -> Config:
 def models(info: Any, names: list[str], flags: dict[str, Any]) -> Iterator[Iterator[tuple[str, list[nn.Module]]]]:
     """(family, its chunks on this rank) one after the other, in one set of process groups."""
     from slime.models.layout_rules import virtual_stages
-    from slime.train.megatron import backend, model, parallel, recompute
+    from slime.train.megatron import backend, model, parallel
 
     assert backend is not None  # its import prepares megatron for this machine
     config = config_for(info, **flags)
@@ -65,7 +65,6 @@ def models(info: Any, names: list[str], flags: dict[str, Any]) -> Iterator[Itera
         for name, spec in specs.items():
             padded = spec.padded(config.megatron.tensor_model_parallel_size)
             chunks = model.build_model_chunks(padded, config, initialise=True)
-            recompute.prepare(chunks)
             yield name, list(chunks)
 
     try:

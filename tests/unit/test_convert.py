@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.algorithms.baseline import normalise_rewards
+from slime.algorithms.estimators import ESTIMATORS
 from slime.config import make_config
 from slime.errors import UserError
 from slime.hook_loading import load_function
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.convert import to_train_batches
-from slime.samples.normalise import normalise_rewards
 from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
 
 
@@ -116,6 +119,16 @@ def test_an_execution_that_fanned_out_counts_once() -> None:
 )
 def test_switches_and_estimators(flags, expected) -> None:
     assert convert(make_groups([3.0, 1.0]), **flags)[0].rewards == pytest.approx(expected, abs=1e-6)
+
+
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    return [(sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
+
+
+def test_an_estimator_with_a_baseline_of_its_own_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dataclasses.replace(ESTIMATORS["grpo"], baseline=leave_one_out, divides_by_deviation=False)
+    monkeypatch.setitem(ESTIMATORS, "grpo", row)
+    assert convert(make_groups([3.0, 1.0, 2.0]))[0].rewards == pytest.approx([1.5, -1.5, 0.0])
 
 
 def test_dict_rewards_need_their_key() -> None:

@@ -404,7 +404,7 @@ def test_some_experts_of_a_layer_cannot_be_frozen() -> None:
 
 def clip_job(info: Any, model: Path, flags: dict[str, Any], batches: list[TrainBatch]) -> float:
     """This rank's share of Σ of the squares of Adam's first moments after one step."""
-    from slime.train.megatron.optimizer import torch_optimizers
+    from slime.train.megatron.offload import torch_optimizers
 
     settings = {"hf_checkpoint": str(model), "clip_grad": 0.01, "adam_beta1": 0.5, "rollout_batch_size": 12}
     backend = MegatronBackend(trainer_config(**settings, **flags, actor_num_gpus_per_node=info.world_size), info)
@@ -453,7 +453,6 @@ def test_expert_bias_moves_only_when_asked(ranks: Pools, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ({"moe_permute_fusion": True}, "gathers alone"),
         ({"moe_router_fusion": True}, "Transformer Engine too"),
         ({"moe_expert_capacity_factor": 1.0}, "never dropped"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "seq_aux_loss"),
@@ -468,11 +467,31 @@ def test_settings_that_would_be_ignored_are_refused(setting: dict[str, Any], sai
         assert "--" + next(iter(setting)).replace("_", "-") in caught.value.what and said in str(caught.value)
 
 
-@pytest.mark.parametrize("flag", ["moe_permute_fusion", "moe_router_fusion"])
-def test_fused_kernels_are_refused_before_anything_starts(flag: str, model: Path) -> None:
-    assert missing({flag: True}, installed=False) is None, "Transformer Engine would be no help"
-    with pytest.raises(UserError, match=flag.replace("_", "-")):
-        check_architecture(trainer_config(hf_checkpoint=str(model), **{flag: True}))
+def test_a_fused_router_is_refused_before_anything_starts(model: Path) -> None:
+    assert missing({"moe_router_fusion": True}, installed=False) is None, "Transformer Engine would be no help"
+    with pytest.raises(UserError, match="moe-router-fusion"):
+        check_architecture(trainer_config(hf_checkpoint=str(model), moe_router_fusion=True))
+
+
+def fusion_job(info: Any, model: Path, fused: bool) -> tuple[bool, list[Tensor], float]:
+    flags = {"hf_checkpoint": str(model), "moe_permute_fusion": fused}
+    backend = MegatronBackend(trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info)
+    backend.setup()
+    scores = backend.log_probs(make_batch())
+    assert scores is not None
+    norm = backend.train(make_batch())["train/grad_norm"]
+    return bool(backend.model_chunks[0].config.moe_permute_fusion), scores, norm
+
+
+def test_fused_permutation_is_accepted_and_changes_no_bit(ranks: Pools, model: Path) -> None:
+    """The kernel belongs to Megatron's dispatchers, which never run: with the flag they would want it at once."""
+    check_architecture(trainer_config(hf_checkpoint=str(model), moe_permute_fusion=True))
+    assert expert_arguments({"moe_permute_fusion": True}) == {"moe_permute_fusion": False}, "of a dense model too"
+    [(kernel, expected, norm)], [(kernel_too, scores, norm_too)] = (
+        ranks.run(1, fusion_job, model, fused) for fused in (False, True)
+    )
+    assert not kernel and not kernel_too
+    assert norm == norm_too and all(torch.equal(a, b) for a, b in zip(expected, scores, strict=True))
 
 
 @pytest.mark.parametrize(

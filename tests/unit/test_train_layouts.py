@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def flags_for(checkpoint: tuple[Path, Any], **layout: Any) -> dict[str, Any]:
     return {**LOSS, **layout, "hf_checkpoint": str(checkpoint[0]), "lr": 0.02, "clip_grad": 0.5}
+
+
+def timeouts_job(info: Any, flags: dict[str, Any]) -> set[datetime.timedelta]:
+    import torch.distributed as dist
+
+    from slime.train.megatron.backend import MegatronBackend
+    from slime.train.megatron.parallel import initialise
+
+    assert MegatronBackend is not None  # its import prepares megatron for this machine
+    initialise(info, trainer_config(**flags, actor_num_gpus_per_node=info.world_size))
+    groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_rank(group) >= 0]
+    assert len(groups) > 10
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+def test_every_group_of_the_trainer_has_the_one_deadline(ranks: Pools) -> None:
+    found = ranks.run(2, timeouts_job, {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.75})
+    assert found == [{datetime.timedelta(seconds=45)}] * 2
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
@@ -166,7 +185,7 @@ def layout_job(info: Any, flags: dict[str, Any]) -> int:
 
     backend = MegatronBackend(trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info)
     backend.setup()
-    assert backend.canary_log_probs([1, 2, 3]) is not None or not backend.has_output
+    assert backend.canary_log_probs([1, 2, 3]) is not None or not backend.ranks.has_output
     return backend.layout.micro_batch_multiple
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime.train.loss import LossHooks, micro_batch_loss
+from slime.train.loss import micro_batch_loss
 from slime.train.records import LossInputs, TokenScores
+from slime.train.user_functions import UserFunctions
 from tests.support.trainer_ranks import trainer_config
 
 NEW, OLD, REF, ENGINE = [-1.0, -0.4, -2.0], [-1.1, -0.9, -1.2], [-1.3, -0.2, -1.9], [-1.0, -1.0, -1.0]
@@ -25,12 +26,12 @@ def loss_and_metrics(**flags: Any) -> tuple[float, dict[str, float]]:
         return torch.tensor(values, dtype=torch.float64)
 
     inputs = LossInputs(
-        samples=[0, 1], lengths=torch.tensor(LENGTHS), masks=tensor(MASKS), weights=tensor(WEIGHTS), sample_weight=0.5,
-        total_lengths=[4, 3], advantages=tensor(ADVANTAGES), old_log_probs=tensor(OLD), ref_log_probs=tensor(REF),
-        rollout_log_probs=tensor(ENGINE),
+        samples=[0, 1], sample_indices=[7, 8], lengths=torch.tensor(LENGTHS), masks=tensor(MASKS),
+        weights=tensor(WEIGHTS), sample_weight=0.5, total_lengths=[4, 3], advantages=tensor(ADVANTAGES),
+        old_log_probs=tensor(OLD), ref_log_probs=tensor(REF), rollout_log_probs=tensor(ENGINE),
     )  # fmt: skip
     scores = TokenScores(tensor(NEW), tensor(ENTROPY))
-    loss, metrics = micro_batch_loss(scores, inputs, config, LossHooks.load(config))
+    loss, metrics = micro_batch_loss(scores, inputs, config, UserFunctions.load(config))
     return loss.item(), {name: value.item() for name, value in metrics.items()}
 
 

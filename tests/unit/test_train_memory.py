@@ -15,7 +15,7 @@ from slime.config import make_config
 from slime.errors import UserError
 from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.host_states import HostStates
+from slime.train.megatron.offload import HostStates
 from slime.train.memory import LargestMicroBatch, OutOfMemory, PhaseMemory, is_out_of_memory, remedies
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.packed import PackingOptions, pack
-from slime.train.megatron.padded import padded_layout
+from slime.train.megatron.packed import PackingOptions, pack, padded_layout
 from slime.train.megatron.rotary import Rotate
 from tests.support.tiny_models import LLAMA_LIKE, save_tiny
 from tests.support.trainer_ranks import make_batch, shard
@@ -121,7 +120,7 @@ def test_rotation_is_differentiated_right(interleaved: bool) -> None:
     assert torch.autograd.gradcheck(lambda x: Rotate.apply(x, angles.cos(), angles.sin(), interleaved), x)
 
 
-@pytest.mark.parametrize("name", ["packed", "padded", "rotary"])
+@pytest.mark.parametrize("name", ["packed", "rotary"])
 def test_worked_examples_of_the_docstrings(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"slime.train.megatron.{name}"))
     assert result.attempted >= 2 and result.failed == 0

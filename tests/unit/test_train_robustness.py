@@ -17,11 +17,11 @@ from slime.errors import UserError
 from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Group, Sample, SampleStatus
-from slime.train.failed_step import write_failed_step
 from slime.train.megatron import device, te_layers
 from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.optimizer import apply_gradients, torch_optimizers
-from slime.train.update import NonFiniteTraining
+from slime.train.megatron.offload import torch_optimizers
+from slime.train.megatron.optimizer import apply_gradients
+from slime.train.non_finite import NonFiniteTraining, write_failed_step
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 from tests.support.trainers import poisoned, trainer
 

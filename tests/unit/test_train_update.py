@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -312,6 +314,7 @@ def too_short(args: Any, rollout_data: Any) -> None:
 
 def my_loss(args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> tuple[Any, dict[str, Any]]:
     flat = torch.cat(batch["current_log_probs"])
+    assert set(batch["sample_indices"]) <= set(make_batch().sample_indices)
     assert logits.shape[0] == flat.numel()
     loss = -sum_of_sample_mean(flat)
     return loss, {"my_metric": loss.detach()}
@@ -327,6 +330,46 @@ def before_log_prob(args: Any, model: Any, store_prefix: str) -> None:
 
 def postprocess(args: Any, rollout_id: int, rollout_data: Any) -> None:
     rollout_data["loss_masks"] = [torch.ones_like(mask) for mask in rollout_data["loss_masks"]]
+
+
+def shift_everything(args: Any, rollout_id: int, rollout_data: Any) -> None:
+    """Assigns each key that may be, in a way that shows in the metrics; some as plain lists."""
+    masks = rollout_data["loss_masks"]
+    for key, value in (("advantages", 3.0), ("returns", 4.0), ("log_probs", -1.0), ("ref_log_probs", -2.0)):
+        rollout_data[key] = [[value] * len(mask) for mask in masks]
+    rollout_data["rollout_log_probs"] = [torch.full_like(mask, -1.5) for mask in masks]
+
+
+def scale_rewards(args: Any, rollout_id: int, rollout_data: Any) -> None:
+    rollout_data["rewards"] = [2 * reward for reward in rollout_data["rewards"]]
+
+
+def own_key(args: Any, rollout_id: int, rollout_data: Any) -> None:
+    rollout_data["temperatures"] = rollout_data["rewards"]
+
+
+def set_advantages(args: Any, rollout_id: int, rollout_data: Any) -> None:
+    my_advantages(args, rollout_data)
+
+
+def set_reference(args: Any, rollout_id: int, rollout_data: Any) -> None:
+    rollout_data["ref_log_probs"] = rollout_data["loss_masks"]
+
+
+def forget_advantages(args: Any, rollout_data: Any) -> None:
+    del rollout_data["loss_masks"]
+
+
+def first_token_only(args: Any, pg_loss: Any, loss_masks: Any, **rest: Any) -> Any:
+    return pg_loss, [(torch.arange(len(mask)) == 0).to(mask) for mask in loss_masks], {}
+
+
+def one_mask_for_all(args: Any, pg_loss: Any, loss_masks: Any, **rest: Any) -> Any:
+    return pg_loss, [torch.cat(loss_masks)], {}
+
+
+def masked_sum(total: Any, responses: Any, masks: Any, per_token: bool) -> Any:
+    return lambda values: (values * torch.cat(masks)).sum()
 
 
 def half_of_it(args: Any, *, pg_loss: Any, train_log_probs: Any, loss_masks: Any, **rest: Any) -> tuple[Any, Any, Any]:
@@ -378,6 +421,88 @@ def test_postprocess_may_change_masks(backend: MegatronBackend) -> None:
     assert any((mask == 0).any() for mask in batch.loss_masks)
     first = backend.train(batch)["train/entropy_loss"]
     assert first > 0
+
+
+@with_flags(
+    rollout_data_postprocess_path=hook_path("shift_everything"), use_kl_loss=True, kl_loss_coef=0.5, use_tis=True
+)
+def test_postprocess_may_assign_every_tensor_of_the_rollout(backend: MegatronBackend) -> None:
+    metrics = backend.train(make_batch())
+    weight = trained_weight(make_batch())
+    for name, value in (("advantages", 3), ("returns", 4), ("ref_log_probs", -2), ("rollout_log_probs", -1.5)):
+        assert metrics[f"rollout/{name}"] == pytest.approx(value * weight), name
+    # the old policy's log-probs are those that it assigned
+    assert metrics["rollout/log_probs"] == pytest.approx(-weight)
+    assert metrics["train/tis"] == pytest.approx(math.exp(0.5) * weight)
+
+
+@pytest.mark.parametrize(
+    ("backend", "key", "why"),
+    [
+        ({"rollout_data_postprocess_path": hook_path("scale_rewards")}, "rewards", "it may assign advantages"),
+        ({"rollout_data_postprocess_path": hook_path("own_key")}, "temperatures", "it may assign advantages"),
+        ({"rollout_data_postprocess_path": hook_path("set_reference")}, "ref_log_probs", "no flag asks for"),
+        (
+            {"rollout_data_postprocess_path": hook_path("set_advantages"), "loss_type": "sft_loss"},
+            "advantages",
+            "sft_loss takes none",
+        ),
+        ({"custom_advantage_function_path": hook_path("forget_advantages")}, "loss_masks", "lengths None"),
+    ],
+    indirect=["backend"],
+    ids=lambda value: next(iter(value.values())).rpartition(".")[2] if isinstance(value, dict) else "",
+)
+def test_what_would_be_dropped_is_refused_by_name(backend: MegatronBackend, key: str, why: str) -> None:
+    with pytest.raises(UserError, match=why) as caught:
+        backend.train(make_batch())
+    assert f"assigned rollout_data[{key!r}]" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        {"custom_advantage_function_path": hook_path("my_advantages")},
+        {"rollout_data_postprocess_path": hook_path("set_advantages")},
+    ],
+    indirect=True,
+    ids=["advantage function", "postprocess"],
+)
+def test_without_the_estimator_the_users_advantages_are_trained_on(backend: MegatronBackend) -> None:
+    flags = dataclasses.replace(backend.config.algorithm, disable_compute_advantages_and_returns=True)
+    backend.config = dataclasses.replace(backend.config, algorithm=flags)
+    metrics = backend.train(make_batch())
+    weight = trained_weight(make_batch())
+    assert metrics["rollout/advantages"] == pytest.approx(2.0 * weight)
+    assert metrics["train/pg_loss"] == pytest.approx(-2.0 * weight)
+
+
+@with_flags(lr=0.01)
+def test_a_policy_loss_without_advantages_is_refused_before_the_first_step(backend: MegatronBackend) -> None:
+    flags = dataclasses.replace(backend.config.algorithm, disable_compute_advantages_and_returns=True)
+    backend.config = dataclasses.replace(backend.config, algorithm=flags)
+    before = weights(backend)
+    with pytest.raises(UserError, match="nothing sets any") as caught:
+        backend.train(make_batch())
+    assert "--disable-compute-advantages-and-returns" in caught.value.why
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(backend)))
+
+
+@with_flags(
+    use_tis=True,
+    custom_tis_function_path=hook_path("first_token_only"),
+    custom_pg_loss_reducer_function_path=hook_path("masked_sum"),
+)
+def test_a_reducer_gets_the_masks_that_the_correction_returned(backend: MegatronBackend) -> None:
+    batch = make_batch()
+    metrics = backend.train(batch)
+    # at ratio 1 a token's loss is -advantage: one token of each sample is left
+    assert metrics["train/pg_loss"] == pytest.approx(-sum(batch.rewards) / batch.steps[0].global_batch_size, abs=1e-5)
+
+
+@with_flags(use_tis=True, custom_tis_function_path=hook_path("one_mask_for_all"))
+def test_a_correction_of_other_shapes_is_refused(backend: MegatronBackend) -> None:
+    with pytest.raises(UserError, match="--custom-tis-function-path returned other shapes"):
+        backend.train(make_batch())
 
 
 def test_custom_correction_scales_the_loss() -> None:

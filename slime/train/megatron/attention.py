@@ -27,8 +27,7 @@ from slime.log import get_logger
 from slime.memory.limits import FLASH4_MAJORS, FLASH4_WIDEST
 from slime.train.megatron import device
 from slime.train.megatron.layers import RMSNorm
-from slime.train.megatron.packed import PackedSequences
-from slime.train.megatron.padded import Block, PaddedLayout
+from slime.train.megatron.packed import Block, PackedSequences, PaddedLayout
 from slime.train.megatron.rotary import Rotate
 
 # below this length a bfloat16 CPU is faster with explicit products than with torch's blocked kernel (2.4x to 6x on

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from slime.config import Config
@@ -18,7 +17,7 @@ from slime.errors import UserError
 from slime.hook_loading import load_function
 from slime.log import get_logger
 from slime.samples.batch import StepPlan, TrainBatch, TrainLayout
-from slime.train.loss import LossHooks, micro_batch_loss
+from slime.train.loss import LOSS_TYPES, micro_batch_loss
 from slime.train.megatron import device
 
 device.install()  # before anything imports megatron
@@ -36,21 +35,18 @@ from slime.checkpoints.trainer_state import TrainerState  # noqa: E402
 from slime.models import family_of  # noqa: E402
 from slime.models.layout_rules import check_layout, virtual_stages  # noqa: E402
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402
-from slime.train.canary import canary_batch  # noqa: E402
-from slime.train.dumps import Shard  # noqa: E402
-from slime.train.megatron import forward, optimizer, parallel, recompute, te_layers  # noqa: E402
-from slime.train.megatron.host_states import host_states_of  # noqa: E402
+from slime.train.megatron import forward, optimizer, parallel, te_layers  # noqa: E402
 from slime.train.megatron.model import build_model_chunks  # noqa: E402
 from slime.train.megatron.moe_layer import uses_balance_losses  # noqa: E402
-from slime.train.megatron.offload import Offloader  # noqa: E402
+from slime.train.megatron.offload import Offloader, WeightsCopy, host_states_of, torch_optimizers  # noqa: E402
 from slime.train.megatron.packed import PackedMicroBatch, PackingOptions  # noqa: E402
 from slime.train.megatron.parallel import RankInfo  # noqa: E402
-from slime.train.megatron.reference import WeightsCopy  # noqa: E402
 from slime.train.megatron.replay import RoutingGuide, guide_for  # noqa: E402
 from slime.train.memory import PhaseMemory  # noqa: E402
 from slime.train.non_finite import FailedStep  # noqa: E402
 from slime.train.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores  # noqa: E402
 from slime.train.update import update  # noqa: E402
+from slime.train.user_functions import UserFunctions  # noqa: E402
 
 logger = get_logger(__name__)
 
@@ -81,7 +77,6 @@ class MegatronBackend:
         self.writer = CheckpointWriter(in_background=config.checkpoint.async_save)
         self.step_metrics: list[dict[str, float]] = []
         self.failed_step: FailedStep | None = None
-        self.has_output = True
         self.offloader: Offloader | None = None
         self.routing: RoutingGuide | None = None
         self.extra_state: dict[str, Any] = {}
@@ -106,31 +101,31 @@ class MegatronBackend:
         te_layers.check(config)
         if config.megatron.transformer.get("deterministic_mode"):
             device.set_deterministic()  # before any communicator or matrix product exists
-        self.hooks = LossHooks.load(config)
+        self.functions = UserFunctions.load(config)
         self.hf_config = None if spec is not None else self._read_hf_config()
         self.spec = spec or self._padded_spec()
         check_layout(self.spec, config)
-        self.device = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
-        self.has_output = parallel.is_last_stage()
+        self.ranks = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
         if config.train.custom_megatron_init_path:
-            load_function(config.train.custom_megatron_init_path)(self.hooks.args)
-        with PhaseMemory(config, self.device).phase("setup"):
+            load_function(config.train.custom_megatron_init_path)(self.functions.args)
+        with PhaseMemory(config, self.ranks.device).phase("setup"):
             self._set_up_model(initialise)
         return self.next_rollout_id
 
     def _set_up_model(self, initialise: bool) -> None:
         config = self.config
         chunks = build_model_chunks(self.spec, config, initialise=initialise)
-        recompute.prepare(chunks)
         optimizer.freeze(chunks, config)
         self.model_chunks = optimizer.wrap_data_parallel(chunks, config)
+        for chunk, wrapper in zip(chunks, self.model_chunks, strict=True):
+            chunk.attach(wrapper)
         self.routing = guide_for(chunks, self.spec, config)
         if initialise:
             self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, config)
             self.reference = WeightsCopy(self.model_chunks) if config.algorithm.needs_reference else None
         self.next_rollout_id = 0 if initialise else self._load()
         if self.reference is not None:
-            self.reference_is_policy = not self.any_rank(not self.reference.equals(self.model_chunks))
+            self.reference_is_policy = not self.ranks.any_of_all(not self.reference.equals(self.model_chunks))
 
     def _read_hf_config(self) -> dict[str, Any]:
         path = self.config.checkpoint.hf_checkpoint
@@ -158,7 +153,7 @@ class MegatronBackend:
         self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, self.config)
         if plan.kind == "megatron":
             self.extra_state = load_checkpoint(plan, self._checkpoint_state(), seed=self.config.train.seed).extra_state
-            for inner in optimizer.torch_optimizers(self.optimizer):
+            for inner in torch_optimizers(self.optimizer):
                 states = host_states_of(inner)
                 if states is not None:
                     states.rehost()
@@ -172,16 +167,34 @@ class MegatronBackend:
         else:
             load_checkpoint(plan, TrainerState(self.model_chunks))
 
-    def _checkpoint_state(self) -> TrainerState:
-        updated = self.reference is not None and self.reference_iteration is not None
-        return TrainerState(
-            self.model_chunks,
-            self.optimizer,
-            self.scheduler,
-            reference=self.reference.tensors if self.reference is not None and updated else None,
-            reference_iteration=self.reference_iteration,
-            moments_on_host=self.config.megatron.offload_optimizer_states and device.has_gpu(),
-        )
+    def settle(self) -> None:
+        """What is here after `setup` stays: take it out of the garbage collector's sight, which would halt a step for
+        0.3 s now and then to look through a million objects. For processes that live as long as their trainer."""
+        gc.collect()
+        gc.freeze()
+
+    # -- what a run does ---------------------------------------------------------------------------------------------
+
+    def set_run_length(self, num_rollout: int) -> None:
+        """Tell the learning-rate schedule how long the run is, where only counting the prompts could tell."""
+        optimizer.set_run_length(self.scheduler, self.config, num_rollout)
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """All optimizer steps of one rollout; see `slime.train.update.update`. Collective."""
+        self.writer.raise_failure()
+        for chunk in self.model_chunks:
+            chunk.train()
+        if self.config.checkpoint.reset_optimizer_states:
+            optimizer.reset_moments(self.optimizer)
+        metrics, self.step_metrics = update(self, batch)
+        optimizer.gather_parameters(self.model_chunks)
+        if self.routing is not None:
+            self.routing.forget()
+        interval = self.config.checkpoint.ref_update_interval
+        if self.reference is not None and interval and (batch.rollout_id + 1) % interval == 0:
+            self.reference.take(self.model_chunks)
+            self.reference_iteration = batch.rollout_id
+        return metrics
 
     def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> Path | None:
         """After training rollout ``rollout_id``: a checkpoint with ``--save``, Hugging Face form with ``--save-hf``.
@@ -216,36 +229,16 @@ class MegatronBackend:
         """Wait for what ``--async-save`` still writes; raises what went wrong there."""
         self.writer.wait()
 
-    # -- what others ask -----------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> TrainLayout:
-        return parallel.train_layout(self.config)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        return parallel_state.get_data_parallel_rank()
-
-    @property
-    def is_reporting_rank(self) -> bool:
-        return parallel.is_reporting_rank()
-
-    def train(self, batch: TrainBatch) -> dict[str, float]:
-        """All optimizer steps of one rollout; see `slime.train.update.update`. Collective."""
-        self.writer.raise_failure()
-        for chunk in self.model_chunks:
-            chunk.train()
-        if self.config.checkpoint.reset_optimizer_states:
-            optimizer.reset_moments(self.optimizer)
-        metrics, self.step_metrics = update(self, batch)
-        optimizer.gather_parameters(self.model_chunks)
-        if self.routing is not None:
-            self.routing.forget()
-        interval = self.config.checkpoint.ref_update_interval
-        if self.reference is not None and interval and (batch.rollout_id + 1) % interval == 0:
-            self.reference.take(self.model_chunks)
-            self.reference_iteration = batch.rollout_id
-        return metrics
+    def _checkpoint_state(self) -> TrainerState:
+        updated = self.reference is not None and self.reference_iteration is not None
+        return TrainerState(
+            self.model_chunks,
+            self.optimizer,
+            self.scheduler,
+            reference=self.reference.tensors if self.reference is not None and updated else None,
+            reference_iteration=self.reference_iteration,
+            moments_on_host=self.config.megatron.offload_optimizer_states and device.has_gpu(),
+        )
 
     def sleep(self, *, keep_weights: bool = False) -> dict[str, float]:
         """Give the GPU's memory to others until `wake`; without a GPU there is none to give. Can be called twice,
@@ -271,16 +264,6 @@ class MegatronBackend:
             self.offloader = Offloader(self.model_chunks, self.optimizer)
         return self.offloader
 
-    def settle(self) -> None:
-        """What is here after `setup` stays: take it out of the garbage collector's sight, which would halt a step for
-        0.3 s now and then to look through a million objects. For processes that live as long as their trainer."""
-        gc.collect()
-        gc.freeze()
-
-    def set_run_length(self, num_rollout: int) -> None:
-        """Tell the learning-rate schedule how long the run is, where only counting the prompts could tell."""
-        optimizer.set_run_length(self.scheduler, self.config, num_rollout)
-
     def close(self) -> None:
         """Leave the process groups, once no checkpoint is being written any more."""
         try:
@@ -288,7 +271,25 @@ class MegatronBackend:
         finally:
             parallel.shut_down()
 
-    # -- verbs -----------------------------------------------------------------------------------------------------
+    # -- what others ask -----------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> TrainLayout:
+        return parallel.train_layout(self.config)
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.ranks.replica
+
+    @property
+    def is_reporting_rank(self) -> bool:
+        return self.ranks.is_reporting
+
+    # -- the verbs of an update (`slime.train.update.Trainer`) -------------------------------------------------------
 
     def log_probs(self, batch: TrainBatch, *, reference: bool = False, store_prefix: str = "") -> list[Tensor] | None:
         """Log-probs of the response tokens, [R_i] per sample; None on ranks without output layer. Collective.
@@ -297,16 +298,16 @@ class MegatronBackend:
         """
         hook = self.config.train.custom_megatron_before_log_prob_hook_path
         if hook:
-            load_function(hook)(self.hooks.args, self.model_chunks, store_prefix)
+            load_function(hook)(self.functions.args, self.model_chunks, store_prefix)
         packed = self._pack(batch, [samples for step in batch.steps for samples in step.micro_batches])
         if self.routing is not None:
             self.routing.prepare(batch, packed, "reference" if reference else "score")
         weights = self.reference if reference else None
         with weights.swapped_in(self.model_chunks) if weights else nullcontext():
             scores = forward.score(self._modules(), packed, **self._score_options(False))
-        if not self.has_output:
+        if not self.ranks.has_output:
             return None
-        by_sample: list[Tensor] = [torch.zeros(r, device=self.device) for r in batch.response_lengths]
+        by_sample: list[Tensor] = [torch.zeros(r, device=self.ranks.device) for r in batch.response_lengths]
         for micro_batch, score in zip(packed, scores):
             for i, values in zip(micro_batch.samples, micro_batch.split(score.log_probs)):
                 by_sample[i] = values
@@ -315,12 +316,12 @@ class MegatronBackend:
     def canary_log_probs(self, tokens: list[int]) -> list[float] | None:
         """Log-probs of ``tokens[1:]`` at temperature 1, by the weights and kernels of training; None on ranks without
         output layer. Collective: every data-parallel rank computes the same."""
-        batch = canary_batch(tokens, self.layout.micro_batch_multiple)
+        batch = forward.canary_batch(tokens, self.layout.micro_batch_multiple)
         packed = self._pack(batch, batch.steps[0].micro_batches)
         if self.routing is not None:
             self.routing.prepare(batch, packed, "reference")  # experts are neither recorded nor replayed
         scores = forward.score(self._modules(), packed, **{**self._score_options(False), "temperature": 1.0})
-        return scores[0].log_probs.tolist() if self.has_output else None
+        return scores[0].log_probs.tolist() if self.ranks.has_output else None
 
     def forward_backward(
         self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
@@ -334,11 +335,11 @@ class MegatronBackend:
         hook = self.config.train.custom_megatron_before_train_step_hook_path
         if hook:
             load_function(hook)(
-                self.hooks.args, batch.rollout_id, step_id, self.model_chunks, self.optimizer, self.scheduler
+                self.functions.args, batch.rollout_id, step_id, self.model_chunks, self.optimizer, self.scheduler
             )
 
         def loss_of(scores: TokenScores, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            return micro_batch_loss(scores, inputs_of(micro_batch.samples), self.config, self.hooks)
+            return micro_batch_loss(scores, inputs_of(micro_batch.samples), self.config, self.functions)
 
         return forward.forward_backward(
             self._modules(),
@@ -361,38 +362,8 @@ class MegatronBackend:
             self.routing.take_back_biases()
         return dataclasses.replace(outcome, metrics=balance)
 
-    @property
-    def speaks_for_shard(self) -> bool:
-        return parallel.speaks_for_shard()
-
     def nonfinite_gradients(self) -> list[tuple[str, int, int]]:
         return optimizer.nonfinite_gradients(self.model_chunks)
-
-    def gather_shards(self, shard: Shard | None) -> list[Shard] | None:
-        """All ranks' shards on rank 0, which writes files. Collective."""
-        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(shard, gathered, dst=0)
-        return None if gathered is None else [found for found in gathered if found is not None]
-
-    def max_over_ranks(self, values: Tensor) -> Tensor:
-        return parallel.max_over_ranks(values)
-
-    def sum_over_data_parallel(self, values: Tensor) -> Tensor:
-        return parallel.sum_over_data_parallel(values)
-
-    def max_over_data_parallel(self, values: Tensor) -> Tensor:
-        return parallel.max_over_data_parallel(values)
-
-    def any_rank(self, flag: bool) -> bool:
-        return parallel.any_rank(flag, self.device)
-
-    def gather(self, values: list[Any]) -> list[Any]:
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, values)
-        return sorted({value for part in gathered for value in part})
-
-    def synchronize(self) -> None:
-        device.synchronize()
 
     def learning_rates(self) -> list[float]:
         return optimizer.learning_rates(self.optimizer)
@@ -410,8 +381,8 @@ class MegatronBackend:
             multiple = megatron.tensor_model_parallel_size * self.config.train.data_pad_size_multiplier
         context = parallel.context_group()
         multiple *= context.size
-        dense = self.device.type == "cpu" or megatron.fp32  # flash attention knows no float32
-        options = PackingOptions(self.device, multiple, dense=dense, pair_cost=self._pair_cost(), context=context)
+        dense = self.ranks.device.type == "cpu" or megatron.fp32  # flash attention knows no float32
+        options = PackingOptions(self.ranks.device, multiple, dense=dense, pair_cost=self._pair_cost(), context=context)
         same_length = virtual_stages(self.spec, self.config) is not None
         if same_length and len(batch.steps) > 1:  # one length in all passes, also in those of one step
             everything = [samples for step in batch.steps for samples in step.micro_batches]
@@ -428,10 +399,10 @@ class MegatronBackend:
         return 0.65 / self.spec.transformer["hidden_size"]
 
     def _score_options(self, training: bool) -> dict[str, Any]:
-        flags = self.config.algorithm
+        loss = LOSS_TYPES[self.config.algorithm.loss_type]
         return {
-            "temperature": self.config.rollout.rollout_temperature if flags.loss_type != "sft_loss" else 1.0,
-            "with_entropy": training and flags.loss_type == "policy_loss",
-            "with_logits": training and flags.loss_type == "custom_loss",
+            "temperature": self.config.rollout.rollout_temperature if loss.at_sampling_temperature else 1.0,
+            "with_entropy": training and loss.takes_entropy,
+            "with_logits": training and loss.takes_logits,
             "chunk_size": self.config.train.log_probs_chunk_size,
         }

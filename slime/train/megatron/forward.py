@@ -11,7 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from slime.samples.batch import TrainBatch
+from slime.samples.batch import StepPlan, TrainBatch
 from slime.train.megatron.packed import PackedMicroBatch, PackingOptions, pack
 from slime.train.records import MicroBatchResult, TokenScores
 
@@ -99,4 +99,29 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
+    )
+
+
+def canary_batch(tokens: Sequence[int], num_micro_batches: int) -> TrainBatch:
+    """The canary (`slime.weights.canary`) as a batch for a forward pass: ``tokens``, of which all but the first are
+    scored, in the first micro-batch, padding in the others.
+
+    Args:
+        num_micro_batches: what the layout divides a step into (`TrainLayout.micro_batch_multiple`).
+    """
+    scored = len(tokens) - 1
+    micro_batches: list[list[int]] = [[0], *([] for _ in range(num_micro_batches - 1))]
+    return TrainBatch(
+        rollout_id=0,
+        tokens=[torch.tensor(tokens, dtype=torch.long)],
+        response_lengths=[scored],
+        loss_masks=[torch.ones(scored)],
+        rewards=[0.0],
+        raw_rewards=[0.0],
+        sample_indices=[0],
+        group_indices=[0],
+        execution_ids=[0],
+        rollout_mask_sums=[float(scored)],
+        truncated=[False],
+        steps=[StepPlan(micro_batches, global_batch_size=1, num_loss_tokens=scored)],
     )

@@ -9,12 +9,15 @@ Parameters carry Megatron's names and sharding, so converters and checkpoints ne
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
@@ -28,15 +31,15 @@ from torch import Tensor
 from slime.algorithms.logprobs import VocabShard, linear_log_probs
 from slime.config import Config
 from slime.config.architecture import merge_transformer
+from slime.errors import UserError
 from slime.models.layout_rules import virtual_stages
 from slime.models.spec import ModelSpec
 from slime.train.megatron import te_layers
 from slime.train.megatron.attention import PackedAttention, PackedSelfAttention
-from slime.train.megatron.layers import Embedding, RMSNorm, SwiGLUActivation, leave_as_it_is
+from slime.train.megatron.layers import Embedding, RMSNorm, SwiGLUActivation, add_post_norms, leave_as_it_is
 from slime.train.megatron.mla import LatentNorm, PackedMLASelfAttention
 from slime.train.megatron.moe_layer import connect, expert_arguments, expert_layer_spec
 from slime.train.megatron.packed import PackedMicroBatch
-from slime.train.megatron.post_norm import add_post_norms
 from slime.train.megatron.provider import provided
 from slime.train.megatron.rotary import RotaryAngles, inverse_frequencies
 from slime.train.records import TokenScores
@@ -137,17 +140,37 @@ class PolicyModel(GPTModel):
         start = per_rank * group.rank()
         return VocabShard(start, max(0, min(per_rank, self.spec.vocab_size - start)), group)
 
-    def accumulates_into_main_grad(self, direct: bool) -> None:
-        """May the vocabulary's gradients be added to the DDP buffer right away? Not if a hook waits for them."""
-        self._direct = direct
+    def attach(self, wrapper: DistributedDataParallel) -> None:
+        """Fit the chunk to the data parallelism around it.
+
+        The vocabulary's gradients are added to its buffer right away, unless a hook waits for them. And with
+        ``--overlap-param-gather``, which waits for a module's parameters when it is called, those that are used
+        without a call are waited for: the output layer's weight goes straight into the log-probs, and the norms of
+        queries and keys are a part of one kernel.
+        """
+        self._direct = not wrapper.ddp_config.overlap_grad_reduce
         if self.pre_process:
-            self.embedding.word_embeddings.direct_grad = direct
+            self.embedding.word_embeddings.direct_grad = self._direct
+        if not wrapper.use_forward_hook:
+            return
+        wait = wrapper._make_forward_pre_hook()
+        if self.post_process:
+            self.decoder.final_layernorm.register_forward_pre_hook(lambda norm, _: wait(self.output_layer))
+        for module in self.modules():
+            if isinstance(module, PackedSelfAttention):
+                module.register_forward_pre_hook(lambda attention, _: _wait_for_norms(attention, wait))
 
     def _direct_grad(self) -> Tensor | None:
         weight = self.output_weight()
         if not self._direct or not torch.is_grad_enabled() or not weight.requires_grad:
             return None
         return weight.main_grad  # type: ignore[attr-defined]
+
+
+def _wait_for_norms(attention: PackedSelfAttention, wait: Callable[[torch.nn.Module], Any]) -> None:
+    for norm in (attention.q_layernorm, attention.k_layernorm):
+        if isinstance(norm, RMSNorm):
+            wait(norm)
 
 
 def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = False) -> list[PolicyModel]:
@@ -180,8 +203,46 @@ def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = Fa
         connect(chunk)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        _prepare_recompute(chunk)
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
+
+
+def _prepare_recompute(chunk: PolicyModel) -> None:
+    """What activation recompute (``--recompute-activations`` and its kin) needs beside Megatron's own code.
+
+    Megatron recomputes whole layers, or single modules (``--recompute-modules``), in the backward pass. Three gaps:
+
+    - its checkpoint of a norm's output asks Transformer Engine whether FP8 is on, also where that is not installed;
+    - a checkpointed function none of whose inputs needs a gradient gives its own parameters none either: with a frozen
+      embedding the layers behind it would silently not be trained; likewise a pipeline stage that is frozen as a whole
+      would have nothing to send back;
+    - a number of layers per block that does not divide a stage's layers ends in an IndexError.
+
+    Raises:
+        UserError: ``--recompute-num-layers`` does not divide the layers of a stage.
+    """
+    config = chunk.config
+    if not megatron_random.HAVE_TE:
+        # its default, False, means "not FP8" but is compared with None
+        megatron_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+    if config.recompute_granularity == "full" and config.recompute_method == "uniform":
+        per_block, layers = config.recompute_num_layers or 1, len(chunk.decoder.layers)
+        if layers % per_block:
+            raise UserError(
+                f"--recompute-num-layers {per_block} does not fit this model",
+                why=f"a pipeline stage has {layers} layers, which cannot be divided into blocks of {per_block}",
+                fix=f"use a divisor of {layers}; 1 keeps one activation per layer",
+            )
+    recomputes_or_sends_back = config.recompute_granularity is not None or config.pipeline_model_parallel_size > 1
+    if recomputes_or_sends_back and chunk.pre_process:
+        chunk.embedding.register_forward_hook(_let_gradients_pass)
+
+
+def _let_gradients_pass(module: torch.nn.Module, inputs: Any, embedded: Tensor) -> None:
+    """A frozen embedding's output takes part in the backward pass all the same."""
+    if torch.is_grad_enabled() and module.training and not embedded.requires_grad:
+        embedded.requires_grad_()
 
 
 def block_spec(

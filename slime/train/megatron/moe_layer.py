@@ -124,17 +124,22 @@ def _hand_over_routing(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def expert_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """``TransformerConfig`` arguments of a model with experts, with our defaults; {} changes for a dense model.
+    """``TransformerConfig`` arguments about experts, with our defaults.
 
-    ``moe_grouped_gemm`` is always on: products are grouped with or without the flag.
+    ``moe_grouped_gemm`` is always on: products are grouped with or without the flag. ``moe_permute_fusion`` is always
+    off: the kernel belongs to Megatron's dispatchers; `slime.train.megatron.moe_dispatch` gives the same result.
 
     Raises:
         UserError: a setting that would be ignored, or a balance loss that there is not.
     """
     check_experts(arguments)
+    unfused = {"moe_permute_fusion": False}
     if not arguments.get("num_moe_experts"):
-        return {}
-    return {"moe_grouped_gemm": True, "moe_router_dtype": arguments.get("moe_router_dtype") or "fp32"}
+        return unfused
+    return unfused | {
+        "moe_grouped_gemm": True,
+        "moe_router_dtype": arguments.get("moe_router_dtype") or "fp32",
+    }
 
 
 def uses_balance_losses(config: TransformerConfig) -> bool:

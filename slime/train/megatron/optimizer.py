@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import (
-    ChainedOptimizer,
     MegatronOptimizer,
     OptimizerConfig,
     distrib_optimizer,
@@ -29,10 +29,7 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.train.megatron import device
-from slime.train.megatron.attention import PackedSelfAttention
-from slime.train.megatron.host_states import HostStates
-from slime.train.megatron.layers import RMSNorm
-from slime.train.megatron.model import PolicyModel, parameter_dtype
+from slime.train.megatron.offload import HostStates, megatron_optimizers, torch_optimizers
 from slime.train.records import StepOutcome
 
 logger = get_logger(__name__)
@@ -41,7 +38,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _ENDLESS = 1 << 40  # rollouts of a run whose length is not known yet
 
 
-def freeze(chunks: Sequence[PolicyModel], config: Config) -> None:
+def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
     """Switch off gradients by the regular expressions of the flags.
 
     The expressions are searched in Megatron's names with the layers' global numbers, so that they mean the same at
@@ -144,7 +141,7 @@ class DataParallel(DistributedDataParallel):
             super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
 
 
-def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[DataParallel]:
+def wrap_data_parallel(chunks: Sequence[GPTModel], config: Config) -> list[DataParallel]:
     """Gradient buffers (float32 unless told otherwise) and their reduction over the replicas."""
     megatron = config.megatron
     options = {
@@ -165,9 +162,6 @@ def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[Da
                 disable_bucketing=i > 0,
             )
         )
-        chunk.accumulates_into_main_grad(not megatron.overlap_grad_reduce)
-        if wrapped[-1].use_forward_hook:
-            _wait_for_direct_uses(wrapped[-1], chunk)
     transformer = chunks[0].config
     transformer.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [w.no_sync for w in wrapped]
     transformer.finalize_model_grads_func = finalize_model_grads
@@ -175,23 +169,6 @@ def wrap_data_parallel(chunks: Sequence[PolicyModel], config: Config) -> list[Da
         starts = [w.start_grad_sync for w in wrapped]
         transformer.grad_sync_func = starts[0] if len(starts) == 1 else starts
     return wrapped
-
-
-def _wait_for_direct_uses(wrapper: DataParallel, chunk: PolicyModel) -> None:
-    """``--overlap-param-gather`` waits for a module's parameters when it is called. The output layer never is: its
-    weight goes straight into the log-probs; nor are the norms of queries and keys, where one kernel does all."""
-    wait = wrapper._make_forward_pre_hook()
-    if chunk.post_process:
-        chunk.decoder.final_layernorm.register_forward_pre_hook(lambda norm, _: wait(chunk.output_layer))
-    for module in chunk.modules():
-        if isinstance(module, PackedSelfAttention):
-            module.register_forward_pre_hook(lambda attention, _: _wait_for_norms(attention, wait))
-
-
-def _wait_for_norms(attention: PackedSelfAttention, wait: Callable[[nn.Module], Any]) -> None:
-    for norm in (attention.q_layernorm, attention.k_layernorm):
-        if isinstance(norm, RMSNorm):
-            wait(norm)
 
 
 def gather_parameters(chunks: Sequence[DataParallel]) -> None:
@@ -209,8 +186,7 @@ def is_distributed(config: Config) -> bool:
 
 def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Adam or SGD with float32 master weights, and the schedule, which counts in samples as Megatron's does."""
-    megatron = config.megatron
-    dtype = parameter_dtype(config)
+    megatron, dtype = config.megatron, chunks[0].module.config.params_dtype
     optimizer_config = OptimizerConfig(
         **{
             "optimizer": megatron.optimizer_name,
@@ -337,16 +313,6 @@ def _schedule_lengths(config: Config, num_rollout: int | None) -> tuple[int, int
             fix="lower --lr-warmup-iters, or raise --lr-decay-iters",
         )
     return warmup, max(decay, warmup + 1), total
-
-
-def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside Megatron's."""
-    return [part.optimizer for part in megatron_optimizers(optimizer) if part.optimizer is not None]
-
-
-def megatron_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Megatron keeps one optimizer for dense and one for expert parameters, chained."""
-    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def reset_moments(optimizer: MegatronOptimizer) -> None:

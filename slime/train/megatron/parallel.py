@@ -6,11 +6,8 @@ import datetime
 import os
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from slime.checkpoints.random_state import seed_generators
 from slime.config import Config
@@ -19,6 +16,7 @@ from slime.errors import UserError
 from slime.samples.batch import TrainLayout
 from slime.train.megatron import device
 from slime.train.megatron.context import ContextGroup
+from slime.train.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -38,11 +36,15 @@ class RankInfo:
     master_port: int
 
 
-def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None = None) -> torch.device:
+def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None = None) -> Ranks:
     """Join the process group, make Megatron's groups by the layout in ``config``, seed the generators.
+
+    A collective of any of these groups fails after ``--distributed-timeout-minutes``.
 
     Args:
         virtual_stages: model chunks per pipeline rank, None without interleaving.
+    Returns:
+        This rank's place, and what the ranks work out together.
     Raises:
         UserError: the world size is not a multiple of tensor × pipeline × context parallel sizes.
     """
@@ -59,7 +61,7 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         )
     if rank_info.master_addr.startswith("127."):  # beside NCCL's groups Megatron makes some of gloo
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo looks the host name up, which need not resolve
-    timeout = datetime.timedelta(minutes=float(config.cluster.distributed_timeout_minutes))
+    timeout = datetime.timedelta(minutes=config.cluster.distributed_timeout_minutes)
     dist.init_process_group(
         device.communication_backend(),
         store=_store(rank_info, timeout),
@@ -76,10 +78,21 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
         distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,
     )
-    # the one group that megatron-core leaves torch's half hour
-    _set_pg_timeout(timeout, parallel_state.get_expert_data_parallel_group_gloo())
+    for group in parallel_state._global_process_group_list or ():
+        if group is not None and dist.get_backend(group) == "gloo":  # one of which it makes with torch's default
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
     seed_generators(config.train.seed)
-    return chosen
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    is_first_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
+    return Ranks(
+        device=chosen,
+        replicas=parallel_state.get_data_parallel_group(),
+        has_output=is_last,
+        speaks_for_shard=is_last and is_first_tensor and parallel_state.get_context_parallel_rank() == 0,
+        is_reporting=is_last
+        and is_first_tensor
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+    )
 
 
 def _store(info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
@@ -111,66 +124,7 @@ def train_layout(config: Config) -> TrainLayout:
     )
 
 
-def is_last_stage() -> bool:
-    """Does this rank hold the output layer, and so the log-probs and the loss?"""
-    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-
-
-def is_reporting_rank() -> bool:
-    """The one rank whose metrics are logged: first data-parallel replica, last stage."""
-    return (
-        is_last_stage()
-        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        and parallel_state.get_tensor_model_parallel_rank() == 0
-    )
-
-
 def context_group() -> ContextGroup:
     """The ranks that share a micro-batch with this one."""
     group = parallel_state.get_context_parallel_group()
     return ContextGroup(group.rank(), group.size(), group)
-
-
-# The ranks of a context-parallel group see the same samples and compute the same loss: sums leave them out.
-
-
-def sum_over_data_parallel(values: Tensor) -> Tensor:
-    """In-place sum over the replicas of the model; every rank calls it equally often."""
-    group = parallel_state.get_data_parallel_group()
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(values, group=group)
-    return values
-
-
-def max_over_data_parallel(values: Tensor) -> Tensor:
-    """In-place maximum over the replicas of the model; every rank calls it equally often."""
-    group = parallel_state.get_data_parallel_group()
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-    return values
-
-
-def max_over_ranks(values: Tensor) -> Tensor:
-    """In-place maximum over the world; collective."""
-    if dist.get_world_size() > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values
-
-
-def speaks_for_shard() -> bool:
-    """Several ranks may hold one data-parallel shard (tensor and context parallel peers, pipeline stages): this one's
-    numbers are taken where they go into a file."""
-    return (
-        is_last_stage()
-        and parallel_state.get_context_parallel_rank() == 0
-        and parallel_state.get_tensor_model_parallel_rank() == 0
-    )
-
-
-def any_rank(flag: bool, where: torch.device) -> bool:
-    """Is the flag set on any rank of the world? Collective."""
-    if dist.get_world_size() == 1:
-        return flag
-    value = torch.tensor([float(flag)], device=where)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return bool(value.item() > 0)

@@ -1,0 +1,72 @@
+"""This rank's place among the trainer's, and what they work out together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Every method is collective: each rank calls it equally often.
+
+    Attributes:
+        device: this rank's.
+        replicas: the ranks that hold the same part of the model and train on other samples. The ranks of a
+            context-parallel group see the same samples and compute the same loss, so they are not among them.
+        has_output: this rank holds the output layer: it sees log-probs and computes the loss.
+        speaks_for_shard: several ranks may train on the same samples (tensor and context parallel peers, pipeline
+            stages); this is the one whose numbers are written to files.
+        is_reporting: the one rank whose metrics are logged.
+    """
+
+    device: torch.device
+    replicas: dist.ProcessGroup
+    has_output: bool
+    speaks_for_shard: bool
+    is_reporting: bool
+
+    @property
+    def replica(self) -> int:
+        """The data-parallel rank."""
+        return dist.get_rank(self.replicas)
+
+    def sum_over_replicas(self, values: Tensor) -> Tensor:
+        """In-place sum."""
+        if dist.get_world_size(self.replicas) > 1:
+            dist.all_reduce(values, group=self.replicas)
+        return values
+
+    def max_over_replicas(self, values: Tensor) -> Tensor:
+        """In-place maximum."""
+        if dist.get_world_size(self.replicas) > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.replicas)
+        return values
+
+    def max_over_all(self, values: Tensor) -> Tensor:
+        """In-place maximum over the world."""
+        if dist.get_world_size() > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
+    def any_of_all(self, flag: bool) -> bool:
+        """Is the flag set on any rank of the world?"""
+        return bool(self.max_over_all(torch.tensor([float(flag)], device=self.device)).item() > 0)
+
+    def union(self, values: list[Any]) -> list[Any]:
+        """All ranks' values, joined, sorted, without duplicates."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, values)
+        return sorted({value for part in gathered for value in part})
+
+    def on_first(self, value: T | None) -> list[T] | None:
+        """What all ranks have, in their order, on rank 0, which writes files; None on others."""
+        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(value, gathered, dst=0)
+        return None if gathered is None else [found for found in gathered if found is not None]
