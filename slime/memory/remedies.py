@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from slime.errors import UserError
 from slime.memory.activations import Recompute
-from slime.memory.parameters import Layout
 from slime.memory.plan import Facts, MemoryPlan, Use, gpu_phases
 from slime.memory.table import gb
 from slime.memory.trainer import TrainerSettings
+from slime.models.layout_rules import Layout
 from slime.placement import PlacementPlan
 
 _SHOWN, _MOST_TOGETHER = 4, 5

@@ -23,7 +23,7 @@ class RoutedExperts:
     """The rows of one sequence, by position: int16 [positions, layers with experts, experts per token].
 
     Example (one of two layers has experts, each token goes to two of them):
-        >>> facts = Experts(4, 2, 8, (False, True), "softmax", True)
+        >>> facts = Experts(4, 2, (False, True), "softmax", True)
         >>> routed = RoutedExperts(facts)
         >>> routed.write(1, np.array([[[3, 0]]]))
         >>> routed.first(2).tolist()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slime.host_memory import host_buffer
-from slime.memory.limits import MOMENTS_BUCKET_BYTES
+from slime.memory.trainer import MOMENTS_BUCKET_BYTES
 from slime.train.megatron import device
 
 Member = tuple[int, torch.nn.Parameter]

@@ -29,6 +29,7 @@ from slime.algorithms.logprobs import VocabShard, linear_log_probs
 from slime.config import Config
 from slime.config.architecture import merge_transformer
 from slime.models.layout_rules import virtual_stages
+from slime.models.rotary import inverse_frequencies
 from slime.models.spec import ModelSpec
 from slime.train.megatron import te_layers
 from slime.train.megatron.attention import PackedAttention, PackedSelfAttention
@@ -38,7 +39,7 @@ from slime.train.megatron.moe_layer import connect, expert_arguments, expert_lay
 from slime.train.megatron.packed import PackedMicroBatch
 from slime.train.megatron.post_norm import add_post_norms
 from slime.train.megatron.provider import provided
-from slime.train.megatron.rotary import RotaryAngles, inverse_frequencies
+from slime.train.megatron.rotary import RotaryAngles
 from slime.train.records import TokenScores
 
 
