@@ -15,10 +15,11 @@ from torch import Tensor
 
 from slime.config import make_config
 from slime.errors import UserError
+from slime.memory.remedies import remedies
 from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.host_states import HostStates, host_states_of
-from slime.train.memory import LargestMicroBatch, OutOfMemory, PhaseMemory, is_out_of_memory, remedies
+from slime.train.memory import LargestMicroBatch, OutOfMemory, PhaseMemory, is_out_of_memory
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
 LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "entropy_coef": 0.01}
@@ -397,8 +398,7 @@ def advice(
     on_gpu: bool = True,
     **flags: Any,
 ) -> str:
-    largest = LargestMicroBatch(list(lengths), list(range(len(lengths))), whole_step)
-    return "\n".join(remedies(make_config(**flags), phase, largest, on_gpu=on_gpu))
+    return "\n".join(remedies(make_config(**flags), phase, lengths, whole_step=whole_step, on_gpu=on_gpu))
 
 
 def test_remedies_carry_this_runs_values() -> None:
