@@ -218,10 +218,12 @@ def timed(step: Callable[[], None], steps: int) -> list[float]:
 def measured(
     side: str, shape: str, args: argparse.Namespace, gpus: int, seconds: list[float], peak: float | None
 ) -> Row:
-    from slime.models.flops import SequenceCost
+    from slime.models import family_of
+    from slime.models.flops import sequence_cost
 
     median = statistics.median(seconds)
-    flops = 3 * SequenceCost.from_hf_config(SHAPES[shape])(args.length) * (args.tokens // args.length)
+    cost = sequence_cost(family_of(SHAPES[shape]), SHAPES[shape])
+    flops = 3 * cost(args.length) * (args.tokens // args.length)
     rate = matmul_rate()
     achieved = flops / median / gpus / 1e12
     return {

@@ -15,8 +15,7 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.memory.check import judge
 from slime.memory.hardware import device_memory
-from slime.memory.plan import MemoryPlan
-from slime.memory.table import table
+from slime.memory.plan import MemoryPlan, table
 from slime.placement import PlacementPlan
 from slime.prompts.readers import iter_rows
 from slime.rollout.eval_datasets import eval_datasets

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config import Config
-from slime.memory.parameters import Layout
+from slime.models.layout_rules import Layout
 from slime.models.spec import ModelSpec
 
 _FLOAT32, _INT64 = 4, 8

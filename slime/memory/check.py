@@ -1,15 +1,39 @@
-"""The memory plan at launch: shown in a few lines, and refused when it cannot fit."""
+"""The memory plan at launch: shown in a few lines, and refused when it cannot fit, with what to change.
+
+Each change is tried out on the plan, and told with its result.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from slime.config import Config
+from slime.errors import UserError
 from slime.log import get_logger
 from slime.memory.hardware import DeviceMemory, device_memory
-from slime.memory.plan import MemoryPlan
-from slime.memory.remedies import refuse
-from slime.memory.table import gb, summary
+from slime.memory.plan import Facts, MemoryPlan, Use, gb, gpu_phases, summary
+from slime.memory.remedies import (
+    OFFLOAD_MOMENTS,
+    OFFLOAD_ROLLOUT,
+    SEQUENCE_PARALLEL,
+    SHARD_STATES,
+    more_recompute,
+    other_fraction,
+    wider_context_parallel,
+    wider_tensor_parallel,
+)
+from slime.memory.trainer import TrainerSettings
+from slime.models.layout_rules import Layout
+from slime.placement import PlacementPlan
 
 logger = get_logger(__name__)
+
+_SHOWN, _MOST_TOGETHER = 4, 5
+_WORTH_IT = 0.02  # of a device's memory
+_SMALLEST_FRACTION = 0.2
 
 
 def check_memory(config: Config, device: DeviceMemory | None = None) -> MemoryPlan:
@@ -65,3 +89,212 @@ def judge(config: Config, plan: MemoryPlan) -> None:
     if config.cluster.memory_plan == "refuse":
         raise error
     logger.warning("%s", error)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the flags, and the facts that would follow."""
+
+    text: str
+    facts: Facts
+
+
+def refuse(plan: MemoryPlan) -> UserError:
+    """The error of a plan that does not fit."""
+    goes_on = "or go on all the same with --memory-plan warn"
+    if not plan.overfull:
+        return _starved(plan, goes_on)
+    phase = plan.overfull[0]
+    largest = ", ".join(f"{_named(use)} {gb(use.nbytes)} GB" for use in phase.largest[:4])
+    names = list(dict.fromkeys(other.name for other in plan.overfull))
+    also = f"; nor fits {' and '.join(names[1:])}" if len(names) > 1 else ""
+    lines = []
+    for rank, name in enumerate(names):
+        for text, peak in remedies(plan, name)[: _SHOWN if rank == 0 else 1]:
+            lines.append(f"{text}: {name} {gb(peak)} GB")
+    return UserError(
+        f"the memory plan does not fit: {phase.name} needs {gb(phase.total)} GB on {phase.devices}, limit "
+        f"{gb(plan.limit)} GB (of {gb(plan.device.nbytes)} GB)",
+        why=f"the largest parts: {largest}{also}; --dry-run shows all",
+        fix="\n       ".join([*lines, goes_on]),
+    )
+
+
+def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
+    engine = plan.facts.engine
+    assert engine is not None
+    memory = plan.device.nbytes
+    fraction = engine.static_fraction(memory)
+    wanted = (engine.weights + 4 * engine.longest * engine.kv_per_token) / memory
+    ways = []
+    if wanted < 0.9:
+        raised = math.ceil(wanted * 100 + 1) / 100
+        ways.append(f"{other_fraction(fraction, raised)}: room for four sequences")
+    size = engine.tensor * engine.pipeline
+    ways.append(f"--rollout-num-gpus-per-engine {size} → {2 * size}: half of the weights on each GPU")
+    return UserError(
+        f"the memory plan does not fit: the KV cache of an engine holds {engine.kv_tokens(memory):,} tokens, less than "
+        f"one sequence of {engine.longest:,}",
+        why=f"{engine.fraction_option} {fraction:g} of {gb(memory)} GB is {gb(fraction * memory)} GB,"
+        f" of which the weights take {gb(engine.weights)} GB; a token takes {engine.kv_per_token / 1e3:.0f} kB",
+        fix="\n       ".join([*ways, goes_on]),
+    )
+
+
+def remedies(plan: MemoryPlan, name: str) -> list[tuple[str, float]]:
+    """For the phase ``name`` that does not fit: (change of the flags, the phase's bytes with it).
+
+    The changes that suffice alone; where none does, as many together as it takes, and then each that helps.
+    """
+    worst = _total(plan, plan.facts, name)
+    tried = [(change.text, _total(plan, change.facts, name)) for change in changes(plan, plan.facts, name)]
+    useful = [(text, total) for text, total in tried if worst - total > _WORTH_IT * plan.device.nbytes]
+    enough = [(text, total) for text, total in useful if total <= plan.limit]
+    if enough:
+        return enough
+    together = _together(plan, name)
+    return [*([together] if together else []), *useful]
+
+
+def _together(plan: MemoryPlan, name: str) -> tuple[str, float] | None:
+    """The changes on top of each other, the cheapest first, each where it helps, until the phase fits."""
+    facts, total, texts = plan.facts, _total(plan, plan.facts, name), list[str]()
+    for _ in range(_MOST_TOGETHER):
+        for change in changes(plan, facts, name):
+            lower = _total(plan, change.facts, name)
+            if total - lower > _WORTH_IT * plan.device.nbytes and _flag(change.text) not in map(_flag, texts):
+                facts, total = change.facts, lower
+                texts.append(change.text)
+                break
+        else:
+            break
+        if total <= plan.limit:
+            break
+    return (" and ".join(texts), total) if len(texts) > 1 else None
+
+
+def _flag(text: str) -> str:
+    return text.split()[0]
+
+
+def _total(plan: MemoryPlan, facts: Facts, name: str) -> float:
+    """Bytes of the phase on the devices that have most."""
+    return max(phase.total for phase in gpu_phases(facts, plan.device.nbytes) if phase.name == name)
+
+
+def changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Change]:
+    """All that may help in a phase, the cheapest first."""
+    if facts.colocate:
+        yield from _sleeping(facts)
+    if facts.engine is not None and name in ("generate", "push"):
+        yield from _engine_changes(plan, facts, name)
+    if facts.trainer is not None and name != "generate":
+        for text, trainer in _trainer_changes(facts.trainer):
+            placement = _with_trainers(facts, trainer.layout.world)
+            yield Change(text, dataclasses.replace(facts, trainer=trainer, placement=placement))
+
+
+def _with_trainers(facts: Facts, count: int) -> PlacementPlan:
+    """The placement with so many trainer ranks."""
+    old = facts.placement
+    if facts.colocate:
+        return dataclasses.replace(old, num_train=count, total=max(count, old.num_rollout))
+    return dataclasses.replace(old, num_train=count, total=count + old.num_rollout, rollout_offset=count)
+
+
+def _trainer_changes(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSettings]]:
+    def changed(**values: object) -> TrainerSettings:
+        return dataclasses.replace(trainer, **values)  # type: ignore[arg-type]
+
+    layout, again = trainer.layout, more_recompute(trainer.recompute)
+    if again is not None:
+        yield again[0], changed(recompute=again[1])
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        yield SEQUENCE_PARALLEL, changed(layout=dataclasses.replace(layout, sequence_parallel=True))
+    yield from _smaller_micro_batches(trainer)
+    if not trainer.sharded and layout.shards > 1:
+        yield SHARD_STATES, changed(sharded=True)
+    if not trainer.moments_on_host:
+        yield OFFLOAD_MOMENTS, changed(moments_on_host=1.0, staged=True)
+    yield from _wider_layouts(trainer)
+
+
+def _smaller_micro_batches(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSettings]]:
+    floor = -(-trainer.longest // trainer.layout.context)
+    if trainer.tokens > floor * 1.25 and trainer.dynamic:
+        lower = max(floor, trainer.tokens // 2)
+        text = f"--max-tokens-per-gpu {trainer.tokens} → {lower}"
+        yield text, dataclasses.replace(trainer, tokens=lower)
+    elif trainer.tokens > floor * 1.25:
+        yield "--micro-batch-size 1", dataclasses.replace(trainer, tokens=floor)
+    else:
+        shorter, lower = trainer.longest * 3 // 4, trainer.tokens * 3 // 4
+        text = f"--rollout-max-context-len {trainer.longest} → {shorter}"
+        if trainer.dynamic:  # else as many tokens are packed, of more sequences
+            text += f" and --max-tokens-per-gpu ≤ {lower}"
+        yield text, dataclasses.replace(trainer, tokens=lower, longest=shorter)
+
+
+def _wider_layouts(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSettings]]:
+    """The same GPUs divided otherwise, then more GPUs."""
+    spec, layout = trainer.spec, trainer.layout
+    tensor, pipeline, context, expert = layout.tensor, layout.pipeline, layout.context, layout.expert
+
+    def fits(new: Layout) -> bool:
+        model = new.tensor * new.pipeline * new.context
+        experts = new.expert_tensor * new.expert * new.pipeline
+        return new.world % model == 0 and new.world % experts == 0
+
+    def divided(text: str, tokens: int = trainer.tokens, **sizes: int | bool) -> Iterator[tuple[str, TrainerSettings]]:
+        new = dataclasses.replace(layout, **sizes)  # type: ignore[arg-type]
+        if fits(new):
+            padded = spec.padded(new.tensor)
+            yield text, dataclasses.replace(trainer, layout=new, spec=padded, tokens=tokens)
+
+    if spec.num_experts and spec.num_experts % (2 * expert) == 0:
+        yield from divided(
+            f"--expert-model-parallel-size {expert} → {2 * expert} --expert-tensor-parallel-size 1",
+            expert=2 * expert,
+            expert_tensor=1,
+        )
+    if spec.num_heads % (2 * tensor) == 0 and tensor < 8:
+        text = f"{wider_tensor_parallel(tensor)} {SEQUENCE_PARALLEL}"
+        cut = 2 * tensor
+        if spec.num_experts:  # they stay as they are
+            cut, text = layout.expert_tensor, f"{text} --expert-tensor-parallel-size {layout.expert_tensor}"
+        yield from divided(text, tensor=2 * tensor, sequence_parallel=True, expert_tensor=cut)
+    if spec.num_heads // tensor % (2 * context) == 0:
+        tokens = max(trainer.tokens // 2, 1)
+        text = f"{wider_context_parallel(context)}, and half of --max-tokens-per-gpu"
+        yield from divided(text, tokens=tokens, context=2 * context)
+    if spec.num_layers % (2 * pipeline * layout.virtual) == 0:
+        yield from divided(f"--pipeline-model-parallel-size {pipeline} → {2 * pipeline}", pipeline=2 * pipeline)
+    yield from divided(f"twice the trainer GPUs ({layout.world} → {2 * layout.world})", world=2 * layout.world)
+
+
+def _sleeping(facts: Facts) -> Iterator[Change]:
+    if not facts.trainer_sleeps:
+        yield Change("--offload-train", dataclasses.replace(facts, trainer_sleeps=True))
+    if not facts.engine_sleeps:
+        yield Change(OFFLOAD_ROLLOUT, dataclasses.replace(facts, engine_sleeps=True))
+
+
+def _engine_changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Change]:
+    engine, memory = facts.engine, plan.device.nbytes
+    assert engine is not None
+    if engine.fraction_option:
+        over = (_total(plan, facts, name) - plan.limit) / memory
+        fraction = engine.static_fraction(memory)
+        lower = math.floor((fraction - over) * 100) / 100
+        smaller = dataclasses.replace(engine, fraction=lower)
+        if over > 0 and lower >= _SMALLEST_FRACTION and smaller.kv_tokens(memory) >= engine.longest:
+            yield Change(other_fraction(fraction, lower), dataclasses.replace(facts, engine=smaller))
+    size = engine.tensor * engine.pipeline
+    if facts.placement.num_rollout % (2 * size) == 0:
+        wider = dataclasses.replace(engine, tensor=2 * engine.tensor, attention=2 * engine.attention)
+        text = f"--rollout-num-gpus-per-engine {size} → {2 * size}"
+        yield Change(text, dataclasses.replace(facts, engine=wider))
+
+
+def _named(use: Use) -> str:
+    return f"{use.owner}: {use.what}" if use.owner == "engine" else use.what

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from slime.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.launch import EngineFootprint
-from slime.memory.parameters import Parameter, layer_parameters, outer_parameters
+from slime.models import table_of
+from slime.models.layouts import FusedQKV, Latent
 from slime.models.spec import ModelSpec
+from slime.models.table import ATTENTION, Parameter
 
 #: CUDA context, kernels, CUDA graphs and the workspace of a prefill; part of them stays while the engine sleeps (2.6
 #: GB on an H200).
@@ -42,32 +45,29 @@ class EngineSettings(EngineFootprint):
 
     def _stage_weights(self, stage: int) -> float:
         spec, size = self.spec, -(-self.spec.num_layers // self.pipeline)
-        embedding, norm, output = outer_parameters(spec.padded(1, self.vocabulary_unit))
-        held = [embedding] if stage == 0 else []
-        for layer in range(stage * size, min((stage + 1) * size, spec.num_layers)):
-            held += layer_parameters(spec, layer)
-        if stage == self.pipeline - 1:
-            held += [norm] if spec.tie_embeddings and self.pipeline == 1 else [norm, output]
-        return sum(parameter.numel / self._parts(parameter) for parameter in held)
+        layers = range(stage * size, min((stage + 1) * size, spec.num_layers))
+        padded, last = spec.padded(1, self.vocabulary_unit), stage == self.pipeline - 1
+        return sum(map(self._held, table_of(spec).parameters(padded, layers, first=stage == 0, last=last)))
 
-    def _parts(self, parameter: Parameter) -> int:
-        """Into how many pieces the engine cuts a parameter: keys and values are repeated when there are too few, what
-        makes latents is not cut at all."""
-        if parameter.kind in ("norm", "router", "latent"):
-            return 1
-        if parameter.kind == "key_value":
-            return min(self.attention, self.spec.num_query_groups)
-        return self.attention if parameter.kind in ("query", "attention") else self.tensor
+    def _held(self, parameter: Parameter) -> float:
+        """Entries on a rank: keys and values are repeated when there are too few, norms, routers and what makes latents
+        are not cut at all."""
+        rule = parameter.rule
+        if rule.layout.tp_axis is None or isinstance(rule.layout, Latent):
+            return float(parameter.numel)
+        if isinstance(rule.layout, FusedQKV):
+            query, *key_value = map(prod, parameter.shapes)
+            return query / self.attention + sum(key_value) / min(self.attention, self.spec.num_query_groups)
+        return parameter.numel / (self.attention if rule.megatron_names[0].startswith(ATTENTION) else self.tensor)
 
     @property
     def kv_per_token(self) -> float:
         """Bytes of the KV cache per token and rank. Latent attention keeps one latent for all heads."""
-        facts = self.spec.transformer
         layers = -(-self.spec.num_layers // self.pipeline)
         if self.spec.is_mla and self.keeps_latents:
-            width = int(facts["kv_lora_rank"]) + int(facts["qk_pos_emb_head_dim"])
+            width = self.spec.width("key rank, position")
         elif self.spec.is_mla:
-            width = self.spec.num_heads * (self.spec.head_dim + int(facts["v_head_dim"]))
+            width = self.spec.width("query") + self.spec.width("attended")
         else:
             groups = max(1, self.spec.num_query_groups // self.attention)
             width = 2 * groups * self.spec.head_dim

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from slime.config import Config
 from slime.errors import UserError
 from slime.host import free_host_memory, num_gpus
-from slime.memory.limits import FLASH4_MAJORS
+
+#: What flash-attn-4 is for: major compute capabilities (Hopper and Blackwell, of data centres), dimensions of a head.
+FLASH4_MAJORS, FLASH4_WIDEST = (9, 10), 128
 
 _ASSUMED_GB, _LARGEST_GB = 80.0, 10_000.0
 #: Source of what was asked of this host's driver.

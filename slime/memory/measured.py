@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slime.log import get_logger
-from slime.memory.plan import MemoryPlan
-from slime.memory.table import gb
+from slime.memory.plan import MemoryPlan, gb
 from slime.memory.trainer import ASLEEP_TENSORS, CONTEXT
 
 logger = get_logger(__name__)

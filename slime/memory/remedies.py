@@ -1,233 +1,166 @@
-"""What to change when the memory plan does not fit: each change is tried out on the plan, and told with its result."""
+"""Which flags let a trainer do with less memory, told once: `slime.memory.check` tries them out on a plan that does not
+fit, `remedies` names them with the values of a run whose rank ran out of memory.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from slime.errors import UserError
+from slime.config import Config
 from slime.memory.activations import Recompute
-from slime.memory.parameters import Layout
-from slime.memory.plan import Facts, MemoryPlan, Use, gpu_phases
-from slime.memory.table import gb
-from slime.memory.trainer import TrainerSettings
-from slime.placement import PlacementPlan
 
-_SHOWN, _MOST_TOGETHER = 4, 5
-_WORTH_IT = 0.02  # of a device's memory
-_SMALLEST_FRACTION = 0.2
+_FEW_ROWS = 128  # of logits: fewer make slow products
+
+SEQUENCE_PARALLEL, OFFLOAD_MOMENTS = "--sequence-parallel", "--offload-optimizer-states"
+OFFLOAD_ROLLOUT, SHARD_STATES = "--offload-rollout", "no --no-use-distributed-optimizer"
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change of the flags, and the facts that would follow."""
-
-    text: str
-    facts: Facts
-
-
-def refuse(plan: MemoryPlan) -> UserError:
-    """The error of a plan that does not fit."""
-    goes_on = "or go on all the same with --memory-plan warn"
-    if not plan.overfull:
-        return _starved(plan, goes_on)
-    phase = plan.overfull[0]
-    largest = ", ".join(f"{_named(use)} {gb(use.nbytes)} GB" for use in phase.largest[:4])
-    names = list(dict.fromkeys(other.name for other in plan.overfull))
-    also = f"; nor fits {' and '.join(names[1:])}" if len(names) > 1 else ""
-    lines = []
-    for rank, name in enumerate(names):
-        for text, peak in remedies(plan, name)[: _SHOWN if rank == 0 else 1]:
-            lines.append(f"{text}: {name} {gb(peak)} GB")
-    return UserError(
-        f"the memory plan does not fit: {phase.name} needs {gb(phase.total)} GB on {phase.devices}, limit "
-        f"{gb(plan.limit)} GB (of {gb(plan.device.nbytes)} GB)",
-        why=f"the largest parts: {largest}{also}; --dry-run shows all",
-        fix="\n       ".join([*lines, goes_on]),
-    )
+def more_recompute(now: Recompute) -> tuple[str, Recompute] | None:
+    """(flags, what is computed again with them); None where all layers are."""
+    whole = Recompute("full", "uniform", 1, now.modules)
+    if now.granularity is None:
+        return "--recompute-activations", whole
+    if now.granularity == "selective":
+        return "--recompute-granularity selective → full", whole
+    if now.method == "block":
+        return f"--recompute-method block (of {now.num_layers} layers) → uniform --recompute-num-layers 1", whole
+    return None
 
 
-def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
-    engine = plan.facts.engine
-    assert engine is not None
-    memory = plan.device.nbytes
-    fraction = engine.static_fraction(memory)
-    wanted = (engine.weights + 4 * engine.longest * engine.kv_per_token) / memory
-    ways = []
-    if wanted < 0.9:
-        raised = math.ceil(wanted * 100 + 1) / 100
-        ways.append(f"{engine.fraction_option} {fraction:g} → {raised:g}: room for four sequences")
-    size = engine.tensor * engine.pipeline
-    ways.append(f"--rollout-num-gpus-per-engine {size} → {2 * size}: half of the weights on each GPU")
-    return UserError(
-        f"the memory plan does not fit: the KV cache of an engine holds {engine.kv_tokens(memory):,} tokens, less than "
-        f"one sequence of {engine.longest:,}",
-        why=f"{engine.fraction_option} {fraction:g} of {gb(memory)} GB is {gb(fraction * memory)} GB,"
-        f" of which the weights take {gb(engine.weights)} GB; a token takes {engine.kv_per_token / 1e3:.0f} kB",
-        fix="\n       ".join([*ways, goes_on]),
-    )
+def other_fraction(now: float, then: float) -> str:
+    return f"--sglang-mem-fraction-static {now:g} → {then:g}"
 
 
-def remedies(plan: MemoryPlan, name: str) -> list[tuple[str, float]]:
-    """For the phase ``name`` that does not fit: (change of the flags, the phase's bytes with it).
+def wider_tensor_parallel(tensor: int) -> str:
+    return f"--tensor-model-parallel-size {tensor} → {2 * tensor}"
 
-    The changes that suffice alone; where none does, as many together as it takes, and then each that helps.
+
+def wider_context_parallel(context: int) -> str:
+    return f"--context-parallel-size {context} → {2 * context}"
+
+
+# -- after running out of memory -------------------------------------------------------------------------------------
+
+
+def remedies(config: Config, phase: str, lengths: Sequence[int], *, whole_step: bool, on_gpu: bool) -> list[str]:
+    """What to change, most useful first, with the values of this run.
+
+    Args:
+        phase: of an update, in which an allocation failed.
+        lengths: tokens of the samples of the rank's largest micro-batch; empty where it is not known.
+        whole_step: that is all that the rank has of a step.
     """
-    worst = _total(plan, plan.facts, name)
-    tried = [(change.text, _total(plan, change.facts, name)) for change in changes(plan, plan.facts, name)]
-    useful = [(text, total) for text, total in tried if worst - total > _WORTH_IT * plan.device.nbytes]
-    enough = [(text, total) for text, total in useful if total <= plan.limit]
-    if enough:
-        return enough
-    together = _together(plan, name)
-    return [*([together] if together else []), *useful]
+    training = phase == "forward_backward"
+    scoring = phase in ("log_probs", "ref_log_probs") or training
+    ways: list[str] = []
+    if training:
+        ways += _recompute(config)
+    if scoring:
+        ways += _smaller_micro_batches(config, lengths)
+        ways += _parallel(config)
+    ways += _states(config, on_gpu) if not scoring else _moments_on_host(config, on_gpu)
+    ways += _sharing(config, on_gpu)
+    if scoring:
+        ways += _smaller_blocks_of_logits(config, on_gpu)
+        ways += _smaller_steps(config, whole_step and len(lengths) > 1)
+    if not on_gpu:
+        ways.append("other processes of this host compete for the same memory: engines, Ray's object store, page cache")
+    return ways
 
 
-def _together(plan: MemoryPlan, name: str) -> tuple[str, float] | None:
-    """The changes on top of each other, the cheapest first, each where it helps, until the phase fits."""
-    facts, total, texts = plan.facts, _total(plan, plan.facts, name), list[str]()
-    for _ in range(_MOST_TOGETHER):
-        for change in changes(plan, facts, name):
-            lower = _total(plan, change.facts, name)
-            if total - lower > _WORTH_IT * plan.device.nbytes and _flag(change.text) not in map(_flag, texts):
-                facts, total = change.facts, lower
-                texts.append(change.text)
-                break
-        else:
-            break
-        if total <= plan.limit:
-            break
-    return (" and ".join(texts), total) if len(texts) > 1 else None
+def _smaller_blocks_of_logits(config: Config, on_gpu: bool) -> list[str]:
+    """Fewer rows make blocks of more columns (`slime.algorithms.logprobs`), until these are the whole vocabulary."""
+    rows = config.train.log_probs_chunk_size
+    if not on_gpu or 0 < rows <= _FEW_ROWS:
+        return []
+    return [f"--log-probs-chunk-size {rows} → {_FEW_ROWS}: blocks of logits take 0.4 GB at most, and then about 0.1"]
 
 
-def _flag(text: str) -> str:
-    return text.split()[0]
+def _smaller_steps(config: Config, of_one_micro_batch: bool) -> list[str]:
+    """Gradients of micro-batches are added up one after the other: how many a step has does not matter to the peak."""
+    size, steps = config.train.global_batch_size, config.train.num_steps_per_rollout
+    if size % 2:
+        return []
+    change = f"--global-batch-size {size} → {size // 2} (and --num-steps-per-rollout {steps} → {steps * 2})"
+    if of_one_micro_batch:
+        return [f"{change}: the largest micro-batch is all that this rank has of a step, and becomes half of it"]
+    return [f"{change}: lowers the peak only once a rank's part of a step is less than one micro-batch"]
 
 
-def _total(plan: MemoryPlan, facts: Facts, name: str) -> float:
-    """Bytes of the phase on the devices that have most."""
-    return max(phase.total for phase in gpu_phases(facts, plan.device.nbytes) if phase.name == name)
+def _recompute(config: Config) -> list[str]:
+    found = more_recompute(Recompute.of(config))
+    return [] if found is None else [f"{found[0]}: keep one activation per layer, compute the rest again going back"]
 
 
-def changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Change]:
-    """All that may help in a phase, the cheapest first."""
-    if facts.colocate:
-        yield from _sleeping(facts)
-    if facts.engine is not None and name in ("generate", "push"):
-        yield from _engine_changes(plan, facts, name)
-    if facts.trainer is not None and name != "generate":
-        for text, trainer in _trainer_changes(facts.trainer):
-            placement = _with_trainers(facts, trainer.layout.world)
-            yield Change(text, dataclasses.replace(facts, trainer=trainer, placement=placement))
-
-
-def _with_trainers(facts: Facts, count: int) -> PlacementPlan:
-    """The placement with so many trainer ranks."""
-    old = facts.placement
-    if facts.colocate:
-        return dataclasses.replace(old, num_train=count, total=max(count, old.num_rollout))
-    return dataclasses.replace(old, num_train=count, total=count + old.num_rollout, rollout_offset=count)
-
-
-def _trainer_changes(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSettings]]:
-    def changed(**values: object) -> TrainerSettings:
-        return dataclasses.replace(trainer, **values)  # type: ignore[arg-type]
-
-    layout, granularity = trainer.layout, trainer.recompute.granularity
-    whole = Recompute("full", "uniform", 1, trainer.recompute.modules)
-    if granularity is None:
-        yield "--recompute-activations", changed(recompute=whole)
-    elif granularity == "selective":
-        yield "--recompute-granularity selective → full", changed(recompute=whole)
-    if layout.tensor > 1 and not layout.sequence_parallel:
-        yield "--sequence-parallel", changed(layout=dataclasses.replace(layout, sequence_parallel=True))
-    yield from _smaller_micro_batches(trainer)
-    if not trainer.sharded and layout.shards > 1:
-        yield "no --no-use-distributed-optimizer", changed(sharded=True)
-    if not trainer.moments_on_host:
-        yield "--offload-optimizer-states", changed(moments_on_host=1.0, staged=True)
-    yield from _wider_layouts(trainer)
-
-
-def _smaller_micro_batches(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSettings]]:
-    floor = -(-trainer.longest // trainer.layout.context)
-    if trainer.tokens > floor * 1.25 and trainer.dynamic:
-        lower = max(floor, trainer.tokens // 2)
-        text = f"--max-tokens-per-gpu {trainer.tokens} → {lower}"
-        yield text, dataclasses.replace(trainer, tokens=lower)
-    elif trainer.tokens > floor * 1.25:
-        yield "--micro-batch-size 1", dataclasses.replace(trainer, tokens=floor)
-    else:
-        shorter, lower = trainer.longest * 3 // 4, trainer.tokens * 3 // 4
-        text = f"--rollout-max-context-len {trainer.longest} → {shorter}"
-        if trainer.dynamic:  # else as many tokens are packed, of more sequences
-            text += f" and --max-tokens-per-gpu ≤ {lower}"
-        yield text, dataclasses.replace(trainer, tokens=lower, longest=shorter)
-
-
-def _wider_layouts(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSettings]]:
-    """The same GPUs divided otherwise, then more GPUs."""
-    spec, layout = trainer.spec, trainer.layout
-    tensor, pipeline, context, expert = layout.tensor, layout.pipeline, layout.context, layout.expert
-
-    def fits(new: Layout) -> bool:
-        model = new.tensor * new.pipeline * new.context
-        experts = new.expert_tensor * new.expert * new.pipeline
-        return new.world % model == 0 and new.world % experts == 0
-
-    def divided(text: str, tokens: int = trainer.tokens, **sizes: int | bool) -> Iterator[tuple[str, TrainerSettings]]:
-        new = dataclasses.replace(layout, **sizes)  # type: ignore[arg-type]
-        if fits(new):
-            padded = spec.padded(new.tensor)
-            yield text, dataclasses.replace(trainer, layout=new, spec=padded, tokens=tokens)
-
-    if spec.num_experts and spec.num_experts % (2 * expert) == 0:
-        yield from divided(
-            f"--expert-model-parallel-size {expert} → {2 * expert} --expert-tensor-parallel-size 1",
-            expert=2 * expert,
-            expert_tensor=1,
+def _smaller_micro_batches(config: Config, lengths: Sequence[int]) -> list[str]:
+    train, context = config.train, config.megatron.context_parallel_size
+    single = lengths[0] if len(lengths) == 1 else None
+    ways = []
+    if single is not None:
+        ways.append(
+            f"the largest micro-batch is one sample of {single} tokens, which no batch size can split: "
+            f"{wider_context_parallel(context)}, or shorter samples: --rollout-max-response-len "
+            f"{config.rollout.rollout_max_response_len} → {max(1, config.rollout.rollout_max_response_len * 3 // 4)}"
         )
-    if spec.num_heads % (2 * tensor) == 0 and tensor < 8:
-        text = f"--tensor-model-parallel-size {tensor} → {2 * tensor} --sequence-parallel"
-        cut = 2 * tensor
-        if spec.num_experts:  # they stay as they are
-            cut, text = layout.expert_tensor, f"{text} --expert-tensor-parallel-size {layout.expert_tensor}"
-        yield from divided(text, tensor=2 * tensor, sequence_parallel=True, expert_tensor=cut)
-    if spec.num_heads // tensor % (2 * context) == 0:
-        tokens = max(trainer.tokens // 2, 1)
-        text = f"--context-parallel-size {context} → {2 * context}, and half of --max-tokens-per-gpu"
-        yield from divided(text, tokens=tokens, context=2 * context)
-    if spec.num_layers % (2 * pipeline * layout.virtual) == 0:
-        yield from divided(f"--pipeline-model-parallel-size {pipeline} → {2 * pipeline}", pipeline=2 * pipeline)
-    yield from divided(f"twice the trainer GPUs ({layout.world} → {2 * layout.world})", world=2 * layout.world)
+    if train.use_dynamic_batch_size and train.max_tokens_per_gpu:
+        cap = train.max_tokens_per_gpu
+        start = -(-config.rollout.rollout_max_response_len // context)
+        lower = max(1, min(cap * 3 // 4, start) if start < cap else cap * 3 // 4)
+        if single is None or single <= cap * context:
+            ways.insert(
+                0,
+                f"--max-tokens-per-gpu {cap} → {lower} (a safe start is rollout_max_response_len ÷ "
+                f"context_parallel_size = {config.rollout.rollout_max_response_len} ÷ {context} = {start})",
+            )
+    elif train.micro_batch_size > 1:
+        ways.insert(
+            0,
+            f"--micro-batch-size {train.micro_batch_size} → {train.micro_batch_size // 2}, or pack by tokens: "
+            f"--use-dynamic-batch-size --max-tokens-per-gpu {sum(lengths) // 2 if lengths else 4096}",
+        )
+    if train.seq_length is not None:
+        ways.append(f"--seq-length {train.seq_length} → {max(2, train.seq_length * 3 // 4)}")
+    return ways
 
 
-def _sleeping(facts: Facts) -> Iterator[Change]:
-    if not facts.trainer_sleeps:
-        yield Change("--offload-train", dataclasses.replace(facts, trainer_sleeps=True))
-    if not facts.engine_sleeps:
-        yield Change("--offload-rollout", dataclasses.replace(facts, engine_sleeps=True))
+def _parallel(config: Config) -> list[str]:
+    megatron = config.megatron
+    tensor = megatron.tensor_model_parallel_size
+    if tensor > 1 and not megatron.sequence_parallel:
+        return [f"{SEQUENCE_PARALLEL}: splits over the {tensor} tensor-parallel ranks what each of them holds whole"]
+    if tensor == 1:
+        return [f"{wider_tensor_parallel(1)} {SEQUENCE_PARALLEL}, with GPUs to spare"]
+    return []
 
 
-def _engine_changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Change]:
-    engine, memory = facts.engine, plan.device.nbytes
-    assert engine is not None
-    if engine.fraction_option:
-        over = (_total(plan, facts, name) - plan.limit) / memory
-        fraction = engine.static_fraction(memory)
-        lower = math.floor((fraction - over) * 100) / 100
-        smaller = dataclasses.replace(engine, fraction=lower)
-        if over > 0 and lower >= _SMALLEST_FRACTION and smaller.kv_tokens(memory) >= engine.longest:
-            text = f"{engine.fraction_option} {fraction:g} → {lower:g}"
-            yield Change(text, dataclasses.replace(facts, engine=smaller))
-    size = engine.tensor * engine.pipeline
-    if facts.placement.num_rollout % (2 * size) == 0:
-        wider = dataclasses.replace(engine, tensor=2 * engine.tensor, attention=2 * engine.attention)
-        text = f"--rollout-num-gpus-per-engine {size} → {2 * size}"
-        yield Change(text, dataclasses.replace(facts, engine=wider))
+def _moments_on_host(config: Config, on_gpu: bool) -> list[str]:
+    """Without a GPU they are there anyway."""
+    megatron = config.megatron
+    if not on_gpu or megatron.offload_optimizer_states or megatron.optimizer_cpu_offload:
+        return []
+    return [f"{OFFLOAD_MOMENTS}: Adam's moments live in host memory, 8 bytes per parameter and replica less here"]
 
 
-def _named(use: Use) -> str:
-    return f"{use.owner}: {use.what}" if use.owner == "engine" else use.what
+def _states(config: Config, on_gpu: bool) -> list[str]:
+    """Weights, gradients and optimizer states; what the batch is does not matter to them."""
+    megatron = config.megatron
+    ways = _moments_on_host(config, on_gpu)
+    if not megatron.use_distributed_optimizer:
+        ways.append(f"{SHARD_STATES}: states are sharded over the data-parallel ranks")
+    ways.append(f"{wider_tensor_parallel(megatron.tensor_model_parallel_size)}, or more trainer GPUs")
+    return ways
+
+
+def _sharing(config: Config, on_gpu: bool) -> list[str]:
+    """Colocated engines hold a part of the same GPU."""
+    if not (config.cluster.colocate and on_gpu) or config.debug.debug_train_only:
+        return []
+    fraction = config.engine.sglang.get("mem_fraction_static")
+    change = (
+        other_fraction(fraction, round(max(0.1, fraction - 0.2), 1))
+        if isinstance(fraction, float)
+        else "--sglang-mem-fraction-static 0.4 (now SGLang's own choice)"
+    )
+    if config.cluster.offload_rollout:
+        return [f"{change}: if the engines, which sleep now, hold more of this GPU than their CUDA contexts"]
+    return [f"{OFFLOAD_ROLLOUT}: the engines give their part of this GPU away meanwhile", change]

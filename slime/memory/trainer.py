@@ -13,9 +13,15 @@ from importlib.metadata import version
 
 from slime.config import Config
 from slime.memory.activations import Kernels, Recompute, StageActivations, saved_by_stage
-from slime.memory.limits import FLASH4_WIDEST, MOMENTS_BUCKET_BYTES
-from slime.memory.parameters import Layout, Parameter, rank_parameters
+from slime.memory.hardware import FLASH4_WIDEST
+from slime.models import table_of
+from slime.models.layout_rules import Layout
 from slime.models.spec import ModelSpec
+from slime.models.table import Parameter
+
+#: Adam's moments that are on the device at a time with --offload-optimizer-states; one larger parameter is a bucket of
+#: its own.
+MOMENTS_BUCKET_BYTES = 512 * 1024 * 1024
 
 #: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it sleeps (2.2 GB on an
 #: H200, with what the driver keeps for itself); of the latter, what may be torch's.
@@ -134,7 +140,7 @@ class TrainerSettings:
     def is_trained(self, parameter: Parameter) -> bool:
         """By the expressions of the flags, as the trainer reads them: the experts of a layer by the name of each."""
         names = [parameter.name + "0" if parameter.is_expert else parameter.name]
-        if parameter.name == "output_layer.weight" and self.spec.tie_embeddings:
+        if parameter.is_output and self.spec.tie_embeddings:
             names = ["embedding.word_embeddings.weight"]
         found = any(re.search(pattern, name) for pattern in (*self.only, *self.frozen) for name in names)
         return found if self.only else not found
@@ -146,6 +152,26 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What a rank holds of a parameter: ``numel`` entries."""
+
+    parameter: Parameter
+    numel: int
+
+    @property
+    def is_expert(self) -> bool:
+        return self.parameter.is_expert
+
+
+def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> list[Held]:
+    """What each rank of pipeline stage ``stage`` holds. ``spec`` has the vocabulary padded for the layout. Exact."""
+    cuts = {"none": 1, "tensor": layout.tensor, "expert": layout.expert * layout.expert_tensor}
+    layers = layout.layers_of(stage, spec.num_layers)
+    whole = table_of(spec).parameters(spec, layers, first=stage == 0, last=stage == layout.pipeline - 1)
+    return [Held(parameter, parameter.numel // cuts[parameter.cut]) for parameter in whole]
+
+
+@dataclass(frozen=True)
 class StageMemory:
     """The ranks of one pipeline stage, which all hold the same. Bytes."""
 
@@ -153,13 +179,13 @@ class StageMemory:
     number: int
 
     @cached_property
-    def parameters(self) -> list[Parameter]:
+    def parameters(self) -> list[Held]:
         return rank_parameters(self.settings.spec, self.settings.layout, self.number)
 
     @cached_property
     def trained(self) -> int:
         """Entries with a gradient."""
-        return sum(p.numel for p in self.parameters if self.settings.is_trained(p))
+        return sum(p.numel for p in self.parameters if self.settings.is_trained(p.parameter))
 
     @cached_property
     def owned(self) -> float:
@@ -171,7 +197,7 @@ class StageMemory:
         return sum(
             p.numel / (layout.expert_shards if p.is_expert else layout.shards)
             for p in self.parameters
-            if settings.is_trained(p)
+            if settings.is_trained(p.parameter)
         )
 
     @cached_property
@@ -293,12 +319,14 @@ class StageMemory:
 
     def _embedding_gradient(self) -> float:
         """Dense, as large as the embedding, before it is added to the buffer."""
-        sizes = (p.numel for p in self.parameters if self.settings.is_trained(p) and p.kind == "embedding")
+        sizes = (p.numel for p in self.parameters if p.parameter.is_embedding and self.settings.is_trained(p.parameter))
         return sum(sizes) * self.settings.element
 
     def _largest_gradient(self) -> float:
         """A weight's gradient before it is added to the buffer; the embedding's is as large as the embedding."""
-        trained = [p.numel for p in self.parameters if self.settings.is_trained(p) and p.kind != "output"]
+        trained = [
+            p.numel for p in self.parameters if not p.parameter.is_output and self.settings.is_trained(p.parameter)
+        ]
         return max(trained, default=0) * self.settings.element
 
 

@@ -6,46 +6,99 @@ spec = family.model_spec("path/to/model")   # what to build
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from slime.errors import UserError
+from slime.models.decoder import EXPERT_COUNTS
 from slime.models.deepseek_v3 import DEEPSEEK_V3
-from slime.models.family import Match, ModelFamily, Rule
 from slime.models.glm4 import GLM4
 from slime.models.glm4_moe import GLM4_MOE
 from slime.models.llama import LLAMA
+from slime.models.mistral import MISTRAL
 from slime.models.qwen2 import QWEN2
 from slime.models.qwen3 import QWEN3
 from slime.models.qwen3_moe import QWEN3_MOE
 from slime.models.spec import HfConfig, ModelSpec, read_hf_config
+from slime.models.table import Match, ModelFamily, Rule
 
-FAMILIES: tuple[ModelFamily, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3)
+FAMILIES: tuple[ModelFamily, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3)
 
-__all__ = ["FAMILIES", "Match", "ModelFamily", "ModelSpec", "Rule", "family_of", "read_hf_config"]
+__all__ = ["FAMILIES", "Match", "ModelFamily", "ModelSpec", "Rule", "family_of", "read_hf_config", "table_of"]
+
+
+def table_of(spec: ModelSpec) -> ModelFamily:
+    """The family that ``spec`` is of."""
+    return next(family for family in FAMILIES if family.name == spec.family)
 
 
 def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily:
-    """The table for a model, by ``model_name`` when given, else by model_type, else by architecture.
+    """The table for a model: by model_type, else by architecture, else by ``model_name``, which must not contradict.
 
+    Args:
+        model_name: a family, or what begins with one, in any spelling ("qwen3-4B", "glm4.5-355B-A32B",
+            "Qwen3ForCausalLM"). Where it fits several families, config.json decides.
     Raises:
-        UserError: no table for it; lists those there are.
+        UserError: no table for it; lists those there are. ``model_name`` is none, or config.json says otherwise.
+
+    Example:
+        >>> family_of({"model_type": "qwen3_moe"}, "qwen3-30B-A3B").name
+        'qwen3_moe'
     """
-    if model_name:
-        for family in FAMILIES:
-            if model_name.lower() in (family.name, *family.model_types):
-                return family
-        raise UserError(f"--model-name {model_name} is not a model family", fix=f"one of: {_supported()}")
     config = read_hf_config(hf_config)
+    told = _told_by(config)
+    if model_name:
+        named = _named(model_name)
+        if told is None:
+            return named[-1] if any(config.get(key) for key in EXPERT_COUNTS) else named[0]
+        if told not in named:
+            raise UserError(
+                f"--model-name {model_name} contradicts the model's config.json",
+                why=f"the name means {' or '.join(family.name for family in named)}, config.json has the model_type "
+                f"{config.get('model_type')!r}, which is of the family {told.name}",
+                fix="leave --model-name out, or pass the model directory that it belongs to",
+            )
+    if told is not None:
+        return told
     model_type, architectures = config.get("model_type"), config.get("architectures") or []
-    for family in FAMILIES:
-        if model_type in family.model_types:
-            return family
-    for family in FAMILIES:
-        if any(name in family.architectures for name in architectures):
-            return family
     raise UserError(
         f"no conversion table for model_type {model_type!r} ({', '.join(architectures) or 'no architectures'})",
         why=f"the tables there are: {_supported()}",
         fix="choose such a model, or pass --model-name with the family whose layout it has",
     )
+
+
+def _told_by(config: dict[str, Any]) -> ModelFamily | None:
+    model_type, architectures = config.get("model_type"), config.get("architectures") or []
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    return next((family for family in FAMILIES if set(architectures) & set(family.architectures)), None)
+
+
+#: What may follow a family in a name: a size or version, or what classes are called.
+_REST = re.compile(r"(\d.*|config|forcausallm|base.*|instruct.*|chat.*)?")
+
+
+def _named(model_name: str) -> list[ModelFamily]:
+    """The families that begin the name, the longest beginning alone; "qwen3" begins both the dense and the other one.
+
+    Raises:
+        UserError: none does.
+    """
+    wanted, found = _letters(model_name), dict[str, list[ModelFamily]]()
+    for family in FAMILIES:
+        stems = {_letters(name) for name in (family.name, *family.model_types)}
+        for stem in stems | {stem.removesuffix("moe") for stem in stems}:
+            if wanted.startswith(stem) and _REST.fullmatch(wanted, len(stem)):
+                found.setdefault(stem, []).append(family)
+    if not found:
+        raise UserError(f"--model-name {model_name} is not a model family", fix=f"one of: {_supported()}")
+    return found[max(found, key=len)]
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _supported() -> str:

@@ -1,118 +1,14 @@
-"""What the decoder families share: the common part of the table and of the config.
-
-Llama, Qwen2 and Qwen3 differ in biases and in norms on queries and keys; everything else is here once. What layers of
-experts add is in `experts.py`.
-"""
+"""What a config.json says about a decoder, as a `ModelSpec`: the part that the families share."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from slime.errors import UserError
-from slime.models.family import Rule
-from slime.models.layouts import GATE_UP, QKV, REPLICATED, ROW, VOCAB
-from slime.models.spec import ModelSpec, rotary_settings
+from slime.models.spec import ModelSpec, refuse, require, rotary_settings
 
-MEGATRON_LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
-ATTENTION, HF_ATTENTION = MEGATRON_LAYER + "self_attention.", HF_LAYER + "self_attn."
-
-OUTER_RULES = (
-    Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", VOCAB),
-    Rule("decoder.final_layernorm.weight", "model.norm.weight", REPLICATED),
-    Rule("output_layer.weight", "lm_head.weight", VOCAB, tied_to="model.embed_tokens.weight"),
-)
-
-ATTENTION_RULES = (
-    Rule(
-        (MEGATRON_LAYER + "input_layernorm.weight", ATTENTION + "linear_qkv.layer_norm_weight"),
-        HF_LAYER + "input_layernorm.weight",
-        REPLICATED,
-    ),
-    Rule(ATTENTION + "linear_qkv.weight", tuple(HF_ATTENTION + f"{x}_proj.weight" for x in "qkv"), QKV),
-    Rule(ATTENTION + "linear_proj.weight", HF_ATTENTION + "o_proj.weight", ROW),
-)
-
-QKV_BIAS_RULES = (
-    Rule(
-        ATTENTION + "linear_qkv.bias",
-        tuple(HF_ATTENTION + f"{x}_proj.bias" for x in "qkv"),
-        QKV,
-        when=lambda spec, layer: bool(spec.transformer["add_qkv_bias"]),
-    ),
-)
-
-QK_NORM_RULES = tuple(
-    Rule(
-        ATTENTION + f"{x}_layernorm.weight",
-        HF_ATTENTION + f"{x}_norm.weight",
-        REPLICATED,
-        when=lambda spec, layer: bool(spec.transformer["qk_layernorm"]),
-    )
-    for x in "qk"
-)
-
-MLP_NORM_RULES = (
-    Rule(
-        (MEGATRON_LAYER + "pre_mlp_layernorm.weight", MEGATRON_LAYER + "mlp.linear_fc1.layer_norm_weight"),
-        HF_LAYER + "post_attention_layernorm.weight",
-        REPLICATED,
-    ),
-)
-
-
-def _is_dense_layer(spec: ModelSpec, layer: int) -> bool:
-    return not spec.is_moe_layer(layer)
-
-
-MLP_RULES = (
-    *MLP_NORM_RULES,
-    Rule(
-        MEGATRON_LAYER + "mlp.linear_fc1.weight",
-        (HF_LAYER + "mlp.gate_proj.weight", HF_LAYER + "mlp.up_proj.weight"),
-        GATE_UP,
-        when=_is_dense_layer,
-    ),
-    Rule(MEGATRON_LAYER + "mlp.linear_fc2.weight", HF_LAYER + "mlp.down_proj.weight", ROW, when=_is_dense_layer),
-)
-
-#: Layers for multi-token prediction, numbered on from the decoder's.
-MTP_LAYERS = (r"model\.layers\.(?P<mtp_layer>\d+)\..*",)
-
-#: Buffers that old checkpoints carry although they are computed.
-COMPUTED_BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-
-
-def require(config: dict[str, Any], key: str) -> Any:
-    """A field that has no sensible default.
-
-    Raises:
-        UserError: it is not there.
-    """
-    if config.get(key) is None:
-        raise UserError(
-            f"the model's config.json has no field {key!r}",
-            why=f"model_type is {config.get('model_type')!r}",
-            fix="use the config.json that belongs to the weights",
-        )
-    return config[key]
-
-
-def refuse(config: dict[str, Any], key: str, reason: str) -> None:
-    """Raise for a setting that is on and cannot be honoured; a silent miss would train a different model."""
-    if config.get(key):
-        raise UserError(
-            f"the model's config.json sets {key} to {config[key]!r}, which cannot be trained faithfully",
-            why=reason,
-            fix="choose a model without it",
-        )
-
-
-def mtp_layers(config: dict[str, Any]) -> int:
-    """How many layers for multi-token prediction follow the decoder's, by either name; transformers' default is 1."""
-    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
-        if config.get(name) is not None:
-            return int(config[name])
-    return 1
+#: Fields of config.json that say how many routed experts a layer has.
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def decoder_spec(
@@ -121,9 +17,12 @@ def decoder_spec(
     *,
     add_qkv_bias: bool = False,
     qk_layernorm: bool = False,
-    default_tie: bool = False,
     default_rotary_percent: float = 1.0,
     rotary_interleaved: bool = False,
+    post_norms: bool = False,
+    output_bias: bool = False,
+    normalised_scores: bool = True,
+    num_mtp_layers: int = 0,
     **extra: Any,
 ) -> ModelSpec:
     """The spec of a decoder with RMS norms, rotary embedding and gated MLPs.
@@ -163,6 +62,94 @@ def decoder_spec(
         rotary_base=base,
         rotary_percent=percent,
         rotary_scaling=scaling,
-        tie_embeddings=bool(config.get("tie_word_embeddings", default_tie)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+        post_norms=post_norms,
+        output_bias=output_bias,
+        mlp_bias=bool(config.get("mlp_bias")),
+        normalised_scores=normalised_scores,
+        num_mtp_layers=num_mtp_layers,
     )
+
+
+def mtp_layers(config: dict[str, Any]) -> int:
+    """How many layers for multi-token prediction follow the decoder's, by either name; transformers' default is 1."""
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if config.get(name) is not None:
+            return int(config[name])
+    return 1
+
+
+def num_experts(config: dict[str, Any]) -> int:
+    """Routed experts per layer, under the names that configs give them.
+
+    Raises:
+        UserError: none of the names is there.
+    """
+    for name in EXPERT_COUNTS:
+        if config.get(name) is not None:
+            return int(config[name])
+    return int(require(config, "num_experts"))
+
+
+def moe_layer_freq(has_experts: list[bool]) -> int | list[int]:
+    """Megatron's ``moe_layer_freq``: 1 when every layer has experts, else a 0/1 per layer.
+
+    Raises:
+        UserError: no layer has experts.
+    """
+    if not any(has_experts):
+        raise UserError(
+            "no layer of this model has experts",
+            why="its config.json makes every layer dense",
+            fix="set model_type in config.json to the dense family of the same architecture",
+        )
+    return 1 if all(has_experts) else [int(here) for here in has_experts]
+
+
+def softmax_router(config: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `decoder_spec` for Qwen3-MoE: the top-k of a softmax, renormalised or not (``norm_topk_prob``).
+
+    A softmax over the chosen logits equals the renormalised probabilities, which is what Megatron does without
+    ``moe_router_pre_softmax``.
+    """
+    normalised = bool(config.get("norm_topk_prob", False))
+    return {
+        "num_moe_experts": num_experts(config),
+        "moe_ffn_hidden_size": int(require(config, "moe_intermediate_size")),
+        "moe_router_topk": int(require(config, "num_experts_per_tok")),
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": not normalised,
+        "normalised_scores": normalised,
+        "moe_router_dtype": "fp32",
+    }
+
+
+def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `decoder_spec` for DeepSeek-V3 and GLM-4.5: sigmoid scores, a bias that only chooses, groups.
+
+    Source: DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16 and section 2.1.2; a group's score is the sum of its two
+    best experts.
+    """
+    fields: dict[str, Any] = {
+        "num_moe_experts": num_experts(config),
+        "moe_ffn_hidden_size": int(require(config, "moe_intermediate_size")),
+        "moe_router_topk": int(require(config, "num_experts_per_tok")),
+        "moe_router_score_function": "sigmoid",
+        "normalised_scores": bool(config.get("norm_topk_prob", True)),
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
+        "moe_router_dtype": "fp32",
+    }
+    groups, chosen = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
+    if chosen < groups:  # choosing all groups is no limit
+        fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    if config.get("n_shared_experts"):
+        size = int(config["n_shared_experts"]) * fields["moe_ffn_hidden_size"]
+        fields["moe_shared_expert_intermediate_size"] = size
+    return fields
+
+
+def refuse_sliding_window(config: dict[str, Any], key: str = "use_sliding_window") -> None:
+    """Raise where a token does not see all that come before it."""
+    refuse(config, key, "trainer and embedded engine let every token see the whole sequence before it")

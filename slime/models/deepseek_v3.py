@@ -7,27 +7,26 @@ of shared and routed experts.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from slime.errors import UserError
-from slime.models.decoder import (
+from slime.models.decoder import decoder_spec, moe_layer_freq, mtp_layers, sigmoid_router
+from slime.models.layouts import COLUMN, LATENT, REPLICATED
+from slime.models.spec import ModelSpec, Width, refuse, require, rotary_settings
+from slime.models.table import (
     ATTENTION,
-    ATTENTION_RULES,
     COMPUTED_BUFFERS,
     HF_ATTENTION,
+    INPUT_NORM,
     MLP_RULES,
+    MOE_RULES,
     MTP_LAYERS,
     OUTER_RULES,
-    decoder_spec,
-    mtp_layers,
-    refuse,
-    require,
+    OUTPUT,
+    LayerCondition,
+    ModelFamily,
+    Rule,
 )
-from slime.models.experts import MOE_RULES, moe_layer_freq, sigmoid_router
-from slime.models.family import ModelFamily, Rule
-from slime.models.layouts import COLUMN, REPLICATED
-from slime.models.spec import ModelSpec, rotary_settings
 
 #: transformers' DeepseekV3Config, where config.json is silent.
 _DEFAULTS = {
@@ -47,28 +46,29 @@ def _has_whole_query(spec: ModelSpec, layer: int) -> bool:
     return spec.transformer["q_lora_rank"] is None
 
 
-#: The norm in front of the layer and the output projection are those of any attention.
-_INPUT_NORM, _QKV, _OUTPUT = ATTENTION_RULES
+def _down(megatron: str, hf: str, rows: Width, when: LayerCondition | None = None) -> Rule:
+    return Rule(ATTENTION + megatron, HF_ATTENTION + hf, LATENT, rows, "hidden", when)
+
+
+def _norm(name: str, hf: str, rows: Width, when: LayerCondition | None = None) -> Rule:
+    spellings = (ATTENTION + f"{name}_layernorm.weight", ATTENTION + f"linear_{name}_up_proj.layer_norm_weight")
+    return Rule(spellings, HF_ATTENTION + hf, REPLICATED, rows, when=when)
+
+
+def _up(megatron: str, hf: str, rows: Width, columns: Width, when: LayerCondition | None = None) -> Rule:
+    return Rule(ATTENTION + megatron, HF_ATTENTION + hf, COLUMN, rows, columns, when)
+
 
 _ATTENTION_RULES = (
-    replace(_INPUT_NORM, megatron=_INPUT_NORM.megatron_names[0]),
-    Rule(ATTENTION + "linear_q_proj.weight", HF_ATTENTION + "q_proj.weight", COLUMN, when=_has_whole_query),
-    Rule(ATTENTION + "linear_q_down_proj.weight", HF_ATTENTION + "q_a_proj.weight", COLUMN, when=_has_query_rank),
-    Rule(
-        (ATTENTION + "q_layernorm.weight", ATTENTION + "linear_q_up_proj.layer_norm_weight"),
-        HF_ATTENTION + "q_a_layernorm.weight",
-        REPLICATED,
-        when=_has_query_rank,
-    ),
-    Rule(ATTENTION + "linear_q_up_proj.weight", HF_ATTENTION + "q_b_proj.weight", COLUMN, when=_has_query_rank),
-    Rule(ATTENTION + "linear_kv_down_proj.weight", HF_ATTENTION + "kv_a_proj_with_mqa.weight", COLUMN),
-    Rule(
-        (ATTENTION + "kv_layernorm.weight", ATTENTION + "linear_kv_up_proj.layer_norm_weight"),
-        HF_ATTENTION + "kv_a_layernorm.weight",
-        REPLICATED,
-    ),
-    Rule(ATTENTION + "linear_kv_up_proj.weight", HF_ATTENTION + "kv_b_proj.weight", COLUMN),
-    _OUTPUT,
+    INPUT_NORM,
+    _up("linear_q_proj.weight", "q_proj.weight", "query", "hidden", _has_whole_query),
+    _down("linear_q_down_proj.weight", "q_a_proj.weight", "query rank", _has_query_rank),
+    _norm("q", "q_a_layernorm.weight", "query rank", _has_query_rank),
+    _up("linear_q_up_proj.weight", "q_b_proj.weight", "query", "query rank", _has_query_rank),
+    _down("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", "key rank, position"),
+    _norm("kv", "kv_a_layernorm.weight", "key rank"),
+    _up("linear_kv_up_proj.weight", "kv_b_proj.weight", "keys, values", "key rank"),
+    OUTPUT,
 )
 
 
@@ -83,10 +83,11 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         qk_layernorm=True,
         moe_layer_freq=moe_layer_freq([layer >= first and layer % freq == 0 for layer in layers]),
         **sigmoid_router(config),
+        num_mtp_layers=mtp_layers(config),
         **_latent_attention(config),
     )
     del spec.transformer["kv_channels"]  # has no meaning here
-    return replace(spec, num_mtp_layers=mtp_layers(config))
+    return spec
 
 
 def _refuse_other_models(config: dict[str, Any]) -> None:

@@ -4,29 +4,31 @@ rotated in neighbouring pairs, gate and up projection stored in one tensor.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from slime.models.decoder import (
+from slime.models.decoder import decoder_spec
+from slime.models.layouts import REPLICATED, ROW, STACKED_GATE_UP
+from slime.models.spec import ModelSpec
+from slime.models.table import (
     ATTENTION_RULES,
     COMPUTED_BUFFERS,
     HF_LAYER,
+    HF_MLP,
     MEGATRON_LAYER,
-    MLP_NORM_RULES,
+    MLP,
+    MLP_NORM,
     OUTER_RULES,
-    QKV_BIAS_RULES,
-    decoder_spec,
+    ModelFamily,
+    Rule,
 )
-from slime.models.family import ModelFamily, Rule
-from slime.models.layouts import REPLICATED, ROW, STACKED_GATE_UP
-from slime.models.spec import ModelSpec
 
 #: transformers' Glm4Config, where config.json is silent.
 _DEFAULTS = {"attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-07}
 
 _MLP_RULES = (
-    Rule(MEGATRON_LAYER + "mlp.linear_fc1.weight", HF_LAYER + "mlp.gate_up_proj.weight", STACKED_GATE_UP),
-    Rule(MEGATRON_LAYER + "mlp.linear_fc2.weight", HF_LAYER + "mlp.down_proj.weight", ROW),
+    MLP_NORM,
+    Rule(MLP + "linear_fc1.weight", HF_MLP + "gate_up_proj.weight", STACKED_GATE_UP, "gate and up", "hidden"),
+    Rule(MLP + "linear_fc2.weight", HF_MLP + "down_proj.weight", ROW, "hidden", "inner"),
 )
 
 _POST_NORM_RULES = tuple(
@@ -37,21 +39,21 @@ _POST_NORM_RULES = tuple(
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
-    spec = decoder_spec(
+    return decoder_spec(
         config,
         "glm4",
         add_qkv_bias=bool(config["attention_bias"]),
         default_rotary_percent=0.5,
         rotary_interleaved=True,
+        post_norms=True,
     )
-    return replace(spec, post_norms=True)
 
 
 GLM4 = ModelFamily(
     name="glm4",
     model_types=("glm4",),
     architectures=("Glm4ForCausalLM",),
-    rules=OUTER_RULES + ATTENTION_RULES + QKV_BIAS_RULES + MLP_NORM_RULES + _MLP_RULES + _POST_NORM_RULES,
+    rules=OUTER_RULES + ATTENTION_RULES + _MLP_RULES + _POST_NORM_RULES,
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS,
 )

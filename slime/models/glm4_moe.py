@@ -4,24 +4,11 @@ rotated, first against second half of that half; biases and norms on queries and
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from slime.models.decoder import (
-    ATTENTION_RULES,
-    COMPUTED_BUFFERS,
-    MLP_RULES,
-    MTP_LAYERS,
-    OUTER_RULES,
-    QK_NORM_RULES,
-    QKV_BIAS_RULES,
-    decoder_spec,
-    mtp_layers,
-    require,
-)
-from slime.models.experts import MOE_RULES, moe_layer_freq, sigmoid_router
-from slime.models.family import ModelFamily
-from slime.models.spec import ModelSpec
+from slime.models.decoder import decoder_spec, moe_layer_freq, mtp_layers, sigmoid_router
+from slime.models.spec import ModelSpec, require
+from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, MTP_LAYERS, ModelFamily
 
 #: transformers' Glm4MoeConfig, where config.json is silent.
 _DEFAULTS = {
@@ -39,23 +26,23 @@ _DEFAULTS = {
 def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
     layers = range(int(require(config, "num_hidden_layers")))
-    spec = decoder_spec(
+    return decoder_spec(
         config,
         "glm4_moe",
         add_qkv_bias=bool(config["attention_bias"]),
         qk_layernorm=bool(config["use_qk_norm"]),
         default_rotary_percent=0.5,
         moe_layer_freq=moe_layer_freq([layer >= config["first_k_dense_replace"] for layer in layers]),
+        num_mtp_layers=mtp_layers(config),
         **sigmoid_router(config),
     )
-    return replace(spec, num_mtp_layers=mtp_layers(config))
 
 
 GLM4_MOE = ModelFamily(
     name="glm4_moe",
     model_types=("glm4_moe",),
     architectures=("Glm4MoeForCausalLM",),
-    rules=OUTER_RULES + ATTENTION_RULES + QKV_BIAS_RULES + QK_NORM_RULES + MLP_RULES + MOE_RULES,
+    rules=DENSE_RULES + MOE_RULES,
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS + MTP_LAYERS,
 )

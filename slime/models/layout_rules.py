@@ -1,11 +1,77 @@
-"""Which parallel layouts fit a model. Arithmetic on its `ModelSpec` alone, so that a launch can look at it first."""
+"""The trainer's parallel sizes, and which of them fit a model.
+
+Arithmetic on its `ModelSpec` alone, so that a launch can look at it first.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from slime.config import Config
 from slime.config.specs import option_of
 from slime.errors import UserError
 from slime.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The trainer's parallel sizes.
+
+    Attributes:
+        world: trainer ranks.
+        virtual: model chunks per pipeline rank (1 without interleaving).
+    """
+
+    world: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def data(self) -> int:
+        """Data-parallel replicas: ranks that train on different samples."""
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which the distributed optimizer spreads the states of dense parameters."""
+        return self.data * self.context
+
+    @property
+    def expert_shards(self) -> int:
+        """The same for the parameters of experts."""
+        return max(1, self.world // (self.expert_tensor * self.expert * self.pipeline))
+
+    @staticmethod
+    def of(config: Config, spec: ModelSpec) -> Layout:
+        """From the flags, which fit the model (`check_layout`)."""
+        megatron, cluster = config.megatron, config.cluster
+        tensor = megatron.tensor_model_parallel_size
+        return Layout(
+            world=cluster.actor_num_nodes * cluster.actor_num_gpus_per_node,
+            tensor=tensor,
+            pipeline=megatron.pipeline_model_parallel_size,
+            virtual=virtual_stages(spec, config) or 1,
+            context=megatron.context_parallel_size,
+            expert=megatron.expert_model_parallel_size,
+            expert_tensor=megatron.expert_tensor_parallel_size or tensor,
+            sequence_parallel=megatron.sequence_parallel,
+        )
+
+    def layers_of(self, stage: int, num_layers: int) -> list[int]:
+        """Global numbers of a pipeline rank's layers, chunk after chunk.
+
+        Example (eight layers, two ranks with two chunks each):
+            >>> Layout(world=2, pipeline=2, virtual=2).layers_of(1, 8)
+            [2, 3, 6, 7]
+        """
+        size = num_layers // (self.pipeline * self.virtual)
+        starts = [(chunk * self.pipeline + stage) * size for chunk in range(self.virtual)]
+        return [start + i for start in starts for i in range(size)]
 
 
 def virtual_stages(spec: ModelSpec, config: Config) -> int | None:

@@ -92,6 +92,10 @@ class ColumnParallel(Layout):
         return [_joined(pieces, 0)]
 
 
+class Latent(ColumnParallel):
+    """As `ColumnParallel` in the trainer; engines keep what makes the latents of multi-latent attention whole."""
+
+
 class RowParallel(Layout):
     """Input features over ranks: columns of [out, in]."""
 
@@ -203,5 +207,5 @@ def _joined(pieces: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=axis)
 
 
-REPLICATED, COLUMN, ROW = Replicated(), ColumnParallel(), RowParallel()
+REPLICATED, COLUMN, LATENT, ROW = Replicated(), ColumnParallel(), Latent(), RowParallel()
 VOCAB, QKV, GATE_UP, STACKED_GATE_UP = VocabParallel(), FusedQKV(), GateUp(), StackedGateUp()

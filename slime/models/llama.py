@@ -1,33 +1,24 @@
-"""Llama 2, Llama 3 and everything saved as ``LlamaForCausalLM`` (SmolLM2, TinyLlama, …)."""
+"""Llama 2 and 3, SmolLM2 and everything else that is saved as ``LlamaForCausalLM``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from slime.models.decoder import (
-    ATTENTION_RULES,
-    COMPUTED_BUFFERS,
-    MLP_RULES,
-    OUTER_RULES,
-    decoder_spec,
-    refuse,
-)
-from slime.models.family import ModelFamily
+from slime.models.decoder import decoder_spec
 from slime.models.spec import ModelSpec
+from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    reason = "Megatron puts biases on all linear layers of a block or on none but query, key and value"
-    refuse(config, "attention_bias", reason)
-    refuse(config, "mlp_bias", reason)
-    return decoder_spec(config, "llama")
+    bias = bool(config.get("attention_bias"))
+    return decoder_spec(config, "llama", add_qkv_bias=bias, output_bias=bias)
 
 
 LLAMA = ModelFamily(
     name="llama",
     model_types=("llama",),
     architectures=("LlamaForCausalLM",),
-    rules=OUTER_RULES + ATTENTION_RULES + MLP_RULES,
+    rules=DENSE_RULES,
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS,
 )

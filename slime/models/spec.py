@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from slime.errors import UserError
+
+#: What `slime.models.rotary` computes.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class HasToDict(Protocol):
@@ -45,6 +48,8 @@ class ModelSpec:
         tie_embeddings: the output layer is the embedding.
         max_position_embeddings: longest sequence the model was made for.
         post_norms: each layer normalises the outputs of its attention and of its MLP before they are added (GLM-4).
+        output_bias, mlp_bias: the projection behind attention, the matrices of MLPs have biases.
+        normalised_scores: a router divides the scores of the experts that it chose by their sum.
         num_mtp_layers: layers for multi-token prediction that a checkpoint has behind the decoder's; not trained.
     """
 
@@ -58,6 +63,9 @@ class ModelSpec:
     tie_embeddings: bool = False
     max_position_embeddings: int = 2048
     post_norms: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    normalised_scores: bool = True
     num_mtp_layers: int = 0
     padded_vocab_size: int = field(default=0)
 
@@ -119,6 +127,20 @@ class ModelSpec:
         return int(whole * self.rotary_percent)
 
     @property
+    def rotary_interleaved(self) -> bool:
+        """A rotated pair is two neighbours, not two dimensions half of the rotated part apart."""
+        return self.is_mla or bool(self.transformer.get("rotary_interleaved"))
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a value of one head."""
+        return int(self.transformer["v_head_dim"]) if self.is_mla else self.head_dim
+
+    def width(self, name: Width) -> int:
+        """The size of an axis, by the name that the tables give it."""
+        return _WIDTHS[name](self)
+
+    @property
     def num_experts(self) -> int:
         return int(self.transformer.get("num_moe_experts") or 0)
 
@@ -133,6 +155,71 @@ class ModelSpec:
             return False
         pattern = self.transformer.get("moe_layer_freq", 1)
         return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
+
+
+Width = Literal[
+    "vocab", "hidden", "inner", "gate and up", "head", "query", "key", "attended", "query rank", "key rank",
+    "key rank, position", "keys, values", "experts", "expert inner", "shared inner",
+]  # fmt: skip
+"""Name of an axis of a parameter.
+
+"query" and "key" are all heads together, "key" also of values; "attended" is what attention gives the projection behind
+it. The ranks, and "keys, values" that are made of them, are of multi-latent attention.
+"""
+
+_WIDTHS: dict[Width, Callable[[ModelSpec], int]] = {
+    "vocab": lambda spec: spec.vocab_size,
+    "hidden": lambda spec: spec.hidden_size,
+    "inner": lambda spec: int(spec.transformer["ffn_hidden_size"]),
+    "gate and up": lambda spec: 2 * int(spec.transformer["ffn_hidden_size"]),
+    "head": lambda spec: spec.head_dim,
+    "query": lambda spec: spec.num_heads * spec.head_dim,
+    "key": lambda spec: spec.num_query_groups * spec.head_dim,
+    "attended": lambda spec: spec.num_heads * spec.value_dim,
+    "query rank": lambda spec: int(spec.transformer["q_lora_rank"] or 0),
+    "key rank": lambda spec: int(spec.transformer["kv_lora_rank"]),
+    "key rank, position": lambda spec: int(spec.transformer["kv_lora_rank"]) + spec.rotary_dim,
+    "keys, values": lambda spec: spec.num_heads * (int(spec.transformer["qk_head_dim"]) + spec.value_dim),
+    "experts": lambda spec: spec.num_experts,
+    "expert inner": lambda spec: int(spec.transformer["moe_ffn_hidden_size"]),
+    "shared inner": lambda spec: int(spec.transformer.get("moe_shared_expert_intermediate_size") or 0),
+}
+
+
+def check_trainable(spec: ModelSpec) -> None:
+    """What engines compute and Megatron does not.
+
+    Raises:
+        UserError: the model has biases that Megatron has no place for, or a router that it computes otherwise.
+    """
+    reason = "Megatron puts biases on all linear layers of a block or on none but query, key and value"
+    for key, value in (("attention_bias", spec.output_bias), ("mlp_bias", spec.mlp_bias)):
+        refuse({key: value}, key, reason)
+    if not spec.num_experts:
+        return
+    facts, topk = spec.transformer, int(spec.transformer["moe_router_topk"])
+    sigmoid = facts["moe_router_score_function"] == "sigmoid"
+    if topk == 1 and spec.normalised_scores and not sigmoid:
+        raise UserError(
+            "the model's router sends each token to one expert and normalises its probability to 1",
+            why="num_experts_per_tok is 1 and norm_topk_prob is true: such a router gets no gradient",
+            fix="choose another model",
+        )
+    if sigmoid and (topk == 1 or not spec.normalised_scores):
+        raise UserError(
+            "the model's router does not normalise the scores of the chosen experts",
+            why=f"norm_topk_prob is {spec.normalised_scores}, num_experts_per_tok is {topk}; Megatron "
+            "normalises the scores of a sigmoid router over the two or more experts it chooses",
+            fix="choose another model",
+        )
+    chosen = int(facts.get("moe_router_group_topk") or 0)
+    if chosen and topk // chosen != 2:
+        raise UserError(
+            "the model's router chooses groups of experts by a score that Megatron does not compute",
+            why=f"a group counts with its two best experts; Megatron takes num_experts_per_tok / topk_group = "
+            f"{topk} / {chosen} of them",
+            fix="choose another model",
+        )
 
 
 #: Of no weight and no number that the model computes.
@@ -189,6 +276,31 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
     return dict(data)
 
 
+def require(config: dict[str, Any], key: str) -> Any:
+    """A field that has no sensible default.
+
+    Raises:
+        UserError: it is not there.
+    """
+    if config.get(key) is None:
+        raise UserError(
+            f"the model's config.json has no field {key!r}",
+            why=f"model_type is {config.get('model_type')!r}",
+            fix="use the config.json that belongs to the weights",
+        )
+    return config[key]
+
+
+def refuse(config: dict[str, Any], key: str, reason: str) -> None:
+    """Raise for a setting that is on and cannot be honoured; a silent miss would train a different model."""
+    if config.get(key):
+        raise UserError(
+            f"the model's config.json sets {key} to {config[key]!r}, which cannot be trained faithfully",
+            why=reason,
+            fix="choose a model without it",
+        )
+
+
 def rotary_settings(
     config: Mapping[str, Any], default_base: float = 10000.0, default_percent: float = 1.0
 ) -> tuple[float, float, dict[str, Any] | None]:
@@ -235,9 +347,20 @@ def rotary_settings(
 
 
 def _scaling(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Only what scales, under the names of transformers 5; None for plain rope."""
+    """Only what scales, under the names of transformers 5; None for plain rope.
+
+    Raises:
+        UserError: a kind of scaling that trainer and embedded engine do not compute.
+    """
     scaling = {key: value for key, value in settings.items() if key not in ("rope_theta", "partial_rotary_factor")}
     kind = scaling.pop("type", None)
     if kind is not None:
         scaling.setdefault("rope_type", kind)
-    return None if scaling.get("rope_type", "default") == "default" else scaling
+    kind = scaling.get("rope_type", "default")
+    if kind not in ROPE_TYPES:
+        raise UserError(
+            f"rotary scaling of type {kind!r} is not supported",
+            why="the model's config.json asks for it",
+            fix=f"supported are: {', '.join(ROPE_TYPES)}",
+        )
+    return None if kind == "default" else scaling

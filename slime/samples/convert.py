@@ -14,7 +14,8 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.hook_loading import load_function
 from slime.log import get_logger
-from slime.models.flops import SequenceCost
+from slime.models import family_of
+from slime.models.flops import sequence_cost
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.columns import Columns, Trainable, columns_from_hook, columns_from_samples, select_trainable
 from slime.samples.packing import PackingRules, Schedule, plan_steps
@@ -73,8 +74,9 @@ def _plan(columns: Columns, config: Config, layout: TrainLayout) -> Schedule:
     )
     lengths = [len(tokens) for tokens in columns.tokens]
     costs = None
-    if train.balance_by_flops and config.checkpoint.hf_checkpoint:
-        costs = SequenceCost.from_checkpoint(config.checkpoint.hf_checkpoint).of(lengths)
+    path = config.checkpoint.hf_checkpoint
+    if train.balance_by_flops and path:
+        costs = sequence_cost(family_of(path, config.checkpoint.model_name), path).of(lengths)
     rules = PackingRules(
         global_batch_size=train.global_batch_size,
         data_parallel_size=layout.data_parallel_size,

@@ -20,10 +20,10 @@ import torch
 
 from slime.config import Config
 from slime.errors import UserError
+from slime.memory.remedies import remedies
 from slime.samples.batch import TrainBatch
 
 _GB = 1e9
-_FEW_ROWS = 128  # of logits: fewer make slow products
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 #: What libraries write instead of raising torch.OutOfMemoryError or MemoryError.
@@ -141,139 +141,13 @@ def out_of_memory(error: BaseException, phase: str, memory: PhaseMemory) -> OutO
         largest = LargestMicroBatch.of(memory.batch)
         lines.append(f"largest micro-batch of this rank: {largest}")
     where = "GPU memory" if memory.device.type == "cuda" and not isinstance(error, MemoryError) else "host memory"
-    ways = remedies(config, phase, largest, on_gpu=memory.device.type == "cuda")
+    lengths, whole = (largest.lengths, largest.whole_step) if largest is not None else ([], False)
+    ways = remedies(config, phase, lengths, whole_step=whole, on_gpu=memory.device.type == "cuda")
     return OutOfMemory(
         f"out of {where} in {phase}",
         why="\n       ".join(line for line in lines if line),
         fix="one or more of these, the first ones cost least:\n       " + "\n       ".join(ways),
     )
-
-
-def remedies(config: Config, phase: str, largest: LargestMicroBatch | None, *, on_gpu: bool) -> list[str]:
-    """What to change, most useful first, with the values of this run."""
-    training = phase == "forward_backward"
-    scoring = phase in ("log_probs", "ref_log_probs") or training
-    ways: list[str] = []
-    if training:
-        ways += _recompute(config)
-    if scoring:
-        ways += _smaller_micro_batches(config, largest)
-        ways += _parallel(config)
-    ways += _states(config, on_gpu) if not scoring else _moments_on_host(config, on_gpu)
-    ways += _sharing(config, on_gpu)
-    if scoring:
-        ways += _smaller_blocks_of_logits(config, on_gpu)
-        ways += _smaller_steps(config, largest)
-    if not on_gpu:
-        ways.append("other processes of this host compete for the same memory: engines, Ray's object store, page cache")
-    return ways
-
-
-def _smaller_blocks_of_logits(config: Config, on_gpu: bool) -> list[str]:
-    """Fewer rows make blocks of more columns (`slime.algorithms.logprobs`), until these are the whole vocabulary."""
-    rows = config.train.log_probs_chunk_size
-    if not on_gpu or 0 < rows <= _FEW_ROWS:
-        return []
-    return [f"--log-probs-chunk-size {rows} → {_FEW_ROWS}: blocks of logits take 0.4 GB at most, and then about 0.1"]
-
-
-def _smaller_steps(config: Config, largest: LargestMicroBatch | None) -> list[str]:
-    """Gradients of micro-batches are added up one after the other: how many a step has does not matter to the peak."""
-    size, steps = config.train.global_batch_size, config.train.num_steps_per_rollout
-    if size % 2:
-        return []
-    change = f"--global-batch-size {size} → {size // 2} (and --num-steps-per-rollout {steps} → {steps * 2})"
-    if largest is not None and largest.whole_step and len(largest.lengths) > 1:
-        return [f"{change}: the largest micro-batch is all that this rank has of a step, and becomes half of it"]
-    return [f"{change}: lowers the peak only once a rank's part of a step is less than one micro-batch"]
-
-
-def _recompute(config: Config) -> list[str]:
-    megatron = config.megatron
-    if megatron.recompute_granularity is None:
-        return ["--recompute-activations: keep one activation per layer, compute the rest again going back"]
-    if megatron.recompute_granularity == "selective":
-        return ["--recompute-granularity selective → full --recompute-method uniform --recompute-num-layers 1"]
-    if megatron.recompute_method == "block":
-        return [f"--recompute-method block (of {megatron.recompute_num_layers} layers) → uniform: all layers"]
-    return []
-
-
-def _smaller_micro_batches(config: Config, largest: LargestMicroBatch | None) -> list[str]:
-    train, context = config.train, config.megatron.context_parallel_size
-    single = largest if largest is not None and len(largest.lengths) == 1 else None
-    ways = []
-    if single is not None:
-        ways.append(
-            f"the largest micro-batch is one sample of {single.num_tokens} tokens, which no batch size can split: "
-            f"--context-parallel-size {context} → {2 * context}, or shorter samples: --rollout-max-response-len "
-            f"{config.rollout.rollout_max_response_len} → {max(1, config.rollout.rollout_max_response_len * 3 // 4)}"
-        )
-    if train.use_dynamic_batch_size and train.max_tokens_per_gpu:
-        cap = train.max_tokens_per_gpu
-        start = -(-config.rollout.rollout_max_response_len // context)
-        lower = max(1, min(cap * 3 // 4, start) if start < cap else cap * 3 // 4)
-        if single is None or single.num_tokens <= cap * context:
-            ways.insert(
-                0,
-                f"--max-tokens-per-gpu {cap} → {lower} (a safe start is rollout_max_response_len ÷ "
-                f"context_parallel_size = {config.rollout.rollout_max_response_len} ÷ {context} = {start})",
-            )
-    elif train.micro_batch_size > 1:
-        ways.insert(
-            0,
-            f"--micro-batch-size {train.micro_batch_size} → {train.micro_batch_size // 2}, or pack by tokens: "
-            f"--use-dynamic-batch-size --max-tokens-per-gpu {largest.num_tokens // 2 if largest else 4096}",
-        )
-    if train.seq_length is not None:
-        ways.append(f"--seq-length {train.seq_length} → {max(2, train.seq_length * 3 // 4)}")
-    return ways
-
-
-def _parallel(config: Config) -> list[str]:
-    megatron = config.megatron
-    tensor = megatron.tensor_model_parallel_size
-    if tensor > 1 and not megatron.sequence_parallel:
-        return [f"--sequence-parallel: splits over the {tensor} tensor-parallel ranks what each of them holds whole"]
-    if tensor == 1:
-        return ["--tensor-model-parallel-size 1 → 2 --sequence-parallel, with GPUs to spare"]
-    return []
-
-
-def _moments_on_host(config: Config, on_gpu: bool) -> list[str]:
-    """Without a GPU they are there anyway."""
-    megatron = config.megatron
-    if not on_gpu or megatron.offload_optimizer_states or megatron.optimizer_cpu_offload:
-        return []
-    return [
-        "--offload-optimizer-states: Adam's moments live in host memory, 8 bytes per parameter and replica less here"
-    ]
-
-
-def _states(config: Config, on_gpu: bool) -> list[str]:
-    """Weights, gradients and optimizer states; what the batch is does not matter to them."""
-    megatron = config.megatron
-    ways = _moments_on_host(config, on_gpu)
-    if not megatron.use_distributed_optimizer:
-        ways.append("remove --no-use-distributed-optimizer: states are sharded over the data-parallel ranks")
-    tensor = megatron.tensor_model_parallel_size
-    ways.append(f"--tensor-model-parallel-size {tensor} → {2 * tensor}, or more trainer GPUs")
-    return ways
-
-
-def _sharing(config: Config, on_gpu: bool) -> list[str]:
-    """Colocated engines hold a part of the same GPU."""
-    if not (config.cluster.colocate and on_gpu) or config.debug.debug_train_only:
-        return []
-    fraction = config.engine.sglang.get("mem_fraction_static")
-    change = (
-        f"--sglang-mem-fraction-static {fraction} → {max(0.1, fraction - 0.2):.1f}"
-        if isinstance(fraction, float)
-        else "--sglang-mem-fraction-static 0.4 (now SGLang's own choice)"
-    )
-    if config.cluster.offload_rollout:
-        return [f"{change}: if the engines, which sleep now, hold more of this GPU than their CUDA contexts"]
-    return ["--offload-rollout: the engines give their part of this GPU away meanwhile", change]
 
 
 def _device_use(device: torch.device) -> str:

@@ -39,6 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "mistral": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": None},
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24, "tie_word_embeddings": True},
     "qwen3_moe": {

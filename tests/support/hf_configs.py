@@ -36,6 +36,7 @@ def config_of(family: str, **changes: object) -> dict:
         "head_dim": 4,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
+        "sliding_window": None,
         **EXTRA.get(family, {}),
     }
     return config | changes

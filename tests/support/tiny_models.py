@@ -37,6 +37,7 @@ LLAMA_LIKE: dict[str, tuple[type, dict[str, Any]]] = {
         transformers.LlamaConfig,
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
     ),
+    "mistral": (transformers.MistralConfig, {"head_dim": 12, "sliding_window": None}),
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
 }

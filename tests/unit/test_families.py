@@ -18,12 +18,11 @@ from slime.config.architecture import check_model_flags, merge_transformer
 from slime.engines.embedded.architecture import Architecture
 from slime.errors import UserError
 from slime.models import FAMILIES, family_of
-from slime.models.flops import SequenceCost
+from slime.models.flops import sequence_cost
+from slime.models.rotary import inverse_frequencies
 from slime.models.spec import check_same_model
 from slime.train.megatron.moe_layer import expert_layers
-from slime.train.megatron.rotary import inverse_frequencies
 from tests.support.hf_configs import PUBLISHED
-from tests.support.megatron_stub import hf_shape
 from tests.support.tiny_models import OTHER_FAMILIES, save_tiny
 from tests.support.trainer_ranks import make_batch
 from tests.support.trainers import gradients, trainer
@@ -180,12 +179,13 @@ def test_rotary_frequencies_of_published_models(model: str) -> None:
         )
         assert torch.allclose(inverse, expected.inv_freq, rtol=1e-6, atol=0)
         assert factor == pytest.approx(expected.attention_scaling, rel=1e-6)
-        engine = Architecture.from_config(config)
-        size = engine.latent.rotary_dim if engine.latent else engine.head_dim
-        served = engine.rope.inverse_frequencies(int(size * engine.rope.partial))
-        assert torch.allclose(served, expected.inv_freq, rtol=1e-6, atol=0)
-        assert engine.rope.attention_factor == pytest.approx(expected.attention_scaling, rel=1e-6)
-        assert engine.rope.interleaved == (spec.transformer["rotary_interleaved"] or spec.is_mla)
+        rope = Architecture.from_config(config).rope
+        assert rope.interleaved == (spec.transformer["rotary_interleaved"] or spec.is_mla)
+        cos, sin = rope.tables(2, torch.float32)
+        pairs = slice(0, None, 2) if rope.interleaved else slice(len(inverse), None)
+        assert torch.allclose(cos[1, 0, pairs], expected.inv_freq.cos() * factor, rtol=1e-6, atol=0)
+        sign = -1 if rope.interleaved else 1  # of each pair the first has the negative sine
+        assert torch.allclose(sign * sin[1, 0, pairs], expected.inv_freq.sin() * factor, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -235,20 +235,19 @@ def test_numbers_of_parameters_of_published_models(model: str) -> None:
     family = family_of(config)
     spec = family.model_spec(config)
     total = passed = 0
-    for name in family.expected_hf_names(spec):
-        shape = hf_shape(name, spec)
+    for name, shape in family.hf_tensors(spec):
         total += torch.Size(shape).numel()
         if len(shape) == 2 and ("embed_tokens" not in name or spec.tie_embeddings):
             chosen = spec.transformer["moe_router_topk"] / spec.num_experts if ".experts." in name else 1
             passed += round(torch.Size(shape).numel() * chosen)
     assert total == pytest.approx(PUBLISHED[model]["parameters"], rel=2e-3)
-    assert SequenceCost.from_hf_config(config).linear == pytest.approx(2 * passed, rel=1e-6)
+    assert sequence_cost(family, config).linear == pytest.approx(2 * passed, rel=1e-6)
 
 
 def test_every_family_has_a_published_model_and_a_tiny_one() -> None:
     names = {family.name for family in FAMILIES}
     assert {config["config"]["model_type"] for config in PUBLISHED.values()} == names
-    assert {kind.split(",")[0] for kind in OTHER_FAMILIES} == names - {"llama", "qwen2", "qwen3"}
+    assert {kind.split(",")[0] for kind in OTHER_FAMILIES} == names - {"llama", "mistral", "qwen2", "qwen3"}
 
 
 # -- flags that describe the model -----------------------------------------------------------------------------------

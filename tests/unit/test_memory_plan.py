@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from slime import host
 from slime.config import Config, make_config
 from slime.errors import UserError
-from slime.memory.check import check_memory, judge
+from slime.memory.check import check_memory, judge, refuse, remedies
 from slime.memory.hardware import DeviceMemory, device_memory
 from slime.memory.measured import Measured
-from slime.memory.plan import MemoryPlan, Phase, ranges
-from slime.memory.remedies import refuse, remedies
-from slime.memory.table import summary, table
+from slime.memory.plan import MemoryPlan, Phase, ranges, summary, table
 from slime.memory.trainer import CONTEXT
 from tests.support.hf_configs import PUBLISHED
 

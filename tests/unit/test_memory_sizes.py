@@ -14,9 +14,9 @@ from slime.config import make_config
 from slime.memory import trainer
 from slime.memory.activations import Kernels, Recompute, saved_by_layer, saved_by_stage
 from slime.memory.engine import EngineSettings
-from slime.memory.parameters import Layout, layer_parameters, outer_parameters, rank_parameters
-from slime.memory.trainer import TrainerSettings
-from slime.models import family_of
+from slime.memory.trainer import TrainerSettings, rank_parameters
+from slime.models import family_of, table_of
+from slime.models.layout_rules import Layout
 from slime.models.spec import ModelSpec
 from tests.support.hf_configs import PUBLISHED
 from tests.support.memory_jobs import FAMILIES, count_parameters, saved_bytes
@@ -61,8 +61,8 @@ def test_parameters_are_those_of_the_modules(world: int, flags: dict[str, Any], 
             layout = layout_of(world, flags, name)
             stage = rank // (world // layout.pipeline)
             expected: dict[str, int] = defaultdict(int)
-            for parameter in rank_parameters(spec_of(name).padded(layout.tensor), layout, stage):
-                expected[parameter.name] += parameter.numel
+            for held in rank_parameters(spec_of(name).padded(layout.tensor), layout, stage):
+                expected[held.parameter.name] += held.numel
             assert counted[name] == expected, name
 
 
@@ -93,11 +93,10 @@ def test_all_ranks_together_hold_the_model(
     spec = spec_of(name).padded(tensor)
     times = {"none": 1, "tensor": tensor, "expert": expert * expert_tensor}
     held = [p for stage in range(pipeline) for p in rank_parameters(spec, layout, stage)]
-    embedding, norm, output = outer_parameters(spec)
-    whole = [embedding, norm, *(p for layer in range(4) for p in layer_parameters(spec, layer))]
-    if not (spec.tie_embeddings and pipeline == 1):
-        whole.append(output)
-    assert sum(p.numel * times[p.cut] for p in held) == sum(p.numel for p in whole)
+    whole = sum(p.numel for p in table_of(spec).parameters(spec, range(4)))
+    if spec.tie_embeddings and pipeline > 1:
+        whole += spec.padded_vocab_size * spec.hidden_size
+    assert sum(p.numel * times[p.parameter.cut] for p in held) == whole
 
 
 def test_frozen_parameters_have_no_gradient_and_no_states() -> None:

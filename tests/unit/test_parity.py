@@ -61,7 +61,7 @@ LAYOUTS = {
     "DP2 x EP2": Layout(4, 4, EP2 | ETP1),
     "TP2+SP x EP2": Layout(4, 2, TP2 | SP | EP2 | ETP1, rare=True),
 }
-DENSE = ["llama", "qwen2", "qwen3"]
+DENSE = ["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES = [*DENSE, "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3"]
 MOE = {"qwen3_moe", "glm4_moe", "deepseek_v3"}
 

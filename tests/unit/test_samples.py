@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from slime.config import make_config
 from slime.errors import UserError
 from slime.hooks import DataSource
-from slime.models.flops import SequenceCost
+from slime.models import family_of
+from slime.models.flops import sequence_cost
 from slime.prompts.source import PromptSource
 from slime.rollout.debug_data import load_samples
 from slime.rollout.sft import SftEncoder, generate_sft, sft_rollout
@@ -219,15 +220,16 @@ def test_the_buffer_is_first_in_first_out(actions: list[Any]) -> None:
 
 def test_cost_of_a_dense_model_is_two_flops_per_weight_and_quadratic_attention() -> None:
     config = {
-        "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "intermediate_size": 16, "vocab_size": 32,
+        "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 16, "vocab_size": 32,
     }  # fmt: skip
-    cost = SequenceCost.from_hf_config(config)
+    cost = sequence_cost(family_of(config), config)
     attention, mlp, output = 8 * 8 + 2 * 8 * 4 + 8 * 8, 3 * 8 * 16, 8 * 32
     assert cost.linear == 2 * (3 * (attention + mlp) + output)
     assert cost.quadratic == 2 * 3 * 8
-    moe = SequenceCost.from_hf_config(
-        {**config, "num_experts": 4, "moe_intermediate_size": 4, "num_experts_per_tok": 2}
-    )
+    sparse = {
+        **config, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    moe = sequence_cost(family_of(sparse), sparse)
     router = 8 * 4
     assert cost.linear - moe.linear == 2 * 3 * (mlp - 2 * 3 * 8 * 4 - router), "only the active experts count"

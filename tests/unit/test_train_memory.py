@@ -13,10 +13,11 @@ from torch import Tensor
 
 from slime.config import make_config
 from slime.errors import UserError
+from slime.memory.remedies import remedies
 from slime.samples.batch import TrainBatch
 from slime.train.megatron.backend import MegatronBackend
 from slime.train.megatron.offload import HostStates
-from slime.train.memory import LargestMicroBatch, OutOfMemory, PhaseMemory, is_out_of_memory, remedies
+from slime.train.memory import LargestMicroBatch, OutOfMemory, PhaseMemory, is_out_of_memory
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch
 from tests.support.trainers import LOSS, gradients, train_job, trainer
@@ -378,8 +379,7 @@ def advice(
     on_gpu: bool = True,
     **flags: Any,
 ) -> str:
-    largest = LargestMicroBatch(list(lengths), list(range(len(lengths))), whole_step)
-    return "\n".join(remedies(make_config(**flags), phase, largest, on_gpu=on_gpu))
+    return "\n".join(remedies(make_config(**flags), phase, lengths, whole_step=whole_step, on_gpu=on_gpu))
 
 
 def test_remedies_carry_this_runs_values() -> None:

@@ -149,15 +149,17 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
         *("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"),
         *("num_key_value_heads", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
         *("num_experts_per_tok", "norm_topk_prob"),
+        "sliding_window",
         *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     )
     moe = (transformers.Qwen3MoeConfig, transformers.Glm4MoeConfig, transformers.DeepseekV3Config)
-    dense = (transformers.LlamaConfig, transformers.Qwen2Config, transformers.Qwen3Config, transformers.Glm4Config)
+    dense = (transformers.LlamaConfig, transformers.MistralConfig, transformers.Qwen2Config, transformers.Qwen3Config,
+             transformers.Glm4Config)  # fmt: skip
     assert {cls.model_type for cls in (*moe, *dense)} == {family.name for family in FAMILIES}
     for cls in (*moe, *dense):
-        full = cls().to_dict()
+        full = {**cls().to_dict(), "sliding_window": None}
         sparse = {key: full[key] for key in required if key in full}
-        from_full, from_sparse = family_of(full).model_spec(cls()), family_of(full).model_spec(sparse)
+        from_full, from_sparse = family_of(full).model_spec(full), family_of(full).model_spec(sparse)
         assert from_full.transformer == from_sparse.transformer
         assert from_full.rotary_base == from_sparse.rotary_base
         assert from_full.tie_embeddings == from_sparse.tie_embeddings
@@ -170,6 +172,7 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
     [
         ("llama", {"attention_bias": True}),
         ("llama", {"mlp_bias": True}),
+        ("mistral", {"sliding_window": 4096}),
         ("qwen2", {"use_sliding_window": True}),
         ("qwen3", {"attention_bias": True}),
         ("qwen3_moe", {"attention_bias": True}),
@@ -210,16 +213,14 @@ def test_routing_that_megatron_does_otherwise_is_refused() -> None:
     ],
 )
 def test_which_layers_have_experts(family: str, setting: dict[str, object], pattern: object) -> None:
-    from slime.models.flops import has_experts
-
     config = config_of(family, num_hidden_layers=4, **setting)
     spec = family_of(config).model_spec(config)
     assert spec.transformer["moe_layer_freq"] == pattern
-    assert [spec.is_moe_layer(layer) for layer in range(4)] == has_experts(config)
+    assert [int(spec.is_moe_layer(layer)) for layer in range(4)] == ([1] * 4 if pattern == 1 else pattern)
 
 
 def test_unknown_families_and_missing_fields() -> None:
-    with pytest.raises(UserError, match=r"mamba(.|\n)*llama, qwen2, qwen3"):
+    with pytest.raises(UserError, match=r"mamba(.|\n)*llama, mistral, qwen2, qwen3"):
         family_of({"model_type": "mamba"})
     with pytest.raises(UserError, match="--model-name gpt"):
         family_of({}, model_name="gpt")
@@ -228,6 +229,44 @@ def test_unknown_families_and_missing_fields() -> None:
     del config["num_hidden_layers"]
     with pytest.raises(UserError, match="num_hidden_layers"):
         family_of(config).model_spec(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "family"),
+    [
+        ("qwen3-4B", "qwen3", "qwen3"),
+        ("qwen3-30B-A3B", "qwen3_moe", "qwen3_moe"),
+        ("Qwen3-4B-Base", "not_known_here", "qwen3"),
+        ("qwen3moeconfig", "not_known_here", "qwen3_moe"),
+        ("qwen2.5-7B-Instruct", "qwen2", "qwen2"),
+        ("glm4-9B", "glm4", "glm4"),
+        ("glm4.5-355B-A32B", "glm4_moe", "glm4_moe"),
+        ("Glm4MoeForCausalLM", "not_known_here", "glm4_moe"),
+        ("llama3.1-8B", "llama", "llama"),
+        ("deepseekv3", "deepseek_v3", "deepseek_v3"),
+        ("mistral-7B", "mistral", "mistral"),
+    ],
+)
+def test_model_name_in_the_spellings_of_launch_scripts(name: str, model_type: str, family: str) -> None:
+    assert family_of({"model_type": model_type}, name).name == family
+
+
+def test_a_model_name_may_not_contradict_the_config() -> None:
+    assert family_of({"model_type": "mine", "num_experts": 8}, "qwen3").name == "qwen3_moe"
+    with pytest.raises(UserError, match=r"--model-name glm4-9B(.|\n)*glm4 or glm4_moe(.|\n)*'qwen3'"):
+        family_of({"model_type": "qwen3"}, "glm4-9B")
+    for name in ("qwen3-next-80B", "qwen", "glm4v-9B", "7B"):
+        with pytest.raises(UserError, match=f"--model-name {name} is not a model family"):
+            family_of({"model_type": "mine"}, name)
+
+
+def test_what_engines_serve_and_the_trainer_refuses_is_described() -> None:
+    config = config_of("llama", attention_bias=True, mlp_bias=True)
+    family = family_of(config)
+    names = {name for name, _ in family.hf_tensors(family.describe(config))}
+    assert {f"model.layers.0.{name}_proj.bias" for name in ("self_attn.o", "mlp.gate", "mlp.down")} <= names
+    with pytest.raises(UserError, match="attention_bias"):
+        family.model_spec(config)
 
 
 def test_config_files(tmp_path) -> None:
@@ -248,7 +287,7 @@ def test_the_language_covers_experts_and_layer_kinds() -> None:
 
     def make_spec(config: dict) -> ModelSpec:
         transformer = {"num_layers": 3, "num_moe_experts": 4, "num_attention_heads": 2, "num_query_groups": 2}
-        return ModelSpec("toy", transformer | {"kv_channels": 2}, "silu", 10, 1e4)
+        return ModelSpec("toy", transformer | {"kv_channels": 2, "hidden_size": 4}, "silu", 10, 1e4)
 
     layer, there = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
     rules = (
@@ -262,7 +301,7 @@ def test_the_language_covers_experts_and_layer_kinds() -> None:
         ),
     )
     toy = ModelFamily("toy", ("toy",), (), rules, make_spec, ignored=(r"model\.layers\.3\..*",))
-    spec = toy.model_spec({})
+    spec = toy.describe({})
     names = list(toy.expected_hf_names(spec))
     assert len(names) == 1 + 2 * (1 + 4)
     assert names[0] == "model.layers.0.mlp.down_proj.weight"

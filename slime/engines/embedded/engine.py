@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import psutil
 import torch
 
 from slime.engines.embedded.architecture import Architecture
@@ -21,6 +20,7 @@ from slime.engines.embedded.scheduler import Scheduler, StepOutput
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.weights import WeightStore, make_store
 from slime.errors import UserError
+from slime.host import free_host_memory
 from slime.log import get_logger
 
 logger = get_logger(__name__)
@@ -322,12 +322,13 @@ def _device(name: str) -> torch.device:
 
 
 def _kv_budget(gigabytes: float | None, device: torch.device) -> int:
-    """Bytes for keys and values: as the user said, else half of the free host memory or 80 % of the free GPU memory."""
+    """Bytes for keys and values: as the user said, else half of what this host or its container has free, or
+    80 % of the free GPU memory."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.8)
-    return psutil.virtual_memory().available // 2
+    return int(free_host_memory() / 2)
 
 
 def as_state(engine: Engine) -> dict[str, Any]:

@@ -135,8 +135,7 @@ class Decoder:
         num_positions: int,
     ) -> None:
         self.arch, self.embedding, self.layers, self.norm, self.head = arch, embedding, layers, norm, head
-        size = arch.latent.rotary_dim if arch.latent else arch.head_dim
-        cos, sin = arch.rope.tables(num_positions, size, embedding.dtype)
+        cos, sin = arch.rope.tables(num_positions, embedding.dtype)
         self._cos, self._sin = cos.to(embedding.device), sin.to(embedding.device)
 
     def forward(

@@ -20,9 +20,6 @@ from slime.engines.embedded.model import Decoder, DecoderLayer, GroupedAttention
 from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
 from slime.errors import UserError
 
-#: What a checkpoint may carry without being used.
-_IGNORED = ("rotary_emb.inv_freq",)
-
 
 class WeightError(Exception):
     """An update that cannot be applied: unknown name, wrong shape, missing tensor. Nothing was changed by it."""
@@ -123,7 +120,7 @@ class WeightStore:
         for file in files:
             with _open(file) as content:
                 for name in content.keys():  # noqa: SIM118  not a dict
-                    if not name.endswith(_IGNORED) and not self._is_mtp(name):
+                    if name in self.named or not self.arch.family.is_ignored(name, self.arch.spec):
                         shapes[name] = tuple(content.get_slice(name).get_shape())
         absent = [name for name in self.named if name not in shapes]
         if absent:
@@ -211,82 +208,92 @@ class WeightStore:
     # -- construction ----------------------------------------------------------------------------------
 
     def _build(self, num_positions: int) -> Decoder:
+        """By Megatron's names of the parameters; the family's table says which there are and what they are made of."""
         arch = self.arch
         self._owners: list[torch.Tensor] = []
         self._bindings: list[tuple[str, torch.Tensor, int, int]] = []
-        embedding = self._allocate("model.embed_tokens.weight")
-        layers = [self._build_layer(number) for number in range(arch.num_layers)]
-        norm = self._allocate("model.norm.weight")
+        embedding = self._tensor("embedding.word_embeddings.weight")
+        layers = [self._build_layer(f"decoder.layers.{number}.", number) for number in range(arch.num_layers)]
+        norm = self._tensor("decoder.final_layernorm.weight")
         if arch.tie_word_embeddings:
-            head = self._linear(embedding, None, ["model.embed_tokens.weight"])
+            match = arch.family.match_megatron("output_layer.weight", arch.spec)
+            assert match is not None
+            head = self._bound(Linear(embedding, None, self._fixed_rows), match.sources)
         else:
-            head = self._linear(self._allocate("lm_head.weight"), None, ["lm_head.weight"])
+            head = self._linear("output_layer")
         self._bind()
         return Decoder(arch, embedding, layers, norm, head, num_positions)
 
-    def _build_layer(self, number: int) -> DecoderLayer:
-        arch, prefix = self.arch, f"model.layers.{number}."
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    def _build_layer(self, prefix: str, number: int) -> DecoderLayer:
+        attention, mlp = f"{prefix}self_attention.", f"{prefix}mlp."
+        experts = self.arch.experts
         return DecoderLayer(
-            input_norm=self._allocate(f"{prefix}input_layernorm.weight"),
-            attention=self._latent_attention(attention) if arch.latent else self._grouped_attention(attention),
-            output=self._fused([f"{attention}o_proj"], arch.output_bias),
-            post_attention_norm=self._post_norm(f"{prefix}post_self_attn_layernorm"),
-            mlp_norm=self._allocate(f"{prefix}post_attention_layernorm.weight"),
-            mlp=self._experts(mlp, arch.experts) if arch.experts and arch.experts.in_layer[number] else self._mlp(mlp),
-            post_mlp_norm=self._post_norm(f"{prefix}post_mlp_layernorm"),
+            input_norm=self._tensor(f"{prefix}input_layernorm.weight"),
+            attention=self._latent_attention(attention) if self.arch.latent else self._grouped_attention(attention),
+            output=self._linear(f"{attention}linear_proj"),
+            post_attention_norm=self._if_there(f"{prefix}post_self_attn_layernorm.weight"),
+            mlp_norm=self._tensor(f"{prefix}pre_mlp_layernorm.weight"),
+            mlp=self._experts(mlp, experts) if experts and experts.in_layer[number] else self._mlp(mlp),
+            post_mlp_norm=self._if_there(f"{prefix}post_mlp_layernorm.weight"),
         )
 
-    def _post_norm(self, name: str) -> torch.Tensor | None:
-        return self._allocate(f"{name}.weight") if self.arch.post_norms else None
-
     def _grouped_attention(self, prefix: str) -> GroupedAttention:
-        arch = self.arch
-        qkv = self._fused([f"{prefix}{part}_proj" for part in "qkv"], arch.qkv_bias)
-        norms = [self._allocate(f"{prefix}{part}_norm.weight") for part in "qk"] if arch.qk_norm else [None, None]
-        return GroupedAttention(arch, qkv, *norms)
+        norms = [self._if_there(f"{prefix}{part}_layernorm.weight") for part in "qk"]
+        return GroupedAttention(self.arch, self._linear(f"{prefix}linear_qkv"), *norms)
 
     def _latent_attention(self, prefix: str) -> LatentAttention:
         assert self.arch.latent is not None
         low_rank = self.arch.latent.query_rank is not None
         return LatentAttention(
             self.arch,
-            query_down=self._fused([f"{prefix}q_a_proj"], False) if low_rank else None,
-            query_norm=self._allocate(f"{prefix}q_a_layernorm.weight") if low_rank else None,
-            query=self._fused([f"{prefix}q_b_proj" if low_rank else f"{prefix}q_proj"], False),
-            key_down=self._fused([f"{prefix}kv_a_proj_with_mqa"], False),
-            key_norm=self._allocate(f"{prefix}kv_a_layernorm.weight"),
-            key_value=self._fused([f"{prefix}kv_b_proj"], False),
+            query_down=self._linear(f"{prefix}linear_q_down_proj") if low_rank else None,
+            query_norm=self._if_there(f"{prefix}q_layernorm.weight"),
+            query=self._linear(f"{prefix}linear_q_up_proj" if low_rank else f"{prefix}linear_q_proj"),
+            key_down=self._linear(f"{prefix}linear_kv_down_proj"),
+            key_norm=self._tensor(f"{prefix}kv_layernorm.weight"),
+            key_value=self._linear(f"{prefix}linear_kv_up_proj"),
         )
 
-    def _mlp(self, prefix: str) -> Mlp:
-        parts = ["gate_up"] if f"{prefix}gate_up_proj.weight" in self._shapes else ["gate", "up"]
-        gate_up = self._fused([f"{prefix}{part}_proj" for part in parts], self.arch.mlp_bias)
-        return Mlp(gate_up, self._fused([f"{prefix}down_proj"], self.arch.mlp_bias))
+    def _mlp(self, prefix: str, expert: str = "") -> Mlp:
+        return Mlp(self._linear(f"{prefix}linear_fc1", expert), self._linear(f"{prefix}linear_fc2", expert))
 
     def _experts(self, prefix: str, facts: Experts) -> ExpertMLP:
+        has_shared = self._made_of(f"{prefix}shared_experts.linear_fc1.weight") is not None
         return ExpertMLP(
             facts,
-            gate=self._allocate(f"{prefix}gate.weight"),
-            bias=self._allocate(f"{prefix}gate.e_score_correction_bias") if facts.has_bias else None,
-            experts=[self._mlp(f"{prefix}experts.{number}.") for number in range(facts.count)],
-            shared=self._mlp(f"{prefix}shared_experts.") if facts.shared_width else None,
+            gate=self._tensor(f"{prefix}router.weight"),
+            bias=self._if_there(f"{prefix}router.expert_bias"),
+            experts=[self._mlp(f"{prefix}experts.", str(number)) for number in range(facts.count)],
+            shared=self._mlp(f"{prefix}shared_experts.") if has_shared else None,
         )
 
-    def _fused(self, modules: list[str], has_bias: bool) -> Linear:
-        names = [f"{module}.weight" for module in modules]
-        weight = self._allocate(*names)
-        bias = self._allocate(*[f"{module}.bias" for module in modules]) if has_bias else None
-        return self._linear(weight, bias, names)
+    def _made_of(self, name: str) -> tuple[str, ...] | None:
+        """Hugging Face names of a Megatron parameter; None where the model has no such parameter."""
+        match = self.arch.family.match_megatron(name, self.arch.spec)
+        return None if match is None else match.sources
 
-    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None, names: list[str]) -> Linear:
-        linear = Linear(weight, bias, self._fixed_rows)
+    def _linear(self, name: str, expert: str = "") -> Linear:
+        names, biases = self._made_of(f"{name}.weight{expert}"), self._made_of(f"{name}.bias{expert}")
+        assert names is not None, name
+        bias = None if biases is None else self._allocate(biases)
+        return self._bound(Linear(self._allocate(names), bias, self._fixed_rows), names)
+
+    def _bound(self, linear: Linear, names: tuple[str, ...]) -> Linear:
         self._linears.append(linear)
         for name in names:
             self._linear_of.setdefault(name, []).append(linear)
         return linear
 
-    def _allocate(self, *names: str) -> torch.Tensor:
+    def _tensor(self, name: str) -> torch.Tensor:
+        found = self._if_there(name)
+        assert found is not None, name
+        return found
+
+    def _if_there(self, name: str) -> torch.Tensor | None:
+        names = self._made_of(name)
+        return None if names is None else self._allocate(names)
+
+    def _allocate(self, names: tuple[str, ...]) -> torch.Tensor:
         """One tensor that holds these parameters below each other; their views are made by `_bind`."""
         rows = [self._shapes[name][0] for name in names]
         dtype = dtype_in(self.dtype, names[0], self.dtype)
@@ -300,11 +307,6 @@ class WeightStore:
 
     def _bind(self) -> None:
         self.named = {name: owner[first:last] for name, owner, first, last in self._bindings}
-
-    def _is_mtp(self, name: str) -> bool:
-        """Does it belong to a layer for multi-token prediction, behind the decoder's?"""
-        layer = name.removeprefix("model.layers.").split(".")[0]
-        return layer.isdigit() and 0 <= int(layer) - self.arch.num_layers < self.arch.mtp_layers
 
     def _nearest(self, name: str) -> str:
         import difflib

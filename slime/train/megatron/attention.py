@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slime.errors import UserError
 from slime.log import get_logger
-from slime.memory.limits import FLASH4_MAJORS, FLASH4_WIDEST
+from slime.memory.hardware import FLASH4_MAJORS, FLASH4_WIDEST
 from slime.train.megatron import device
 from slime.train.megatron.layers import RMSNorm
 from slime.train.megatron.packed import Block, PackedSequences, PaddedLayout

@@ -33,6 +33,7 @@ from slime.config import Config
 from slime.config.architecture import merge_transformer
 from slime.errors import UserError
 from slime.models.layout_rules import virtual_stages
+from slime.models.rotary import inverse_frequencies
 from slime.models.spec import ModelSpec
 from slime.train.megatron import te_layers
 from slime.train.megatron.attention import PackedAttention, PackedSelfAttention
@@ -41,7 +42,7 @@ from slime.train.megatron.mla import LatentNorm, PackedMLASelfAttention
 from slime.train.megatron.moe_layer import connect, expert_arguments, expert_layer_spec
 from slime.train.megatron.packed import PackedMicroBatch
 from slime.train.megatron.provider import provided
-from slime.train.megatron.rotary import RotaryAngles, inverse_frequencies
+from slime.train.megatron.rotary import RotaryAngles
 from slime.train.records import TokenScores
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slime.checkpoints.megatron_names import stored_tensors
 from slime.host_memory import BuffersAhead, host_buffer
-from slime.memory.limits import MOMENTS_BUCKET_BYTES
+from slime.memory.trainer import MOMENTS_BUCKET_BYTES
 from slime.train.megatron import device
 
 # -- everything, while the engines have the GPU ----------------------------------------------------------------------

@@ -1,0 +1,420 @@
+"""One table per model family, read in both directions: the rule language, and the rules that families share.
+
+    RULES = (
+        Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", VOCAB, "vocab", "hidden"),
+        Rule("decoder.layers.{layer}.mlp.linear_fc1.weight",
+             ("model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"),
+             GATE_UP, "inner", "hidden"),
+        Rule("decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}",
+             "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight", ROW, "hidden", "expert inner",
+             when=is_moe_layer),
+        …
+    )
+
+``{layer}`` and ``{expert}`` are global numbers on both sides; `slime.checkpoints.megatron_names` turns a rank's local
+numbers into global ones. Rows and columns are names of `slime.models.spec.Width`. Everything else follows from the
+table: which slice a rank reads and how pieces are gathered, the names and shapes of a checkpoint, what the embedded
+engine builds, how many parameters a rank holds (`slime.memory`), what a token costs (`slime.models.flops`).
+
+Importing the tables imports no torch: the launch compares a directory with them before anything heavy starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any, Literal
+
+from slime.models.layouts import GATE_UP, QKV, REPLICATED, ROW, VOCAB, Layout, VocabParallel
+from slime.models.spec import HfConfig, ModelSpec, Width, check_trainable, read_hf_config
+
+_PLACEHOLDERS = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)"}
+
+LayerCondition = Callable[[ModelSpec, int], bool]
+"""(spec, global layer number) → does the rule apply; layer is -1 for parameters outside the layers."""
+
+
+@lru_cache(maxsize=4096)
+def _pattern(template: str) -> re.Pattern[str]:
+    escaped = re.escape(template)
+    for name, group in _PLACEHOLDERS.items():
+        escaped = escaped.replace(re.escape("{" + name + "}"), group)
+    return re.compile(escaped)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of Megatron parameter and the Hugging Face tensors it is made of.
+
+    Attributes:
+        megatron: parameter name, or several spellings of it (Transformer Engine fuses norms into the layer behind).
+        hf: one or several tensor names, in the order that ``layout`` wants them.
+        layout: how the one is made of the others.
+        rows: their first axis; one name for all of them, or one for each.
+        columns: their second axis; None for vectors.
+        when: where the rule applies; None means always.
+        is_buffer: it is not trained, no gradient or optimizer knows it.
+        tied_to: for the output layer: the Hugging Face name that takes the place of ``hf`` when embeddings are tied.
+            Then ``hf`` is not expected in checkpoints and not exported.
+    """
+
+    megatron: str | tuple[str, ...]
+    hf: str | tuple[str, ...]
+    layout: Layout
+    rows: Width | tuple[Width, ...] = "hidden"
+    columns: Width | None = None
+    when: LayerCondition | None = None
+    is_buffer: bool = False
+    tied_to: str | None = None
+
+    @property
+    def megatron_names(self) -> tuple[str, ...]:
+        return (self.megatron,) if isinstance(self.megatron, str) else self.megatron
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return (self.hf,) if isinstance(self.hf, str) else self.hf
+
+    @property
+    def is_expert(self) -> bool:
+        return "{expert}" in self.megatron_names[0]
+
+    @property
+    def is_of_layer(self) -> bool:
+        return "{layer}" in self.megatron_names[0]
+
+    def applies(self, spec: ModelSpec, layer: int) -> bool:
+        return self.when is None or self.when(spec, layer)
+
+    def shapes(self, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
+        """Of ``hf``, in their order."""
+        rows = (self.rows,) * len(self.hf_names) if isinstance(self.rows, str) else self.rows
+        columns = () if self.columns is None else (spec.width(self.columns),)
+        return tuple((spec.width(name), *columns) for name in rows)
+
+
+Cut = Literal["none", "tensor", "expert"]
+"""What divides a parameter: nothing, tensor parallelism, or expert and expert tensor parallelism."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What a rule makes in one layer; the experts of a layer are one.
+
+    Attributes:
+        name: Megatron's, by its first spelling, with the global layer number.
+        shapes: whole, of the Hugging Face tensors; of one expert.
+        count: how often: the experts of a layer, else 1.
+        padding: entries of the rows that fill a vocabulary up.
+    """
+
+    rule: Rule
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    count: int
+    padding: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Entries of the whole parameter."""
+        return self.count * sum(map(prod, self.shapes)) + self.padding
+
+    @property
+    def is_expert(self) -> bool:
+        return self.rule.is_expert
+
+    @property
+    def is_output(self) -> bool:
+        """The output layer, which is the embedding where these are tied."""
+        return self.rule.tied_to is not None
+
+    @property
+    def is_embedding(self) -> bool:
+        return isinstance(self.rule.layout, VocabParallel) and not self.is_output
+
+    @property
+    def cut(self) -> Cut:
+        return "expert" if self.is_expert else "none" if self.rule.layout.tp_axis is None else "tensor"
+
+
+@dataclass(frozen=True)
+class Match:
+    """A rule with its numbers filled in.
+
+    Attributes:
+        sources: Hugging Face names to load from, in the layout's order.
+        exports: names to write to; empty for a parameter that is a copy of another one (tied output layer).
+    """
+
+    rule: Rule
+    layer: int
+    expert: int
+    sources: tuple[str, ...]
+    exports: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """A conversion table.
+
+    Attributes:
+        name: short name, also accepted by ``--model-name``.
+        model_types: values of ``model_type`` in config.json.
+        architectures: class names accepted when ``model_type`` is something else.
+        rules: the table.
+        make_spec: plain config dict → ModelSpec; raises UserError for settings that cannot be honoured.
+        ignored: regular expressions (full match) of Hugging Face tensors that this family does not use; counted,
+            not loaded. A group named ``mtp_layer`` must be the number of one of the layers for multi-token prediction
+            that follow the decoder's.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    make_spec: Callable[[dict[str, Any]], ModelSpec]
+    ignored: tuple[str, ...] = ()
+
+    def describe(self, hf_config: HfConfig) -> ModelSpec:
+        """Architecture facts from a config (dict, transformers config, file or directory).
+
+        Raises:
+            UserError: a setting that this family cannot honour, or a field that is not there.
+        """
+        return self.make_spec(read_hf_config(hf_config))
+
+    def model_spec(self, hf_config: HfConfig) -> ModelSpec:
+        """The same, of a model that Megatron can compute.
+
+        Raises:
+            UserError: as `describe`; biases or a router that Megatron has no place for.
+        """
+        spec = self.describe(hf_config)
+        check_trainable(spec)
+        return spec
+
+    def parameters(
+        self, spec: ModelSpec, layers: Iterable[int], *, first: bool = True, last: bool = True
+    ) -> Iterator[Parameter]:
+        """What a pipeline stage holds, whole; buffers are none.
+
+        A tied model has its embedding once, or, in stages, in the last one again as the output layer.
+
+        Args:
+            layers: of the stage, by global number.
+            first: the stage has the embedding.
+            last: it has the final norm and the output layer.
+        """
+        padding = (spec.padded_vocab_size - spec.vocab_size) * spec.hidden_size
+        rules = [rule for rule in self.rules if not rule.is_buffer]
+        places = [(rule, -1) for rule in rules if not rule.is_of_layer]
+        places += [(rule, layer) for layer in layers for rule in rules if rule.is_of_layer]
+        for rule, layer in places:
+            name = rule.megatron_names[0].format(layer=layer, expert="")
+            count = spec.num_experts if rule.is_expert else 1
+            of_vocabulary = isinstance(rule.layout, VocabParallel)
+            found = Parameter(rule, name, rule.shapes(spec), count, padding if of_vocabulary else 0)
+            if found.is_embedding:
+                here = first
+            elif found.is_output:
+                here = last and not (first and spec.tie_embeddings)
+            else:
+                here = rule.is_of_layer or last
+            if here and rule.applies(spec, layer):
+                yield found
+
+    def match_megatron(self, name: str, spec: ModelSpec) -> Match | None:
+        """The rule for a Megatron parameter name with global numbers; None when the table has none.
+
+        Example:
+            >>> LLAMA.match_megatron("decoder.layers.3.mlp.linear_fc2.weight", spec).sources
+            ('model.layers.3.mlp.down_proj.weight',)
+        """
+        for rule in self.rules:
+            for template in rule.megatron_names:
+                found = _pattern(template).fullmatch(name)
+                if found:
+                    numbers = {key: int(value) for key, value in found.groupdict().items()}
+                    layer = numbers.get("layer", -1)
+                    if rule.applies(spec, layer):
+                        return _filled(rule, numbers, spec)
+        return None
+
+    def expected_hf_names(self, spec: ModelSpec) -> Iterator[str]:
+        """Every tensor that a complete checkpoint of this model has, layer by layer."""
+        return (name for name, _ in self.hf_tensors(spec))
+
+    def hf_tensors(self, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of the same."""
+        places = [(rule, -1) for rule in self.rules if not rule.is_of_layer]
+        places += [(rule, layer) for layer in range(spec.num_layers) for rule in self.rules if rule.is_of_layer]
+        for rule, layer in places:
+            if rule.applies(spec, layer):
+                shapes = rule.shapes(spec)
+                for expert in range(spec.num_experts) if rule.is_expert else [-1]:
+                    yield from zip(_filled(rule, {"layer": layer, "expert": expert}, spec).exports, shapes)
+
+    def is_ignored(self, hf_name: str, spec: ModelSpec) -> bool:
+        """Is this tensor known to be unused: listed in ``ignored``, or the output layer of a tied model?"""
+        if spec.tie_embeddings and any(rule.tied_to and hf_name in rule.hf_names for rule in self.rules):
+            return True
+        for pattern in self.ignored:
+            found = re.fullmatch(pattern, hf_name)
+            if found is None:
+                continue
+            layer = found.groupdict().get("mtp_layer")
+            if layer is None or 0 <= int(layer) - spec.num_layers < spec.num_mtp_layers:
+                return True
+        return False
+
+
+def _filled(rule: Rule, numbers: dict[str, int], spec: ModelSpec) -> Match:
+    names = tuple(template.format(**numbers) for template in rule.hf_names)
+    layer, expert = numbers.get("layer", -1), numbers.get("expert", -1)
+    if rule.tied_to is not None and spec.tie_embeddings:
+        return Match(rule, layer, expert, sources=(rule.tied_to,), exports=())
+    return Match(rule, layer, expert, sources=names, exports=names)
+
+
+# -- what decoders share ---------------------------------------------------------------------------------------------
+
+MEGATRON_LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
+ATTENTION, HF_ATTENTION = MEGATRON_LAYER + "self_attention.", HF_LAYER + "self_attn."
+MLP, HF_MLP = MEGATRON_LAYER + "mlp.", HF_LAYER + "mlp."
+
+OUTER_RULES = (
+    Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", VOCAB, "vocab", "hidden"),
+    Rule("decoder.final_layernorm.weight", "model.norm.weight", REPLICATED),
+    Rule("output_layer.weight", "lm_head.weight", VOCAB, "vocab", "hidden", tied_to="model.embed_tokens.weight"),
+)
+
+INPUT_NORM = Rule(MEGATRON_LAYER + "input_layernorm.weight", HF_LAYER + "input_layernorm.weight", REPLICATED)
+OUTPUT = Rule(ATTENTION + "linear_proj.weight", HF_ATTENTION + "o_proj.weight", ROW, "hidden", "attended")
+
+#: Biases and norms of queries and keys where the spec says so.
+ATTENTION_RULES = (
+    replace(INPUT_NORM, megatron=(INPUT_NORM.megatron_names[0], ATTENTION + "linear_qkv.layer_norm_weight")),
+    Rule(
+        ATTENTION + "linear_qkv.weight",
+        tuple(HF_ATTENTION + f"{x}_proj.weight" for x in "qkv"),
+        QKV,
+        ("query", "key", "key"),
+        "hidden",
+    ),
+    Rule(
+        ATTENTION + "linear_qkv.bias",
+        tuple(HF_ATTENTION + f"{x}_proj.bias" for x in "qkv"),
+        QKV,
+        ("query", "key", "key"),
+        when=lambda spec, layer: bool(spec.transformer["add_qkv_bias"]),
+    ),
+    OUTPUT,
+    Rule(
+        ATTENTION + "linear_proj.bias",
+        HF_ATTENTION + "o_proj.bias",
+        REPLICATED,
+        when=lambda spec, layer: spec.output_bias,
+    ),
+    *(
+        Rule(
+            ATTENTION + f"{x}_layernorm.weight",
+            HF_ATTENTION + f"{x}_norm.weight",
+            REPLICATED,
+            "head",
+            when=lambda spec, layer: bool(spec.transformer["qk_layernorm"]),
+        )
+        for x in "qk"
+    ),
+)
+
+MLP_NORM = Rule(
+    (MEGATRON_LAYER + "pre_mlp_layernorm.weight", MLP + "linear_fc1.layer_norm_weight"),
+    HF_LAYER + "post_attention_layernorm.weight",
+    REPLICATED,
+)
+
+
+def _is_dense_layer(spec: ModelSpec, layer: int) -> bool:
+    return not spec.is_moe_layer(layer)
+
+
+def _has_mlp_bias(spec: ModelSpec, layer: int) -> bool:
+    return spec.mlp_bias and not spec.is_moe_layer(layer)
+
+
+def _gate_up(megatron: str | tuple[str, ...], hf: str, rows: Width, when: LayerCondition) -> Rule:
+    return Rule(megatron, (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"), GATE_UP, rows, "hidden", when)
+
+
+def _down(megatron: str | tuple[str, ...], hf: str, columns: Width, when: LayerCondition) -> Rule:
+    return Rule(megatron, f"{hf}down_proj.weight", ROW, "hidden", columns, when)
+
+
+MLP_RULES = (
+    MLP_NORM,
+    _gate_up(MLP + "linear_fc1.weight", HF_MLP, "inner", _is_dense_layer),
+    Rule(
+        MLP + "linear_fc1.bias",
+        (HF_MLP + "gate_proj.bias", HF_MLP + "up_proj.bias"),
+        GATE_UP,
+        "inner",
+        when=_has_mlp_bias,
+    ),
+    _down(MLP + "linear_fc2.weight", HF_MLP, "inner", _is_dense_layer),
+    Rule(MLP + "linear_fc2.bias", HF_MLP + "down_proj.bias", REPLICATED, when=_has_mlp_bias),
+)
+
+
+def is_moe_layer(spec: ModelSpec, layer: int) -> bool:
+    return spec.is_moe_layer(layer)
+
+
+def _has_expert_bias(spec: ModelSpec, layer: int) -> bool:
+    return spec.is_moe_layer(layer) and bool(spec.transformer.get("moe_router_enable_expert_bias"))
+
+
+def _has_shared_experts(spec: ModelSpec, layer: int) -> bool:
+    return spec.is_moe_layer(layer) and bool(spec.width("shared inner"))
+
+
+_EXPERTS, _HF_EXPERTS, _SHARED = MLP + "experts.", HF_MLP + "experts.{expert}.", HF_MLP + "shared_experts."
+
+#: Checkpoints hold one tensor per expert and projection (transformers 5 fuses them in its modules only, and writes them
+#: apart); so do the engines' loaders. Router bias and shared experts where the spec says so.
+MOE_RULES = (
+    Rule(MLP + "router.weight", HF_MLP + "gate.weight", REPLICATED, "experts", "hidden", is_moe_layer),
+    Rule(
+        MLP + "router.expert_bias",
+        HF_MLP + "gate.e_score_correction_bias",
+        REPLICATED,
+        "experts",
+        when=_has_expert_bias,
+        is_buffer=True,
+    ),
+    _gate_up(
+        (_EXPERTS + "linear_fc1.weight{expert}", _EXPERTS + "local_experts.{expert}.linear_fc1.weight"),
+        _HF_EXPERTS,
+        "expert inner",
+        is_moe_layer,
+    ),
+    _down(
+        (_EXPERTS + "linear_fc2.weight{expert}", _EXPERTS + "local_experts.{expert}.linear_fc2.weight"),
+        _HF_EXPERTS,
+        "expert inner",
+        is_moe_layer,
+    ),
+    _gate_up(MLP + "shared_experts.linear_fc1.weight", _SHARED, "shared inner", _has_shared_experts),
+    _down(MLP + "shared_experts.linear_fc2.weight", _SHARED, "shared inner", _has_shared_experts),
+)
+
+#: Of a decoder whose layers are all dense.
+DENSE_RULES = OUTER_RULES + ATTENTION_RULES + MLP_RULES
+
+#: Layers for multi-token prediction, numbered on from the decoder's.
+MTP_LAYERS = (r"model\.layers\.(?P<mtp_layer>\d+)\..*",)
+
+#: Buffers that old checkpoints carry although they are computed.
+COMPUTED_BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
