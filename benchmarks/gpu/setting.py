@@ -19,12 +19,11 @@ from typing import Any
 
 from benchmarks.gpu import report
 from benchmarks.gpu.trainer import SHAPES
-from slime.cluster.ports import reserve_port
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config
 from slime.engines.launch import LaunchSpec, embedded_command, router_command, sglang_command
 from slime.engines.sglang.command import EnginePlace
-from slime.host import num_gpus
+from slime.host import num_gpus, reserve_port
 from slime.observe.report.data import Stage, read_run
 from slime.samples.types import Sample
 

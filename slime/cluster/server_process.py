@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import os
 import re
 import signal
@@ -11,12 +11,13 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from slime.engines.launch import LaunchSpec
+from slime.processes import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _LOG_BYTES = 1 << 18
 _NUM_LAST = 40  # lines of a log: an exception above them was survived
 #: SGLang's processes fall one after the other; the first to fail says why.
@@ -61,15 +62,16 @@ def exception_line(log: str) -> str:
     return found[0 if mark else -1] if found else ""
 
 
-def _die_with_parent(libc: ctypes.CDLL) -> Callable[[], None]:
-    parent = os.getpid()
+def past_proxies(hosts: Iterable[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables by which a server's own clients reach ``hosts`` and this one directly, whatever proxy is set.
 
-    def in_child() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died between fork and prctl
-            os._exit(1)
-
-    return in_child
+    Example:
+        >>> past_proxies(["10.0.0.7"], {"NO_PROXY": "intranet", "HTTP_PROXY": "http://proxy:3128"})["no_proxy"]
+        'intranet,localhost,127.0.0.1,10.0.0.7'
+    """
+    known = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    names = dict.fromkeys([*filter(None, known.split(",")), "localhost", "127.0.0.1", *hosts])
+    return {"no_proxy": ",".join(names), "NO_PROXY": ",".join(names)}  # libraries differ in which one they read
 
 
 class ServerProcess:
@@ -80,13 +82,15 @@ class ServerProcess:
         spec: command line, environment and the path that answers when it is ready.
         url: base URL under which it will answer.
         log_path: stdout and stderr go there.
+        hosts: of the run's other processes that it may talk to; its requests there go past any proxy.
 
     The process leads its own session, so that `stop` also reaches its children; it is killed by the kernel when
     the process that started it dies.
     """
 
-    def __init__(self, name: str, spec: LaunchSpec, url: str, log_path: Path) -> None:
+    def __init__(self, name: str, spec: LaunchSpec, url: str, log_path: Path, hosts: Iterable[str] = ()) -> None:
         self.name, self.spec, self.url, self.log_path = name, spec, url, log_path
+        self._hosts = [urlsplit(url).hostname or "", *hosts]
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 
@@ -96,12 +100,12 @@ class ServerProcess:
             self._log_start = log.tell()  # what former servers of this name wrote is not this one's
             self._process = subprocess.Popen(
                 self.spec.argv,
-                env={**os.environ, **self.spec.env},
+                env={**os.environ, **past_proxies(self._hosts), **self.spec.env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(ctypes.CDLL(None)),
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
 
     @property
@@ -142,11 +146,12 @@ class ServerProcess:
         end = time.monotonic() + limit
         health_url = self.url + self.spec.health_path
         delay = 0.02
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is ours: no proxy knows it
         while time.monotonic() < end:
             if not self.is_alive():
                 raise ServerDied(self.name, f"{self.how_it_ended()} before it was ready", self.log_tail())
             try:
-                with urllib.request.urlopen(health_url, timeout=self.spec.health_timeout) as answer:
+                with direct.open(health_url, timeout=self.spec.health_timeout) as answer:
                     if answer.status == 200:
                         return
             except (urllib.error.URLError, OSError):

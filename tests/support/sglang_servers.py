@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.ports import PortReservation, reserve_port
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config
 from slime.engines.launch import sglang_command
 from slime.engines.sglang.command import EnginePlace
+from slime.host import PortReservation, reserve_port
 
 FAKE = Path(__file__).parent / "fake_sglang"
 _reservations: list[PortReservation] = []

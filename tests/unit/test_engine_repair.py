@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from slime.cluster import engine_repair
-from slime.cluster.engine_actor import Obituary
 from slime.cluster.engine_repair import MOST_RESTARTS, EngineRepair, HealthChecks
 from slime.cluster.engine_weights import EngineWeights
 from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS, HandOver, Holder
+
+from slime.cluster import engine_repair
+from slime.cluster.engine_actor import Obituary
 from slime.config import make_config
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet

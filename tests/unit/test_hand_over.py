@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from slime.cluster.engine_group import EngineGroup
 from slime.cluster.engine_memory import EngineMemory
 from slime.cluster.hand_over import CACHE, GRAPHS, WEIGHTS, HandOver
+
 from slime.engines.api import EngineError
 from slime.errors import RunFailed
 

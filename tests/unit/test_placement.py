@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.cluster.ports import reserve_port
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
 from slime.config import make_config
 from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
+from slime.host import reserve_port
 from slime.placement import PlacementPlan
 from slime.preflight import check_slots
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from slime.cluster.engine_actor import Obituary, raise_obituary
-from slime.cluster.engine_repair import HealthChecks
 from slime.cluster.server_process import ServerProcess, exception_line
 from slime.config import make_config
+from slime.engines.health import HealthChecks
 from slime.engines.launch import LaunchSpec, sglang_command
 from slime.engines.sglang.command import HEALTH_GENERATES, ONE_GPU, EnginePlace, check_sglang
 from slime.errors import RunFailed, UserError

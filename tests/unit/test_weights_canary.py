@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from slime.cluster.hand_over import HandOver
+
 from slime.cluster.run_cluster import Cluster
 from slime.config import make_config
 from slime.engines.api import EngineError

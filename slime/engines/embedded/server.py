@@ -23,11 +23,11 @@ from slime.engines.embedded.engine import Engine, EngineDead, EngineOptions
 from slime.engines.embedded.fields import BadRequest
 from slime.engines.embedded.generate_request import Limits
 from slime.engines.embedded.hub import Hub
-from slime.engines.embedded.process import follow_parent
 from slime.engines.embedded.state import STATE, ServerState, Unavailable, json_response
 from slime.engines.embedded.weight_update import WeightUpdater
 from slime.errors import UserError
 from slime.log import get_logger
+from slime.processes import follow_parent
 
 logger = get_logger(__name__)
 

@@ -8,7 +8,6 @@ reliably in any gentler way. The pool then starts another one. The process ends 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -16,16 +15,15 @@ import sys
 
 import orjson
 
-_PR_SET_PDEATHSIG = 1
+from slime.processes import die_with_parent
+
 #: An expression like 9**9**9 fails with MemoryError instead of taking the machine down.
 _MAX_BYTES = 4 << 30
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes us
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):
-        return
+    die_with_parent(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever a library prints must not get between the answers
