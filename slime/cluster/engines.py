@@ -1,5 +1,5 @@
-"""All engines of a run and their routers: started, watched, asked for memory, restarted. Ray and HTTP are here, the state
-of each engine is in `slime.cluster.engine_table`.
+"""All engines of a run and their routers: started, watched, restarted. The state of each engine is in
+`slime.cluster.engine_table`, its memory the business of `slime.cluster.gpu_turns`.
 
 With --use-fault-tolerance an engine that dies, or hangs for --rollout-health-check-timeout, is taken out of the router
 and started again; the others go on meanwhile. It comes back with the next weight push, which is between rollouts; only
@@ -20,7 +20,7 @@ from typing import TypeVar
 import ray
 
 from slime.cluster.engine_actor import DisaggregatedWorkers, EngineHandle, Obituary, raise_obituary, with_pid
-from slime.cluster.engine_table import ALL_MEMORY, CACHE, MOST_RESTARTS, Engine, EngineTable, State
+from slime.cluster.engine_table import MOST_RESTARTS, Engine, EngineTable, State
 from slime.cluster.placement import EnginePart, Slots, engine_parts
 from slime.cluster.waiting import (
     POLL_SECONDS,
@@ -34,7 +34,7 @@ from slime.cluster.waiting import (
 )
 from slime.config import Config
 from slime.engines.api import EngineError
-from slime.engines.fleet import EngineFleet, answers
+from slime.engines.fleet import EngineFleet
 from slime.engines.health import HealthChecks
 from slime.engines.router import register_workers, remove_worker
 from slime.engines.sglang.groups import ServedModel
@@ -48,8 +48,6 @@ T = TypeVar("T")
 
 _COLOCATED_SHARE = 0.2
 _PAIR = ("prefill", "decode")
-_MEMORY_SECONDS = 300.0  # a copy of the weights to the host or back, and the end of the last requests
-_IDLE_SECONDS = 10.0  # for requests that were aborted to end
 _ROUTER_SECONDS = 10.0  # to take a worker out; generation is waited for meanwhile
 _JOIN_ROUTER_SECONDS = 60.0
 _START_ROUTER_SECONDS = 120.0
@@ -165,17 +163,17 @@ class Engines:
     @property
     def layout(self) -> list[EngineSlots]:
         """Which slots the ranks of each of the policy's engines stand on that run."""
-        slots = {
-            number: [slot for part in own for slot in part.slots] for number, own in _by_number(self._parts).items()
-        }
-        return [EngineSlots(engine.url, tuple(slots[engine.number])) for engine in self.table.policy]
+        parts = _by_number(self._parts)
+        slots = {number: tuple(slot for part in own for slot in part.slots) for number, own in parts.items()}
+        return [EngineSlots(engine.url, slots[engine.number]) for engine in self.table.policy]
 
     @property
     def fleet(self) -> EngineFleet:
         """Connections to the policy's engines that run, past the router; another one when these have changed."""
-        return self._fleet(self.table.policy)
+        return self.fleet_of(self.table.policy)
 
-    def _fleet(self, engines: Sequence[Engine]) -> EngineFleet:
+    def fleet_of(self, engines: Sequence[Engine]) -> EngineFleet:
+        """The same for the policy's or the others, all of them that run."""
         urls = tuple(engine.url for engine in engines)
         if urls not in self._fleets:
             self._drop_fleets()
@@ -187,78 +185,6 @@ class Engines:
         present = [tuple(engine.url for engine in engines) for engines in (self.table.policy, self.table.others)]
         for urls in [urls for urls in self._fleets if urls not in present]:
             self._fleets.pop(urls).close()
-
-    # -- memory ------------------------------------------------------------------------------------------------
-
-    def release_memory(self, tags: Sequence[str] = ALL_MEMORY) -> None:
-        """Have every engine give up what is tagged and has not been given up, once it has ended its last request.
-
-        Models other than the policy take part in no push: they give and take all at once, with the caches.
-
-        Raises:
-            RunFailed: an engine died, refused or did not answer.
-        """
-        with self.explained("giving memory up"):
-            policy, others = self.table.policy, self.table.others
-            if todo := self.table.to_release(policy, tags):
-                self._end_requests(policy, list(todo))
-                self._ask_memory("/release_memory_occupation", policy, todo, self.table.released)
-            if CACHE in tags and (todo := self.table.to_release(others, ALL_MEMORY)):
-                self._fleet(others).flush_cache(_MEMORY_SECONDS, list(todo))
-                self._ask_memory("/release_memory_occupation", others, todo, self.table.released)
-
-    def _end_requests(self, engines: Sequence[Engine], urls: list[str]) -> None:
-        fleet = self._fleet(engines)
-        try:
-            fleet.flush_cache(_IDLE_SECONDS, urls)
-        except EngineError as error:
-            # a rollout that was given up still sends requests; on memory that is gone they would kill the engine
-            logger.warning("engines are paused, because they are not idle: %s", error)
-            self.table.paused(urls)
-            answers(
-                list(
-                    fleet.post_to(
-                        "/pause_generation", {url: {"mode": "abort"} for url in urls}, _MEMORY_SECONDS
-                    ).values()
-                )
-            )
-            fleet.flush_cache(_MEMORY_SECONDS, urls)
-
-    def resume_memory(self, tags: Sequence[str] = ALL_MEMORY) -> None:
-        """Have every engine take what it lacks of the tagged memory; the contents are those of before or none.
-
-        Raises:
-            RunFailed: an engine died, refused or did not answer.
-        """
-        with self.explained("taking memory back"):
-            policy, others = self.table.policy, self.table.others
-            if todo := self.table.to_resume(policy, tags):
-                self._ask_memory("/resume_memory_occupation", policy, todo, self.table.resumed)
-            if CACHE in tags and (todo := self.table.to_resume(others, ALL_MEMORY)):
-                self._ask_memory("/resume_memory_occupation", others, todo, self.table.resumed)
-            if CACHE in tags and (paused := [engine.url for engine in policy if engine.paused]):
-                outcomes = self._fleet(policy).post_to(
-                    "/continue_generation", {url: {} for url in paused}, _MEMORY_SECONDS
-                )
-                for url, outcome in outcomes.items():
-                    if not isinstance(outcome, EngineError):
-                        self.table.went_on(url)
-                answers(list(outcomes.values()))
-
-    def _ask_memory(
-        self,
-        path: str,
-        engines: Sequence[Engine],
-        todo: Mapping[str, Sequence[str]],
-        note: Callable[[str, Sequence[str]], None],
-    ) -> None:
-        """When one of several fails, what the others have done is noted: the verb can be called again."""
-        bodies = {url: {"tags": list(tags)} for url, tags in todo.items()}
-        outcomes = self._fleet(engines).post_to(path, bodies, _MEMORY_SECONDS)
-        for url, outcome in outcomes.items():
-            if not isinstance(outcome, EngineError):
-                note(url, todo[url])
-        answers(list(outcomes.values()))
 
     # -- death -------------------------------------------------------------------------------------------------
 

@@ -13,14 +13,19 @@ the trainer alone, the engines alone, and both copies of the weights with one or
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 
-from slime.cluster.engine_table import ALL_MEMORY, WEIGHTS
+from slime.cluster.engine_table import ALL_MEMORY, CACHE, WEIGHTS, Engine, EngineTable
+from slime.engines.api import EngineError
+from slime.engines.fleet import Body, EngineFleet, answers
 from slime.log import get_logger
 
 logger = get_logger(__name__)
+
+_MEMORY_SECONDS = 300.0  # a copy of the weights to the host or back, and the end of the last requests
+_IDLE_SECONDS = 10.0  # for requests that were aborted to end
 
 
 class Turn(Enum):
@@ -54,12 +59,8 @@ class GpuTurns:
         offload_train: bool,
         offload_rollout: bool,
     ) -> None:
-        self._release_engines, self._resume_engines, self._sleep_trainer, self._wake_trainer = (
-            release,
-            resume,
-            sleep,
-            wake,
-        )
+        self._release_engines, self._resume_engines = release, resume
+        self._sleep_trainer, self._wake_trainer = sleep, wake
         self._offload_train, self._offload_rollout = offload_train, offload_rollout
         self.taken = offload_train or offload_rollout
         self.turn = Turn.NOBODY
@@ -146,3 +147,86 @@ class GpuTurns:
         seconds = time.perf_counter() - started
         self._metrics[name] = self._metrics.get(name, 0.0) + seconds
         logger.debug("%s: %.2f s", name, seconds)
+
+
+class EngineMemory:
+    """Has engines release memory and take it back. Both verbs ask an engine only for what it has not done yet, and
+    raise a `RunFailed` when one died, refused or did not answer; what others have done by then is noted in the table.
+
+    Models other than the policy take part in no push: they give and take all at once, with the caches.
+
+    Args:
+        fleet_of: connections to those of the policy, or the others, that run.
+        explained: a context in which errors of engines are worded, told what is being done.
+    """
+
+    def __init__(
+        self,
+        table: EngineTable,
+        fleet_of: Callable[[Sequence[Engine]], EngineFleet],
+        explained: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self._table, self._fleet_of, self._explained = table, fleet_of, explained
+
+    def release(self, tags: Sequence[str]) -> None:
+        """Have every engine give up what it has of the tagged memory, once it has ended its last request."""
+        path, table = "/release_memory_occupation", self._table
+        with self._explained("giving memory up"):
+            if todo := table.to_release(table.policy, tags):
+                self._end_requests(list(todo))
+                self._move(path, table.policy, todo, table.released)
+            if CACHE in tags and (todo := table.to_release(table.others, ALL_MEMORY)):
+                self._fleet_of(table.others).flush_cache(_MEMORY_SECONDS, list(todo))
+                self._move(path, table.others, todo, table.released)
+
+    def resume(self, tags: Sequence[str]) -> None:
+        """Have every engine take what it lacks of the tagged memory; the contents are those of before or none."""
+        path, table = "/resume_memory_occupation", self._table
+        with self._explained("taking memory back"):
+            self._move(path, table.policy, table.to_resume(table.policy, tags), table.resumed)
+            if CACHE in tags:
+                self._move(path, table.others, table.to_resume(table.others, ALL_MEMORY), table.resumed)
+                paused: dict[str, Body] = {engine.url: {} for engine in table.policy if engine.paused}
+                self._ask("/continue_generation", table.policy, paused, table.went_on)
+
+    def _end_requests(self, urls: list[str]) -> None:
+        policy = self._table.policy
+        try:
+            self._fleet_of(policy).flush_cache(_IDLE_SECONDS, urls)
+        except EngineError as error:
+            # a rollout that was given up still sends requests; on memory that is gone they would kill the engine
+            logger.warning("engines are paused, because they are not idle: %s", error)
+            self._table.paused(urls)  # some of them, even if others fail
+            self._ask("/pause_generation", policy, {url: {"mode": "abort"} for url in urls})
+            self._fleet_of(policy).flush_cache(_MEMORY_SECONDS, urls)
+
+    def _move(
+        self,
+        path: str,
+        engines: Sequence[Engine],
+        todo: Mapping[str, list[str]],
+        note: Callable[[str, list[str]], None],
+    ) -> None:
+        """Have some of ``engines`` release or take these tags, by URL."""
+        bodies: dict[str, Body] = {url: {"tags": tags} for url, tags in todo.items()}
+        self._ask(path, engines, bodies, lambda url: note(url, todo[url]))
+
+    def _ask(
+        self,
+        path: str,
+        engines: Sequence[Engine],
+        bodies: Mapping[str, Body],
+        note: Callable[[str], None] = lambda url: None,
+    ) -> None:
+        """Some of ``engines``, by URL.
+
+        Args:
+            note: called with the URL of each that has done it, before the failure of others is raised.
+        """
+        if not bodies:
+            return
+        outcomes = self._fleet_of(engines).post_to(path, bodies, _MEMORY_SECONDS)
+        for url, outcome in outcomes.items():
+            if not isinstance(outcome, EngineError):
+                note(url)
+        answers(list(outcomes.values()))

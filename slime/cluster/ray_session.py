@@ -1,4 +1,4 @@
-"""What a run has from Ray: a local one or the running one, with its environment in every process, and reserved slots."""
+"""What a run has from Ray: a local one or the running one, its environment in every process, and reserved slots."""
 
 from __future__ import annotations
 

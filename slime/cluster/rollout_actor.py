@@ -1,5 +1,5 @@
-"""The rollout actor: prompts, generation, rewards, conversion and packing in one asyncio process; and the driver's handle
-of it."""
+"""The rollout actor: prompts, generation, rewards, conversion and packing in one asyncio process. And the driver's
+handle of it."""
 
 from __future__ import annotations
 

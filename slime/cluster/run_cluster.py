@@ -21,12 +21,12 @@ import ray
 
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
-from slime.cluster.gpu_turns import GpuTurns
+from slime.cluster.gpu_turns import EngineMemory, GpuTurns
 from slime.cluster.placement import Slots
 from slime.cluster.ray_session import reserve, start_ray
 from slime.cluster.rollout_actor import RolloutHandle, RolloutResult
 from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_process
-from slime.cluster.waiting import POLL_SECONDS, StartNews, Watch, Worker, raise_failed, wait_for
+from slime.cluster.waiting import StartNews, Watch, Worker, raise_failed, wait_for
 from slime.config import Config
 from slime.engines.sglang.command import STARTUP_SECONDS
 from slime.engines.wire.shared_memory import remove_stale
@@ -100,14 +100,12 @@ class Cluster:
         self._engines: Engines | None = None
         self._turns: GpuTurns | None = None
         self._canary: Canary | None = None
-        self._connected: list[str] = []
-        """URLs of the engines that the trainer pushes to."""
+        self._connected: list[str] = []  # URLs of the engines that the trainer pushes to
         self._watches: list[Watch] = []
         self._progress: Watch | None = None
         slow = self.plan.num_engines and config.engine.rollout_engine == "sglang"
         limit = config.cluster.distributed_timeout_minutes * 60.0
-        self._start_seconds = max(limit, STARTUP_SECONDS if slow else 0.0)
-        """For everything to come up: SGLang compiles and captures graphs for minutes."""
+        self._start_seconds = max(limit, STARTUP_SECONDS if slow else 0.0)  # it compiles and captures graphs
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -131,7 +129,6 @@ class Cluster:
 
         def wait(asked: Mapping[Worker, ray.ObjectRef], what: str) -> list[Any]:
             """For these; but whoever fails first ends it."""
-            coming_up.update(asked)
 
             def look() -> None:
                 raise_failed(coming_up, "while the run came up")
@@ -174,10 +171,9 @@ class Cluster:
     def _make_engines(self, slots: Slots) -> Engines | None:
         if not self.plan.num_engines:
             return None
-        config, threads = self.config, threads_per_process(self.plan.num_engines, self._take_turns)
-        self._engines = Engines(
-            config, self.plan, slots, self.run_path, threads, self._start_seconds, self._should_stop
-        )
+        threads = threads_per_process(self.plan.num_engines, self._take_turns)
+        limits = self._start_seconds, self._should_stop
+        self._engines = Engines(self.config, self.plan, slots, self.run_path, threads, *limits)
         return self._engines
 
     def _make_trainers(self, slots: Slots) -> Trainers | None:
@@ -185,15 +181,15 @@ class Cluster:
         if not self.plan.num_train:
             return None
         flags = self.config.cluster
-        on_node = min(self.plan.num_train, flags.actor_num_gpus_per_node)
-        threads = threads_per_process(on_node, self._take_turns)
+        threads = threads_per_process(min(self.plan.num_train, flags.actor_num_gpus_per_node), self._take_turns)
         trainers = self._trainers = Trainers(self.config, self.plan, slots, self.run_path, threads, self._look)
         if self._engines is not None:
             # without GPUs only SGLang has memory to give
             shares = flags.colocate and (slots.on_gpu or self.config.engine.rollout_engine == "sglang")
+            memory = EngineMemory(self._engines.table, self._engines.fleet_of, self._engines.explained)
             self._turns = GpuTurns(
-                self._engines.release_memory,
-                self._engines.resume_memory,
+                memory.release,
+                memory.resume,
                 trainers.sleep,
                 trainers.wake,
                 offload_train=shares and flags.offload_train,
@@ -248,8 +244,7 @@ class Cluster:
         """Train on a rollout; afterwards its prompts count as consumed."""
         metrics: dict[str, float] = {}
         if self._trainers is not None:
-            self._wake_trainers()
-            with self._explained():
+            with self._trainers_turn():
                 metrics = self._trainers.train(batch.shards)
         _there(self._rollout).mark_consumed(batch.rollout_id)
         return metrics
@@ -288,15 +283,14 @@ class Cluster:
         if self._engines is None or not has_evaluation(self.config):
             return {}
         self._wake_engines()
-        metrics: dict[str, float] = self._wait_rollout(_there(self._rollout).begin_evaluation(rollout_id), "evaluating")
-        return metrics
+        found: dict[str, float] = self._wait_rollout(_there(self._rollout).begin_evaluation(rollout_id), "evaluating")
+        return found
 
     def save(self, rollout_id: int, weight_version: int) -> None:
         """Checkpoint after training ``rollout_id``, with the data position that training has reached."""
         state = {"source": _there(self._rollout).state_dict(), "weight_version": weight_version}
         if self._trainers is not None:
-            self._wake_trainers()
-            with self._explained():
+            with self._trainers_turn():
                 self._trainers.save(rollout_id, state)
 
     def finish_saving(self) -> None:
@@ -306,21 +300,11 @@ class Cluster:
                 self._trainers.finish_saving()
 
     def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None:
-        """After a failure: let the ranks finish the checkpoint that --async-save is writing.
-
-        Their writers are threads, which go on also where a rank waits in vain for another one that failed in
-        training. So the ranks' answers are waited for, or for ``is_saved``, or for the deadline.
-
-        Raises:
-            UserError: the save failed. ActorDied: a rank is gone.
-        """
-        if self._trainers is None:
-            return
-        asked = self._trainers.begin_finish_saving()
-        pending, end = list(asked.values()), time.monotonic() + seconds
-        while pending and not is_saved() and not self._should_stop() and time.monotonic() < end:
-            _, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
-        raise_failed(asked, "finishing the checkpoint")
+        """After a failure: let the ranks finish the checkpoint that --async-save is writing, at most until it
+        ``is_saved``, a SIGTERM, or so many seconds have passed. Raises as `Trainers.settle_save`."""
+        end = time.monotonic() + seconds
+        if self._trainers is not None:
+            self._trainers.settle_save(lambda: is_saved() or self._should_stop() or time.monotonic() > end)
 
     # -- pushes and turns ----------------------------------------------------------------------------------
 
@@ -346,19 +330,20 @@ class Cluster:
                 self._connect()
         if self._turns is not None:
             self._turns.to_push()
-        metrics, log_probs = trainers.update_weights(self._canary.tokens if self._canary is not None else [])
         if self._canary is None:
-            return metrics
-        self._canary.expected = log_probs
+            return trainers.update_weights([])[0]
+        metrics, self._canary.expected = trainers.update_weights(self._canary.tokens)
         self._to_engines()  # without their caches they answer nothing
         return metrics | self._check_canary("a weight push")
 
     def _check_canary(self, event: str) -> dict[str, float]:
         """`Canary.check` of all engines that run; {} without a canary, or when none is left."""
         engines, canary = _there(self._engines), self._canary
+        if canary is None:
+            return {}
 
         def check() -> dict[str, float]:
-            if canary is None or not engines.table.policy:
+            if not engines.table.policy:
                 return {}
             canary.fleet = engines.fleet
             return canary.check(event)
@@ -400,13 +385,15 @@ class Cluster:
         if engines.again_without_dead(self._to_engines, "taking memory back"):
             self._check_canary("taking its memory back")
 
-    def _wake_trainers(self) -> None:
+    def _trainers_turn(self) -> contextlib.AbstractContextManager[None]:
+        """The trainers have their memory from now on; in the context, errors are explained."""
         engines, turns = self._engines, self._turns
         if engines is not None and turns is not None and turns.taken:
             engines.end_rollout()
             engines.again_without_dead(turns.to_trainer, "giving memory up")
+        return self._explained()
 
-    def _care_for_engines(self, engines: Engines) -> None:
+    def _care_for(self, engines: Engines) -> None:
         """While a rollout is waited for, with --use-fault-tolerance."""
         engines.kill_hanging()
         if self._trainers is None:  # the weights that engines start with are right
@@ -427,7 +414,7 @@ class Cluster:
         def poll() -> None:
             self._look()
             if engines is not None and self.config.fault_tolerance.use_fault_tolerance:
-                self._care_for_engines(engines)
+                self._care_for(engines)
             if self._progress is not None:
                 self._progress.look()
 

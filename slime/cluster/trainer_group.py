@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from slime.cluster.placement import Slots
-from slime.cluster.waiting import Process, Watch, Worker, this_process, wait_for
+from slime.cluster.waiting import (
+    POLL_SECONDS,
+    Process,
+    Watch,
+    Worker,
+    all_answered,
+    raise_failed,
+    this_process,
+    wait_for,
+)
 from slime.config import Config
 from slime.errors import UserError
 from slime.host import node_ip, reserve_port
@@ -246,7 +255,7 @@ class Trainers:
         return metrics[self._reporting_rank]
 
     def update_weights(self, canary: list[int]) -> tuple[dict[str, float], Sequence[float]]:
-        """Push to the engines that are connected; the push's metrics, and log-probs of ``canary[1:]`` if there is one."""
+        """Push to the connected engines; the push's metrics, and the log-probs of ``canary[1:]`` unless it is empty."""
         by_rank = self._ask(lambda actor: actor.update_weights.remote(canary), "pushing weights")
         return by_rank[0][0], by_rank[self._reporting_rank][1] or ()
 
@@ -263,9 +272,20 @@ class Trainers:
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
         self._ask(lambda actor: actor.save.remote(rollout_id, extra_state), "saving a checkpoint")
 
-    def begin_finish_saving(self) -> dict[Worker, ray.ObjectRef]:
-        """Have each rank wait for the checkpoint that it may still be writing; nobody waits for the ranks."""
-        return {worker: actor.finish_saving.remote() for worker, actor in self._actors.items()}
+    def settle_save(self, is_settled: Callable[[], bool]) -> None:
+        """After a failure: wait until the ranks have finished the checkpoint that --async-save is writing, or
+        ``is_settled``.
+
+        Their writers are threads, which go on also where a rank waits in vain for another one that failed in training:
+        such a rank does not answer.
+
+        Raises:
+            UserError: the save failed. ActorDied: a rank is gone.
+        """
+        asked = {worker: actor.finish_saving.remote() for worker, actor in self._actors.items()}
+        while not all_answered(asked) and not is_settled():
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=POLL_SECONDS)
+        raise_failed(asked, "finishing the checkpoint")
 
     def finish_saving(self) -> None:
         self._ask(lambda actor: actor.finish_saving.remote(), "finishing the checkpoint")
@@ -283,8 +303,8 @@ class Trainers:
 
     def close(self, timeout: float) -> None:
         """Ask the ranks to end their process groups, then kill what is left."""
-        refs = [actor.shutdown.remote() for actor in self._actors.values()]
-        ray.wait(refs, num_returns=len(refs), timeout=timeout)
+        if refs := [actor.shutdown.remote() for actor in self._actors.values()]:
+            ray.wait(refs, num_returns=len(refs), timeout=timeout)
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
 
