@@ -113,7 +113,9 @@ class Engines:
         return self._begin_start(self._parts)
 
     def _begin_start(self, parts: Sequence[EnginePart]) -> dict[Worker, ray.ObjectRef]:
-        model_path, meeting, asked = str(self.config.checkpoint.hf_checkpoint), dict[int, ray.ObjectRef](), {}
+        model_path = str(self.config.checkpoint.hf_checkpoint)
+        meeting: dict[int, ray.ObjectRef] = {}
+        asked: dict[Worker, ray.ObjectRef] = {}
         for part in parts:
             number, handle = part.place.number, self._handles[part.name]
             if part.place.num_nodes > 1 and part.is_first:

@@ -447,5 +447,4 @@ class _Clock:
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self.seconds[name] = now - self._last
-        self._last = now
+        self.seconds[name], self._last = now - self._last, now
