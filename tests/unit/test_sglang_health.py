@@ -142,8 +142,9 @@ def test_a_server_that_starts_again_is_not_blamed_for_the_former_one(tmp_path: P
 def test_an_obituary_says_what_was_done_and_what_it_died_of(exception: str, remedies: str) -> None:
     raise_obituary("engine-1", None)
     with pytest.raises(RunFailed) as failed:
-        raise_obituary("engine-1", Obituary("was killed (SIGKILL)", "the end", "u", exception), what="giving memory up")
-    assert failed.value.what == "giving memory up: engine-1 was killed (SIGKILL)"
+        obituary = Obituary("was killed (SIGKILL)", "the end", "u", exception, pid=4711)
+        raise_obituary("engine-1", obituary, what="giving memory up")
+    assert failed.value.what == "giving memory up: engine-1 (pid 4711) was killed (SIGKILL)"
     assert failed.value.why.splitlines()[-2:] == [
         "       last lines of its log:" if exception else "last lines of its log:", "      the end",
     ]  # fmt: skip
