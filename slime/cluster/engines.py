@@ -105,6 +105,7 @@ class Engines:
         self._tolerant = config.fault_tolerance.use_fault_tolerance
         self._health = HealthChecks.of(config) if self._tolerant else None
         self._fleets: dict[tuple[str, ...], EngineFleet] = {}
+        self._checking_seconds = 0.0
 
     # -- launch ------------------------------------------------------------------------------------------------
 
@@ -311,9 +312,11 @@ class Engines:
         under way any more. Raises as `heard`."""
         if self._health is None:
             return
+        started = time.perf_counter()
         self.ask()
         if self.table.policy:
             self._lose_hanging(self._health.end(self.fleet), self._health.timeout)
+        self._checking_seconds += time.perf_counter() - started
 
     def _lose_hanging(self, urls: Sequence[str], seconds: float) -> None:
         for engine in self.table.those(State.SERVING):
@@ -379,12 +382,13 @@ class Engines:
             logger.warning("%s is back after %.1f s as %s: it %s", engine.name, seconds, engine.url, engine.reason)
 
     def metrics(self) -> dict[str, float]:
-        """Restarts that were completed since the last call, and the longest time that one of these engines was away;
-        {} without --use-fault-tolerance."""
+        """Restarts that were completed since the last call, the longest time that one of these engines was away, and
+        what the trainer waited for checks of the others to end; {} without --use-fault-tolerance."""
         if not self._tolerant:
             return {}
         seconds = self.table.pop_seconds_away()
-        found = {"rollout/engine_restarts": float(len(seconds))}
+        found = {"rollout/engine_restarts": float(len(seconds)), "perf/engine_checks_time": self._checking_seconds}
+        self._checking_seconds = 0.0
         return found | ({"rollout/engine_restart_seconds": max(seconds)} if seconds else {})
 
     def close(self, timeout: float) -> None:

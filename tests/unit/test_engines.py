@@ -66,7 +66,7 @@ class World:
         config = make_config(use_fault_tolerance=tolerant, check_canary=False, hf_checkpoint="model")
         self.engines = engines = Engines.__new__(Engines)  # no actors: that would need Ray
         engines.config, engines.nodes, engines.restarts_at_once = config, {"n"}, True
-        engines._tolerant, engines._health, engines._fleets = tolerant, None, {}
+        engines._tolerant, engines._health, engines._fleets, engines._checking_seconds = tolerant, None, {}, 0.0
         engines._start_seconds = limits.get("start_seconds", 600.0)
         engines._should_stop = limits.get("should_stop", lambda: False)
         engines._parts = [  # type: ignore[assignment]
@@ -178,7 +178,7 @@ def test_a_dead_engine_leaves_at_once_and_comes_back_with_a_push(
     assert world.log[4:] == ["connect", "push", "router 1"] and world.serving == {0, 1}
     metrics = world.engines.metrics()
     assert metrics["rollout/engine_restarts"] == 1 and metrics["rollout/engine_restart_seconds"] >= 0
-    assert world.engines.metrics() == {"rollout/engine_restarts": 0}
+    assert world.engines.metrics() == {"rollout/engine_restarts": 0, "perf/engine_checks_time": 0}
 
 
 def test_late_news_of_the_former_server_are_no_death(worlds: Worlds) -> None:
