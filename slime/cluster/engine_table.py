@@ -1,11 +1,10 @@
 """The state of all engines of a run in one table: which of them may be asked what. Every change of it is a method here.
 
-             launch                         lost (killed, hangs, refused by the router)
-    starting ──────► serving ◄───────┐  ┌──────────────────────────────────────────┐
-       ▲                             │  │                                          ▼
-       │                             └──│──── returning ◄──── up ◄──── starting ◄─ down
-       │                       admitted │            taken in    came up    │ started again
-       └─ at first                      └─ also a returning one             └─ start failed: down
+    starting ── launched ──► serving ── lost ──► down ── started again ──► starting ── came up ──► up
+                                ▲                 ▲                           │                    │ taken in
+                                │                 ├────── start failed ◄──────┘                    ▼
+                                │                 └────────────────── lost ◄────────────────── returning
+                                └─────────────────────────────────────────────── admitted ◄────────┘
 
     serving     gets requests, pushes, and its turn with memory
     returning   runs again, gets pushes and its turn with memory, no requests until it is admitted
