@@ -16,7 +16,7 @@ from slime.cluster import engines as module
 from slime.cluster.engine_actor import Obituary
 from slime.cluster.engine_table import CACHE, GRAPHS, MOST_RESTARTS, WEIGHTS, Engine, EngineTable, State
 from slime.cluster.engines import Engines
-from slime.cluster.gpu_turns import GpuTurns, Turn
+from slime.cluster.gpu_turns import EngineMemory, GpuTurns, Turn
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.waiting import Worker
 from slime.config import make_config
@@ -438,6 +438,58 @@ def test_an_engine_starts_while_nobody_has_memory(turn: Turn, worlds: Worlds, mo
         f"engine-0 resumes {GRAPHS} {CACHE}",
         f"engine-1 resumes {GRAPHS} {CACHE}",
         "router 1",
+    ]
+
+
+class DyingFleet:
+    """Connections to servers that log what they are asked; the second one dies of the first request to resume."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.has_died = world, False
+
+    def flush_cache(self, timeout: float, urls: list[str]) -> None: ...
+
+    def post_to(self, path: str, bodies: dict[str, Any], timeout: float) -> dict[str, Any]:
+        outcomes: dict[str, Any] = {}
+        for url, body in bodies.items():
+            if "resume" in path and url.startswith("http://engine-1") and not self.has_died:
+                self.has_died = True
+                self.world.die(1)
+                outcomes[url] = EngineError(url, "connection reset")
+            else:
+                self.world.log.append(f"{url[7:15]} {path[1:8]} {' '.join(sorted(body['tags']))}")
+                outcomes[url] = {}
+        return outcomes
+
+
+def test_an_engine_that_dies_of_taking_its_memory_back_for_a_push(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has its memory by then, and is not asked again before it has given it up."""
+    world = worlds()
+    log, fleet = world.log, DyingFleet(world)
+    memory = EngineMemory(world.table, lambda engines: fleet, world.engines.explained)  # type: ignore[arg-type, return-value]
+
+    def note(*words: str) -> Callable[..., dict[str, float]]:
+        return lambda *keep: log.append(words[any(keep)]) or {}  # type: ignore[func-returns-value]
+
+    turns = world.cluster._turns = GpuTurns(
+        memory.release, memory.resume, note("sleep", "sleep but for weights"), note("wake"),
+        offload_train=True, offload_rollout=True,
+    )  # fmt: skip
+    world.engines.restarts_at_once = False
+    monkeypatch.setattr(module, "_DEATH_OF_CONNECTION_SECONDS", 0.0)
+    monkeypatch.setattr(Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look()))
+    turns.before_trainer()
+    world.cluster._connect()
+    log.clear()
+    world.cluster.update_weights()
+    everything, rest = f"{GRAPHS} {CACHE} {WEIGHTS}", f"{GRAPHS} {CACHE}"
+    assert log == [
+        *("sleep but for weights", f"engine-0 resume_ {WEIGHTS}", "out 1"),
+        *(f"engine-0 release {WEIGHTS}", "sleep", "start 1", f"engine-1 release {everything}", "wake"),
+        *("connect", "sleep but for weights", f"engine-0 resume_ {WEIGHTS}", f"engine-1 resume_ {WEIGHTS}", "push"),
+        *("sleep", f"engine-0 resume_ {rest}", f"engine-1 resume_ {rest}", "router 1"),
     ]
 
 
