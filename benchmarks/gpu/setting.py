@@ -19,13 +19,12 @@ from typing import Any
 
 from benchmarks.gpu import report
 from benchmarks.gpu.trainer import SHAPES
-from slime.cluster.ports import reserve_port
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config
 from slime.engines.kinds import ENGINES
 from slime.engines.launch import EnginePlace, LaunchSpec
 from slime.engines.router import router_command
-from slime.host import num_gpus
+from slime.host import num_gpus, reserve_port
 from slime.observe.report.data import Stage, read_run
 from slime.samples.types import Sample
 

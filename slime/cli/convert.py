@@ -243,7 +243,7 @@ def _model(options: argparse.Namespace) -> Iterator[list[Any]]:
 
 @contextmanager
 def _place() -> Iterator[RankInfo]:
-    from slime.cluster.ports import reserve_port
+    from slime.host import reserve_port
     from slime.train.megatron.parallel import RankInfo
 
     given = os.environ

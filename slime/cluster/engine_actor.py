@@ -1,19 +1,23 @@
-"""The actor that owns an engine's server process, or the router's, and what it tells of its end."""
+"""The actor that owns an engine's server process, or the router's, what it tells of its end, and the driver's handle
+of it."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slime.cluster.engine_placement import EnginePart
-from slime.cluster.ports import PortReservation, node_ip, reserve_port
+import ray
+
+from slime.cluster.placement import EnginePart
 from slime.cluster.server_process import ServerDied, ServerProcess
+from slime.cluster.waiting import Process, Worker, this_process
 from slime.config import Config
 from slime.engines.router import register_workers
 from slime.errors import RunFailed, UserError
+from slime.host import PortReservation, node_ip, reserve_port
 from slime.log import get_logger, log_to_file_only
 
 logger = get_logger(__name__)
@@ -29,13 +33,14 @@ class DisaggregatedWorkers(NamedTuple):
 
 
 class Obituary(NamedTuple):
-    """How a server process ended ("was killed (SIGKILL)"), the last lines of its log, the URL that it had, and the
-    exception that its log names, if any."""
+    """How a server process ended ("was killed (SIGKILL)"), the last lines of its log, the URL that it had, the
+    exception that its log names, if any, and its pid."""
 
     how: str
     log_tail: str
     url: str
     exception: str = ""
+    pid: int | None = None
 
     @property
     def why(self) -> str:
@@ -46,15 +51,24 @@ class EngineActor:
     """Owns one engine server process, or the router. The process dies with this actor."""
 
     def __init__(
-        self, config: Config, name: str, run_path: Path, num_threads: int, part: EnginePart | None = None
+        self,
+        config: Config,
+        name: str,
+        run_path: Path,
+        num_threads: int,
+        hosts: Sequence[str] = (),
+        part: EnginePart | None = None,
     ) -> None:
-        self.config, self.name, self.num_threads, self.part = config, name, num_threads, part
+        self.config, self.name, self.num_threads, self.hosts, self.part = config, name, num_threads, hosts, part
         self.log_path = run_path / "logs" / f"{name}.log"
         self._process: ServerProcess | None = None
         self._port: PortReservation | None = None
         self._held: list[PortReservation] = []
         self._bootstrap_port: int | None = None
         log_to_file_only(name, run_path / "logs", config.observe.log_level)
+
+    def process(self) -> Process:
+        return this_process()
 
     def rendezvous(self) -> str:
         """host:port where the nodes of this engine meet; held until the engine is stopped."""
@@ -122,7 +136,7 @@ class EngineActor:
             url = f"http://{host}:{self._port.port}"
             spec = make_spec(self._port.port)
             spec = dataclasses.replace(spec, env={**spec.env, "OMP_NUM_THREADS": str(self.num_threads)})
-            self._process = ServerProcess(self.name, spec, url, self.log_path)
+            self._process = ServerProcess(self.name, spec, url, self.log_path, self.hosts)
             self._process.start()
             try:
                 self._process.wait_ready()
@@ -144,15 +158,19 @@ class EngineActor:
         assert self._process is not None, "start comes first"
         if self._process.is_alive():
             return None
-        process = self._process
-        return Obituary(process.how_it_ended(), process.log_tail(), process.url, process.exception_line())
+        return self._obituary(self._process.how_it_ended())
 
-    def kill(self) -> str:
-        """End what is left of the server, children included, so that another can `start`; its last log lines."""
+    def kill(self, how: str) -> Obituary:
+        """End what is left of the server, children included, so that another can `start`."""
         assert self._process is not None, "start comes first"
         self._process.stop(grace=0)
         self._give_ports_back()
-        return self._process.log_tail()
+        return self._obituary(how)
+
+    def _obituary(self, how: str) -> Obituary:
+        assert self._process is not None
+        process = self._process
+        return Obituary(how, process.log_tail(), process.url, process.exception_line(), process.pid)
 
     def stop(self) -> None:
         if self._process is not None:
@@ -164,6 +182,74 @@ class EngineActor:
         for reservation in [*([self._port] if self._port is not None else []), *self._held]:
             reservation.release()
         self._port, self._held = None, []
+
+
+class EngineHandle:
+    """An `EngineActor` in the driver's hands. Every question is answered by the actor, none by the server process: at
+    once, but for a start under way, which keeps the actor busy.
+
+    Args:
+        options: of Ray: on which slot, with what share of it.
+        hosts: of the run's other servers.
+        part: None for a router.
+
+    Attributes:
+        worker: for messages, and to wait for its answers.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        run_path: Path,
+        num_threads: int,
+        options: Mapping[str, Any],
+        hosts: Sequence[str],
+        part: EnginePart | None = None,
+    ) -> None:
+        actor: Any = ray.remote(EngineActor)  # Ray makes the methods remote; its types do not say so
+        self._actor = actor.options(max_restarts=0, **options).remote(config, name, run_path, num_threads, hosts, part)
+        self.worker = Worker(name, self._actor.process.remote())
+
+    def rendezvous(self) -> ray.ObjectRef:
+        """To be: host:port where the nodes of this engine meet."""
+        return self._actor.rendezvous.remote()
+
+    def begin_start(self, model_path: str, dist_init_addr: ray.ObjectRef | None) -> ray.ObjectRef:
+        """To be: the URL of the server, once it answers; `slime.engines.launch` says how long that may take.
+
+        Args:
+            dist_init_addr: what `rendezvous` of the engine's first node gave; Ray has it before the start runs.
+        """
+        return self._actor.start.remote(model_path, dist_init_addr)
+
+    def begin_router(self, worker_urls: list[str], pairs: DisaggregatedWorkers | None) -> ray.ObjectRef:
+        """To be: the URL of the router, with the workers behind it."""
+        return self._actor.start_router.remote(worker_urls, pairs)
+
+    def bootstrap_port(self) -> ray.ObjectRef:
+        """To be: see `EngineActor.bootstrap_port`."""
+        return self._actor.bootstrap_port.remote()
+
+    def obituary(self) -> ray.ObjectRef:
+        """To be: an `Obituary`, or None while the server lives."""
+        return self._actor.obituary.remote()
+
+    def kill(self, how: str) -> ray.ObjectRef:
+        """To be: the `Obituary` of a server that has to go, and whose end is to be called ``how``."""
+        return self._actor.kill.remote(how)
+
+    def stop(self) -> ray.ObjectRef:
+        """To be: None, when the server is gone."""
+        return self._actor.stop.remote()
+
+    def end(self) -> None:
+        """The actor, and with it what is left of its server."""
+        ray.kill(self._actor, no_restart=True)
+
+
+def with_pid(name: str, pid: int | None) -> str:
+    return name if pid is None else f"{name} (pid {pid})"
 
 
 def raise_obituary(name: str, obituary: Obituary | None, *, tolerant: bool = False, what: str = "") -> None:
@@ -186,7 +272,7 @@ def raise_obituary(name: str, obituary: Obituary | None, *, tolerant: bool = Fal
         "--sglang-disable-cuda-graph, to find the cause",
     ]
     raise RunFailed(
-        f"{what}{': ' if what else ''}{name} {obituary.how}",
+        f"{what}{': ' if what else ''}{with_pid(name, obituary.pid)} {obituary.how}",
         why=obituary.why,
         fix="  ".join(f"{number}. {remedy}" for number, remedy in enumerate(remedies, 1)),
     )

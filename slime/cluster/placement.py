@@ -1,23 +1,18 @@
-"""Getting the slots of a `PlacementPlan`: one Ray placement group, and a deadline on having it."""
+"""What stands where: the reserved slots of a run, and which engine stands on which of them, node by node."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.cluster.waiting import DeadlinePassed, wait_for
+from slime.config import Config
+from slime.engines.kinds import engine_of
+from slime.engines.launch import EnginePlace, ServedModel, ServerGroup
 from slime.errors import UserError
-from slime.log import get_logger
-from slime.memory.hardware import seen_gpu_memory
 from slime.placement import PlacementPlan
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,59 +56,76 @@ class Slots:
         remove_placement_group(self.group)
 
 
-@ray.remote(num_cpus=0.01)
-def _where_am_i(bundle: int) -> Place:
-    gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
-    node, memory = ray.get_runtime_context().get_node_id(), seen_gpu_memory() if gpus else None
-    return Place(bundle, ray.util.get_node_ip_address(), node, ",".join(gpus), memory)
+# -- engines ------------------------------------------------------------------------------------------------
 
 
-def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool] = lambda: False) -> Slots:
-    """Reserve the plan's slots, waiting at most ``timeout`` seconds.
+@dataclass(frozen=True)
+class EnginePart:
+    """One node's part of an engine; an engine on one node has one part.
+
+    Attributes:
+        name: "engine-3", "engine-3-node-1".
+        model: what it serves.
+        slot: the first of its slots; the actor that owns the server process stands there.
+        slots: all of them, in the order of the engine's ranks.
+        group: what kind of server it is.
+        place: as the command line needs it; ports are added where it is started.
+    """
+
+    name: str
+    model: ServedModel
+    slot: int
+    slots: tuple[int, ...]
+    group: ServerGroup
+    place: EnginePlace
+
+    @property
+    def is_first(self) -> bool:
+        return self.place.node_rank == 0
+
+
+def engine_parts(config: Config, plan: PlacementPlan, slots: Slots) -> list[EnginePart]:
+    """All engines of a run; parts of one engine follow each other, its first node first.
 
     Raises:
-        UserError: the cluster does not have that many, or they did not become free in time. StopRequested.
+        UserError: the slots of an engine lie unevenly over nodes.
     """
-    on_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    kind = "GPU" if on_gpu else "CPU"
-    there = ray.cluster_resources().get(kind, 0)
-    if there < plan.total:
-        raise UserError(
-            f"this run needs {plan.total} {_slots(on_gpu)}, the Ray cluster has {there:g}",
-            why=plan.formula,
-            fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share GPUs, or add nodes",
-        )
-    bundle = {"GPU": 1, "CPU": 1} if on_gpu else {"CPU": 1}
-    group = placement_group([dict(bundle) for _ in range(plan.total)], strategy="PACK")
-    started = time.monotonic()
-    try:
-        wait_for([group.ready()], "placement", timeout, should_stop)
-        places = [_where_am_i.options(**_on_bundle(group, i, on_gpu)).remote(i) for i in range(plan.total)]
-        found = wait_for(places, "asking where the slots are", timeout, should_stop)
-    except DeadlinePassed as error:
-        free = ray.available_resources().get(kind, 0)
-        remove_placement_group(group)
-        raise UserError(
-            f"{plan.total} {_slots(on_gpu)} did not become free within {timeout:.0f} s",
-            why=f"{plan.formula}; the cluster has {there:g}, of which {free:g} are free: another job holds the rest",
-            fix="end the other job, wait, or raise --placement-timeout",
-        ) from error
-    except BaseException:
-        remove_placement_group(group)
-        raise
-    ordered = sorted(found, key=lambda place: (_ip_key(place.ip), place.node, place.gpu))
-    logger.info("placement: %s, ready after %.1f s", plan.formula, time.monotonic() - started)
-    return Slots(group, ordered, on_gpu)
+    parts: list[EnginePart] = []
+    slot, number = plan.rollout_offset, 0
+    for model in engine_of(config).served_models(config):
+        for group in model.groups:
+            parts += _parts_of(model, group, number, slot, slots)
+            number, slot = number + group.num_engines, slot + group.num_gpus
+    return parts
 
 
-def _on_bundle(group: PlacementGroup, index: int, on_gpu: bool) -> dict[str, Any]:
-    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-    return {"scheduling_strategy": strategy, **({"num_gpus": 0.01} if on_gpu else {})}
-
-
-def _slots(on_gpu: bool) -> str:
-    return "GPUs" if on_gpu else "process slots (CPUs)"
-
-
-def _ip_key(address: str) -> tuple[int, ...]:
-    return tuple(int(part) if part.isdigit() else 0 for part in address.split("."))
+def _parts_of(
+    model: ServedModel, group: ServerGroup, first_number: int, first_slot: int, slots: Slots
+) -> list[EnginePart]:
+    parts = []
+    for index in range(group.num_engines):
+        number = first_number + index
+        begin = first_slot + index * group.num_gpus_per_engine
+        by_node: dict[str, list[int]] = {}
+        for slot in range(begin, begin + group.num_gpus_per_engine):
+            by_node.setdefault(slots.places[slot].node, []).append(slot)
+        if len({len(own) for own in by_node.values()}) > 1:
+            uneven = ", ".join(f"{len(own)} on {slots.places[own[0]].ip}" for own in by_node.values())
+            raise UserError(
+                f"engine {number} would have {uneven} of its {group.num_gpus_per_engine} GPUs",
+                why="SGLang wants the same number on every node",
+                fix="choose --rollout-num-gpus-per-engine so that it divides the GPUs of a node, or is a multiple",
+            )
+        for rank, own in enumerate(by_node.values()):
+            place = EnginePlace(
+                number=number,
+                gpus=tuple(slots.places[slot].gpu for slot in own) if slots.on_gpu else (),
+                num_gpus=group.num_gpus_per_engine,
+                num_nodes=len(by_node),
+                node_rank=rank,
+                overrides=group.overrides,
+                model_path=None if model.is_policy else model.path,
+            )
+            name = f"engine-{number}" if rank == 0 else f"engine-{number}-node-{rank}"
+            parts.append(EnginePart(name, model, own[0], tuple(own), group, place))
+    return parts

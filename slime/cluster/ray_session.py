@@ -1,4 +1,4 @@
-"""Start a local Ray or join the running one, so that environment and imports reach every process."""
+"""What a run has from Ray: a local one or the running one, its environment in every process, and reserved slots."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.cluster.reaper import start_reaper
+from slime.cluster.placement import Place, Slots
+from slime.cluster.waiting import DeadlinePassed, Worker, wait_for
 from slime.config import Config
 from slime.errors import UserError
 from slime.files import is_secret_variable
 from slime.log import get_logger
-from slime.placement import joined_cluster
+from slime.memory.hardware import seen_gpu_memory
+from slime.placement import PlacementPlan, joined_cluster
+from slime.processes import start_reaper
 
 logger = get_logger(__name__)
 
@@ -66,7 +72,7 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
     global _reaper
     if _reaper is None or _reaper.poll() is not None:
-        _reaper = start_reaper()
+        _reaper = start_reaper([sys.executable, "-m", "slime.engines.wire.shared_memory"])  # what killed trainers leave
     with _own_signal_handlers():
         ray.init(
             address="local",  # without it Ray joins whatever cluster was started on this host last
@@ -118,3 +124,65 @@ def _environment(joined: bool) -> dict[str, str]:
             if name.startswith(_FORWARDED) and not is_secret_variable(name)
         }
     return variables
+
+
+# -- slots --------------------------------------------------------------------------------------------------
+
+
+@ray.remote(num_cpus=0.01)
+def _where_am_i(bundle: int) -> Place:
+    gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+    node, memory = ray.get_runtime_context().get_node_id(), seen_gpu_memory() if gpus else None
+    return Place(bundle, ray.util.get_node_ip_address(), node, ",".join(gpus), memory)
+
+
+def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool] = lambda: False) -> Slots:
+    """Reserve the plan's slots, waiting at most ``timeout`` seconds.
+
+    Raises:
+        UserError: the cluster does not have that many, or they did not become free in time. StopRequested.
+    """
+    on_gpu = ray.cluster_resources().get("GPU", 0) > 0
+    kind = "GPU" if on_gpu else "CPU"
+    there = ray.cluster_resources().get(kind, 0)
+    if there < plan.total:
+        raise UserError(
+            f"this run needs {plan.total} {_slots(on_gpu)}, the Ray cluster has {there:g}",
+            why=plan.formula,
+            fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share GPUs, or add nodes",
+        )
+    bundle = {"GPU": 1, "CPU": 1} if on_gpu else {"CPU": 1}
+    group = placement_group([dict(bundle) for _ in range(plan.total)], strategy="PACK")
+    started = time.monotonic()
+    try:
+        wait_for({Worker("Ray"): group.ready()}, "placement", timeout, should_stop)
+        options = [_on_bundle(group, slot, on_gpu) for slot in range(plan.total)]
+        places = {Worker(f"slot {i}"): _where_am_i.options(**own).remote(i) for i, own in enumerate(options)}
+        found = wait_for(places, "asking where the slots are", timeout, should_stop)
+    except DeadlinePassed as error:
+        free = ray.available_resources().get(kind, 0)
+        remove_placement_group(group)
+        raise UserError(
+            f"{plan.total} {_slots(on_gpu)} did not become free within {timeout:.0f} s",
+            why=f"{plan.formula}; the cluster has {there:g}, of which {free:g} are free: another job holds the rest",
+            fix="end the other job, wait, or raise --placement-timeout",
+        ) from error
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    ordered = sorted(found, key=lambda place: (_ip_key(place.ip), place.node, place.gpu))
+    logger.info("placement: %s, ready after %.1f s", plan.formula, time.monotonic() - started)
+    return Slots(group, ordered, on_gpu)
+
+
+def _on_bundle(group: PlacementGroup, index: int, on_gpu: bool) -> dict[str, Any]:
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+    return {"scheduling_strategy": strategy, **({"num_gpus": 0.01} if on_gpu else {})}
+
+
+def _slots(on_gpu: bool) -> str:
+    return "GPUs" if on_gpu else "process slots (CPUs)"
+
+
+def _ip_key(address: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdigit() else 0 for part in address.split("."))

@@ -1,16 +1,19 @@
-"""The rollout actor: prompts, generation, rewards, conversion and packing in one asyncio process."""
+"""The rollout actor: prompts, generation, rewards, conversion and packing in one asyncio process. And the driver's
+handle of it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from slime.cluster.waiting import Process, Watch, Worker, this_process, wait_for
 from slime.config import Config
 from slime.log import get_logger, log_to_file_only
 from slime.prompts.source import load_source, make_source, save_source
@@ -44,6 +47,9 @@ class RolloutActor:
         self._groups_of: dict[int, list[int]] = {}
         self.loop: Any = None  # a `RolloutLoop`, from `connect` on
         log_to_file_only("rollout", run_path / "logs", config.observe.log_level)
+
+    async def process(self) -> Process:
+        return this_process()
 
     async def setup(self) -> int:
         """Open the data and load the tokenizer; returns the number of prompts per epoch (0: unknown, or not
@@ -140,3 +146,57 @@ class RolloutActor:
     async def close(self) -> None:
         if self.loop is not None:
             await self.loop.close()
+
+
+class RolloutHandle:
+    """The `RolloutActor` in the driver's hands. It answers while a rollout is under way.
+
+    Attributes:
+        worker: for messages, and to wait for its answers.
+    """
+
+    def __init__(self, config: Config, run_path: Path) -> None:
+        remote: Any = ray.remote(RolloutActor)  # Ray makes the methods remote; its types do not say so
+        self._actor = remote.options(num_cpus=0, max_concurrency=16).remote(config, run_path)
+        self._loads_dump = bool(config.debug.load_debug_rollout_data)
+        self._answer_seconds = config.cluster.distributed_timeout_minutes * 60.0
+        self.worker = Worker("rollout", self._actor.process.remote())
+
+    def begin_setup(self) -> ray.ObjectRef:
+        """To be: the number of prompts per epoch, see `RolloutActor.setup`."""
+        return self._actor.setup.remote()
+
+    def connect(self, router_url: str, router_urls: dict[str, str]) -> None:
+        self._answer(self._actor.connect.remote(router_url, router_urls), "connecting to the router")
+
+    def begin_rollout(self, rollout_id: int, layout: TrainLayout) -> ray.ObjectRef:
+        """To be: a `RolloutResult`; generated, or read with --load-debug-rollout-data."""
+        begin = self._actor.load_dump if self._loads_dump else self._actor.generate
+        return begin.remote(rollout_id, layout)
+
+    def begin_evaluation(self, rollout_id: int) -> ray.ObjectRef:
+        """To be: metrics ``eval/…``."""
+        return self._actor.evaluate.remote(rollout_id)
+
+    def mark_consumed(self, rollout_id: int) -> None:
+        self._answer(self._actor.mark_consumed.remote(rollout_id), "noting consumed prompts")
+
+    def save_source(self, rollout_id: int) -> dict[str, Any]:
+        """The data position that training has reached, for the checkpoint of ``rollout_id``."""
+        ref = self._actor.save_source.remote(rollout_id)
+        state: dict[str, Any] = self._answer(ref, "asking for the data position")
+        return state
+
+    def load_source(self, rollout_id: int, state: dict[str, Any]) -> None:
+        self._answer(self._actor.load_source.remote(rollout_id, state), "restoring the data position")
+
+    def watch_progress(self, show: Callable[[dict[str, float]], None]) -> Watch:
+        """Calls ``show`` with the counters of what is under way."""
+        return Watch({self.worker: self._actor.progress.remote}, lambda name, counters: show(counters))
+
+    def close(self, timeout: float) -> None:
+        ray.wait([self._actor.close.remote()], timeout=timeout)
+        ray.kill(self._actor, no_restart=True)
+
+    def _answer(self, ref: ray.ObjectRef, what: str) -> Any:
+        return wait_for({self.worker: ref}, what, self._answer_seconds)[0]

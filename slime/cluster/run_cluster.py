@@ -12,32 +12,32 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from slime.cluster.engine_group import EngineGroup
-from slime.cluster.engine_repair import EngineRepair, HealthChecks
-from slime.cluster.engine_weights import EngineWeights
-from slime.cluster.hand_over import HandOver
-from slime.cluster.placement import Slots, reserve
-from slime.cluster.ray_session import start_ray
-from slime.cluster.rollout_actor import RolloutActor, RolloutResult
-from slime.cluster.start_news import StartNews
-from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
-from slime.cluster.waiting import ActorDied, DeadlinePassed, StopRequested, Watch, raise_failed, wait_for
+from slime.cluster.engine_table import State
+from slime.cluster.engines import Engines
+from slime.cluster.gpu_turns import EngineMemory, GpuTurns
+from slime.cluster.placement import Slots
+from slime.cluster.ray_session import reserve, start_ray
+from slime.cluster.rollout_actor import RolloutHandle, RolloutResult
+from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_process
+from slime.cluster.waiting import StartNews, Watch, Worker, raise_failed, wait_for
 from slime.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.wire.shared_memory import remove_stale
-from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 from slime.memory.check import check_memory_of_cluster
 from slime.placement import PlacementPlan, has_evaluation
 from slime.samples.batch import TrainLayout
+from slime.weights.canary import Canary
+
+if TYPE_CHECKING:
+    from slime.train.non_finite import FailedStep
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -69,6 +69,10 @@ class Generating:
 class Cluster:
     """Owns Ray, the rollout actor, the trainer ranks, the engines and the router; `close` leaves nothing behind.
 
+    Who waits for whom: the driver, here, for everybody, with a deadline, while it looks about twice a second whether
+    somebody died; the trainer's rank 0 for engines in a push; the rollout actor for engines and rewards. An actor
+    waits for no other actor.
+
     Args:
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         on_progress: called with the rollout's counters while a rollout is waited for.
@@ -82,25 +86,25 @@ class Cluster:
         run_path: Path,
         *,
         should_stop: Callable[[], bool] = lambda: False,
-        on_progress: Callable[[dict[str, float]], None] | None = None,
+        on_progress: Callable[[dict[str, float]], None] = lambda counters: None,
         on_push: Callable[[int], None] = lambda version: None,
     ) -> None:
         self.config, self.run_path = config, run_path
         self.plan = PlacementPlan.of(config)
-        self._should_stop = should_stop
+        self._should_stop, self._on_progress, self._on_push = should_stop, on_progress, on_push
         self._take_turns = config.sync.async_buffer_size == 0  # each may use all CPU cores
-        self._on_progress, self._on_push = on_progress, on_push
         self._started_ray = False
         self._slots: Slots | None = None
-        self._rollout: Any = None
-        self._trainers: TrainerGroup | None = None
-        self._engines: EngineGroup | None = None
-        self._hand_over: HandOver | None = None
-        self._weights: EngineWeights | None = None
-        self._repair: EngineRepair | None = None
+        self._rollout: RolloutHandle | None = None
+        self._trainers: Trainers | None = None
+        self._engines: Engines | None = None
+        self._turns: GpuTurns | None = None
+        self._canary: Canary | None = None
+        self._connected: list[str] = []  # URLs of the engines that the trainer pushes to
         self._watches: list[Watch] = []
         self._progress: Watch | None = None
-        self._seconds_limit = config.cluster.distributed_timeout_minutes * 60.0
+        engine_seconds = engine_of(config).startup_seconds if self.plan.num_engines else 0.0
+        self._start_seconds = max(config.cluster.distributed_timeout_minutes * 60.0, engine_seconds)
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -113,70 +117,86 @@ class Cluster:
         config, clock = self.config, _Clock()
         self._started_ray = start_ray(config, num_local_slots=self.plan.total)
         clock.lap("ray")
-        self._slots = reserve(self.plan, config.cluster.placement_timeout, self._should_stop)
+        slots = self._slots = reserve(self.plan, config.cluster.placement_timeout, self._should_stop)
         if not self._started_ray:  # on a Ray of its own the launch has looked at this host already
-            check_memory_of_cluster(config, self._slots.gpu_memory, on_gpu=self._slots.on_gpu)
+            check_memory_of_cluster(config, slots.gpu_memory, on_gpu=slots.on_gpu)
         clock.lap("placement")
-        self._rollout = ray.remote(RolloutActor).options(num_cpus=0, max_concurrency=16).remote(config, self.run_path)
-        coming_up = {_ROLLOUT: self._rollout.setup.remote()}
+        rollout = self._rollout = RolloutHandle(config, self.run_path)
+        data = {rollout.worker: rollout.begin_setup()}
+        coming_up = dict(data)
         news = StartNews(coming_up, self.run_path / "logs")
-        if self.plan.num_engines:
-            threads = threads_per_process(self.plan.num_engines, self._take_turns)
-            self._engines = EngineGroup(config, self.plan, self._slots, self.run_path, threads)
-            coming_up |= self._engines.begin_start(str(config.checkpoint.hf_checkpoint))
 
-        def wait(names: Sequence[str], what: str) -> list[Any]:
+        def wait(asked: Mapping[Worker, ray.ObjectRef], what: str) -> list[Any]:
             """For these; but whoever fails first ends it."""
-            refs = [coming_up[name] for name in names]
 
             def look() -> None:
                 raise_failed(coming_up, "while the run came up")
                 news.look()
 
-            return wait_for(refs, what, self._start_limit(), self._should_stop, look, names)
+            return wait_for(asked, what, self._start_seconds, self._should_stop, look)
 
-        if self._engines is not None and self._takes_memory_turns(self._slots):
+        engines, trainers = self._make_engines(slots), self._make_trainers(slots)
+        starting = engines.begin_start() if engines is not None else {}
+        coming_up.update(starting)
+        if engines is not None and self._turns is not None and self._turns.taken:
             # engines first, alone on the GPUs: they measure how much memory there is for their caches
-            self._engines.put_routers_in_front(wait(self._engines.names, "starting"), self._should_stop)
-            self._hand_over = self._new_hand_over(self._engines)
-            self._hand_over.before_trainer()
+            engines.put_routers_in_front(wait(starting, "starting"))
+            self._turns.before_trainer()
             clock.lap("engines")
-        if self.plan.num_train:
-            threads = threads_per_process(self._trainers_per_node(), self._take_turns)
-            self._trainers = TrainerGroup(config, self.plan, self._slots, self.run_path, threads)
-            coming_up |= self._trainers.start_setup(self._should_stop)
+        setting_up = trainers.begin_setup(self._should_stop) if trainers is not None else {}
+        coming_up.update(setting_up)
 
-        [num_prompts] = wait([_ROLLOUT], "reading the data")
+        [num_prompts] = wait(data, "reading the data")
         clock.lap("data")
         start = TrainerStart(config.rollout.start_rollout_id or 0)
-        if self._trainers is not None:
-            start = self._trainers.agreed_start(wait(self._trainers.names, "setting up"))
+        if trainers is not None:
+            start = trainers.agreed_start(wait(setting_up, "setting up"))
         clock.lap("trainer")
-        if self._engines is not None:
-            if self._hand_over is None:
-                self._engines.put_routers_in_front(wait(self._engines.names, "starting"), self._should_stop)
+        if engines is not None:
+            if not engines.router_urls:
+                engines.put_routers_in_front(wait(starting, "starting"))
                 clock.lap("engines")
-            urls = (self._engines.router_url, self._engines.router_urls)
-            self._call_rollout("connect", *urls, what="connecting to the router")
-        self._restore(start)
-        self._begin_watching()
+            rollout.connect(engines.router_url, engines.router_urls)
+        if "source" in start.extra_state:
+            saved_for = start.extra_state.get("rollout_id", start.start_rollout_id - 1)
+            rollout.load_source(saved_for, start.extra_state["source"])
+        self._connect(int(start.extra_state.get("weight_version", 0)))
+        if engines is not None and trainers is not None and config.debug.check_canary and engines.answers_alone:
+            self._canary = Canary(config, engines.fleet)
+        self._watches = [group.watch() for group in (trainers, engines) if group is not None]
+        self._progress = rollout.watch_progress(self._on_progress)
         clock.lap("connect")
         return Launch(start.start_rollout_id, num_prompts, clock.seconds)
 
-    def _restore(self, start: TrainerStart) -> None:
-        if "source" in start.extra_state:
-            saved_for = start.extra_state.get("rollout_id", start.start_rollout_id - 1)
-            self._call_rollout(
-                "load_source", saved_for, start.extra_state["source"], what="restoring the data position"
+    def _make_engines(self, slots: Slots) -> Engines | None:
+        if not self.plan.num_engines:
+            return None
+        threads = threads_per_process(self.plan.num_engines, self._take_turns)
+        limits = self._start_seconds, self._should_stop
+        self._engines = Engines(self.config, self.plan, slots, self.run_path, threads, *limits)
+        return self._engines
+
+    def _make_trainers(self, slots: Slots) -> Trainers | None:
+        """And whose turn it is, where engines share the GPUs."""
+        if not self.plan.num_train:
+            return None
+        flags = self.config.cluster
+        threads = threads_per_process(min(self.plan.num_train, flags.actor_num_gpus_per_node), self._take_turns)
+        trainers = self._trainers = Trainers(self.config, self.plan, slots, self.run_path, threads, self._look)
+        if self._engines is not None:
+            gives = slots.on_gpu or engine_of(self.config).releases_without_gpu
+            shares = flags.colocate and gives
+            memory = EngineMemory(self._engines.table, self._engines.fleet_of, self._engines.explained)
+            self._turns = GpuTurns(
+                memory.release,
+                memory.resume,
+                trainers.sleep,
+                trainers.wake,
+                offload_train=shares and flags.offload_train,
+                offload_rollout=shares and flags.offload_rollout,
             )
-        if self._engines is not None and self.config.fault_tolerance.use_fault_tolerance:
-            limit, stop = self._start_limit(), self._should_stop
-            self._repair = EngineRepair(self._engines, self._hand_over, HealthChecks.of(self.config), limit, stop)
-        if self._trainers is not None and self._engines is not None:
-            self._weights = EngineWeights(
-                self.config, self._engines, self._trainers, self._call_trainers, self._hand_over, self._repair
-            )
-            self._weights.connect(int(start.extra_state.get("weight_version", 0)))
+            self._engines.restarts_at_once = not self._turns.taken
+        return trainers
 
     def close(self, *, politely: bool = True) -> None:
         """Stop engines and router, end actors, give the slots back, stop a Ray that was started here.
@@ -188,13 +208,9 @@ class Cluster:
         if not ray.is_initialized():
             return
         patience = 10.0 if politely else 1.0
-        if self._rollout is not None:
-            ray.wait([self._rollout.close.remote()], timeout=patience)
-            ray.kill(self._rollout, no_restart=True)
-        if self._trainers is not None:
-            self._trainers.close(patience)
-        if self._engines is not None:
-            self._engines.close(patience)
+        for group in (self._rollout, self._trainers, self._engines):
+            if group is not None:
+                group.close(patience)
         if self._slots is not None:
             self._slots.release()
         self._rollout = self._trainers = self._engines = self._slots = None
@@ -215,214 +231,212 @@ class Cluster:
     def start_generating(self, rollout_id: int) -> Generating:
         """Begin a rollout; collect it with `collect`."""
         self._wake_engines()
-        method = "load_dump" if self.config.debug.load_debug_rollout_data else "generate"
         layout = self._trainers.layout if self._trainers is not None else TrainLayout()
-        return Generating(rollout_id, getattr(self._rollout, method).remote(rollout_id, layout))
+        return Generating(rollout_id, _there(self._rollout).begin_rollout(rollout_id, layout))
 
     def collect(self, generating: Generating) -> RolloutResult:
-        # the rollout loop has its own watchdog, which knows more than this outer deadline
-        limit = self.config.rollout.rollout_timeout
-        result: RolloutResult = self._wait_rollout(generating.ref, "generating", limit)
-        if self._repair is not None:
-            self._repair.rollout_completed()
+        result: RolloutResult = self._wait_rollout(generating.ref, "generating")
+        if self._engines is not None:
+            self._engines.table.proved()
         return result
 
     def train(self, batch: RolloutResult) -> dict[str, float]:
         """Train on a rollout; afterwards its prompts count as consumed."""
-        self._give_trainers_memory()
-        metrics = self._call_trainers("train", batch.shards, what="training")
-        self._call_rollout("mark_consumed", batch.rollout_id, what="noting consumed prompts")
-        return metrics[self._trainers.reporting_rank] if self._trainers is not None else {}
+        metrics: dict[str, float] = {}
+        if self._trainers is not None:
+            with self._trainers_turn():
+                metrics = self._trainers.train(batch.shards)
+        _there(self._rollout).mark_consumed(batch.rollout_id)
+        return metrics
 
     def turns(self) -> dict[str, float]:
         """What happened besides since the last call: handing memory over between trainer and engines
         (``perf/sleep_time``, …), restarts of engines."""
-        found = self._hand_over.metrics() if self._hand_over is not None else {}
-        return found | (self._repair.metrics() if self._repair is not None else {})
+        found = self._turns.metrics() if self._turns is not None else {}
+        return found | (self._engines.metrics() if self._engines is not None else {})
 
-    def failed_step(self) -> list[Any]:
+    def failed_step(self) -> list[FailedStep]:
         """What each trainer rank kept of a step with NaN or Inf; to be asked for right after that failure."""
-        if self._trainers is None:
-            return []
-        found = self._trainers.call("failed_step", what="asking for the step that failed", timeout=_ANSWER_SECONDS)
-        return [part for part in found if part is not None]
+        return self._trainers.failed_step() if self._trainers is not None else []
 
     def set_run_length(self, num_rollout: int) -> None:
         """Tell the trainers how many rollouts there will be, once that is known."""
-        self._call_trainers("set_run_length", num_rollout, what="setting the length of the run")
+        if self._trainers is not None:
+            self._trainers.set_run_length(num_rollout)
 
     def update_weights(self) -> dict[str, float]:
-        """Push the trainer's weights to the engines, those that were restarted among them."""
-        if self._weights is None:
+        """Push the trainer's weights to the engines, which then say the same of the canary as the trainer.
+
+        Engines that were restarted come back with it. When one dies of it, the others are pushed to again.
+        """
+        engines = self._engines
+        if engines is None or self._trainers is None:
             return {}
-        with self._blaming_engines():
-            return self._weights.update()
+        metrics = engines.again_without_dead(self._push, "a weight push")
+        if engines.table.those(State.RETURNING):
+            engines.again_without_dead(self._to_engines, "taking memory back")  # requests may come from now on
+            engines.admit()
+        return metrics
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Metrics ``eval/…``; {} when there is nothing to evaluate."""
         if self._engines is None or not has_evaluation(self.config):
             return {}
         self._wake_engines()
-        ref = self._rollout.evaluate.remote(rollout_id)
-        limit = self.config.rollout.rollout_timeout
-        return self._wait_rollout(ref, "evaluating", limit)
+        found: dict[str, float] = self._wait_rollout(_there(self._rollout).begin_evaluation(rollout_id), "evaluating")
+        return found
 
     def save(self, rollout_id: int, weight_version: int) -> None:
         """Checkpoint after training ``rollout_id``, with the data position that training has reached."""
-        source = self._call_rollout("save_source", rollout_id, what="asking for the data position")
+        source = _there(self._rollout).save_source(rollout_id)
         state = {"source": source, "rollout_id": rollout_id, "weight_version": weight_version}
-        self._give_trainers_memory()
-        self._call_trainers("save", rollout_id, state, what="saving a checkpoint")
+        if self._trainers is not None:
+            with self._trainers_turn():
+                self._trainers.save(rollout_id, state)
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that --async-save may still be writing."""
-        self._call_trainers("finish_saving", what="finishing the checkpoint")
+        if self._trainers is not None:
+            with self._explained():
+                self._trainers.finish_saving()
 
     def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None:
-        """After a failure: let the ranks finish the checkpoint that --async-save is writing.
+        """After a failure: let the ranks finish the checkpoint that --async-save is writing, at most until it
+        ``is_saved``, a SIGTERM, or so many seconds have passed. Raises as `Trainers.settle_save`."""
+        end = time.monotonic() + seconds
+        if self._trainers is not None:
+            self._trainers.settle_save(lambda: is_saved() or self._should_stop() or time.monotonic() > end)
 
-        Their writers are threads, which go on also where a rank waits in vain for another one that failed in
-        training. So the ranks' answers are waited for, or for ``is_saved``, or for the deadline.
+    # -- pushes and turns ----------------------------------------------------------------------------------
 
-        Raises:
-            UserError: the save failed. ActorDied: a rank is gone.
+    def _connect(self, version: int = 0) -> None:
+        """Introduce the engines that run to the trainer.
+
+        Args:
+            version: that the engines have; counts the first time only.
         """
-        if self._trainers is None:
+        if self._engines is None or self._trainers is None:
             return
-        refs = self._trainers.begin("finish_saving")
-        pending, end = list(refs.values()), time.monotonic() + seconds
-        while pending and not is_saved() and not self._should_stop() and time.monotonic() < end:
-            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_SECONDS)
-        raise_failed(refs, "finishing the checkpoint")
+        layout = self._engines.layout
+        self._connected = [engine.url for engine in layout]
+        on_this_node = self._engines.nodes == {self._trainers.nodes[0]}
+        self._trainers.connect_engines(layout, version, on_this_node=on_this_node)
 
-    # -- inside --------------------------------------------------------------------------------------------
+    def _push(self) -> dict[str, float]:
+        engines, trainers = _there(self._engines), _there(self._trainers)
+        if self.config.fault_tolerance.use_fault_tolerance:
+            engines.ask()
+            self._bring_back()
+            if self._connected != [engine.url for engine in engines.table.policy]:
+                self._connect()
+        if self._turns is not None:
+            self._turns.to_push()
+        if self._canary is None:
+            return trainers.update_weights([])[0]
+        metrics, self._canary.expected = trainers.update_weights(self._canary.tokens)
+        self._to_engines()  # without their caches they answer nothing
+        return metrics | self._check_canary("a weight push")
 
-    def _takes_memory_turns(self, slots: Slots) -> bool:
-        """Whether trainer and engines hand GPU memory to each other. Without GPUs not every engine has any to give."""
-        cluster = self.config.cluster
-        shares = cluster.colocate and (cluster.offload_train or cluster.offload_rollout) and self.plan.num_train > 0
-        return shares and (slots.on_gpu or engine_of(self.config).releases_without_gpu)
+    def _check_canary(self, event: str) -> dict[str, float]:
+        """`Canary.check` of all engines that run; {} without a canary, or when none is left."""
+        engines, canary = _there(self._engines), self._canary
+        if canary is None:
+            return {}
 
-    def _new_hand_over(self, engines: EngineGroup) -> HandOver:
-        cluster = self.config.cluster
-        return HandOver(
-            engines,
-            self._call_trainers,
-            offload_train=cluster.offload_train,
-            offload_rollout=cluster.offload_rollout,
-        )
+        def check() -> dict[str, float]:
+            if not engines.table.policy:
+                return {}
+            canary.fleet = engines.fleet
+            return canary.check(event)
+
+        return engines.again_without_dead(check, "the check of the canary")
+
+    def _bring_back(self) -> None:
+        """Between rollouts: restarted engines that are up count among those that pushes go to.
+
+        The others are waited for where trainer and engines take turns, since all stop for them; else only the first
+        one, and when no engine is left.
+        """
+        engines = _there(self._engines)
+        if not engines.table.away:
+            return
+        if self._turns is not None and self._turns.taken:
+            with self._turns.to_nobody():
+                engines.start_again()
+                engines.wait_for_restarts(for_all=True)
+                engines.table.taken_in()
+            return
+        if not engines.table.policy:
+            engines.wait_for_restarts(for_all=False)
+        engines.look()
+        engines.table.taken_in()
+
+    def _to_engines(self) -> bool:
+        return self._turns is not None and self._turns.to_engines()
 
     def _wake_engines(self) -> None:
         """Before they are asked anything. Those that were asleep must still compute what the trainer computed."""
-        if self._repair is not None and not self._repair.any_serves():
-            return  # whoever waits for the rollout brings them back
-        woke = self._hand_over is not None and self._turn(self._hand_over.to_engines)
-        if woke and self._weights is not None:
-            with self._blaming_engines():
-                self._weights.check_canary("taking its memory back")
+        engines = self._engines
+        if engines is None:
+            return
+        if self.config.fault_tolerance.use_fault_tolerance:
+            engines.ask()
+            if not engines.table.policy:
+                return  # whoever waits for the rollout brings them back
+        if engines.again_without_dead(self._to_engines, "taking memory back"):
+            self._check_canary("taking its memory back")
 
-    def _care_for_engines(self) -> None:
-        """While a rollout is waited for."""
-        assert self._repair is not None
-        self._repair.kill_hanging()
-        if self._weights is None:  # there is no trainer: the weights that engines start with are right
-            self._repair.bring_back()
-            self._repair.admit()
-        elif not self._repair.engines.serving:
-            metrics = self._weights.update()
+    def _trainers_turn(self) -> contextlib.AbstractContextManager[None]:
+        """The trainers have their memory from now on; in the context, errors are explained."""
+        engines, turns = self._engines, self._turns
+        if engines is not None and turns is not None and turns.taken:
+            engines.end_rollout()
+            engines.again_without_dead(turns.to_trainer, "giving memory up")
+        return self._explained()
+
+    def _care_for(self, engines: Engines) -> None:
+        """While a rollout is waited for, with --use-fault-tolerance."""
+        engines.kill_hanging()
+        if self._trainers is None:  # the weights that engines start with are right
+            self._bring_back()
+            engines.admit()
+        elif not engines.table.policy:
+            metrics = self.update_weights()
             self._on_push(int(metrics["perf/weight_version"]))
 
-    def _give_trainers_memory(self) -> None:
-        if self._hand_over is not None:
-            if self._repair is not None:
-                self._repair.before_release()
-            self._turn(self._hand_over.to_trainer)
+    # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _turn(self, verb: Callable[[], T]) -> T:
-        """A verb of the hand-over, once more without the engines that died of it."""
-        while True:
-            lost = self._repair.num_lost if self._repair is not None else 0
-            try:
-                return verb()
-            except UserError as error:
-                if self._repair is None or not self._repair.has_lost_more_than(lost):
-                    raise
-                logger.warning("an engine died while memory was handed over, which is repeated: %s", error.what)
-
-    def _start_limit(self) -> float:
-        """Seconds for everything to come up: engines may compile and capture graphs for minutes."""
-        return max(self._seconds_limit, engine_of(self.config).startup_seconds if self._engines is not None else 0.0)
-
-    def _trainers_per_node(self) -> int:
-        return min(self.plan.num_train, self.config.cluster.actor_num_gpus_per_node)
-
-    def _call_rollout(self, method: str, *args: Any, what: str) -> Any:
-        ref = getattr(self._rollout, method).remote(*args)
-        return wait_for([ref], what, self._seconds_limit, names=[_ROLLOUT])[0]
-
-    def _wait_rollout(self, ref: ray.ObjectRef, what: str, limit: float) -> Any:
-        if self._repair is not None:
-            self._repair.begin_rollout()
+    def _wait_rollout(self, ref: ray.ObjectRef, what: str) -> Any:
+        """The rollout loop has its own watchdog, which knows more than this outer deadline."""
+        engines = self._engines
+        if engines is not None:
+            engines.begin_rollout()
 
         def poll() -> None:
             self._look()
-            if self._repair is not None:
-                self._care_for_engines()
+            if engines is not None and self.config.fault_tolerance.use_fault_tolerance:
+                self._care_for(engines)
             if self._progress is not None:
                 self._progress.look()
 
-        with self._blaming_engines():
-            return wait_for([ref], what, limit, self._should_stop, poll, names=[_ROLLOUT])[0]
-
-    def _call_trainers(self, method: str, *args: Any, what: str) -> list[Any]:
-        if self._trainers is None:
-            return [{}]
-        with self._blaming_engines():
-            return self._trainers.call(method, *args, what=what, timeout=self._train_limit(), on_poll=self._look)
-
-    def _train_limit(self) -> float:
-        # collectives inside have the process group's time-out; this outer one only catches what that cannot see
-        return max(3600.0, 4 * self._seconds_limit)
-
-    def _begin_watching(self) -> None:
-        """From now on whoever dies ends the wait for the others."""
-        if self._trainers is not None:
-            self._watches.append(self._trainers.watch())
-        if self._repair is not None:
-            self._watches.append(self._repair.watch())
-        elif self._engines is not None:
-            self._watches.append(self._engines.watch())
-        show = self._on_progress
-        if show is not None:
-            self._progress = Watch({_ROLLOUT: self._rollout}, "progress", lambda name, counters: show(counters))
+        asked, limit = {_there(self._rollout).worker: ref}, self.config.rollout.rollout_timeout
+        with self._explained():
+            return wait_for(asked, what, limit, self._should_stop, poll)[0]
 
     def _look(self) -> None:
+        """Whoever died ends the wait for the others."""
         for watch in self._watches:
             watch.look()
-        if self._repair is not None:
-            self._repair.look()
+        if self._engines is not None:
+            self._engines.look()
 
-    @contextmanager
-    def _blaming_engines(self) -> Iterator[None]:
-        """When the block fails and an engine or the router is dead, that is the reason."""
-        try:
-            yield
-        except (ActorDied, StopRequested):
-            raise
-        except Exception as error:
-            if self._engines is not None and not isinstance(error, RunFailed):
-                with contextlib.suppress(ActorDied, DeadlinePassed):  # the error at hand says more
-                    if self._repair is not None:
-                        self._repair.ask()
-                    else:
-                        self._engines.raise_if_dead(patience=_DEATH_SECONDS)
-            raise
+    def _explained(self) -> contextlib.AbstractContextManager[None]:
+        return self._engines.explained() if self._engines is not None else contextlib.nullcontext()
 
 
-_ROLLOUT = "rollout"
-_ANSWER_SECONDS = 120.0  # for what a process has at hand
-_POLL_SECONDS = 0.5
-_DEATH_SECONDS = 1.0  # connections may break before the process is gone
+def _there(part: T | None) -> T:
+    assert part is not None, "launch comes first"
+    return part
 
 
 class _Clock:
@@ -434,5 +448,4 @@ class _Clock:
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self.seconds[name] = now - self._last
-        self._last = now
+        self.seconds[name], self._last = now - self._last, now

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from slime.engines.api import is_ready
 from slime.engines.launch import LaunchSpec
+from slime.processes import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _LOG_BYTES = 1 << 18
 _NUM_LAST = 40  # lines of a log: an exception above them was survived
 #: SGLang's processes fall one after the other; the first to fail says why.
@@ -60,15 +61,16 @@ def exception_line(log: str) -> str:
     return found[0 if mark else -1] if found else ""
 
 
-def _die_with_parent(libc: ctypes.CDLL) -> Callable[[], None]:
-    parent = os.getpid()
+def past_proxies(hosts: Iterable[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables by which a server's own clients reach ``hosts`` and this one directly, whatever proxy is set.
 
-    def in_child() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died between fork and prctl
-            os._exit(1)
-
-    return in_child
+    Example:
+        >>> past_proxies(["10.0.0.7"], {"NO_PROXY": "intranet", "HTTP_PROXY": "http://proxy:3128"})["no_proxy"]
+        'intranet,localhost,127.0.0.1,10.0.0.7'
+    """
+    known = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    names = dict.fromkeys([*filter(None, known.split(",")), "localhost", "127.0.0.1", *hosts])
+    return {"no_proxy": ",".join(names), "NO_PROXY": ",".join(names)}  # libraries differ in which one they read
 
 
 class ServerProcess:
@@ -79,13 +81,15 @@ class ServerProcess:
         spec: command line, environment and the path that answers when it is ready.
         url: base URL under which it will answer.
         log_path: stdout and stderr go there.
+        hosts: of the run's other processes that it may talk to; its requests there go past any proxy.
 
     The process leads its own session, so that `stop` also reaches its children; it is killed by the kernel when
     the process that started it dies.
     """
 
-    def __init__(self, name: str, spec: LaunchSpec, url: str, log_path: Path) -> None:
+    def __init__(self, name: str, spec: LaunchSpec, url: str, log_path: Path, hosts: Iterable[str] = ()) -> None:
         self.name, self.spec, self.url, self.log_path = name, spec, url, log_path
+        self._hosts = [urlsplit(url).hostname or "", *hosts]
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 
@@ -95,12 +99,12 @@ class ServerProcess:
             self._log_start = log.tell()  # what former servers of this name wrote is not this one's
             self._process = subprocess.Popen(
                 self.spec.argv,
-                env={**os.environ, **self.spec.env},
+                env={**os.environ, **past_proxies(self._hosts), **self.spec.env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(ctypes.CDLL(None)),
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
 
     @property

@@ -1,9 +1,10 @@
-"""Trainer ranks as Ray actors: each holds one rank of the Megatron backend and its side of weight sync."""
+"""Trainer ranks as Ray actors, each with one rank of the Megatron backend and its side of weight sync; and all of them
+in the driver's hands."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +13,26 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from slime.cluster.placement import Slots
-from slime.cluster.ports import node_ip, reserve_port
-from slime.cluster.waiting import Watch, wait_for
+from slime.cluster.waiting import (
+    POLL_SECONDS,
+    Process,
+    Watch,
+    Worker,
+    all_answered,
+    raise_failed,
+    this_process,
+    wait_for,
+)
 from slime.config import Config
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
+from slime.host import node_ip, reserve_port
 from slime.log import get_logger, log_to_file_only
 from slime.placement import PlacementPlan
 from slime.samples.batch import TrainLayout
 
 if TYPE_CHECKING:
+    from slime.train.non_finite import FailedStep
     from slime.weights.transport import EngineSlots
 
 logger = get_logger(__name__)
@@ -31,6 +42,9 @@ logger = get_logger(__name__)
 _CPU_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 
 _COLOCATED_SHARE = 0.4  # of a slot; engines take 0.2 (the reference's fractions), so both fit on one GPU
+_START_SECONDS = 180.0
+_AT_HAND_SECONDS = 120.0  # for what a process has at hand
+_HANDING_OVER = "handing memory over"
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,9 @@ class TrainerActor:
         self.backend: Any = None  # from `setup` on
         self.sync: Any = None  # from `connect_engines` on
         log_to_file_only(f"trainer-{rank}", run_path / "logs", config.observe.log_level)
+
+    def process(self) -> Process:
+        return this_process()
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 listens for the process group's rendezvous."""
@@ -138,15 +155,12 @@ class TrainerActor:
         with self._phase("save_model"):
             self.backend.save(rollout_id, extra_state)
 
-    def failed_step(self) -> Any:
+    def failed_step(self) -> FailedStep | None:
         """The rank's part of the step that ended in `NonFiniteTraining` (`slime.train.non_finite.FailedStep`)."""
         return self.backend.failed_step
 
     def finish_saving(self) -> None:
         self.backend.finish_saving()
-
-    def is_alive(self) -> bool:
-        return True
 
     def shutdown(self) -> None:
         if self.sync is not None:
@@ -155,42 +169,63 @@ class TrainerActor:
             self.backend.close()
 
 
-class TrainerGroup:
-    """All trainer ranks, driven together.
+class Trainers:
+    """All trainer ranks in the driver's hands. A call asks every rank at once, since what they do is collective, and
+    waits for all; the first failure is raised at once.
+
+    Args:
+        on_wait: called about twice a second while ranks are waited for; what it raises ends the wait.
 
     Attributes:
         layout: of the ranks, known once they are set up.
-        reporting_rank: whose metrics are logged: the first of the last pipeline stage, which sees the loss.
+        nodes: of each rank.
     """
 
-    def __init__(self, config: Config, plan: PlacementPlan, slots: Slots, run_path: Path, num_threads: int) -> None:
-        share = _COLOCATED_SHARE if config.cluster.colocate else 1.0
-        environment = trainer_environment(config, num_threads, on_gpu=slots.on_gpu)
-        actor: Any = ray.remote(TrainerActor)  # Ray makes the methods remote; its types do not say so
-        self.config = config
-        self.layout, self.reporting_rank = TrainLayout(), 0
-        self.world_size = plan.num_train
-        self.names = [f"trainer-{rank}" for rank in range(plan.num_train)]
+    def __init__(
+        self,
+        config: Config,
+        plan: PlacementPlan,
+        slots: Slots,
+        run_path: Path,
+        num_threads: int,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config, self._slots, self._run_path, self._num_threads = config, slots, run_path, num_threads
+        self._on_wait = on_wait
+        self.layout = TrainLayout()
         self.nodes = [place.node for place in slots.places[: plan.num_train]]
-        self.actors = [
-            actor.options(
-                name=None, max_restarts=0, runtime_env={"env_vars": environment}, **slots.options(rank, share)
-            ).remote(config, rank, plan.num_train, run_path, num_threads)
-            for rank in range(plan.num_train)
-        ]
+        self._reporting_rank = 0
+        self._actors: dict[Worker, Any] = {}
+        limit = config.cluster.distributed_timeout_minutes * 60.0
+        # collectives inside have the process group's time-out; this outer one only catches what that cannot see
+        self._answer_seconds, self._work_seconds = limit, max(3600.0, 4 * limit)
 
-    def start_setup(self, should_stop: Callable[[], bool]) -> dict[str, ray.ObjectRef]:
-        """Begin setting up all ranks; a reference by name for each, whose values go to `agreed_start`."""
-        ref = self.actors[0].address.remote()
-        [(address, port)] = wait_for([ref], "starting", 180, should_stop, names=self.names)
+    # -- coming up ---------------------------------------------------------------------------------------------
+
+    def begin_setup(self, should_stop: Callable[[], bool]) -> dict[Worker, ray.ObjectRef]:
+        """Start all ranks and begin to set them up; the answers go to `agreed_start`. Rank 0 is waited for, which says
+        where the others find it."""
+        share = _COLOCATED_SHARE if self.config.cluster.colocate else 1.0
+        environment = trainer_environment(self.config, self._num_threads, on_gpu=self._slots.on_gpu)
+        remote: Any = ray.remote(TrainerActor)  # Ray makes the methods remote; its types do not say so
+        for rank in range(len(self.nodes)):
+            options = {"runtime_env": {"env_vars": environment}, **self._slots.options(rank, share)}
+            actor = remote.options(name=None, max_restarts=0, **options).remote(
+                self.config, rank, len(self.nodes), self._run_path, self._num_threads
+            )
+            self._actors[Worker(f"trainer-{rank}", actor.process.remote())] = actor
+        first, actor = next(iter(self._actors.items()))
+        [(address, port)] = wait_for({first: actor.address.remote()}, "starting", _START_SECONDS, should_stop)
         if len(set(self.nodes)) == 1:
             address = "127.0.0.1"  # nobody else needs to reach rank 0
         local_ranks = [self.nodes[:rank].count(node) for rank, node in enumerate(self.nodes)]
-        refs = [actor.setup.remote(address, port, local) for actor, local in zip(self.actors, local_ranks)]
-        return dict(zip(self.names, refs))
+        return {
+            worker: actor.setup.remote(address, port, local)
+            for (worker, actor), local in zip(self._actors.items(), local_ranks)
+        }
 
-    def agreed_start(self, starts: list[TrainerStart]) -> TrainerStart:
-        """Take note of the layout and of who reports, from all ranks' answers to `start_setup`.
+    def agreed_start(self, starts: Sequence[TrainerStart]) -> TrainerStart:
+        """Take note of the layout and of who reports, from all ranks' answers to `begin_setup`.
 
         Raises:
             UserError: ranks found different checkpoints.
@@ -203,36 +238,88 @@ class TrainerGroup:
                 fix="put it on a file system that all nodes see",
             )
         self.layout = starts[0].layout
-        self.reporting_rank = [start.reports for start in starts].index(True)
+        self._reporting_rank = [start.reports for start in starts].index(True)
         return starts[0]
 
-    def call(
-        self,
-        method: str,
-        *args: Any,
-        what: str,
-        timeout: float,
-        should_stop: Callable[[], bool] = lambda: False,
-        on_poll: Callable[[], None] | None = None,
-    ) -> list[Any]:
-        """Call ``method`` on every rank and wait for all."""
-        refs = self.begin(method, *args)
-        return wait_for(list(refs.values()), what, timeout, should_stop, on_poll, self.names)
+    def set_run_length(self, num_rollout: int) -> None:
+        self._ask(lambda actor: actor.set_run_length.remote(num_rollout), "setting the length of the run")
 
-    def begin(self, method: str, *args: Any) -> dict[str, ray.ObjectRef]:
-        """Call ``method`` on every rank and do not wait; a reference by name for each."""
-        return {name: getattr(actor, method).remote(*args) for name, actor in zip(self.names, self.actors)}
+    def connect_engines(self, engines: list[EngineSlots], version: int, *, on_this_node: bool) -> None:
+        """See `slime.weights.sync.WeightSync.connect`; ``version`` counts the first time only."""
+        what = "connecting trainer and engines"
+        self._ask(lambda a: a.connect_engines.remote(engines, on_this_node, version), what, self._answer_seconds)
+
+    # -- work --------------------------------------------------------------------------------------------------
+
+    def train(self, shards: list[ray.ObjectRef]) -> dict[str, float]:
+        """One rollout's training steps; metrics of the rank that reports: the first of the last pipeline stage, which
+        sees the loss."""
+        metrics: list[dict[str, float]] = self._ask(lambda actor: actor.train.remote(shards), "training")
+        return metrics[self._reporting_rank]
+
+    def update_weights(self, canary: list[int]) -> tuple[dict[str, float], Sequence[float]]:
+        """Push to the connected engines; the push's metrics, and the log-probs of ``canary[1:]`` unless it is empty."""
+        by_rank = self._ask(lambda actor: actor.update_weights.remote(canary), "pushing weights")
+        return by_rank[0][0], by_rank[self._reporting_rank][1] or ()
+
+    def sleep(self, keep_weights: bool) -> dict[str, float]:
+        """Free the GPUs for the engines; what rank 0 measured."""
+        found: dict[str, float] = self._ask(lambda actor: actor.sleep.remote(keep_weights), _HANDING_OVER)[0]
+        return found
+
+    def wake(self) -> dict[str, float]:
+        """Take the GPUs' memory back; what rank 0 measured."""
+        found: dict[str, float] = self._ask(lambda actor: actor.wake.remote(), _HANDING_OVER)[0]
+        return found
+
+    def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
+        self._ask(lambda actor: actor.save.remote(rollout_id, extra_state), "saving a checkpoint")
+
+    def settle_save(self, is_settled: Callable[[], bool]) -> None:
+        """After a failure: wait until the ranks have finished the checkpoint that --async-save is writing, or
+        ``is_settled``.
+
+        Their writers are threads, which go on also where a rank waits in vain for another one that failed in training:
+        such a rank does not answer.
+
+        Raises:
+            UserError: the save failed. ActorDied: a rank is gone.
+        """
+        asked = {worker: actor.finish_saving.remote() for worker, actor in self._actors.items()}
+        while not all_answered(asked) and not is_settled():
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=POLL_SECONDS)
+        raise_failed(asked, "finishing the checkpoint")
+
+    def finish_saving(self) -> None:
+        self._ask(lambda actor: actor.finish_saving.remote(), "finishing the checkpoint")
+
+    def failed_step(self) -> list[FailedStep]:
+        """What each rank that was not waiting for others kept of a step with NaN or Inf."""
+        parts = self._ask(lambda a: a.failed_step.remote(), "asking for the step that failed", _AT_HAND_SECONDS)
+        return [part for part in parts if part is not None]
+
+    # -- the end -----------------------------------------------------------------------------------------------
 
     def watch(self) -> Watch:
         """Raises an `ActorDied` soon after a rank is gone, also while the trainer is not needed."""
-        return Watch(dict(zip(self.names, self.actors)), "is_alive")
+        return Watch({worker: actor.process.remote for worker, actor in self._actors.items()})
 
     def close(self, timeout: float) -> None:
         """Ask the ranks to end their process groups, then kill what is left."""
-        refs = [actor.shutdown.remote() for actor in self.actors]
-        ray.wait(refs, num_returns=len(refs), timeout=timeout)
-        for actor in self.actors:
+        if refs := [actor.shutdown.remote() for actor in self._actors.values()]:
+            ray.wait(refs, num_returns=len(refs), timeout=timeout)
+        for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
+
+    def _ask(self, begin: Callable[[Any], ray.ObjectRef], what: str, seconds: float | None = None) -> list[Any]:
+        """Every rank; their answers by rank.
+
+        Args:
+            begin: asks one rank.
+            seconds: that all may take; by default what work may take.
+        """
+        asked = {worker: begin(actor) for worker, actor in self._actors.items()}
+        return wait_for(asked, what, seconds or self._work_seconds, on_poll=self._on_wait)
 
 
 def trainer_environment(config: Config, num_threads: int, *, on_gpu: bool) -> dict[str, str]:

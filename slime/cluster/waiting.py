@@ -1,10 +1,12 @@
-"""Waiting for actors with a deadline, an owner's name, and an ear for SIGTERM."""
+"""Waiting for actors: with a deadline, the name and process of who is waited for, and an ear for SIGTERM."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
@@ -14,8 +16,9 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-_POLL_SECONDS = 0.5
+POLL_SECONDS = 0.5  # between two looks at what no answer tells: SIGTERM, who has died; an answer ends a wait at once
 _CAUSE_SECONDS = 3.0
+_FIRST_NEWS_SECONDS = 45.0
 
 
 class StopRequested(Exception):
@@ -30,73 +33,118 @@ class ActorDied(RunFailed):
     """An actor's process ended."""
 
 
+class Process(NamedTuple):
+    """Where an actor lives, as the actor itself says."""
+
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
+def this_process() -> Process:
+    """What an actor answers to the question for its `Process`."""
+    return Process(os.getpid(), ray.util.get_node_ip_address())
+
+
+class Worker:
+    """An actor as messages name it: "trainer-0 (pid 4711 on 10.0.0.3)", as soon as its process has said so.
+
+    Args:
+        process: the reference to the actor's `this_process`, asked first of all; None where nobody was asked.
+    """
+
+    def __init__(self, name: str, process: ray.ObjectRef | None = None) -> None:
+        self.name, self._process = name, process
+
+    @property
+    def process(self) -> Process | None:
+        """None while it has not answered, and when it died before it could."""
+        if self._process is None or not ray.wait([self._process], timeout=0)[0]:
+            return None
+        try:
+            found: Process = ray.get(self._process)
+        except RayActorError as error:
+            logger.debug("%s never said where it is: %s", self.name, error)
+            return None
+        return found
+
+    def __str__(self) -> str:
+        process = self.process
+        return f"{self.name} ({process})" if process is not None else self.name
+
+
+#: What was asked of whom, the answers to come.
+Asked = Mapping[Worker, ray.ObjectRef]
+
+
 def wait_for(
-    refs: Sequence[ray.ObjectRef],
+    asked: Asked,
     what: str,
     timeout: float,
     should_stop: Callable[[], bool] = lambda: False,
-    on_poll: Callable[[], None] | None = None,
-    names: Sequence[str] = (),
+    on_poll: Callable[[], None] = lambda: None,
 ) -> list[Any]:
-    """Results of ``refs`` in order. The first failure of any of them is raised at once, the others are not waited for.
+    """The answers, in the order of ``asked``. The first failure is raised at once, the others are not waited for.
 
     Args:
         what: "training", "pushing weights"; names the wait in errors.
         timeout: seconds for all of them together.
-        should_stop: polled about twice a second; when true, `StopRequested` is raised.
+        should_stop: asked about twice a second; when true, `StopRequested` is raised.
         on_poll: called as often, e.g. to refresh a progress display; what it raises ends the wait.
-        names: of the actors behind ``refs``, for errors; they are numbered when there are none.
     Raises:
         UserError: an actor raised one. DeadlinePassed, ActorDied, StopRequested; others as the actor raised them.
     """
     end = time.monotonic() + timeout
-    pending = list(refs)
-    name_of = dict(zip(refs, names or [f"actor {i}" for i in range(len(refs))]))
+    worker_of = {ref: worker for worker, ref in asked.items()}
+    pending = list(worker_of)
     while pending:
         if should_stop():
             raise StopRequested(what)
         left = end - time.monotonic()
         if left <= 0:
-            silent = ", ".join(name_of[ref] for ref in pending)
-            raise DeadlinePassed(
-                f"{what}: no answer within {timeout:.0f} s from {silent}",
-                fix="look into its log; py-spy dump --pid <its pid> shows where it hangs",
-            )
-        done, pending = ray.wait(pending, num_returns=1, timeout=min(_POLL_SECONDS, left))
+            raise _deadline_passed([worker_of[ref] for ref in pending], what, timeout)
+        done, pending = ray.wait(pending, num_returns=1, timeout=min(POLL_SECONDS, left))
         for ref in done:
             try:
-                _fetch(ref, what, name_of[ref])
+                _fetch(ref, what, worker_of[ref])
             except UserError:
                 raise
             except Exception as error:
-                _raise_cause(error, pending, what, name_of)
-        if on_poll is not None:
-            on_poll()
-    return [_fetch(ref, what, name_of[ref]) for ref in refs]
+                _raise_cause(error, pending, what, worker_of)
+        on_poll()
+    return [_fetch(ref, what, worker) for worker, ref in asked.items()]
 
 
-def raise_failed(refs: Mapping[str, ray.ObjectRef], what: str) -> None:
-    """Raise the error of the first of ``refs`` (by actor name) that has failed by now; never waits."""
-    done = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)[0]) if refs else set()
-    for name, ref in refs.items():
+def all_answered(asked: Asked) -> bool:
+    """Well or not; never waits."""
+    return len(ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)[0]) == len(asked)
+
+
+def raise_failed(asked: Asked, what: str) -> None:
+    """Raise the error of the first that has failed by now; never waits."""
+    done = set(ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)[0]) if asked else set()
+    for worker, ref in asked.items():
         if ref in done:
-            _fetch(ref, what, name)
+            _fetch(ref, what, worker)
 
 
 class Watch:
     """Keeps one question open with each of several actors, and so notices soon when one of them is gone.
 
     Args:
-        actors: by the name that errors give them.
-        question: a method of theirs without arguments that answers quickly when it gets its turn.
+        questions: by actor; each asks something that is answered quickly when the actor gets its turn.
         judge: called with name and answer; may raise.
     """
 
     def __init__(
-        self, actors: Mapping[str, Any], question: str, judge: Callable[[str, Any], None] = lambda name, answer: None
+        self,
+        questions: Mapping[Worker, Callable[[], ray.ObjectRef]],
+        judge: Callable[[str, Any], None] = lambda name, answer: None,
     ) -> None:
-        self._actors, self._question, self._judge = actors, question, judge
-        self._asked: dict[str, ray.ObjectRef] = {}
+        self._questions, self._judge = questions, judge
+        self._asked: dict[Worker, ray.ObjectRef] = {}
 
     def look(self) -> None:
         """Deal with the answers that have come, ask those actors again; never waits.
@@ -104,17 +152,69 @@ class Watch:
         Raises:
             ActorDied: one of them is gone. What ``judge`` raises.
         """
-        for name, actor in self._actors.items():
-            ref = self._asked.get(name)
+        open_refs = list(self._asked.values())
+        done = set(ray.wait(open_refs, num_returns=len(open_refs), timeout=0)[0]) if open_refs else set()
+        for worker, ask in self._questions.items():
+            ref = self._asked.get(worker)
             if ref is not None:
-                done, _ = ray.wait([ref], timeout=0)
-                if not done:
+                if ref not in done:
                     continue
-                self._judge(name, _fetch(ref, "while it was needed", name))
-            self._asked[name] = getattr(actor, self._question).remote()
+                self._judge(worker.name, _fetch(ref, "while it was needed", worker))
+            self._asked[worker] = ask()
 
 
-def _raise_cause(error: Exception, pending: list[ray.ObjectRef], what: str, name_of: dict[ray.ObjectRef, str]) -> None:
+class StartNews:
+    """Names, at growing intervals, those that are still coming up, with the last line of their log: an engine loads,
+    compiles and captures graphs for minutes, and a silent wait looks like a hang.
+
+    Args:
+        logs: folder of ``<name>.log``; logs that are on another host are left out.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        coming_up: Asked,
+        logs: Path,
+        clock: Callable[[], float] = time.monotonic,
+        done: Callable[[ray.ObjectRef], bool] = lambda ref: bool(ray.wait([ref], timeout=0)[0]),
+    ) -> None:
+        self._coming_up, self._logs, self._clock, self._done = coming_up, logs, clock, done
+        self._started = clock()
+        self._next = _FIRST_NEWS_SECONDS
+
+    def look(self) -> None:
+        """To be called now and then; never waits."""
+        waited = self._clock() - self._started
+        if waited < self._next:
+            return
+        self._next = 2 * waited
+        for worker, ref in self._coming_up.items():
+            if not self._done(ref):
+                logger.info("%s is coming up for %.0f s%s", worker, waited, self._last_words(worker.name))
+
+    def _last_words(self, name: str) -> str:
+        path = self._logs / f"{name}.log"
+        if not path.exists():
+            return ""
+        with open(path, "rb") as log:
+            log.seek(max(0, path.stat().st_size - 4096))
+            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        return f"; {path}: {lines[-1][:160]}" if lines else ""
+
+
+def _deadline_passed(silent: list[Worker], what: str, timeout: float) -> DeadlinePassed:
+    process = next((worker.process for worker in silent if worker.process is not None), None)
+    dump = f"py-spy dump --pid {process.pid}, on {process.host}," if process else "py-spy dump --pid <its pid>"
+    return DeadlinePassed(
+        f"{what}: no answer within {timeout:.0f} s from {', '.join(map(str, silent))}",
+        fix=f"look into its log; {dump} shows where it hangs",
+    )
+
+
+def _raise_cause(
+    error: Exception, pending: list[ray.ObjectRef], what: str, worker_of: Mapping[ray.ObjectRef, Worker]
+) -> None:
     """Raise the `UserError` of another actor, should there be one, else ``error``.
 
     When one rank is killed or refuses, the others see a broken connection, often first.
@@ -122,15 +222,15 @@ def _raise_cause(error: Exception, pending: list[ray.ObjectRef], what: str, name
     late, _ = ray.wait(pending, num_returns=len(pending), timeout=_CAUSE_SECONDS) if pending else ([], [])
     for ref in late:
         try:
-            _fetch(ref, what, name_of[ref])
+            _fetch(ref, what, worker_of[ref])
         except UserError as cause:
             raise cause from error
         except Exception as other:
-            logger.debug("%s failed too: %s", name_of[ref], other)
+            logger.debug("%s failed too: %s", worker_of[ref], other)
     raise error
 
 
-def _fetch(ref: ray.ObjectRef, what: str, name: str) -> Any:
+def _fetch(ref: ray.ObjectRef, what: str, worker: Worker) -> Any:
     """`ray.get` of a finished ref, with the actor's own exception instead of Ray's wrapper."""
     try:
         return ray.get(ref)
@@ -139,14 +239,14 @@ def _fetch(ref: ray.ObjectRef, what: str, name: str) -> Any:
         raise cause from error  # the remote traceback stays visible to those who ask for it
     except OutOfMemoryError as error:
         raise ActorDied(
-            f"{name} was ended by Ray ({what}): the host's memory was nearly full",
+            f"{worker} was ended by Ray ({what}): the host's memory was nearly full",
             why=str(error).strip().splitlines()[0] if str(error).strip() else "Ray's memory monitor killed the process",
             fix="lower --max-tokens-per-gpu or --micro-batch-size, put fewer processes on a host, or raise Ray's "
             "threshold (RAY_memory_usage_threshold)",
         ) from error
     except RayActorError as error:
         raise ActorDied(
-            f"{name} died ({what})",
+            f"{worker} died ({what})",
             why="its process ended without a word: killed, perhaps by the kernel for lack of memory (see dmesg)",
             fix="look into its log; when memory ran out, lower --max-tokens-per-gpu or --micro-batch-size",
         ) from error

@@ -10,7 +10,7 @@ import asyncio
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
@@ -86,26 +86,30 @@ class EngineFleet:
         client = self._clients[self.urls.index(url.rstrip("/"))]
         return asyncio.run_coroutine_threadsafe(client.get(path, timeout), self._loop)
 
-    def flush_cache(self, timeout: float) -> None:
+    def flush_cache(self, timeout: float, urls: Collection[str] | None = None) -> None:
         """Empty every engine's prefix cache. An engine that still ends requests says no for a moment: ask again.
 
+        Args:
+            urls: of the engines that are asked; by default all.
         Raises:
             EngineError: an engine still refused when ``timeout`` seconds had passed.
         """
 
         async def flush(client: EngineClient) -> None:
-            end = self._loop.time() + timeout
+            end, pause = self._loop.time() + timeout, 0.02
             while True:
                 try:
                     await client.post("/flush_cache", {}, timeout=max(0.1, end - self._loop.time()))
                     return
                 except EngineError as error:
-                    if error.status != 400 or self._loop.time() + 0.2 > end:
+                    if error.status != 400 or self._loop.time() + pause > end:
                         raise
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 0.2)
 
         async def flush_all() -> None:
-            answers(await asyncio.gather(*(flush(client) for client in self._clients), return_exceptions=True))
+            asked = [flush(client) for client in self._clients if urls is None or client.url in urls]
+            answers(await asyncio.gather(*asked, return_exceptions=True))
 
         self._run(flush_all(), timeout)
 

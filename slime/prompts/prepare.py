@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ import numpy as np
 
 from slime.errors import UserError
 from slime.log import get_logger
+from slime.processes import follow_parent
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.problems import Problems, RowProblem
 from slime.prompts.readers import Row, Rows
@@ -193,14 +192,9 @@ _worker_state: tuple[Rows, Checker] | None = None
 def _start_worker(rows: Rows, checker: Checker) -> None:
     global _worker_state
     _worker_state = rows, checker
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-
-
-def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
+    assert parent is not None and parent.pid is not None
+    follow_parent(parent.pid, lambda: os._exit(1))
 
 
 def _scan_task(task: tuple[int, int]) -> Scan:

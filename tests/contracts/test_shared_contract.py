@@ -23,11 +23,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.cluster.ports import reserve_port
 from slime.config import make_config
 from slime.engines.api import GenerateResult
 from slime.engines.launch import EnginePlace
 from slime.engines.sglang.command import sglang_command
+from slime.host import reserve_port
 from slime.models import family_of
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots

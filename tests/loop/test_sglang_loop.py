@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_an_engine_that_dies_while_it_is_talked_to_is_named_with_its_exception(w
     with start(world.flags("dies", "--rollout-engine", "sglang"), world.outputs / "dies", **env) as driver:
         assert driver.end() == 1, driver.stderr
         error = driver.error()
-        assert error[0] == "error: taking memory back: engine-0 was killed (SIGKILL)"
+        assert re.fullmatch(r"error: taking memory back: engine-0 \(pid \d+\) was killed \(SIGKILL\)", error[0])
         assert error[1] == "  why: ValueError: Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"
         assert "SIGQUIT received" in "".join(error) and "mem-fraction" not in "".join(error)
         driver.leaves_nothing()

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.cluster.ports import reserve_port
 from slime.cluster.server_process import ServerDied, ServerProcess
-from slime.cluster.trainer_group import TrainerGroup, TrainerStart, threads_per_process
+from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_process
 from slime.config import make_config
 from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
+from slime.host import reserve_port
 from slime.placement import PlacementPlan
 from slime.preflight import check_slots
 
@@ -94,11 +94,11 @@ def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_found_different_checkpoints_are_refused() -> None:
-    group = TrainerGroup.__new__(TrainerGroup)  # no actors: that would need Ray
+    group = Trainers.__new__(Trainers)  # no actors: that would need Ray
     with pytest.raises(UserError, match="different rollouts: 0, 6"):
         group.agreed_start([TrainerStart(6), TrainerStart(0), TrainerStart(6)])
     assert group.agreed_start([TrainerStart(6, reports=False), TrainerStart(6)]).start_rollout_id == 6
-    assert group.reporting_rank == 1
+    assert group._reporting_rank == 1
 
 
 def test_threads_share_the_cores() -> None:
@@ -130,6 +130,38 @@ def test_server_process_starts_and_stops_with_its_children(tmp_path: Path) -> No
     assert not process.is_alive()
     assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
     port.release()
+
+
+PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+
+
+def test_no_proxy_stands_between_our_own_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for the poll of a server that starts, nor for what its own clients ask of the run's hosts."""
+    with socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))  # and never listens
+        for name in PROXIES:
+            monkeypatch.setenv(name, f"http://127.0.0.1:{dead.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "intranet")
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        port = reserve_port("127.0.0.1")
+        said = tmp_path / "said"
+        body = (
+            "import http.server, os, urllib.request\nfrom http.server import SimpleHTTPRequestHandler as Handler\n"
+            "past = [host for host in ('intranet', '127.0.0.1', '10.0.0.7') if urllib.request.proxy_bypass(host)]\n"
+            f"open({str(said)!r}, 'w').write(' '.join(past) + ' ' + os.environ['NO_PROXY'])\n"
+            f"http.server.HTTPServer(('127.0.0.1', {port.port}), Handler).serve_forever()\n"
+        )
+        spec = LaunchSpec([sys.executable, "-c", body], {}, "/", 20.0)
+        process = ServerProcess(
+            "server", spec, f"http://127.0.0.1:{port.port}", tmp_path / "server.log", hosts=["10.0.0.7"]
+        )
+        process.start()
+        try:
+            process.wait_ready()
+        finally:
+            process.stop()
+            port.release()
+    assert said.read_text() == "intranet 127.0.0.1 10.0.0.7 intranet,localhost,127.0.0.1,10.0.0.7"
 
 
 def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import pytest
 from slime import session as module
 from slime.checkpoints.directory import partial_dir
 from slime.checkpoints.load_plan import LoadPlan
-from slime.cluster import run_cluster
+from slime.cluster import trainer_group, waiting
 from slime.cluster.run_cluster import Cluster, Launch
+from slime.cluster.waiting import Worker
 from slime.config import make_config
 from slime.errors import UserError
 from tests.support.checkpoint_dirs import complete
@@ -142,19 +143,29 @@ def test_a_save_in_the_foreground_is_not_waited_for(run: Run, tmp_path: Path) ->
 # -- waiting for ranks that may hang -------------------------------------------------------------------------
 
 
+class _FinishSaving:
+    """The method of a rank that never answers."""
+
+    @staticmethod
+    def remote() -> str:
+        return "finish_saving"
+
+
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """Of one rank that never answers."""
+    """Of one such rank."""
     cluster = Cluster(make_config(), tmp_path)
-    cluster._trainers = SimpleNamespace(begin=lambda method: {"trainer-0": method})  # type: ignore[assignment]
+    trainers = trainer_group.Trainers.__new__(trainer_group.Trainers)  # no actors: that would need Ray
+    trainers._actors = {Worker("trainer-0"): SimpleNamespace(finish_saving=_FinishSaving)}
+    cluster._trainers = trainers
 
     def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         assert refs == ["finish_saving"] and timeout <= 1
         time.sleep(0.01)
         return [], refs
 
-    monkeypatch.setattr(run_cluster, "ray", SimpleNamespace(wait=wait))
-    monkeypatch.setattr(run_cluster, "raise_failed", lambda refs, what: None)
+    for asks in (trainer_group, waiting):
+        monkeypatch.setattr(asks, "ray", SimpleNamespace(wait=wait))
     return cluster
 
 

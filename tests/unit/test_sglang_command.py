@@ -13,8 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.cluster.engine_placement import engine_parts
-from slime.cluster.placement import Place, Slots
+from slime.cluster.placement import Place, Slots, engine_parts
 from slime.cluster.server_process import ServerDied
 from slime.config import make_config
 from slime.config.engine_flags import stored_sglang_args

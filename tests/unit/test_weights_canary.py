@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.cluster.hand_over import HandOver
+from slime.cluster.gpu_turns import GpuTurns
 from slime.cluster.run_cluster import Cluster
 from slime.config import make_config
 from slime.engines.api import EngineError
@@ -272,34 +274,45 @@ def test_keys_and_values_of_before_are_not_used_again(models: dict[str, Path]) -
 # -- in the loop -----------------------------------------------------------------------------------------------------
 
 
-class Memory:
-    def release_memory(self, tags: list[str]) -> None: ...
-
-    def resume_memory(self, tags: list[str]) -> None: ...
-
-
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[tuple[Cluster, list[str]]]:
-    """A cluster of nothing but a hand-over of memory, and what happened."""
+def cluster(tmp_path: Path) -> tuple[Cluster, list[str]]:
+    """A cluster of nothing but turns on the GPUs and a canary, and what happened."""
     cluster, log = Cluster(make_config(colocate=True), tmp_path), []
 
     class Logged:
-        def check_canary(self, event: str) -> None:
-            log.append(event)
+        fleet: Any = None
 
-    cluster._hand_over = HandOver(Memory(), lambda *call, what: [], offload_train=True, offload_rollout=True)
-    cluster._weights = Logged()  # type: ignore[assignment]
-    yield cluster, log
+        def check(self, event: str) -> dict[str, float]:
+            log.append(event)
+            return {}
+
+    class Engines:
+        fleet = None
+        table = SimpleNamespace(policy=[1])
+
+        def again_without_dead(self, work: Callable[[], Any], what: str) -> Any:
+            return work()
+
+        def end_rollout(self) -> None: ...
+
+        def explained(self) -> AbstractContextManager[None]:
+            return nullcontext()
+
+    cluster._engines, cluster._canary = Engines(), Logged()  # type: ignore[assignment]
+    cluster._turns = GpuTurns(*[lambda *given: {}] * 4, offload_train=True, offload_rollout=True)  # type: ignore[arg-type, list-item]
+    return cluster, log
 
 
 def test_engines_are_checked_when_they_wake_and_only_then(cluster: tuple[Cluster, list[str]]) -> None:
     it, log = cluster
-    it._hand_over.before_trainer()
+    assert it._turns is not None
+    it._turns.before_trainer()
     it._wake_engines()
     assert log == ["taking its memory back"]
     it._wake_engines()
     assert len(log) == 1
-    it._give_trainers_memory()
+    with it._trainers_turn():
+        pass
     it._wake_engines()
     assert len(log) == 2
 

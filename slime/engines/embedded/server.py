@@ -22,11 +22,11 @@ from slime.engines.embedded import control_routes, generate_routes, openai_route
 from slime.engines.embedded.engine import Engine, EngineDead, EngineOptions, Hub
 from slime.engines.embedded.generate_request import Limits
 from slime.engines.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
-from slime.engines.embedded.process import follow_parent
 from slime.engines.embedded.weight_update import WeightUpdater
 from slime.engines.request_fields import BadRequest
 from slime.errors import UserError
 from slime.log import get_logger
+from slime.processes import follow_parent
 
 logger = get_logger(__name__)
 

@@ -160,3 +160,7 @@ def _no_room(directory: Path, nbytes: int, error: OSError) -> UserError:
         fix="lower --update-weight-buffer-size, give the container more (docker run --shm-size=8g), or pass"
         " --update-weight-transport disk",
     )
+
+
+if __name__ == "__main__":
+    remove_stale()

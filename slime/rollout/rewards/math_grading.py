@@ -3,7 +3,6 @@ r"""Is the answer in a response mathematically equal to the label? Through math-
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import os
@@ -16,11 +15,11 @@ from typing import Any
 
 import orjson
 
+from slime.processes import die_with_parent
 from slime.rollout.rewards.text import after_thinking, last_boxed
 
 #: Answers stand at the end; searching more text for expressions only costs time.
 _TAIL = 2000
-_PR_SET_PDEATHSIG = 1
 #: An expression like 9**9**9 fails with MemoryError instead of taking the machine down.
 _MAX_BYTES = 4 << 30
 
@@ -102,9 +101,7 @@ def main() -> None:
     any gentler way. `slime.rollout.rewards.grading_pool` then starts another one. It ends with its parent, too.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes us
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):
-        return
+    die_with_parent(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever a library prints must not get between the answers

@@ -1,0 +1,420 @@
+"""All engines of a run and their routers: started, watched, restarted. The state of each engine is in
+`slime.cluster.engine_table`, its memory the business of `slime.cluster.gpu_turns`.
+
+With --use-fault-tolerance an engine that dies, or hangs for --rollout-health-check-timeout, is taken out of the router
+and started again; the others go on meanwhile. It comes back with the next weight push, which is between rollouts; only
+when no engine is left is it waited for, in the middle of a rollout if need be, since a push then interrupts nobody.
+Without the flag, and for what cannot be restarted, a death ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import ray
+
+from slime.cluster.engine_actor import DisaggregatedWorkers, EngineHandle, Obituary, raise_obituary, with_pid
+from slime.cluster.engine_table import MOST_RESTARTS, Engine, EngineTable, State
+from slime.cluster.placement import EnginePart, Slots, engine_parts
+from slime.cluster.waiting import (
+    POLL_SECONDS,
+    ActorDied,
+    DeadlinePassed,
+    StopRequested,
+    Watch,
+    Worker,
+    all_answered,
+    wait_for,
+)
+from slime.config import Config
+from slime.engines.api import EngineError
+from slime.engines.fleet import EngineFleet
+from slime.engines.health import HealthChecks
+from slime.engines.launch import ServedModel
+from slime.engines.router import register_workers, remove_worker
+from slime.errors import RunFailed, UserError
+from slime.log import get_logger
+from slime.placement import PlacementPlan
+from slime.weights.transport import EngineSlots
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+
+_COLOCATED_SHARE = 0.2
+_PAIR = ("prefill", "decode")
+_ROUTER_SECONDS = 10.0  # to take a worker out; generation is waited for meanwhile
+_JOIN_ROUTER_SECONDS = 60.0
+_START_ROUTER_SECONDS = 120.0
+_ASK_SECONDS = 10.0
+_AT_HAND_SECONDS = 60.0
+_LOOK_SECONDS = 0.25
+#: How long the death may take that explains a failure: connections may break before the process is gone.
+_DEATH_SECONDS, _DEATH_OF_CONNECTION_SECONDS = 1.0, 3.0
+
+
+class Engines:
+    """All engines of a run, and a router in front of those of each model.
+
+    Args:
+        start_seconds: that one start may take.
+        should_stop: polled while waiting; true ends the wait with `StopRequested`.
+
+    Attributes:
+        table: which engine is in what state.
+        nodes: where the policy's engines stand.
+        router_urls: by model, the policy's among them.
+        restarts_at_once: what died starts again as soon as that is known; false where it must start alone on its GPU
+            (`start_again` is then called when nobody has memory).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: PlacementPlan,
+        slots: Slots,
+        run_path: Path,
+        num_threads: int,
+        start_seconds: float,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        share = _COLOCATED_SHARE if config.cluster.colocate else 1.0
+        self.config, self._start_seconds, self._should_stop = config, start_seconds, should_stop
+        self._parts = engine_parts(config, plan, slots)
+        hosts = sorted({place.ip for place in slots.places})
+        self._handles = {
+            part.name: EngineHandle(
+                config, part.name, run_path, num_threads, slots.options(part.slot, share), hosts, part
+            )
+            for part in self._parts
+        }
+        self.nodes = {slots.places[part.slot].node for part in self._parts if part.model.is_policy}
+        self._models = {part.model.name: part.model for part in self._parts}
+        self._routers = {
+            name: EngineHandle(config, _router_name(model), run_path, 1, {"num_cpus": 0}, hosts)
+            for name, model in self._models.items()
+        }
+        self.table = EngineTable(_engine(own) for own in _by_number(self._parts).values())
+        self.router_urls: dict[str, str] = {}
+        self.restarts_at_once = True
+        self._tolerant = config.fault_tolerance.use_fault_tolerance
+        self._health = HealthChecks.of(config) if self._tolerant else None
+        self._fleets: dict[tuple[str, ...], EngineFleet] = {}
+        self._checking_seconds = 0.0
+
+    # -- launch ------------------------------------------------------------------------------------------------
+
+    def begin_start(self) -> dict[Worker, ray.ObjectRef]:
+        """Start all engines at once; the answers go to `put_routers_in_front`."""
+        return self._begin_start(self._parts)
+
+    def _begin_start(self, parts: Sequence[EnginePart]) -> dict[Worker, ray.ObjectRef]:
+        model_path = str(self.config.checkpoint.hf_checkpoint)
+        meeting: dict[int, ray.ObjectRef] = {}
+        asked: dict[Worker, ray.ObjectRef] = {}
+        for part in parts:
+            number, handle = part.place.number, self._handles[part.name]
+            if part.place.num_nodes > 1 and part.is_first:
+                meeting[number] = handle.rendezvous()
+            asked[handle.worker] = handle.begin_start(model_path, meeting.get(number))
+        return asked
+
+    def put_routers_in_front(self, urls: Sequence[str]) -> None:
+        """Args: urls: the answers to `begin_start`, in their order."""
+        url_of = dict(zip((part.name for part in self._parts), urls, strict=True))
+        for engine in self.table.engines.values():
+            self.table.launched(engine.number, [url_of[name] for name in engine.parts])
+        asked = {router.worker: self._begin_router(name, url_of) for name, router in self._routers.items()}
+        found = wait_for(asked, "starting", _START_ROUTER_SECONDS, self._should_stop)
+        self.router_urls = dict(zip(self._routers, found))
+        for name, url in self.router_urls.items():
+            logger.info("%d engine(s) of %s behind %s", len(self._first_parts(name)), name, url)
+
+    def _first_parts(self, model: str, kind: str | None = None) -> list[str]:
+        return [
+            part.name
+            for part in self._parts
+            if part.is_first and part.model.name == model and kind in (None, part.group.worker_type)
+        ]
+
+    def _begin_router(self, model: str, url_of: Mapping[str, str]) -> ray.ObjectRef:
+        prefill, decode = (self._first_parts(model, kind) for kind in _PAIR)
+        pairs = None
+        if prefill:
+            asked = {self._handles[name].worker: self._handles[name].bootstrap_port() for name in prefill}
+            ports = wait_for(asked, "asking for bootstrap ports", _AT_HAND_SECONDS, self._should_stop)
+            pairs = DisaggregatedWorkers(
+                [(url_of[name], port) for name, port in zip(prefill, ports)], [url_of[name] for name in decode]
+            )
+        return self._routers[model].begin_router([url_of[name] for name in self._first_parts(model)], pairs)
+
+    @property
+    def router_url(self) -> str:
+        """The policy's."""
+        return next(self.router_urls[name] for name, model in self._models.items() if model.is_policy)
+
+    @property
+    def answers_alone(self) -> bool:
+        """Whether an engine can generate by itself; prefill and decode servers only do in pairs, behind the router."""
+        return all(part.group.worker_type not in _PAIR for part in self._parts if part.model.is_policy)
+
+    @property
+    def layout(self) -> list[EngineSlots]:
+        """Which slots the ranks of each of the policy's engines stand on that run."""
+        parts = _by_number(self._parts)
+        slots = {number: tuple(slot for part in own for slot in part.slots) for number, own in parts.items()}
+        return [EngineSlots(engine.url, slots[engine.number]) for engine in self.table.policy]
+
+    @property
+    def fleet(self) -> EngineFleet:
+        """Connections to the policy's engines that run, past the router; another one when these have changed."""
+        return self.fleet_of(self.table.policy)
+
+    def fleet_of(self, engines: Sequence[Engine]) -> EngineFleet:
+        """The same for the policy's or the others, all of them that run."""
+        urls = tuple(engine.url for engine in engines)
+        if urls not in self._fleets:
+            self._drop_fleets()
+            self._fleets[urls] = EngineFleet(urls)
+        return self._fleets[urls]
+
+    def _drop_fleets(self) -> None:
+        """Of engines that have changed."""
+        present = [tuple(engine.url for engine in engines) for engines in (self.table.policy, self.table.others)]
+        for urls in [urls for urls in self._fleets if urls not in present]:
+            self._fleets.pop(urls).close()
+
+    # -- death -------------------------------------------------------------------------------------------------
+
+    def watch(self) -> Watch:
+        """Hears soon of a server process that has ended."""
+        handles = [*self._handles.values(), *self._routers.values()]
+        return Watch({handle.worker: handle.obituary for handle in handles}, self.heard)
+
+    def heard(self, name: str, obituary: Obituary | None, what: str = "") -> None:
+        """A server has ended, or None: it lives.
+
+        Args:
+            what: was being done with it, for the message.
+        Raises:
+            RunFailed: it is not restarted: without --use-fault-tolerance, the router, an engine of another model or of
+                a pair, or one that has died too often.
+        """
+        if obituary is None:
+            return
+        engine = self.table.find(name)
+        if not self._tolerant or engine is None or not engine.can_restart:
+            raise_obituary(name, obituary, tolerant=self._tolerant, what=what)
+        elif self.table.is_news(name, obituary.url):
+            self._lost(engine, f"{obituary.how}: {obituary.exception}" if obituary.exception else obituary.how)
+
+    def ask(self, what: str = "") -> None:
+        """Hear now, instead of sooner or later, who has died. Raises as `heard`."""
+        running = [*self.table.policy, *self.table.others]
+        handles = [self._handles[part] for engine in running for part in engine.parts] + list(self._routers.values())
+        asked = {handle.worker: handle.obituary() for handle in handles}
+        for worker, obituary in zip(asked, wait_for(asked, "asking the engines", _ASK_SECONDS)):
+            self.heard(worker.name, obituary, what)
+
+    def _lost(self, engine: Engine, how: str) -> None:
+        """It is dead or hangs: end what is left of it, send no request there, and have it start again."""
+        url = engine.url
+        self.table.lost(engine.number, how)
+        self._drop_fleets()
+        handles = [self._handles[part] for part in engine.parts]
+        killed = {handle.worker: handle.kill(how) for handle in handles}
+        try:
+            asyncio.run(remove_worker(self.router_url, url, _ROUTER_SECONDS))
+        except EngineError as error:  # the router goes on sending requests there, which fail and are sent again
+            logger.warning("%s is still behind the router: %s", engine.name, error)
+        obituary: Obituary = wait_for(killed, "ending a dead engine", _AT_HAND_SECONDS)[0]
+        if engine.died_too_often:
+            times = f"died {engine.deaths} times without a completed rollout between; the last time it {how}"
+            raise_obituary(engine.name, obituary._replace(how=times), tolerant=True)
+        logger.warning(
+            "%s %s; it is started again, %d go on meanwhile",
+            with_pid(engine.name, obituary.pid), how, len(self.table.policy),
+        )  # fmt: skip
+        if self.restarts_at_once:
+            self.start_again()
+
+    @contextmanager
+    def explained(self, what: str = "") -> Iterator[None]:
+        """When the block fails and an engine or a router has died of it, that is the error; or it is known, where
+        engines are restarted (`EngineTable.num_lost` has grown).
+
+        Args:
+            what: is being done, for messages.
+        """
+        lost = self.table.num_lost
+        try:
+            yield
+        except (RunFailed, StopRequested):
+            raise
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                patience = _DEATH_SECONDS
+            else:
+                patience = _DEATH_OF_CONNECTION_SECONDS if error.status is None else 0.0
+            with contextlib.suppress(ActorDied, DeadlinePassed):  # the error at hand says more
+                self._hear_of_death(what, lost, patience)
+            if not isinstance(error, EngineError):
+                raise
+            raise RunFailed(
+                f"{what}: {error}",
+                why="trainer and engines share GPUs and take turns; the next phase would run out of memory",
+                fix="read the engine's log; on out of memory lower --sglang-mem-fraction-static",
+            ) from error
+
+    def _hear_of_death(self, what: str, lost: int, patience: float) -> None:
+        end = time.monotonic() + patience
+        while self.table.num_lost == lost:
+            self.ask(what)
+            if time.monotonic() >= end:
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    def again_without_dead(self, work: Callable[[], T], what: str) -> T:
+        """Do ``work``, and once more each time that an engine has died of it; to be called for what can be repeated.
+
+        Args:
+            what: "a weight push", for messages.
+        """
+        while True:
+            lost = self.table.num_lost
+            try:
+                with self.explained():
+                    return work()
+            except UserError as error:
+                if self.table.num_lost == lost:
+                    raise
+                logger.warning("an engine died during %s, which is repeated: %s", what, error.what)
+
+    # -- hanging -----------------------------------------------------------------------------------------------
+
+    def begin_rollout(self) -> None:
+        """The engines are awake from now on, which `kill_hanging` presumes."""
+        if self._health is not None:
+            self._health.begin()
+
+    def kill_hanging(self) -> None:
+        """To be called now and then while the engines generate: those that hang are lost. Raises as `heard`."""
+        if self._health is not None and self.table.policy:
+            self._lose_hanging(self._health.silent(self.fleet), self._health.timeout)
+
+    def end_rollout(self) -> None:
+        """To be called before the engines give memory up: those that died or hang are left out, and no health check is
+        under way any more. Raises as `heard`."""
+        if self._health is None:
+            return
+        started = time.perf_counter()
+        self.ask()
+        if self.table.policy:
+            self._lose_hanging(self._health.end(self.fleet), self._health.timeout)
+        self._checking_seconds += time.perf_counter() - started
+
+    def _lose_hanging(self, urls: Sequence[str], seconds: float) -> None:
+        for engine in self.table.those(State.SERVING):
+            if engine.can_restart and engine.url in urls:
+                self._lost(engine, f"gave no sign of life for {seconds:.0f} s and was killed")
+
+    # -- restart: start_again ─► taken in ─► (push) ─► admit -------------------------------------------------------
+
+    def start_again(self) -> None:
+        """Begin to start those that are down, on their slots, with other ports."""
+        parts = _by_number(self._parts)
+        for engine in self.table.those(State.DOWN):
+            self.table.started_again(engine.number, self._begin_start(parts[engine.number]))
+
+    def look(self) -> None:
+        """Take note of restarts that have come to their end; never waits. One that failed is tried again.
+
+        Raises:
+            UserError: an engine did not come up too often; carries its last log lines.
+        """
+        for engine in self.table.those(State.STARTING):
+            if not engine.starting or not all_answered(engine.starting):
+                continue
+            try:
+                self.table.came_up(engine.number, wait_for(engine.starting, "restarting", _AT_HAND_SECONDS))
+                logger.info("%s runs again and comes back with the next weight push", engine.name)
+            except UserError as error:
+                self.table.start_failed(engine.number)
+                if engine.died_too_often:
+                    raise
+                logger.warning("%s did not come up; it is started again: %s", engine.name, error)
+                self.start_again()
+
+    def wait_for_restarts(self, *, for_all: bool) -> None:
+        """Until all starts under way have come to their end, or the first one.
+
+        Raises:
+            UserError: as `look`. DeadlinePassed, StopRequested.
+        """
+        end = time.monotonic() + (1 + MOST_RESTARTS) * self._start_seconds
+        self.look()
+        while starting := self.table.those(State.STARTING):
+            if not for_all and self.table.those(State.UP):
+                return
+            if self._should_stop():
+                raise StopRequested("restarting engines")
+            if time.monotonic() > end:
+                names = ", ".join(engine.name for engine in starting)
+                raise DeadlinePassed(f"{names} did not come up again", fix="look into its log")
+            refs = [ref for engine in starting for ref in engine.starting.values()]
+            ray.wait(refs, num_returns=1, timeout=POLL_SECONDS)
+            self.look()
+
+    def admit(self) -> None:
+        """Those taken in have the current weights: requests go there again. Who is refused by the router is lost."""
+        for engine in self.table.those(State.RETURNING):
+            try:
+                asyncio.run(register_workers(self.router_url, [engine.url], timeout=_JOIN_ROUTER_SECONDS))
+            except EngineError as error:
+                self._lost(engine, f"was refused by the router ({error})")
+                continue
+            seconds = self.table.admitted(engine.number)
+            logger.warning("%s is back after %.1f s as %s: it %s", engine.name, seconds, engine.url, engine.reason)
+
+    def metrics(self) -> dict[str, float]:
+        """Restarts that were completed since the last call, the longest time that one of these engines was away, and
+        what the trainer waited for checks of the others to end; {} without --use-fault-tolerance."""
+        if not self._tolerant:
+            return {}
+        seconds = self.table.pop_seconds_away()
+        found = {"rollout/engine_restarts": float(len(seconds)), "perf/engine_checks_time": self._checking_seconds}
+        self._checking_seconds = 0.0
+        return found | ({"rollout/engine_restart_seconds": max(seconds)} if seconds else {})
+
+    def close(self, timeout: float) -> None:
+        """Ask all to stop, then kill what is left."""
+        for fleet in self._fleets.values():
+            fleet.close()
+        handles = [*self._handles.values(), *self._routers.values()]
+        refs = [handle.stop() for handle in handles]
+        ray.wait(refs, num_returns=len(refs), timeout=timeout)
+        for handle in handles:
+            handle.end()
+
+
+def _by_number(parts: Sequence[EnginePart]) -> dict[int, list[EnginePart]]:
+    found: dict[int, list[EnginePart]] = {}
+    for part in parts:
+        found.setdefault(part.place.number, []).append(part)
+    return found
+
+
+def _engine(parts: Sequence[EnginePart]) -> Engine:
+    first = parts[0]
+    can_restart = first.model.is_policy and first.group.worker_type not in _PAIR
+    names = tuple(part.name for part in parts)
+    return Engine(first.place.number, names, is_policy=first.model.is_policy, can_restart=can_restart)
+
+
+def _router_name(model: ServedModel) -> str:
+    return "router" if model.is_policy else f"router-{model.name}"

@@ -1,0 +1,510 @@
+"""Which engines are restarted when, in which order, and when that ends the run; nothing is started here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slime.cluster import engines as module
+from slime.cluster.engine_actor import Obituary
+from slime.cluster.engine_table import CACHE, GRAPHS, MOST_RESTARTS, WEIGHTS, Engine, EngineTable, State
+from slime.cluster.engines import Engines
+from slime.cluster.gpu_turns import EngineMemory, GpuTurns, Turn
+from slime.cluster.run_cluster import Cluster
+from slime.cluster.waiting import Worker
+from slime.config import make_config
+from slime.engines.api import EngineError
+from slime.errors import RunFailed, UserError
+
+KILLED = "was killed (SIGKILL)"
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class Handle:
+    """Of an engine's or the router's actor; a start is a `Future`, which the test completes."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name, self.worker = world, name, Worker(name)
+
+    def obituary(self) -> Future[Any]:
+        return done(self.world.dead.get(self.name))
+
+    def kill(self, how: str) -> Future[Any]:
+        self.world.log.append(f"out {self.name[-1]}")
+        return done(Obituary(how, "last words", "", pid=4711))
+
+    def begin_start(self, model_path: str, meeting: None) -> Future[Any]:
+        self.world.log.append(f"start {self.name[-1]}")
+        self.world.dead.pop(self.name, None)
+        self.world.starts.append((int(self.name[-1]), Future()))
+        return self.world.starts[-1][1]
+
+
+class World:
+    """Two engines, a router and a trainer, and what happens to them."""
+
+    def __init__(self, path: Path = Path(), *, tolerant: bool = True, **limits: Any) -> None:
+        self.log: list[str] = []
+        self.dead: dict[str, Obituary] = {}
+        self.starts: list[tuple[int, Future[str]]] = []
+        self.behind_router = {0, 1}
+        self.refused = False
+        self.num_pushes = 0
+        self.fails: Callable[[int], None] = lambda number: None
+        config = make_config(use_fault_tolerance=tolerant, check_canary=False, hf_checkpoint="model")
+        self.engines = engines = Engines.__new__(Engines)  # no actors: that would need Ray
+        engines.config, engines.nodes, engines.restarts_at_once = config, {"n"}, True
+        engines._tolerant, engines._health, engines._fleets, engines._checking_seconds = tolerant, None, {}, 0.0
+        engines._start_seconds = limits.get("start_seconds", 600.0)
+        engines._should_stop = limits.get("should_stop", lambda: False)
+        engines._parts = [  # type: ignore[assignment]
+            SimpleNamespace(name=f"engine-{n}", place=SimpleNamespace(number=n, num_nodes=1), is_first=True, slots=(n,))
+            for n in (0, 1)
+        ]
+        engines._handles = {f"engine-{n}": Handle(self, f"engine-{n}") for n in (0, 1)}  # type: ignore[assignment, misc]
+        engines._routers = {"policy": Handle(self, "router")}  # type: ignore[assignment, dict-item]
+        engines._models = {"policy": SimpleNamespace(is_policy=True)}  # type: ignore[assignment, dict-item]
+        engines.router_urls = {"policy": "http://router"}
+        engines.table = self.table = EngineTable([Engine(n, (f"engine-{n}",)) for n in (0, 1)])
+        for n in (0, 1):
+            self.table.launched(n, [f"http://engine-{n}/0"])
+        self.cluster = Cluster(config, path)
+        self.cluster._engines = engines
+        self.cluster._trainers = SimpleNamespace(  # type: ignore[assignment]
+            nodes=["n"], connect_engines=self.connect, update_weights=self.push
+        )
+
+    @property
+    def serving(self) -> set[int]:
+        return {engine.number for engine in self.table.those(State.SERVING)}
+
+    # -- what is done to them ------------------------------------------------------------------------------
+
+    def die(self, number: int) -> None:
+        url = self.table.engines[number].url
+        self.dead[f"engine-{number}"] = Obituary(KILLED, "last words", url, pid=4711)
+
+    def come_up(self) -> None:
+        """All starts end well."""
+        for count, (number, start) in enumerate(self.starts):
+            if not start.done():
+                start.set_result(f"http://engine-{number}/{count + 1}")
+
+    # -- what they do --------------------------------------------------------------------------------------
+
+    def connect(self, layout: list[Any], version: int, *, on_this_node: bool) -> None:
+        assert on_this_node and len(layout) == len(self.table.policy)
+        self.log.append("connect")
+
+    def push(self, tokens: list[int]) -> tuple[dict[str, float], list[float]]:
+        self.num_pushes += 1
+        self.fails(self.num_pushes)
+        self.log.append("push")
+        return {"perf/weight_version": 1.0}, []
+
+    async def remove_worker(self, router_url: str, url: str, timeout: float) -> None:
+        self.behind_router.discard(int(url.split("-")[1][0]))
+
+    async def register_workers(self, router_url: str, urls: list[str], timeout: float) -> None:
+        if self.refused:
+            raise EngineError(urls[0], "no")
+        number = int(urls[0].split("-")[1][0])
+        self.log.append(f"router {number}")
+        self.behind_router.add(number)
+
+
+def wait_at_once(refs: list[Future[Any]], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+    return [ref for ref in refs if ref.done()], [ref for ref in refs if not ref.done()]
+
+
+def results(asked: Mapping[Any, Future[Any]], *_: Any, **__: Any) -> list[Any]:
+    return [ref.result() for ref in asked.values()]
+
+
+@pytest.fixture(autouse=True)
+def worlds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., World]:
+    """``worlds(…)``: a `World`, the latest one behind the router."""
+    latest: list[World] = []
+
+    def make(**given: Any) -> World:
+        latest.append(World(tmp_path, **given))
+        return latest[-1]
+
+    async def remove(*given: Any) -> None:
+        await latest[-1].remove_worker(*given)
+
+    async def register(*given: Any, **named: Any) -> None:
+        await latest[-1].register_workers(*given, **named)
+
+    monkeypatch.setattr(module, "ray", SimpleNamespace(wait=wait_at_once))
+    monkeypatch.setattr(module, "wait_for", results)
+    monkeypatch.setattr(module, "all_answered", lambda asked: all(ref.done() for ref in asked.values()))
+    monkeypatch.setattr(module, "remove_worker", remove)
+    monkeypatch.setattr(module, "register_workers", register)
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_DEATH_SECONDS", 0.0)
+    return make
+
+
+Worlds = Callable[..., World]
+
+
+def test_a_dead_engine_leaves_at_once_and_comes_back_with_a_push(
+    worlds: Worlds, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = worlds()
+    world.die(1)
+    world.engines.ask()
+    assert world.log == ["out 1", "start 1"] and world.behind_router == {0}
+    assert "engine-1 (pid 4711) was killed (SIGKILL); it is started again, 1 go on meanwhile" in caplog.text
+    world.cluster.update_weights()  # not up yet: the other one goes on alone
+    assert world.log[2:] == ["connect", "push"] and world.serving == {0}
+    world.come_up()
+    world.engines.look()
+    assert world.behind_router == {0}, "no request before it has the weights"
+    world.cluster.update_weights()
+    assert world.log[4:] == ["connect", "push", "router 1"] and world.serving == {0, 1}
+    metrics = world.engines.metrics()
+    assert metrics["rollout/engine_restarts"] == 1 and metrics["rollout/engine_restart_seconds"] >= 0
+    assert world.engines.metrics() == {"rollout/engine_restarts": 0, "perf/engine_checks_time": 0}
+
+
+def test_late_news_of_the_former_server_are_no_death(worlds: Worlds) -> None:
+    world = worlds()
+    former = Obituary(KILLED, "", world.table.engines[1].url)
+    world.engines.heard("engine-1", former)
+    world.engines.heard("engine-1", former)
+    world.come_up()
+    world.cluster.update_weights()
+    world.engines.heard("engine-1", former)
+    assert world.table.num_lost == 1 and not world.table.away
+
+
+def test_what_cannot_be_restarted_ends_the_run(worlds: Worlds) -> None:
+    with pytest.raises(RunFailed, match=r"router \(pid 7\) was killed"):
+        worlds().engines.heard("router", Obituary(KILLED, "its log", "http://router", pid=7))
+
+
+def test_without_the_flag_a_death_ends_the_run_and_says_what_was_done(worlds: Worlds) -> None:
+    world = worlds(tolerant=False)
+    world.die(0)
+    with (
+        pytest.raises(RunFailed, match=r"^taking memory back: engine-0 \(pid 4711\) was killed \(SIGKILL\)") as failed,
+        world.engines.explained("taking memory back"),
+    ):
+        raise EngineError("http://engine-0/0", "connection reset")
+    assert "--use-fault-tolerance" in failed.value.fix and world.engines.metrics() == {}
+
+
+def test_an_error_that_no_death_explains_is_worded_once(worlds: Worlds) -> None:
+    world = worlds()
+    with (
+        pytest.raises(RunFailed, match=r"^giving memory up: http://engine-0/0: no") as failed,
+        world.engines.explained(),
+        world.engines.explained("giving memory up"),
+    ):
+        raise EngineError("http://engine-0/0", "no", 500)
+    assert "take turns" in failed.value.why
+    with pytest.raises(ZeroDivisionError), world.engines.explained("training"):
+        raise ZeroDivisionError
+
+
+def test_dying_too_often_ends_the_run_with_its_last_words(worlds: Worlds) -> None:
+    world = worlds()
+
+    def die_and_return() -> None:
+        world.die(0)
+        world.engines.ask()
+        world.come_up()
+        world.cluster.update_weights()
+
+    for _ in range(3):
+        for _ in range(MOST_RESTARTS):
+            die_and_return()
+        world.table.proved()
+    for _ in range(MOST_RESTARTS):
+        die_and_return()
+    world.die(0)
+    with pytest.raises(RunFailed, match=r"engine-0 \(pid 4711\) died 4 times .* was killed \(SIGKILL\)") as failed:
+        world.engines.ask()
+    assert "last words" in failed.value.why and 0 not in world.behind_router
+
+
+def test_a_start_that_fails_is_tried_again_so_many_times(worlds: Worlds) -> None:
+    world = worlds()
+    world.die(0)
+    world.engines.ask()
+    for attempt in range(MOST_RESTARTS):
+        assert len(world.starts) == attempt + 1
+        world.starts[-1][1].set_exception(UserError("out of memory"))
+        if attempt + 1 < MOST_RESTARTS:
+            world.engines.look()
+    with pytest.raises(UserError, match="out of memory"):
+        world.engines.look()
+
+
+def test_an_engine_that_the_router_refuses_is_lost_again(worlds: Worlds) -> None:
+    world = worlds()
+    world.die(0)
+    world.engines.ask()
+    world.come_up()
+    world.refused = True
+    world.cluster.update_weights()
+    assert world.log[-2:] == ["out 0", "start 0"] and world.serving == {1}
+
+
+def test_the_last_engine_is_waited_for(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, polls = worlds(), []
+
+    def poll(refs: list[Future[Any]], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        polls.append(timeout)
+        if len(polls) == 5:
+            world.come_up()
+        return [ref for ref in refs if ref.done()], []
+
+    monkeypatch.setattr(module, "ray", SimpleNamespace(wait=poll))
+    world.die(0)
+    world.die(1)
+    world.cluster.update_weights()
+    assert world.behind_router == {0, 1} and len(polls) == 5
+
+
+def test_the_first_of_all_is_enough(worlds: Worlds) -> None:
+    world = worlds()
+    world.die(0)
+    world.die(1)
+    world.engines.ask()
+    world.starts[1][1].set_result("http://engine-1/1")
+    world.cluster.update_weights()
+    assert world.behind_router == {1} and [engine.number for engine in world.table.away] == [0]
+
+
+def test_waiting_ends_with_its_deadline_and_with_sigterm(worlds: Worlds) -> None:
+    for limits, ends in (({"start_seconds": 0.0}, module.DeadlinePassed), ({"should_stop": lambda: True}, None)):
+        world = worlds(**limits)
+        world.die(0)
+        world.die(1)
+        with pytest.raises(ends or module.StopRequested) as caught:
+            world.cluster.update_weights()
+        assert ends is None or "engine-0, engine-1 did not come up again" in str(caught.value)
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(["die 0", "die 1", "come up", "look", "push", "rollout"]), max_size=30))
+def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(worlds: Worlds, events: list[str]) -> None:
+    world = worlds()
+    pushed = {engine.url for engine in world.table.policy}
+
+    def note(number: int) -> None:
+        pushed.clear()
+        pushed.update(engine.url for engine in world.table.policy)
+
+    world.fails = note
+    for event in events:
+        try:
+            if event.startswith("die") and world.table.engines[int(event[-1])].runs:
+                world.die(int(event[-1]))
+            elif event == "come up":
+                world.come_up()
+            elif event == "look":
+                world.engines.look()
+            elif event == "push":
+                world.engines.ask()
+                if not world.table.policy:
+                    world.come_up()
+                world.cluster.update_weights()
+                assert not world.table.away or any(not start.done() for _, start in world.starts)
+            elif event == "rollout":
+                world.table.proved()
+        except RunFailed as failed:
+            assert "died 4 times" in str(failed)
+            return
+        assert world.behind_router == world.serving == {engine.number for engine in world.table.policy}
+        assert {engine.url for engine in world.table.policy} <= pushed
+
+
+# -- pushes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_engine_gets_weights_before_requests(worlds: Worlds) -> None:
+    world = worlds()
+    world.cluster._connect()
+    world.cluster.update_weights()
+    world.die(0)
+    world.engines.ask()
+    world.cluster.update_weights()
+    world.come_up()
+    world.cluster.update_weights()
+    world.cluster.update_weights()
+    without, back = ["out 0", "start 0", "connect", "push"], ["connect", "push", "router 0"]
+    assert world.log == ["connect", "push", *without, *back, "push"]
+
+
+def test_a_push_that_an_engine_died_of_is_repeated_without_it(worlds: Worlds) -> None:
+    world = worlds()
+    world.cluster._connect()
+
+    def die_at_first(number: int) -> None:
+        if number == 1:
+            world.die(1)
+            raise UserError("connection refused")
+
+    world.fails = die_at_first
+    assert world.cluster.update_weights() == {"perf/weight_version": 1.0}
+    assert world.log == ["connect", "out 1", "start 1", "connect", "push"]
+
+
+@pytest.mark.parametrize("tolerant", [True, False])
+def test_a_push_that_fails_for_another_reason_ends_the_run(tolerant: bool, worlds: Worlds) -> None:
+    world = worlds(tolerant=tolerant)
+
+    def fail(number: int) -> None:
+        raise UserError("weights differ")
+
+    world.fails = fail
+    with pytest.raises(UserError, match="weights differ"):
+        world.cluster.update_weights()
+    assert world.num_pushes == 1
+
+
+# -- taking turns with memory --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("turn", [Turn.TRAINER, Turn.PUSH, Turn.ENGINES])
+def test_an_engine_starts_while_nobody_has_memory(turn: Turn, worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = worlds()
+    log, table = world.log, world.table
+
+    def release(tags: Any) -> None:
+        for url, todo in sorted(table.to_release(table.policy, tags).items()):
+            log.append(f"{url[7:15]} releases " + " ".join(sorted(todo)))
+            table.released(url, todo)
+
+    def resume(tags: Any) -> None:
+        for url, todo in sorted(table.to_resume(table.policy, tags).items()):
+            log.append(f"{url[7:15]} resumes " + " ".join(sorted(todo)))
+            table.resumed(url, todo)
+
+    def sleep(keep_weights: bool) -> dict[str, float]:
+        log.append("sleep but for weights" if keep_weights else "sleep")
+        return {}
+
+    def wake() -> dict[str, float]:
+        log.append("wake")
+        return {}
+
+    turns = world.cluster._turns = GpuTurns(release, resume, sleep, wake, offload_train=True, offload_rollout=True)
+    world.engines.restarts_at_once = False
+    turns.before_trainer()
+    if turn is not Turn.TRAINER:
+        turns.to_push()
+    if turn is Turn.ENGINES:
+        turns.to_engines()
+    world.die(1)
+    world.engines.ask()
+    assert log[-1] == "out 1", "it does not start beside others' memory"
+    log.clear()
+    monkeypatch.setattr(Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look()))
+    world.cluster.update_weights()
+    everything = f"{GRAPHS} {CACHE} {WEIGHTS}"
+    given_up = {
+        Turn.TRAINER: ["sleep"],
+        Turn.PUSH: [f"engine-0 releases {WEIGHTS}", "sleep"],
+        Turn.ENGINES: [f"engine-0 releases {everything}"],
+    }
+    assert log == [
+        *given_up[turn],
+        "start 1",
+        f"engine-1 releases {everything}",
+        "wake",
+        "connect",
+        "sleep but for weights",
+        f"engine-0 resumes {WEIGHTS}",
+        f"engine-1 resumes {WEIGHTS}",
+        "push",
+        "sleep",
+        f"engine-0 resumes {GRAPHS} {CACHE}",
+        f"engine-1 resumes {GRAPHS} {CACHE}",
+        "router 1",
+    ]
+
+
+class DyingFleet:
+    """Connections to servers that log what they are asked; the second one dies of the first request to resume."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.has_died = world, False
+
+    def flush_cache(self, timeout: float, urls: list[str]) -> None: ...
+
+    def post_to(self, path: str, bodies: dict[str, Any], timeout: float) -> dict[str, Any]:
+        outcomes: dict[str, Any] = {}
+        for url, body in bodies.items():
+            if "resume" in path and url.startswith("http://engine-1") and not self.has_died:
+                self.has_died = True
+                self.world.die(1)
+                outcomes[url] = EngineError(url, "connection reset")
+            else:
+                self.world.log.append(f"{url[7:15]} {path[1:8]} {' '.join(sorted(body['tags']))}")
+                outcomes[url] = {}
+        return outcomes
+
+
+def test_an_engine_that_dies_of_taking_its_memory_back_for_a_push(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has its memory by then, and is not asked again before it has given it up."""
+    world = worlds()
+    log, fleet = world.log, DyingFleet(world)
+    memory = EngineMemory(world.table, lambda engines: fleet, world.engines.explained)  # type: ignore[arg-type, return-value]
+
+    def note(*words: str) -> Callable[..., dict[str, float]]:
+        return lambda *keep: log.append(words[any(keep)]) or {}  # type: ignore[func-returns-value]
+
+    turns = world.cluster._turns = GpuTurns(
+        memory.release, memory.resume, note("sleep", "sleep but for weights"), note("wake"),
+        offload_train=True, offload_rollout=True,
+    )  # fmt: skip
+    world.engines.restarts_at_once = False
+    monkeypatch.setattr(module, "_DEATH_OF_CONNECTION_SECONDS", 0.0)
+    monkeypatch.setattr(Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look()))
+    turns.before_trainer()
+    world.cluster._connect()
+    log.clear()
+    world.cluster.update_weights()
+    everything, rest = f"{GRAPHS} {CACHE} {WEIGHTS}", f"{GRAPHS} {CACHE}"
+    assert log == [
+        *("sleep but for weights", f"engine-0 resume_ {WEIGHTS}", "out 1"),
+        *(f"engine-0 release {WEIGHTS}", "sleep", "start 1", f"engine-1 release {everything}", "wake"),
+        *("connect", "sleep but for weights", f"engine-0 resume_ {WEIGHTS}", f"engine-1 resume_ {WEIGHTS}", "push"),
+        *("sleep", f"engine-0 resume_ {rest}", f"engine-1 resume_ {rest}", "router 1"),
+    ]
+
+
+def test_before_a_release_those_that_died_or_hang_are_left_out(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the dead first: they would not answer."""
+    world = worlds()
+
+    def end(fleet: Any) -> list[str]:
+        world.log.append("end")
+        return ["http://engine-1/0"]
+
+    monkeypatch.setattr(Engines, "fleet", None)
+    world.engines._health = SimpleNamespace(end=end, timeout=3)  # type: ignore[assignment]
+    world.die(0)
+    world.engines.end_rollout()
+    assert world.log == ["out 0", "start 0", "end", "out 1", "start 1"]
+    world.engines.end_rollout()
+    assert world.log[5:] == [], "there is nobody to wait for"

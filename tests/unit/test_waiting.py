@@ -1,0 +1,111 @@
+"""Who is waited for is named with its process; answers, failures and deadlines. No Ray is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from slime.cluster import waiting
+from slime.cluster.waiting import (
+    ActorDied,
+    DeadlinePassed,
+    Process,
+    StopRequested,
+    Watch,
+    Worker,
+    raise_failed,
+    wait_for,
+)
+from slime.errors import UserError
+
+NEVER = "never"
+
+
+class Dead:
+    """A reference to the answer of an actor that is gone."""
+
+
+@pytest.fixture(autouse=True)
+def references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference is its value; `NEVER` does not come, an exception is raised."""
+
+    def wait(refs: list[Any], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[Any], list[Any]]:
+        assert timeout <= waiting.POLL_SECONDS or num_returns > 1
+        done = [ref for ref in refs if ref is not NEVER][:num_returns]
+        return done, [ref for ref in refs if ref not in done]
+
+    def get(ref: Any) -> Any:
+        if isinstance(ref, Dead):
+            raise RayActorError
+        if isinstance(ref, Exception):
+            raise ref
+        return ref
+
+    monkeypatch.setattr(waiting, "ray", SimpleNamespace(wait=wait, get=get))
+    monkeypatch.setattr(waiting, "_CAUSE_SECONDS", 0.0)
+
+
+HERE = Process(4711, "10.0.0.3")
+
+
+def worker(name: str, process: Any = HERE) -> Worker:
+    return Worker(name, process)
+
+
+def test_who_does_not_answer_is_named_with_the_pid_to_dump() -> None:
+    asked: Any = {worker("trainer-0"): "done", worker("trainer-1", Process(12, "10.0.0.4")): NEVER}
+    with pytest.raises(DeadlinePassed) as failed:
+        wait_for(asked, "training", 0.0)
+    assert "training: no answer within 0 s from" in failed.value.what
+    assert "trainer-1 (pid 12 on 10.0.0.4)" in failed.value.what
+    with pytest.raises(DeadlinePassed) as failed:
+        wait_for({worker("trainer-1", Process(12, "10.0.0.4")): NEVER}, "training", 0.0)  # type: ignore[dict-item]
+    assert "py-spy dump --pid 12, on 10.0.0.4," in failed.value.fix
+
+
+def test_a_process_that_never_said_where_it_is_has_a_name_only() -> None:
+    for process in (None, NEVER, Dead()):
+        assert str(worker("engine-0", process)) == "engine-0"
+    with pytest.raises(DeadlinePassed, match=r"from engine-0\n") as failed:
+        wait_for({worker("engine-0", NEVER): NEVER}, "starting", 0.0)  # type: ignore[dict-item]
+    assert "<its pid>" in failed.value.fix
+
+
+def test_who_died_is_named_with_its_process_and_the_others_are_not_waited_for() -> None:
+    asked: Any = {worker("trainer-0"): Dead(), worker("trainer-1"): NEVER}
+    with pytest.raises(ActorDied, match=r"trainer-0 \(pid 4711 on 10.0.0.3\) died \(training\)"):
+        wait_for(asked, "training", 60.0)
+    with pytest.raises(ActorDied, match="trainer-0"):
+        raise_failed(asked, "training")
+
+
+def test_a_mistake_of_the_user_explains_what_another_saw_first() -> None:
+    asked: Any = {
+        worker("trainer-0"): RuntimeError("connection closed"),
+        worker("trainer-1"): UserError("no such file"),
+    }
+    with pytest.raises(UserError, match="no such file"):
+        wait_for(asked, "training", 60.0)
+
+
+def test_answers_come_in_order_and_a_stop_ends_the_wait() -> None:
+    asked: Any = {worker("a"): 1, worker("b"): 2, worker("c"): 3}
+    assert wait_for(asked, "asking", 60.0) == [1, 2, 3]
+    with pytest.raises(StopRequested, match="asking"):
+        wait_for(asked, "asking", 60.0, should_stop=lambda: True)
+
+
+def test_a_watch_asks_again_only_when_it_was_answered() -> None:
+    answers, asked, heard = {"a": "fine", "b": NEVER}, [], []
+
+    def question(name: str) -> Callable[[], Any]:
+        return lambda: asked.append(name) or answers[name]  # type: ignore[func-returns-value]
+
+    watch = Watch({worker(name): question(name) for name in answers}, lambda name, answer: heard.append((name, answer)))
+    for _ in range(3):
+        watch.look()
+    assert asked == ["a", "b", "a", "a"] and heard == [("a", "fine")] * 2
