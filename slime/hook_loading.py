@@ -123,6 +123,23 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
         ) from error
 
 
+def check_class(cls: Any, base: type, path: str) -> None:
+    """Check that ``cls`` is a ``base`` with the methods that every one must have, built as ``cls(args)``.
+
+    Raises:
+        UserError: it is something else, lacks a method, or takes other arguments.
+    """
+    fix = f"derive it from slime.hooks.{base.__name__}"
+    if not inspect.isclass(cls) or not issubclass(cls, base):
+        raise UserError(f"'{path}' is no {base.__name__}", why=f"it is {cls!r:.100}", fix=fix)
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise UserError(f"'{path}' lacks {' and '.join(missing)}", fix=f"add them; see slime.hooks.{base.__name__}")
+    try:
+        inspect.signature(cls).bind("args")
+    except TypeError as error:
+        raise UserError(f"'{path}' cannot be built from args", why=str(error), fix=fix) from error
+
+
 @functools.lru_cache(maxsize=256)
 def _accepted_keywords(fn: Any) -> frozenset[str] | None:
     """Names that ``fn`` takes by keyword; None when it takes any."""

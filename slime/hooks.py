@@ -12,13 +12,12 @@ attributes. Every hook may be sync or async, unless its docstring says otherwise
 from __future__ import annotations
 
 import abc
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.errors import UserError
-from slime.hook_loading import check_signature, load_function
+from slime.hook_loading import check_class, check_signature, load_function
 from slime.samples.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -442,24 +441,4 @@ def check_hooks(args: Any) -> None:
                 check_signature(load_function(path), HOOKS[flag], path)
     source_path = vars(args).get("data_source_path")
     if source_path:
-        check_data_source(load_function(source_path), source_path)
-
-
-def check_data_source(cls: Any, path: str) -> None:
-    """Check that ``cls`` is a `DataSource` with the methods that every one must have, built as ``cls(args)``.
-
-    Raises:
-        UserError: it is something else, lacks a method, or takes other arguments.
-    """
-    fix = "derive it from slime.hooks.DataSource"
-    if not inspect.isclass(cls) or not issubclass(cls, DataSource):
-        raise UserError(f"'{path}' is no data source class", why=f"it is {cls!r:.100}", fix=fix)
-    missing = sorted(getattr(cls, "__abstractmethods__", ()))
-    if missing:
-        raise UserError(
-            f"the data source '{path}' lacks {' and '.join(missing)}", fix="add them; see slime.hooks.DataSource"
-        )
-    try:
-        inspect.signature(cls).bind("args")
-    except TypeError as error:
-        raise UserError(f"the data source '{path}' cannot be built from args", why=str(error), fix=fix) from error
+        check_class(load_function(source_path), DataSource, source_path)

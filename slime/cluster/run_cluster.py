@@ -1,7 +1,7 @@
 """Everything of a run that lives in Ray, as plain blocking verbs for the drivers.
 
 cluster = Cluster(config, run_path)
-start = cluster.launch()
+cluster.launch()
 batch = cluster.collect(cluster.start_generating(rollout_id))
 metrics = cluster.train(batch)
 cluster.update_weights()
@@ -184,8 +184,7 @@ class Cluster:
         threads = threads_per_process(min(self.plan.num_train, flags.actor_num_gpus_per_node), self._take_turns)
         trainers = self._trainers = Trainers(self.config, self.plan, slots, self.run_path, threads, self._look)
         if self._engines is not None:
-            gives = slots.on_gpu or engine_of(self.config).releases_without_gpu
-            shares = flags.colocate and gives
+            shares = flags.colocate and (slots.on_gpu or engine_of(self.config).releases_without_gpu)
             memory = EngineMemory(self._engines.table, self._engines.fleet_of, self._engines.explained)
             self._turns = GpuTurns(
                 memory.release,

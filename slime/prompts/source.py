@@ -19,8 +19,8 @@ from typing import Any
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.hook_loading import load_function
-from slime.hooks import DataSource, check_data_source
+from slime.hook_loading import check_class, load_function
+from slime.hooks import DataSource
 from slime.log import get_logger
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.order import MappedOrder, Order, StreamedOrder
@@ -50,7 +50,7 @@ def make_source(config: Config, tokenizer: Any) -> DataSource:
     if not path:
         return PromptSource(config, tokenizer)
     cls = load_function(path)
-    check_data_source(cls, path)
+    check_class(cls, DataSource, path)
     _BUILT_FROM.set((config, tokenizer))
     source: DataSource = cls(config.flat())
     return source

@@ -11,18 +11,17 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from sglang_router.launch_router import parse_router_args
 
-from slime.cluster.engine_placement import engine_parts
-from slime.cluster.engine_repair import HealthChecks
-from slime.cluster.placement import Place, Slots
-from slime.cluster.ports import reserve_port
+from slime.cluster.placement import Place, Slots, engine_parts
 from slime.cluster.server_process import ServerProcess
 from slime.cluster.trainer_group import trainer_environment
 from slime.config import Config, make_config
 from slime.config.groups_rollout import EngineConfig
+from slime.engines.health import HealthChecks
 from slime.engines.kinds import ENGINES, EngineKind, engine_of
 from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec
 from slime.engines.router import router_command
 from slime.errors import UserError
+from slime.host import reserve_port
 from slime.memory.engine import EngineSettings
 from slime.models import family_of
 from slime.placement import PlacementPlan

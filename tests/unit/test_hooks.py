@@ -126,7 +126,7 @@ def test_all_hooks_of_a_configuration_are_checked_before_launch(module) -> None:
     check_hooks(make_config(custom_rm_path="user_hooks.good", **flags).flat())
     with pytest.raises(UserError, match=r"user_hooks\.bad"):
         check_hooks(make_config(rollout_sample_hook_path=("user_hooks.good", "user_hooks.bad"), **flags).flat())
-    with pytest.raises(UserError, match="no data source class"):
+    with pytest.raises(UserError, match="is no DataSource"):
         check_hooks(make_config(data_source_path="user_hooks.good", **flags).flat())
 
 

@@ -271,7 +271,7 @@ def test_a_source_of_the_users_own(tmp_path: Path, monkeypatch) -> None:
     assert len(source.get_samples(2)[1]) == 3
     with pytest.raises(UserError, match="does not say how many prompts"):
         len(source)
-    for name, said in [("Broken", "is no data source class"), ("Half", "lacks get_samples"), ("Picky", "'more'")]:
+    for name, said in [("Broken", "is no DataSource"), ("Half", "lacks get_samples"), ("Picky", "'more'")]:
         config = make_config(rollout_batch_size=1, num_rollout=1, data_source_path=f"my_source.{name}")
         with pytest.raises(UserError, match=said):
             make_source(config, TOKENIZER)
