@@ -88,7 +88,7 @@ def resolve_reference(config: Config) -> LoadPlan:
     given = flags.ref_load or flags.hf_checkpoint
     if given is None:
         raise UserError("no weights for the reference model", fix="pass --ref-load or --hf-checkpoint")
-    return _reference_weights(Path(given), "--ref-load", flags.ref_ckpt_step, "reference model from")
+    return _reference_weights(Path(given), _flag_of(given, config), flags.ref_ckpt_step, "reference model from")
 
 
 def is_hf_dir(path: Path) -> bool:
@@ -104,9 +104,14 @@ def _fresh(config: Config, reason: str) -> LoadPlan:
     flags = config.checkpoint
     given = flags.ref_load or flags.hf_checkpoint
     if given is not None:
-        flag = "--ref-load" if flags.ref_load else "--hf-checkpoint"
-        return _reference_weights(Path(given), flag, flags.ref_ckpt_step, f"{reason}: fresh start from", config)
+        note = f"{reason}: fresh start from"
+        return _reference_weights(Path(given), _flag_of(given, config), flags.ref_ckpt_step, note, config)
     raise UserError("no weights to start from", why=reason, fix="pass --hf-checkpoint, or --load with a checkpoint")
+
+
+def _flag_of(path: str, config: Config) -> str:
+    """The flag that the user gave the path with: --ref-load is --hf-checkpoint when it was left out."""
+    return "--hf-checkpoint" if path == config.checkpoint.hf_checkpoint else "--ref-load"
 
 
 def _reference_weights(root: Path, flag: str, step: int | None, note: str, config: Config | None = None) -> LoadPlan:

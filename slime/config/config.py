@@ -8,18 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.config.flags import GROUPS, all_flags, own_flags
 from slime.config.flat import FlatArgs
 from slime.config.groups_megatron import MegatronConfig
 from slime.config.groups_rollout import DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
 from slime.config.groups_run import ClusterConfig, DebugConfig, FaultToleranceConfig, ObserveConfig
 from slime.config.groups_train import AlgorithmConfig, CheckpointConfig, SyncConfig, TrainConfig
-from slime.config.registry import all_flags
-from slime.config.specs import GROUPS, own_flags
 from slime.errors import UserError
-
-#: Values that are never written to disk.
-SECRETS = frozenset({"wandb_key", "sglang_api_key", "sglang_admin_api_key", "sglang_ssl_keyfile_password",
-                     "router_api_key", "router_oracle_password", "router_control_plane_api_keys"})  # fmt: skip
+from slime.files import is_secret
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ class Config:
         specs = all_flags()
         data: dict[str, Any] = {group: {} for group in GROUPS}
         for dest, value in self.values().items():
-            data[specs[dest].group][dest] = None if dest in SECRETS else value
+            data[specs[dest].group][dest] = None if is_secret(dest) else value
         data["extra"], data["origins"] = self.extra, self.origins
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}")
@@ -141,7 +137,7 @@ class Config:
 
 
 def _shown(dest: str, value: Any) -> str:
-    if dest in SECRETS:
+    if is_secret(dest):
         return "…"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 

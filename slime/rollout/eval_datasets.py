@@ -21,22 +21,28 @@ from typing import Any
 import yaml
 
 from slime.config import Config
-from slime.config.ranges import check_number
-from slime.config.registry import all_flags
-from slime.config.values import convert
+from slime.config.flags import all_flags
+from slime.config.values import check_number, convert
 from slime.errors import UserError
 from slime.rollout.generate import sampling_params
 
-_FOR_AGENT_SERVICES = (
-    "app_service",
-    "eval_task_timeout",
-    "eval_early_stop_remaining",
-    "eval_early_stop_idle_timeout",
-    "message_processor",
-    "reward_model",
-    "remote_environment",
-    "min_eval_samples",
-)
+#: Keys of the reference system's files that are not in this version. name -> reason
+_REFUSED_KEYS = {
+    "multimodal_keys": "vision-language models are not in this version",
+    **dict.fromkeys(
+        (
+            "app_service",
+            "eval_task_timeout",
+            "eval_early_stop_remaining",
+            "eval_early_stop_idle_timeout",
+            "message_processor",
+            "reward_model",
+            "remote_environment",
+            "min_eval_samples",
+        ),
+        "it belongs to agent services",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,6 @@ class EvalDataset:
     label_key: str | None
     tool_key: str
     metadata_key: str
-    multimodal_keys: dict[str, Any] | None
     apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any]
     n_samples_per_eval_prompt: int
@@ -126,7 +131,7 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
         for key, dest in _NUMBERS.items():
             where = f"evaluation set {values['name']}: "
             values[key] = convert(all_flags()[dest], values[key], where)
-            check_number(dest, values[key], where + key)
+            check_number(all_flags()[dest], values[key], where + key)
         datasets.append(EvalDataset(**values))
     names = [dataset.name for dataset in datasets]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -141,7 +146,6 @@ def _values_of_flags(config: Config) -> dict[str, Any]:
         "label_key": evaluation.eval_label_key,
         "tool_key": evaluation.eval_tool_key,
         "metadata_key": data.metadata_key,
-        "multimodal_keys": data.multimodal_keys,
         "apply_chat_template": data.apply_chat_template,
         "apply_chat_template_kwargs": dict(data.apply_chat_template_kwargs),
         "n_samples_per_eval_prompt": evaluation.n_samples_per_eval_prompt,
@@ -198,8 +202,9 @@ def _refuse_unknown(given: dict[str, Any], known: set[str], where: str) -> None:
     for key in given:
         if key in known:
             continue
-        if key in _FOR_AGENT_SERVICES:
-            raise UserError(f"{where}: the key {key!r} is not supported", why="it belongs to agent services")
+        reason = _REFUSED_KEYS.get(str(key))
+        if reason:
+            raise UserError(f"{where}: the key {key!r} is not supported", why=reason)
         near = difflib.get_close_matches(str(key), known, n=1)
         raise UserError(
             f"{where}: unknown key {key!r}",

@@ -124,17 +124,19 @@ def _hand_over_routing(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def expert_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """``TransformerConfig`` arguments of a model with experts, with our defaults; {} changes for a dense model.
+    """``TransformerConfig`` arguments of a model with experts, with our defaults.
 
-    ``moe_grouped_gemm`` is always on: products are grouped with or without the flag.
+    ``moe_grouped_gemm`` is always on: products are grouped with or without the flag. ``moe_permute_fusion`` is always
+    off: Megatron would ask for a kernel that is not used, because tokens are permuted by gathers.
 
     Raises:
         UserError: a setting that would be ignored, or a balance loss that there is not.
     """
     check_experts(arguments)
+    always = {"moe_permute_fusion": False}
     if not arguments.get("num_moe_experts"):
-        return {}
-    return {"moe_grouped_gemm": True, "moe_router_dtype": arguments.get("moe_router_dtype") or "fp32"}
+        return always
+    return {**always, "moe_grouped_gemm": True, "moe_router_dtype": arguments.get("moe_router_dtype") or "fp32"}
 
 
 def uses_balance_losses(config: TransformerConfig) -> bool:
