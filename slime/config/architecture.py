@@ -126,7 +126,8 @@ def check_model_flags(given: Mapping[str, Any], hf_config: Facts) -> None:
 
     Example:
         >>> check_model_flags({"num_layers": 36}, {"num_hidden_layers": 28})
-        UserError: 1 flag contradicts the model's config.json
+        Traceback (most recent call last):
+        slime.errors.UserError: 1 flag contradicts the model's config.json
           why: --num-layers 36, but num_hidden_layers is 28
     """
     facts = {**hf_config, **(hf_config.get("text_config") or {})}

@@ -55,8 +55,8 @@ def check(draft: Draft) -> None:
 
 
 def _ranges(draft: Draft) -> None:
-    for dest, value in draft.values.items():
-        check_number(draft.specs[dest], value)
+    for dest in (*draft.given.values, *draft.values):  # the user's own first, what follows from them after
+        check_number(draft.specs[dest], draft[dest])
 
 
 def _needs(draft: Draft) -> None:

@@ -31,6 +31,7 @@ def convert(spec: FlagSpec, value: Any, where: str = "") -> Any:
         UserError: wrong type, not among the choices, or a list where one value is wanted.
 
     Example:
+        >>> from slime.config.flags import own_flags
         >>> convert(own_flags()["lr"], "1e-6")     # PyYAML too reads 1e-6 as text
         1e-06
     """

@@ -18,7 +18,7 @@ from slime.cluster.placement import Place, Slots
 from slime.cluster.server_process import ServerDied
 from slime.config import make_config
 from slime.config.engine_flags import stored_sglang_args
-from slime.config.registry import unknown_name
+from slime.config.flags import unknown_name
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.engines.launch import disaggregated_router_command, sglang_command
 from slime.engines.sglang import command, versions
