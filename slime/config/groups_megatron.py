@@ -63,7 +63,7 @@ class MegatronConfig:
     """Train in float16 with loss scaling."""
     fp32: bool = flag(False)
     """Train in float32."""
-    recompute_activations: bool = flag(False)
+    recompute_activations: bool = flag(False, serves="config")
     """Recompute activations in the backward pass: less memory, about a third more computation."""
     recompute_granularity: Literal["full", "selective"] | None = derived("full with recompute_activations")
     """What is recomputed: whole layers, or --recompute-modules."""
@@ -145,7 +145,7 @@ class MegatronConfig:
     """Accumulate and reduce gradients in float32."""
     use_checkpoint_opt_param_scheduler: bool = flag(False)
     """On resume, take the settings of schedule and optimizer (learning rate, betas, …) from the checkpoint."""
-    override_opt_param_scheduler: bool = flag(False)
+    override_opt_param_scheduler: bool = flag(False, serves="config")
     """On resume, take the schedule's settings from the flags; they are unless the checkpoint is asked for."""
     padded_vocab_size: int | None = flag(
         None, refused="the vocabulary is padded to a multiple of --tensor-model-parallel-size"

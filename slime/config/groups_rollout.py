@@ -91,7 +91,7 @@ class RolloutConfig:
     """Prompts per rollout."""
     n_samples_per_prompt: int = flag(1, range=SOME)
     """Samples per prompt: the size of a group."""
-    start_rollout_id: int | None = flag(None, range=NONE_OR_SOME)
+    start_rollout_id: int | None = flag(None, range=NONE_OR_SOME, serves=("driver", "trainer"))
     """First rollout id; unset: taken from the checkpoint, 0 for a fresh start."""
     rollout_temperature: float = flag(1.0, range=finite(0, "log-probs are divided by it", above=True))
     """Sampling temperature, > 0; log-probs are of the tempered distribution."""
@@ -115,7 +115,7 @@ class RolloutConfig:
     """Token ids that end a response."""
     rollout_seed: int = flag(42, range=SEED)
     """Seed of the prompt order and, in deterministic mode, of sampling."""
-    rollout_timeout: float = flag(14400.0, range=POSITIVE, needs=GENERATES)
+    rollout_timeout: float = flag(14400.0, range=POSITIVE, needs=GENERATES, serves="driver")
     """Seconds after which the generation of one rollout batch, or one evaluation, is given up."""
     deterministic: bool = flag(False, name="deterministic-rollout", needs=GENERATES)
     """Seed every request by its sample, so that tokens do not depend on how requests are batched together."""
@@ -151,14 +151,14 @@ class RolloutConfig:
     """Function that logs a rollout; returns true to skip the default log."""
     custom_eval_rollout_log_function_path: str | None = flag(None, needs=EVALUATES)
     """Function that logs an evaluation; returns true to skip the default log."""
-    rollout_data_postprocess_path: str | None = flag(None)
+    rollout_data_postprocess_path: str | None = flag(None, serves="trainer")
     """Function (args, rollout_id, rollout_data) run in the trainer after the advantages are known."""
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = flag(
         "qwen", refused="the loss mask of chat data is found through the model's own chat template"
     )
     """How the loss mask of multi-turn SFT data is found."""
     rollout_data_transport: Literal["object-store", "nixl"] = flag(
-        "object-store", refused_values={"nixl": "training data travels through Ray's object store"}
+        "object-store", refused_values={"nixl": "training data travels through Ray's object store"}, serves="config"
     )
     """How training data gets from rollout to trainer."""
     rollout_buffer_url: str | None = flag(None, refused=_NO_AGENTS)
@@ -211,13 +211,13 @@ class EvalConfig:
 
     SERVES: ClassVar[tuple[Process, ...]] = ("rollout",)
 
-    eval_interval: int | None = flag(None, range=SOME, needs=EVALUATES)
+    eval_interval: int | None = flag(None, range=SOME, needs=EVALUATES, serves="driver")
     """Evaluate every so many rollouts."""
     eval_prompt_data: tuple[str, ...] = flag(())
     """Name and path of each evaluation set: --eval-prompt-data gsm8k test.jsonl aime aime.jsonl."""
     eval_config: str | None = flag(None)
     """YAML file of evaluation sets with settings of their own; overrides --eval-prompt-data."""
-    skip_eval_before_train: bool = flag(False, needs=EVALUATES)
+    skip_eval_before_train: bool = flag(False, needs=EVALUATES, serves="driver")
     """No evaluation before the first step."""
     eval_function_path: str | None = derived("rollout_function_path", needs=EVALUATES)
     """Function that replaces the whole evaluation."""
@@ -269,7 +269,7 @@ class EngineConfig:
     """Requests that the embedded engine decodes at once; more wait in its queue."""
     rollout_external_engine_addrs: tuple[str, ...] = flag((), refused="external engines are not in this version")
     """host:port of engines that are already running."""
-    sglang_server_concurrency: int = flag(512, range=SOME)
+    sglang_server_concurrency: int = flag(512, range=SOME, serves="rollout")
     """Most requests in flight per engine."""
     sglang_router_ip: str | None = flag(None, refused=_OWN_ROUTER)
     """Address of the router, as hooks read it."""

@@ -31,19 +31,21 @@ class ClusterConfig:
     rollout_num_gpus_per_engine: int = flag(1, range=SOME)
     """GPUs of one engine (its tensor-parallel times pipeline-parallel size)."""
     num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)
-    """GPUs of a node. An SGLang engine of more reaches over several nodes; an embedded one cannot."""
+    """GPUs of a node, as what the other flags ask of nodes is checked against it; processes go where Ray finds GPUs. An
+    SGLang engine of more reaches over several nodes; an embedded one cannot."""
     colocate: bool = flag(False)
     """Trainer and engines share the same GPUs and take turns."""
-    offload: bool = flag(False, needs=on("colocate", why="trainer and engines have GPUs of their own"))
+    offload: bool = flag(False, needs=on("colocate", why="trainer and engines have GPUs of their own"), serves="config")
     """Short for --offload-train --offload-rollout."""
     offload_train: bool = derived("colocate", needs=on("colocate", why="trainer and engines have GPUs of their own"))
     """Free the trainer's GPU memory while the engines generate."""
     offload_rollout: bool = derived("colocate", needs=on("colocate", why="trainer and engines have GPUs of their own"))
     """Free the engines' GPU memory while the trainer trains."""
-    distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto")
+    distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", serves="config")
     """torch.distributed backend of the trainer's process groups; auto: nccl where the trainer has GPUs, else gloo."""
     distributed_timeout_minutes: float = derived("NCCL_TIMEOUT / 60 when that variable is set, else 10", range=POSITIVE)
-    """Time-out of every process group, the weight-update group included."""
+    """Time-out of the trainer's process groups, of SGLang's, and of weight pushes; one step of the launch may take as
+    long. Writers of checkpoints have two hours among themselves."""
     train_env_vars: dict[str, Any] = flag({})
     """Environment variables of the trainer's processes, as JSON."""
     placement_timeout: float = flag(300.0, range=POSITIVE)
@@ -61,7 +63,7 @@ class ClusterConfig:
     """Send requests to engines from several nodes."""
     release_train: bool = flag(False, refused="trainer processes stay; use --offload-train to free their GPU memory")
     """End the trainer's processes during rollout and start them again from a checkpoint."""
-    train_backend: Literal["megatron"] = flag("megatron")
+    train_backend: Literal["megatron"] = flag("megatron", serves="config")
     """Training backend."""
 
 
@@ -126,13 +128,13 @@ class ObserveConfig:
     """Leave the group name as given, without a random suffix."""
     wandb_always_use_train_step: bool = flag(False, refused="all metrics share one axis, the rollouts trained on")
     """Use the count of optimizer steps as the x axis of rollout and eval metrics too."""
-    log_multi_turn: bool = flag(False, needs=GENERATES)
+    log_multi_turn: bool = flag(False, needs=GENERATES, serves="rollout")
     """Log the number of turns and their lengths."""
-    log_passrate: bool = flag(False, needs=GENERATES)
+    log_passrate: bool = flag(False, needs=GENERATES, serves="rollout")
     """Log pass@k of the training samples."""
-    log_reward_category: str | None = flag(None, needs=GENERATES)
+    log_reward_category: str | None = flag(None, needs=GENERATES, serves="rollout")
     """Key of the reward dict whose values are counted per category."""
-    log_correct_samples: bool = flag(False, needs=GENERATES)
+    log_correct_samples: bool = flag(False, needs=GENERATES, serves="rollout")
     """Log the lengths of correct samples separately."""
 
 
@@ -142,9 +144,9 @@ class DebugConfig:
 
     SERVES: ClassVar[tuple[Process, ...]] = ("driver",)
 
-    config: str | None = flag(None)
+    config: str | None = flag(None, serves="config")
     """YAML file that sets flags by name (with dashes or underscores); flags on the command line win."""
-    custom_config_path: str | None = flag(None)
+    custom_config_path: str | None = flag(None, serves="config")
     """YAML file of names that are set on `args` for hooks; names that are flags set the flag."""
     dry_run: bool = flag(False)
     """Resolve, plan placement and memory, print, and start nothing."""
@@ -157,14 +159,14 @@ class DebugConfig:
     load_debug_rollout_data: str | None = flag(None)
     """Train on samples written by --save-debug-rollout-data instead of generating; implies --debug-train-only."""
     load_debug_rollout_data_subsample: float | None = flag(
-        None, range=Interval(0, 1, above=True, what="a fraction"), needs=on("load_debug_rollout_data")
+        None, range=Interval(0, 1, above=True, what="a fraction"), needs=on("load_debug_rollout_data"), serves="rollout"
     )
     """Fraction of the loaded samples to keep."""
     load_forge_rollout_data: str | None = flag(None, refused="replaying dumps while engines live is not supported")
     """Replay dumps while the engines stay live."""
     save_debug_train_data: str | None = derived("<dump_details>/train_data/{rollout_id}.pt with --dump-details")
     """Write every rollout's training tensors to this path, formatted with rollout_id."""
-    dump_details: str | None = flag(None)
+    dump_details: str | None = flag(None, serves=("config", "rollout"))
     """Directory for the samples and training tensors of all rollouts, and the tokenizer."""
     memory_snapshot_dir: str = flag(".", refused=_NO_PROFILER)
     """Directory of GPU memory snapshots."""
@@ -184,7 +186,7 @@ class DebugConfig:
         ("train_overall",), append=True, refused=_NO_PROFILER
     )
     """What the profiler covers."""
-    check_weight_update_equal: bool = flag(False, needs=GENERATES)
+    check_weight_update_equal: bool = flag(False, needs=GENERATES, serves="trainer")
     """Verify every weight on the engines after the first sync."""
     check_canary: bool = flag(True)
     """Compare trainer's and engines' log-probs of a few fixed tokens after every weight push and wake."""

@@ -42,7 +42,9 @@ class AlgorithmConfig:
 
     SERVES: ClassVar[tuple[Process, ...]] = ("trainer",)
 
-    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag("policy_loss")
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag(
+        "policy_loss", serves=("driver", "rollout", "trainer")
+    )
     """policy_loss for RL, sft_loss for supervised fine-tuning, custom_loss for a function of your own."""
     custom_loss_function_path: str | None = flag(None, needs=on("loss_type", "custom_loss"))
     """Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), with --loss-type custom_loss."""
@@ -126,16 +128,21 @@ class AlgorithmConfig:
             on("advantage_estimator", "grpo", "gspo", "cispo", why="the other estimators do not divide by it"),
             _OWN_REWARDS,
         ),
+        serves="config",
     )
     """Do not divide by the group's standard deviation (Dr. GRPO)."""
-    grpo_std_normalization: bool = derived("not disable_grpo_std_normalization, and n_samples_per_prompt > 1")
+    grpo_std_normalization: bool = derived(
+        "not disable_grpo_std_normalization, and n_samples_per_prompt > 1", serves="rollout"
+    )
     """The opposite of --disable-grpo-std-normalization, as hooks read it."""
-    disable_rewards_normalization: bool = flag(False, needs=(SAMPLES, _OWN_REWARDS))
+    disable_rewards_normalization: bool = flag(False, needs=(SAMPLES, _OWN_REWARDS), serves="config")
     """Use raw rewards, without the group mean."""
-    rewards_normalization: bool = derived("not disable_rewards_normalization")
+    rewards_normalization: bool = derived("not disable_rewards_normalization", serves="rollout")
     """The opposite of --disable-rewards-normalization, as hooks read it."""
-    use_rollout_entropy: bool = flag(False)
-    """Log the entropy of the rollout tokens; always so."""
+    use_rollout_entropy: bool = flag(
+        False, refused="there is no metric rollout/entropy; train/entropy_loss is the entropy of the same tokens"
+    )
+    """Log the entropy of the rollout tokens."""
     use_rollout_logprobs: bool = flag(False, needs=SAMPLES)
     """Take the engine's log-probs as the old policy's, instead of recomputing them."""
     use_tis: bool = flag(False, needs=POLICY_LOSS)
@@ -298,7 +305,7 @@ class CheckpointConfig:
     """Iteration of --load; unset: the latest."""
     save: str | None = flag(None)
     """Directory of the run's own checkpoints."""
-    save_interval: int | None = flag(None, range=SOME, needs=on("save") | on("save_hf"))
+    save_interval: int | None = flag(None, range=SOME, needs=on("save") | on("save_hf"), serves="driver")
     """Save every so many rollouts, and after the last."""
     save_retain: int | None = flag(None, range=SOME, needs=on("save"))
     """Keep only the last N checkpoints; unset: all."""
@@ -336,18 +343,19 @@ class SyncConfig:
 
     SERVES: ClassVar[tuple[Process, ...]] = ("trainer",)
 
-    update_weight_mode: Literal["full", "delta"] = flag("full", refused_values={"delta": _NO_DELTA})
+    update_weight_mode: Literal["full", "delta"] = flag("full", refused_values={"delta": _NO_DELTA}, serves="config")
     """Push all weights, or only what changed."""
     update_weight_transport: Literal["nccl", "disk"] = flag("nccl")
     """nccl: by memory or network (IPC or shared memory when colocated, NCCL or gloo else); disk: a directory."""
     update_weight_buffer_size: int = flag(512 * 1024 * 1024, range=SOME)
     """Bytes per bucket."""
-    update_weights_interval: int = flag(1, range=SOME)
+    update_weights_interval: int = flag(1, range=SOME, serves=("driver", "engine"))
     """Push the weights every so many rollouts."""
     async_buffer_size: int = derived(
         "0 for train, 1 for train-async",
         range=NONE_OR_SOME,
         needs=unless("debug_rollout_only", why="nothing is trained", warns=True),
+        serves="driver",
     )
     """Most rollouts finished or under way ahead of the trainer. 0 is lock step. A sample is trained on at most
     async_buffer_size + update_weights_interval - 1 rollouts after its weights were pushed."""
