@@ -140,10 +140,6 @@ def other_than_default(spec: FlagSpec) -> Any:
         return ("x",) if spec.many else {"a": 1} if spec.kind == "json" else "x_{rollout_id}"
     numbers = [n for n in (1.5, 7, 0.5) if n == 7 or spec.kind == "float"]
     number = next(n for n in numbers if n != spec.default and (spec.meta.range is None or n in spec.meta.range))
-        n
-        for n in (1.5, 7, 0.5)
-        if (n == 7 or spec.kind == "float") and n != spec.default and (spec.meta.range is None or n in spec.meta.range)
-    )
     return (number,) if spec.many else number
 
 
