@@ -207,6 +207,7 @@ def check_data(config: Config) -> None:
     tokenizer: Any = load_tokenizer(config.checkpoint.hf_checkpoint, without_torch=True)
     data = config.data
     if data.rollout_global_dataset and data.prompt_data and not data.data_source_path:
+        _check_batch(config, data.prompt_data)
         probe_prompts(config, tokenizer, ROWS)
     if config.eval.eval_function_path:
         return
@@ -214,6 +215,19 @@ def check_data(config: Config) -> None:
         from slime.rollout.evaluate import probe_eval_prompts
 
         probe_eval_prompts(dataset, config, tokenizer, ROWS)
+
+
+def _check_batch(config: Config, prompt_data: str) -> None:
+    """--num-epoch counts whole batches of an epoch; rows that are left out make them fewer still."""
+    from slime.prompts.readers import open_rows
+
+    wanted = config.rollout.rollout_batch_size
+    if config.data.num_epoch is not None and (rows := len(open_rows(prompt_data))) < wanted:
+        raise UserError(
+            f"{prompt_data} has {rows} prompts, less than one --rollout-batch-size of {wanted}",
+            fix="lower --rollout-batch-size, or pass --num-rollout instead of --num-epoch (prompts are then used again"
+            " in a new epoch)",
+        )
 
 
 # -- outputs -----------------------------------------------------------------------------------------------

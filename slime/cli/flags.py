@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="slime flags", description="Look flags up.", allow_abbrev=False)
     parser.add_argument("name", nargs="?", help="a flag, or a word in the names of several; default: all flags")
     parser.add_argument("run_dir", nargs="?", help="a run folder: also show the flag's value there and its origin")
-    asked = parser.parse_args(argv)
+    asked = parser.parse_args([word if word == "--help" else word.removeprefix("--") for word in argv])
     if asked.name is None:
         sys.stdout.write(flags_page())
         return

@@ -10,13 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slime.config.config import Config
-    from slime.config.flat import FlatArgs
+    from slime.config.config import Config, FlatArgs
     from slime.config.make import make_config, parse_args
 
 __all__ = ["Config", "FlatArgs", "make_config", "parse_args"]
 
-_HOMES = {"Config": "config", "FlatArgs": "flat", "make_config": "make", "parse_args": "make"}
+_HOMES = {"Config": "config", "FlatArgs": "config", "make_config": "make", "parse_args": "make"}
 
 
 def __getattr__(name: str) -> Any:

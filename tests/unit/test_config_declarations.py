@@ -14,6 +14,9 @@ import pytest
 from slime.config import Config, make_config
 from slime.config.flag import FlagSpec, Need
 from slime.config.flags import GROUPS, all_flags, own_flags
+from slime.config.foreign import to_argv
+from slime.engines.launch import router_command
+from slime.engines.sglang.command import ONE_GPU, sglang_options
 from slime.errors import UserError
 
 ROOT = Path(__file__).parents[2] / "slime"
@@ -245,3 +248,48 @@ def test_a_value_that_would_be_derived_anyway_is_no_request() -> None:
     assert make_config(eval_top_p=1.0, offload_train=False).warnings == ()
     with pytest.raises(UserError, match="--eval-top-p has no effect"):
         make_config(eval_top_p=0.9)
+
+
+# -- what is passed on to engines and router -------------------------------------------------------------------
+
+
+def passed_on(prefix: str) -> dict[str, Any]:
+    """A value other than the default of every option that can be set."""
+    specs = [spec for spec in ALL_WORKING.values() if spec.sections == (prefix,)]
+    return {spec.dest: other_than_default(spec) for spec in specs if not spec.value_optional}
+
+
+def test_every_option_of_sglang_is_on_the_engines_command_line() -> None:
+    given = passed_on("sglang")
+    assert len(given) > 400
+    config = make_config(rollout_engine="sglang", **given)
+    options = sglang_options(config, "model", "127.0.0.1", 30000, ONE_GPU)
+    argv = to_argv(options)
+    for dest, value in given.items():
+        name = all_flags()[dest].attribute
+        found = options[name] if isinstance(options[name], tuple) else (options[name],)
+        assert all(item in found for item in (value if isinstance(value, tuple) else (value,))), name
+        assert {"--" + name.replace("_", "-"), "--no-" + name.replace("_", "-")} & set(argv), name
+
+
+def test_every_option_of_the_router_is_on_its_command_line() -> None:
+    given = passed_on("router") | {"router_policy": "random"}
+    argv = router_command(make_config(**given), "127.0.0.1", 30000).argv
+    missing = [dest for dest in given if "--" + all_flags()[dest].attribute.replace("_", "-") not in argv]
+    assert missing == []
+
+
+@pytest.mark.parametrize("flag", ["sglang_port", "sglang_host", "router_port", "sglang_trust_remote_code"])
+def test_what_this_system_sets_itself_is_refused_at_its_default_too(flag: str) -> None:
+    spec = all_flags()[flag]
+    with pytest.raises(UserError, match=f"{spec.option} cannot be set"):
+        make_config(**{flag: spec.default})
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["router_api_key", "sglang_api_key", "sglang_ssl_keyfile", "router_tls_cert_path", "router_jwt_issuer"],
+)
+def test_keys_and_encryption_that_no_client_speaks_are_refused(flag: str) -> None:
+    with pytest.raises(UserError, match=r"send no keys|plain HTTP"):
+        make_config(**{flag: "x"})
