@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from slime.config.checks_train import check_training
 from slime.config.draft import Draft, Given
-from slime.config.flag import FlagSpec, option_of
+from slime.config.flag import GENERATES, FlagSpec, option_of
 from slime.config.resolve import resolve
 from slime.config.values import check_number
 from slime.errors import UserError
@@ -88,9 +88,9 @@ def _is_so_anyway(draft: Draft, spec: FlagSpec) -> bool:
 
 
 def _entry(draft: Draft) -> None:
-    engines_work = draft["loss_type"] != "sft_loss" and not draft["debug_train_only"]
-    trains = not draft["debug_rollout_only"]
-    if draft["async_buffer_size"] > 0 and draft["colocate"] and engines_work and trains:
+    has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
+    is_whole = has_engines and not draft["debug_rollout_only"]
+    if draft["async_buffer_size"] > 0 and draft["colocate"] and is_whole:
         other = "train_async" if draft.entry == "train_async" else f"--async-buffer-size {draft['async_buffer_size']}"
         raise UserError(
             f"--colocate cannot be used with {other}",
@@ -168,6 +168,17 @@ def _lengths(draft: Draft) -> None:
 
 
 def _sampling(draft: Draft) -> None:
+    if draft["deterministic_rollout"] and draft["partial_rollout"]:
+        raise UserError(
+            "--partial-rollout cannot be combined with --deterministic-rollout",
+            why="where a sample is cut at the end of a rollout depends on timing",
+            fix="leave one of them out",
+        )
+    if draft["num_epoch"] is not None and draft["streaming_data"]:
+        raise UserError(
+            "--num-epoch needs the number of prompts, which a streamed data set does not tell",
+            fix="pass --num-rollout, or leave --streaming-data out",
+        )
     if draft["over_sampling_batch_size"] < draft["rollout_batch_size"]:
         raise UserError(
             f"--over-sampling-batch-size {draft['over_sampling_batch_size']} is less than --rollout-batch-size "

@@ -43,7 +43,8 @@ class Given:
 
 @dataclass
 class Draft:
-    """
+    """Flags on their way to a `Config`.
+
     Attributes:
         values: by dest; None where nothing is known yet.
         origins: by dest.

@@ -55,11 +55,7 @@ class DataConfig:
     """Render chat messages with the tokenizer's chat template."""
     apply_chat_template_kwargs: dict[str, Any] = flag({})
     """Keyword arguments of the chat template, as JSON."""
-    num_epoch: int | None = flag(
-        None,
-        range=SOME,
-        needs=unless("streaming_data", why="a streamed data set does not tell how many prompts it has"),
-    )
+    num_epoch: int | None = flag(None, range=SOME)
     """Passes over the data; sets num_rollout when that is unset."""
     rollout_shuffle: bool = flag(False)
     """Shuffle the prompts anew in each epoch."""
@@ -123,11 +119,7 @@ class RolloutConfig:
     """Prompts drawn at a time while a dynamic filter drops groups; at least rollout_batch_size."""
     dynamic_sampling_filter_path: str | None = flag(None, needs=SAMPLES)
     """Function (args, samples) -> bool that decides whether a finished group is kept."""
-    partial_rollout: bool = flag(
-        False,
-        needs=SAMPLES
-        & unless("deterministic_rollout", why="where a sample is cut at the end of a rollout depends on timing"),
-    )
+    partial_rollout: bool = flag(False, needs=SAMPLES)
     """Keep samples that were under way when the batch was full, and finish them in the next rollout."""
     mask_offpolicy_in_partial_rollout: bool = flag(False, needs=on("partial_rollout"))
     """Do not train on tokens that an earlier policy sampled."""

@@ -376,6 +376,10 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("2 × 4 × 1", {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2, "actor_num_gpus_per_node": 4,
                        "global_batch_size": 4}),
         ("--update-weights-interval is 0", {"update_weights_interval": 0}),
+        ("--partial-rollout cannot be combined", {"partial_rollout": True, "deterministic_rollout": True}),
+        ("--num-epoch needs the number of prompts", {"num_epoch": 1, "streaming_data": True}),
+        ("--actor-num-gpus-per-node 4 is more than", {"actor_num_gpus_per_node": 4, "num_gpus_per_node": 2,
+                                                      "global_batch_size": 4}),
         ("--save-retain is 0", {"save_retain": 0, "save": "s"}),
     ],
 )  # fmt: skip
@@ -385,6 +389,10 @@ def test_contradictions(expected: str, flags: dict[str, Any]) -> None:
 
 def test_colocate_in_async_training() -> None:
     refused("--colocate cannot be used with train_async", colocate=True, entry="train_async")
+    refused("--colocate cannot be used with --async-buffer-size 2", colocate=True, async_buffer_size=2)
+    assert make_config(colocate=True, entry="train_async", async_buffer_size=0).cluster.colocate
+    for half in ("debug_train_only", "debug_rollout_only"):  # of a run, which shares its GPUs with nobody
+        assert make_config(colocate=True, entry="train_async", **{half: True}).cluster.colocate
     assert make_config(colocate=True).cluster.colocate and make_config(entry="train_async") is not None
 
 
