@@ -34,7 +34,7 @@ COMMANDS: dict[str, Command] = {
     "train-async": Command(
         "slime.cli.train", "main_async", "the same with rollouts generated ahead of training", "train_async"
     ),
-    "flags": Command("slime.config.docs", "main", "look flags up"),
+    "flags": Command("slime.cli.flags", "main", "look a flag up: what it is, needs and serves, and its value in a run"),
     "reward": Command("slime.cli.reward", "main", "run a reward function on data, without training"),
     "report": Command("slime.cli.report", "main", "write report.html of a run folder"),
     "convert": Command("slime.cli.convert", "main", "convert checkpoints between Hugging Face and Megatron"),

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference
 from slime.config import Config
-from slime.config.architecture import merge_transformer
+from slime.config.architecture import check_described, merge_transformer
 from slime.config.te_flags import is_installed, missing
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
@@ -22,6 +22,7 @@ from slime.hook_loading import check_signature, load_function
 from slime.hooks import check_hooks
 from slime.host import num_cpus, num_gpus
 from slime.models.layout_rules import check_layout
+from slime.models.spec import ModelSpec
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.train.expert_rules import check_experts
 
@@ -70,7 +71,35 @@ def check_architecture(config: Config) -> None:
     assert flags.hf_checkpoint is not None
     spec = family_of(flags.hf_checkpoint, flags.model_name).model_spec(flags.hf_checkpoint)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
+    check_described(config.megatron.model, _described(spec))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
+
+
+def _described(spec: ModelSpec) -> dict[str, Any]:
+    """The model that will be computed, by the flags of Megatron-LM that describe it beside `TransformerConfig`."""
+    scaling, shape = spec.rotary_scaling or {}, spec.transformer
+    kind, factor = scaling.get("rope_type", "default"), scaling.get("factor")
+    is_yarn = kind == "yarn"
+    return {
+        **{name: scaling.get(name) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") if is_yarn},
+        "original_max_position_embeddings": scaling.get("original_max_position_embeddings"),
+        **shape,
+        "num_experts": shape.get("num_moe_experts"),
+        "norm_epsilon": shape["layernorm_epsilon"],
+        "vocab_size": spec.vocab_size,
+        "rotary_base": spec.rotary_base,
+        "rotary_percent": spec.rotary_percent,
+        "rotary_scaling_factor": factor or 1.0,
+        "rotary_seq_len_interpolation_factor": factor if kind == "linear" else 1.0,
+        "use_rope_scaling": kind == "llama3",
+        "rope_scaling_factor": factor if kind == "llama3" else None,
+        "rope_type": "yarn" if is_yarn else "rope",
+        "swiglu": spec.activation == "silu" and shape["gated_linear_unit"],
+        "group_query_attention": shape["num_query_groups"] < shape["num_attention_heads"],
+        "untie_embeddings_and_output_weights": not spec.tie_embeddings,
+        "post_self_attn_layernorm": spec.family == "glm4",
+        "post_mlp_layernorm": spec.family == "glm4",
+    }
 
 
 def check_weights(config: Config, plan: LoadPlan) -> None:
@@ -176,6 +205,7 @@ def check_data(config: Config) -> None:
     tokenizer: Any = load_tokenizer(config.checkpoint.hf_checkpoint, without_torch=True)
     data = config.data
     if data.rollout_global_dataset and data.prompt_data and not data.data_source_path:
+        _check_batch(config, data.prompt_data)
         probe_prompts(config, tokenizer, ROWS)
     if config.eval.eval_function_path:
         return
@@ -183,6 +213,19 @@ def check_data(config: Config) -> None:
         from slime.rollout.evaluate import probe_eval_prompts
 
         probe_eval_prompts(dataset, config, tokenizer, ROWS)
+
+
+def _check_batch(config: Config, prompt_data: str) -> None:
+    """--num-epoch counts whole batches of an epoch; rows that are left out make them fewer still."""
+    from slime.prompts.readers import open_rows
+
+    wanted = config.rollout.rollout_batch_size
+    if config.data.num_epoch is not None and (rows := len(open_rows(prompt_data))) < wanted:
+        raise UserError(
+            f"{prompt_data} has {rows} prompts, less than one --rollout-batch-size of {wanted}",
+            fix="lower --rollout-batch-size, or pass --num-rollout instead of --num-epoch (prompts are then used again"
+            " in a new epoch)",
+        )
 
 
 # -- outputs -----------------------------------------------------------------------------------------------
@@ -246,6 +289,11 @@ def check_slots(config: Config) -> None:
         _check_answers(address)
         return  # the cluster will say how many it has
     plan, gpus, cores = PlacementPlan.of(config), num_gpus(), num_cpus()
+    if gpus and config.cluster.num_gpus_per_node > gpus:
+        raise UserError(
+            f"--num-gpus-per-node is {config.cluster.num_gpus_per_node}, and this host has {gpus} GPUs",
+            fix="leave it out, or join a Ray cluster of such hosts with --ray-address",
+        )
     limit = gpus or max(_MIN_SLOTS, _SLOTS_PER_CORE * cores)
     if plan.total <= limit:
         return

@@ -30,9 +30,9 @@ be sync or async unless it says otherwise.
 
 
 def flags_page() -> str:
-    from slime.config.docs import render
+    from slime.config import help
 
-    return render()
+    return help.flags_page()
 
 
 def hooks_page(source: str) -> str:

@@ -93,9 +93,9 @@ def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     Raises:
         UserError: no such flag, one that is not about the model, or one that contradicts config.json.
     """
-    from slime.config.architecture import check_model_flags_of
+    from slime.config.architecture import check_checkpoint
+    from slime.config.flags import all_flags
     from slime.config.parse import read_argv
-    from slime.config.registry import all_flags
 
     given, specs = read_argv(words).values, all_flags()
     foreign = [specs[dest].option for dest in given if not {*specs[dest].sections} & {"model", "transformer"}]
@@ -106,7 +106,7 @@ def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
             fix="leave it out",
         )
     if given:
-        check_model_flags_of(str(options.hf_model_path), given)
+        check_checkpoint(str(options.hf_model_path), given)
     return given
 
 

@@ -1,9 +1,24 @@
-"""Flags and YAML in, one frozen `Config` out. Imports no torch, ray, transformers, megatron or sglang."""
+"""Flags and YAML in, one frozen `Config` out. Imports no torch, ray, transformers, megatron or sglang.
+
+The names are looked up when they are asked for, so that whoever wants the record (`slime.config.config`) does not
+import the parser.
+"""
 
 from __future__ import annotations
 
-from slime.config.config import Config
-from slime.config.flat import FlatArgs
-from slime.config.make import make_config, parse_args
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.config.config import Config, FlatArgs
+    from slime.config.make import make_config, parse_args
 
 __all__ = ["Config", "FlatArgs", "make_config", "parse_args"]
+
+_HOMES = {"Config": "config", "FlatArgs": "config", "make_config": "make", "parse_args": "make"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

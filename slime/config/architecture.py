@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.config.registry import all_flags
+from slime.config.flags import all_flags
 from slime.errors import UserError
 
 Facts = Mapping[str, Any]
@@ -126,7 +126,8 @@ def check_model_flags(given: Mapping[str, Any], hf_config: Facts) -> None:
 
     Example:
         >>> check_model_flags({"num_layers": 36}, {"num_hidden_layers": 28})
-        UserError: 1 flag contradicts the model's config.json
+        Traceback (most recent call last):
+        slime.errors.UserError: 1 flag contradicts the model's config.json
           why: --num-layers 36, but num_hidden_layers is 28
     """
     facts = {**hf_config, **(hf_config.get("text_config") or {})}
@@ -169,20 +170,59 @@ def _spelled(dest: str, value: Any) -> str:
     return f"{spec.option} {value}"
 
 
-def check_model_flags_of(hf_checkpoint: str | None, given: Mapping[str, Any]) -> None:
+def check_checkpoint(hf_checkpoint: str | None, given: Mapping[str, Any]) -> None:
     """`check_model_flags` with the config.json of a local directory; nothing where there is none (a missing or broken
-    directory is reported by whoever loads it)."""
-    if hf_checkpoint is None or not set(given) & {*_FACTS, "max_position_embeddings"}:
-        return
-    path = Path(hf_checkpoint) / "config.json"
-    if not path.is_file():
+    directory is reported by whoever loads it).
+
+    Raises:
+        UserError: also for a model of quantised weights.
+    """
+    path = Path(hf_checkpoint or "") / "config.json"
+    if hf_checkpoint is None or not path.is_file():
         return
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return
-    if isinstance(facts, dict):
-        check_model_flags(given, facts)
+    if not isinstance(facts, dict):
+        return
+    if facts.get("quantization_config"):
+        method = facts["quantization_config"].get("quant_method", "unnamed")
+        raise UserError(
+            f"--hf-checkpoint {hf_checkpoint} asks for quantised weights ({method})",
+            why="config.json has a quantization_config, and quantised rollouts are not in this version: engines would"
+            " quantise what the trainer pushes, which is plain weights",
+            fix="take the model with plain weights, whose config.json has no quantization_config",
+        )
+    check_model_flags(given, facts)
+
+
+def check_described(given: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Compare the flags that the user set with the model as it will be computed, where config.json may be silent.
+
+    Args:
+        given: ``config.megatron.model``.
+        described: what is computed, by flag; None or not there: the model has no such thing.
+    Raises:
+        UserError: names the first flag that says otherwise.
+
+    Example:
+        >>> check_described({"rotary_percent": 0.5}, {"rotary_percent": 1.0})
+        Traceback (most recent call last):
+        slime.errors.UserError: --rotary-percent 0.5 contradicts the model
+    """
+    for dest, value in given.items():
+        fact = described.get(dest)
+        if dest in _FACTS and value and not _equal(value, fact):
+            raise _contradiction(dest, value, "it has none" if fact is None else f"it is {fact}")
+
+
+def _contradiction(dest: str, value: Any, fact: str) -> UserError:
+    return UserError(
+        f"{_spelled(dest, value)} contradicts the model",
+        why=f"for this checkpoint {fact}",
+        fix="leave the flag out: the architecture is read from --hf-checkpoint",
+    )
 
 
 def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,14 +232,18 @@ def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) ->
         described: by the model's family table, from the Hugging Face config; None: the model has no such thing.
         given: ``config.megatron.transformer``.
     Raises:
-        UserError: the user set a field that the checkpoint says otherwise.
+        UserError: the user set a field that the checkpoint says otherwise, or one of experts for a dense model.
 
     Example:
-        >>> merge_transformer({"qk_layernorm": True}, {"moe_permute_fusion": True})
-        {'qk_layernorm': True, 'moe_permute_fusion': True}
+        >>> merge_transformer({"qk_layernorm": True}, {"moe_z_loss_coeff": 0.001})
+        {'qk_layernorm': True, 'moe_z_loss_coeff': 0.001}
     """
     by_field = {spec.attribute: spec for spec in all_flags().values() if "transformer" in spec.sections}
+    is_dense = described.get("num_moe_experts", 1) is None
     for name, value in given.items():
+        spec = by_field[name]
+        if is_dense and name.startswith("moe_") and value != spec.default and not spec.meta.no_effect:
+            raise _contradiction(spec.dest, value, "there are no experts")
         if name not in described:
             continue
         if name == "moe_layer_freq":
@@ -208,9 +252,5 @@ def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) ->
             agrees = _equal(value, described[name])
         if not agrees:
             fact = described[name]
-            raise UserError(
-                f"{_spelled(by_field[name].dest, value)} contradicts the model",
-                why=f"for this checkpoint Megatron's {name} is {'not set' if fact is None else fact}",
-                fix="leave the flag out: the architecture is read from --hf-checkpoint",
-            )
+            raise _contradiction(spec.dest, value, f"Megatron's {name} is {'not set' if fact is None else fact}")
     return {**described, **given}

@@ -1,18 +1,42 @@
-"""Contradictions between flags, found before anything starts. Each error says which flags, and what to do.
+"""What flags ask for that cannot be, found before anything starts. Each error says which flags, and what to do.
+
+What a flag declares of itself (refusals, range, what it acts with) is checked here for all of them; below are the
+equations between several flags that say how a run is made. Those of the trainer are in `checks_train`.
 
 `check` holds for every configuration; `check_complete` adds what a run needs that a part of it does not.
 """
 
 from __future__ import annotations
 
-from slime.config.checks_megatron import check_megatron
+from collections.abc import Mapping
+
 from slime.config.checks_train import check_training
-from slime.config.needs import check_needs, without
-from slime.config.ranges import check_ranges
-from slime.config.resolve import Draft
-from slime.config.specs import option_of
+from slime.config.draft import Draft, Given
+from slime.config.flag import GENERATES, FlagSpec, option_of
+from slime.config.resolve import resolve
+from slime.config.values import check_number
 from slime.errors import UserError
 from slime.host import num_gpus
+
+
+def refuse_unsupported(given: Given, specs: Mapping[str, FlagSpec]) -> None:
+    """Stop at the first value that asks for what this version does not do.
+
+    Raises:
+        UserError: names the flag and the reason.
+    """
+    for dest, value in given.values.items():
+        spec = specs[dest]
+        reason = spec.meta.refused if value != spec.default or spec.meta.is_reserved else ""
+        for item in value if isinstance(value, tuple) else (value,):
+            reason = reason or (spec.meta.refused_values.get(item, "") if isinstance(item, str) else "")
+        if reason:
+            shown = "" if spec.meta.refused else f" {value}"
+            origin = given.origins[dest]
+            where = f"{origin.removeprefix('yaml ')}: " if origin.startswith("yaml ") else ""
+            missing = spec.origin == "slime" or "this version" in reason
+            verdict = "is not supported in this version" if missing else "cannot be set"
+            raise UserError(f"{where}{spec.option}{shown} {verdict}", why=reason)
 
 
 def check(draft: Draft) -> None:
@@ -22,45 +46,51 @@ def check(draft: Draft) -> None:
         UserError: the first one found.
     """
     for step in (
-        check_ranges, check_needs, _one_of_several, _entry, _host, _placement, _parallel, _batches, _lengths,
-        _algorithm, _evaluation, _debug, _names, check_training, check_megatron,
+        _ranges, _needs, _entry, _host, _placement, _lengths, _sampling, _evaluation, _debug, _names, check_training,
     ):  # fmt: skip
         step(draft)
 
 
-def _one_of_several(draft: Draft) -> None:
-    """Flags that need one of several others, or a combination."""
-    if draft.differs("save_interval") and not (draft["save"] or draft["save_hf"]):
-        raise UserError(
-            "--save-interval has no effect without --save or --save-hf", fix="pass one of them, or leave it out"
-        )
-    if draft["ref_update_interval"] is not None and not (draft["use_kl_loss"] or draft["kl_coef"]):
-        raise UserError(
-            "--ref-update-interval has no effect without a reference model",
-            why="one is loaded for --use-kl-loss or --kl-coef",
-            fix="pass one of them, or leave it out",
-        )
-    for dest in ("tis_clip", "tis_clip_low"):
-        if draft.differs(dest) and not (draft["use_tis"] or draft["get_mismatch_metrics"]):
-            raise without(dest, "--use-tis")
-    own_advantages = draft["custom_advantage_function_path"] is not None  # it may read any flag
-    if draft.differs("gamma") and draft["advantage_estimator"] != "reinforce_plus_plus" and not own_advantages:
-        raise UserError(
-            f"--gamma has no effect with --advantage-estimator {draft['advantage_estimator']}",
-            why="every token of a sample has the sample's own reward; only reinforce_plus_plus discounts",
-            fix="leave --gamma out",
-        )
-    if draft["use_dynamic_batch_size"] and draft["max_tokens_per_gpu"] is None:
-        raise UserError(
-            "--use-dynamic-batch-size needs --max-tokens-per-gpu",
-            why="it packs micro-batches up to that many tokens",
-            fix=f"start with rollout_max_response_len ÷ context_parallel_size: --max-tokens-per-gpu "
-            f"{-(-draft['rollout_max_response_len'] // draft['context_parallel_size'])}",
-        )
+# -- what flags declare of themselves ------------------------------------------------------------------------
+
+
+def _ranges(draft: Draft) -> None:
+    for dest in (*draft.given.values, *draft.values):  # the user's own first, what follows from them after
+        check_number(draft.specs[dest], draft[dest])
+
+
+def _needs(draft: Draft) -> None:
+    """A flag that would be ignored is refused, or warned of where nothing but speed is at stake."""
+    for dest in draft.given.values:
+        if not draft.differs(dest):
+            continue
+        spec = draft.specs[dest]
+        if spec.meta.no_effect:
+            draft.warnings.append(f"{spec.option} has no effect: {spec.meta.no_effect}")
+        for need in spec.meta.needs:
+            if need.holds(draft.values) or _is_so_anyway(draft, spec):
+                continue
+            said = f"{spec.option} has no effect {need.words(draft.values)}"
+            if not need.warns:
+                raise UserError(said, why=need.why, fix=need.fix(spec.option))
+            draft.warnings.append(f"{said}: {need.why}")
+
+
+def _is_so_anyway(draft: Draft, spec: FlagSpec) -> bool:
+    """The value is the one that is derived when the flag is left out: a resolved configuration can be given again."""
+    if not spec.meta.derived:
+        return False
+    derived = resolve(draft.given.without(spec.dest), draft.specs, draft.entry).values[spec.dest]
+    return bool(derived == draft[spec.dest])
+
+
+# -- the run -------------------------------------------------------------------------------------------------
 
 
 def _entry(draft: Draft) -> None:
-    if draft["async_buffer_size"] > 0 and draft["colocate"]:
+    has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
+    is_whole = has_engines and not draft["debug_rollout_only"]
+    if draft["async_buffer_size"] > 0 and draft["colocate"] and is_whole:
         other = "train_async" if draft.entry == "train_async" else f"--async-buffer-size {draft['async_buffer_size']}"
         raise UserError(
             f"--colocate cannot be used with {other}",
@@ -87,6 +117,8 @@ def _host(draft: Draft) -> None:
             why="torch's variable-length flash attention is used" if on_gpu else "torch's own attention is used",
             fix="pass auto or flash" if on_gpu else "pass auto, unfused or local",
         )
+    if not on_gpu and draft.differs("data_pad_size_multiplier"):
+        draft.warnings.append("--data-pad-size-multiplier has no effect without GPUs: it is about the speed of kernels")
 
 
 def _placement(draft: Draft) -> None:
@@ -109,98 +141,11 @@ def _placement(draft: Draft) -> None:
                 f"--rollout-num-gpus-per-engine {per_engine} is not a multiple of --num-gpus-per-node {per_node}",
                 why="an engine that reaches over nodes has the same number of GPUs on each",
             )
-    if draft["rollout_engine"] != "sglang" and draft["sglang_config"] is not None:
+    trainers = draft["actor_num_gpus_per_node"]
+    if draft.is_given("num_gpus_per_node") and draft.is_given("actor_num_gpus_per_node") and trainers > per_node:
         raise UserError(
-            "--sglang-config describes SGLang servers, and the engines of this run are embedded ones",
-            fix="pass --rollout-engine sglang, or leave --sglang-config out",
-        )
-    for dest in ("offload_train", "offload_rollout"):
-        if draft[dest] and not draft["colocate"]:
-            raise UserError(
-                f"{option_of(dest)} has no effect without --colocate",
-                why="trainer and engines have GPUs of their own",
-                fix=f"remove {option_of(dest)} (or --offload), or pass --colocate",
-            )
-
-
-def _parallel(draft: Draft) -> None:
-    tensor, pipeline = draft["tensor_model_parallel_size"], draft["pipeline_model_parallel_size"]
-    context, expert = draft["context_parallel_size"], draft["expert_model_parallel_size"]
-    nodes, per_node = draft["actor_num_nodes"], draft["actor_num_gpus_per_node"]
-    world, model = nodes * per_node, tensor * pipeline * context
-    gpus = f"actor_num_nodes × actor_num_gpus_per_node = {nodes} × {per_node} = {world}"
-    if world % model:
-        raise UserError(
-            f"{world} trainer GPUs cannot be divided by {model}",
-            why=f"{gpus}; tensor × pipeline × context parallel size = {tensor} × {pipeline} × {context} = {model}",
-            fix="let the product of the parallel sizes divide the number of GPUs",
-        )
-    expert_tensor = draft["expert_tensor_parallel_size"] or tensor
-    if expert > 1 and world % (expert_tensor * expert * pipeline):
-        raise UserError(
-            f"{world} trainer GPUs cannot be divided by {expert_tensor * expert * pipeline}",
-            why=f"{gpus}; expert tensor × expert × pipeline parallel size = {expert_tensor} × {expert} × {pipeline}",
-            fix="let that product divide the number of GPUs; --expert-tensor-parallel-size 1 is usual",
-        )
-    experts = draft.values.get("num_experts")
-    if expert > 1 and experts is not None and experts % expert:
-        raise UserError(f"--num-experts {experts} cannot be divided by --expert-model-parallel-size {expert}")
-    if draft["sequence_parallel"] and tensor == 1:
-        raise UserError(
-            "--sequence-parallel needs --tensor-model-parallel-size of at least 2",
-            why="it splits what tensor parallelism leaves whole",
-            fix="remove --sequence-parallel, or raise --tensor-model-parallel-size",
-        )
-    _context_exchange(draft)
-    _virtual_stages(draft, pipeline)
-    if sum(bool(draft[name]) for name in ("bf16", "fp16", "fp32")) != 1:
-        chosen = [f"--{name}" for name in ("bf16", "fp16", "fp32") if draft[name]]
-        raise UserError(
-            f"{' and '.join(chosen) or 'none of the precisions'} cannot be chosen",
-            fix="choose one of --bf16, --fp16, --fp32",
-        )
-
-
-def _context_exchange(draft: Draft) -> None:
-    asked = draft.values.get("cp_comm_type")
-    kinds = {asked} if isinstance(asked, str) else set(asked or ())
-    if kinds - {"a2a"} and draft.values.get("transformer_impl") != "transformer_engine":
-        raise UserError(
-            f"--cp-comm-type {' '.join(sorted(kinds))} needs Transformer Engine",
-            why="without it, context parallelism exchanges heads for tokens (a2a) around each attention",
-            fix="leave the flag out, or pass a2a",
-        )
-
-
-def _virtual_stages(draft: Draft, pipeline: int) -> None:
-    by_layers, by_count = draft["num_layers_per_virtual_pipeline_stage"], draft["num_virtual_stages_per_pipeline_rank"]
-    if by_layers is not None and by_count is not None:
-        raise UserError(
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same thing",
-            fix="give one of them",
-        )
-    if (by_layers is not None or by_count is not None) and pipeline == 1:
-        raise UserError("virtual pipeline stages need --pipeline-model-parallel-size of at least 2")
-
-
-def _batches(draft: Draft) -> None:
-    model = draft["tensor_model_parallel_size"] * draft["pipeline_model_parallel_size"] * draft["context_parallel_size"]
-    data_parallel = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"] // model
-    micro, batch = draft["micro_batch_size"], draft["global_batch_size"]
-    is_static = not draft["use_dynamic_batch_size"] and not draft["debug_rollout_only"]
-    is_asked = draft.is_given("rollout_batch_size") or draft.is_given("global_batch_size")
-    if is_static and is_asked and batch % (micro * data_parallel):
-        raise UserError(
-            f"global_batch_size {batch} cannot be divided by {micro * data_parallel}",
-            why=f"micro_batch_size × data-parallel size = {micro} × {data_parallel} = {micro * data_parallel}",
-            fix="change --global-batch-size or --micro-batch-size, or pack by tokens with --use-dynamic-batch-size "
-            "--max-tokens-per-gpu",
-        )
-    if draft["over_sampling_batch_size"] < draft["rollout_batch_size"]:
-        raise UserError(
-            f"--over-sampling-batch-size {draft['over_sampling_batch_size']} is less than --rollout-batch-size "
-            f"{draft['rollout_batch_size']}",
-            fix="let it be at least as large",
+            f"--actor-num-gpus-per-node {trainers} is more than --num-gpus-per-node {per_node}",
+            fix="spread the trainer over more nodes with --actor-num-nodes",
         )
 
 
@@ -222,75 +167,29 @@ def _lengths(draft: Draft) -> None:
         )
 
 
-def _algorithm(draft: Draft) -> None:
-    estimator = draft["advantage_estimator"]
-    if draft["kl_coef"] != 0 and draft["kl_loss_coef"] != 0:
+def _sampling(draft: Draft) -> None:
+    if draft["deterministic_rollout"] and draft["partial_rollout"]:
         raise UserError(
-            "--kl-coef and --kl-loss-coef are both set", fix="choose the penalty in the reward or in the loss"
+            "--partial-rollout cannot be combined with --deterministic-rollout",
+            why="where a sample is cut at the end of a rollout depends on timing",
+            fix="leave one of them out",
         )
-    if draft["kl_coef"] != 0 and estimator in ("grpo", "gspo", "cispo"):
+    if draft["num_epoch"] is not None and draft["streaming_data"]:
         raise UserError(
-            f"--kl-coef has no effect with --advantage-estimator {estimator}",
-            why="its advantage is the group-normalised reward alone",
-            fix="use --use-kl-loss --kl-loss-coef instead",
+            "--num-epoch needs the number of prompts, which a streamed data set does not tell",
+            fix="pass --num-rollout, or leave --streaming-data out",
         )
-    if estimator.startswith("reinforce_plus_plus") and not draft["normalize_advantages"]:
-        raise UserError(f"--advantage-estimator {estimator} needs --normalize-advantages")
-    if draft["use_rollout_logprobs"] and draft["use_tis"]:
+    if draft["over_sampling_batch_size"] < draft["rollout_batch_size"]:
         raise UserError(
-            "--use-rollout-logprobs and --use-tis exclude each other",
-            why="with the engine's log-probs as the old policy's there is no mismatch left to correct",
-            fix="choose one",
+            f"--over-sampling-batch-size {draft['over_sampling_batch_size']} is less than --rollout-batch-size "
+            f"{draft['rollout_batch_size']}",
+            fix="let it be at least as large",
         )
-    if draft["tis_clip_low"] > draft["tis_clip"]:
-        raise UserError(f"--tis-clip-low {draft['tis_clip_low']:g} is more than --tis-clip {draft['tis_clip']:g}")
-    if draft["eps_clip_c"] is not None and estimator == "cispo":
-        raise UserError(
-            "--eps-clip-c has no effect with --advantage-estimator cispo",
-            why="CISPO clips the importance weight, not the loss",
-            fix="leave it out",
-        )
-    if draft["get_mismatch_metrics"] and draft["custom_tis_function_path"] is None:
-        raise UserError("--get-mismatch-metrics needs --custom-tis-function-path")
-    if draft["loss_type"] == "custom_loss" and draft["custom_loss_function_path"] is None:
-        raise UserError("--loss-type custom_loss needs --custom-loss-function-path")
-    if draft["loss_type"] == "sft_loss" and draft["n_samples_per_prompt"] != 1:
-        raise UserError(
-            f"--loss-type sft_loss with --n-samples-per-prompt {draft['n_samples_per_prompt']}",
-            why="supervised fine-tuning trains on the data's own answers, one per prompt",
-            fix="pass --n-samples-per-prompt 1",
-        )
-    if draft["only_train_params_name_list"] and draft["freeze_params_name_list"]:
-        raise UserError(
-            "--only-train-params-name-list and --freeze-params-name-list exclude each other", fix="give one"
-        )
-    if draft["use_checkpoint_opt_param_scheduler"] and draft["override_opt_param_scheduler"]:
-        raise UserError(
-            "--use-checkpoint-opt-param-scheduler and --override-opt-param-scheduler exclude each other",
-            fix="give the first to keep the checkpoint's settings; without either, those of the flags are taken",
-        )
-    if draft["update_weight_transport"] == "disk" and draft["update_weight_disk_dir"] is None:
-        raise UserError("--update-weight-transport disk needs --update-weight-disk-dir")
-    if draft["offload_optimizer_states"] and draft["optimizer_cpu_offload"]:
-        raise UserError(
-            "--offload-optimizer-states and --optimizer-cpu-offload exclude each other",
-            why="with the second the moments stay in host memory, and so does the step",
-            fix="give the first for a step on the GPU, or the second",
-        )
-    if draft["min_lr"] > draft["lr"]:
-        raise UserError(f"--min-lr {draft['min_lr']:g} is more than --lr {draft['lr']:g}")
-    if draft["lr_warmup_init"] > draft["lr"]:
-        raise UserError(f"--lr-warmup-init {draft['lr_warmup_init']:g} is more than --lr {draft['lr']:g}")
 
 
 def _evaluation(draft: Draft) -> None:
-    has_data = bool(draft["eval_prompt_data"] or draft["eval_config"])
-    if draft["eval_interval"] is not None and not has_data and draft["eval_function_path"] is None:
-        raise UserError(
-            "--eval-interval needs evaluation data", fix="pass --eval-prompt-data NAME PATH or --eval-config"
-        )
     samples, most = draft["n_samples_per_eval_prompt"], max(draft["eval_pass_k"] or (0,))
-    if most > samples and has_data and not draft["eval_config"]:
+    if most > samples and not draft["eval_config"]:
         raise UserError(
             f"--eval-pass-k {most} needs at least as many samples of each evaluation prompt",
             why=f"--n-samples-per-eval-prompt is {samples}",
@@ -343,6 +242,13 @@ def _debug(draft: Draft) -> None:
                 why="every rollout would have the same file",
                 fix="put {rollout_id} into the name, e.g. dump_{rollout_id}.pt",
             )
+    samples, tensors = draft["save_debug_rollout_data"], draft["save_debug_train_data"]
+    if samples is not None and samples == tensors:
+        raise UserError(
+            f"--save-debug-rollout-data and --save-debug-train-data are both {samples}",
+            why="one would write over the other",
+            fix="give them different paths",
+        )
 
 
 def check_complete(draft: Draft) -> None:

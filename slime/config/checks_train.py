@@ -1,17 +1,13 @@
-"""Contradictions between flags of the trainer: recompute, determinism, dumps, freezing."""
+"""Equations between flags of the trainer: layout, batches, algorithm, schedule, determinism."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 
-from slime.config.resolve import Draft
-from slime.config.specs import option_of
+from slime.config.draft import Draft
+from slime.config.flag import option_of
 from slime.errors import UserError
-
-#: What megatron-core can recompute on its own (``--recompute-modules``).
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 
 #: NCCL's algorithms that add up in the same order every time.
 _DETERMINISTIC_NCCL = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
@@ -23,33 +19,151 @@ def check_training(draft: Draft) -> None:
     Raises:
         UserError: the first one found.
     """
-    _recompute(draft)
-    _deterministic(draft)
-    _dumps(draft)
-    _expressions(draft)
+    for step in (_parallel, _batches, _algorithm, _trained, _deterministic, _expressions, _loss_scale, _schedule):
+        step(draft)
 
 
-def _recompute(draft: Draft) -> None:
-    granularity = draft["recompute_granularity"]
-    for dest, needed in (
-        ("recompute_method", "full"),
-        ("recompute_num_layers", "full"),
-        ("recompute_modules", "selective"),
-    ):
-        if draft[dest] and granularity != needed:
-            raise UserError(
-                f"{option_of(dest)} has no effect without --recompute-granularity {needed}",
-                why=f"the granularity is {granularity}" if granularity else "nothing is recomputed",
-                fix=f"pass --recompute-granularity {needed}, or leave {option_of(dest)} out",
-            )
-    for name in draft["recompute_modules"]:
-        if name not in RECOMPUTE_MODULES:
-            near = difflib.get_close_matches(name, RECOMPUTE_MODULES, n=1)
-            raise UserError(
-                f"--recompute-modules {name}: there is no such module",
-                why=f"there are {', '.join(RECOMPUTE_MODULES)}",
-                fix=f"did you mean {near[0]}?" if near else "",
-            )
+def _parallel(draft: Draft) -> None:
+    tensor, pipeline = draft["tensor_model_parallel_size"], draft["pipeline_model_parallel_size"]
+    context, expert = draft["context_parallel_size"], draft["expert_model_parallel_size"]
+    nodes, per_node = draft["actor_num_nodes"], draft["actor_num_gpus_per_node"]
+    world, model = nodes * per_node, tensor * pipeline * context
+    gpus = f"actor_num_nodes × actor_num_gpus_per_node = {nodes} × {per_node} = {world}"
+    if world % model:
+        raise UserError(
+            f"{world} trainer GPUs cannot be divided by {model}",
+            why=f"{gpus}; tensor × pipeline × context parallel size = {tensor} × {pipeline} × {context} = {model}",
+            fix="let the product of the parallel sizes divide the number of GPUs",
+        )
+    expert_tensor = draft["expert_tensor_parallel_size"] or tensor
+    if expert > 1 and world % (expert_tensor * expert * pipeline):
+        raise UserError(
+            f"{world} trainer GPUs cannot be divided by {expert_tensor * expert * pipeline}",
+            why=f"{gpus}; expert tensor × expert × pipeline parallel size = {expert_tensor} × {expert} × {pipeline}",
+            fix="let that product divide the number of GPUs; --expert-tensor-parallel-size 1 is usual",
+        )
+    experts = draft.values.get("num_experts")
+    if expert > 1 and experts is not None and experts % expert:
+        raise UserError(f"--num-experts {experts} cannot be divided by --expert-model-parallel-size {expert}")
+    if draft["sequence_parallel"] and tensor == 1:
+        raise UserError(
+            "--sequence-parallel needs --tensor-model-parallel-size of at least 2",
+            why="it splits what tensor parallelism leaves whole",
+            fix="remove --sequence-parallel, or raise --tensor-model-parallel-size",
+        )
+    _context_exchange(draft)
+    _virtual_stages(draft, pipeline)
+    if sum(bool(draft[name]) for name in ("bf16", "fp16", "fp32")) != 1:
+        chosen = [f"--{name}" for name in ("bf16", "fp16", "fp32") if draft[name]]
+        raise UserError(
+            f"{' and '.join(chosen) or 'none of the precisions'} cannot be chosen",
+            fix="choose one of --bf16, --fp16, --fp32",
+        )
+
+
+def _context_exchange(draft: Draft) -> None:
+    asked = draft.values.get("cp_comm_type")
+    kinds = {asked} if isinstance(asked, str) else set(asked or ())
+    if kinds - {"a2a"} and draft.values.get("transformer_impl") != "transformer_engine":
+        raise UserError(
+            f"--cp-comm-type {' '.join(sorted(kinds))} needs Transformer Engine",
+            why="without it, context parallelism exchanges heads for tokens (a2a) around each attention",
+            fix="leave the flag out, or pass a2a",
+        )
+
+
+def _virtual_stages(draft: Draft, pipeline: int) -> None:
+    by_layers, by_count = draft["num_layers_per_virtual_pipeline_stage"], draft["num_virtual_stages_per_pipeline_rank"]
+    if by_layers is not None and by_count is not None:
+        raise UserError(
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same thing",
+            fix="give one of them",
+        )
+    if (by_layers is not None or by_count is not None) and pipeline == 1:
+        raise UserError("virtual pipeline stages need --pipeline-model-parallel-size of at least 2")
+    dest, ranks = "microbatch_group_size_per_vp_stage", pipeline
+    group = draft.values.get(dest)
+    if group is not None and group < ranks:
+        raise UserError(
+            f"{option_of(dest)} {group} is less than the pipeline parallel size {ranks}",
+            why="a pipeline rank would wait for the micro-batch that it has just sent on",
+            fix=f"pass {ranks} or more, or leave it out",
+        )
+
+
+def _batches(draft: Draft) -> None:
+    if draft["use_dynamic_batch_size"] and draft["max_tokens_per_gpu"] is None:
+        raise UserError(
+            "--use-dynamic-batch-size needs --max-tokens-per-gpu",
+            why="it packs micro-batches up to that many tokens",
+            fix=f"start with rollout_max_response_len ÷ context_parallel_size: --max-tokens-per-gpu "
+            f"{-(-draft['rollout_max_response_len'] // draft['context_parallel_size'])}",
+        )
+    model = draft["tensor_model_parallel_size"] * draft["pipeline_model_parallel_size"] * draft["context_parallel_size"]
+    data_parallel = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"] // model
+    micro, batch = draft["micro_batch_size"], draft["global_batch_size"]
+    is_static = not draft["use_dynamic_batch_size"] and not draft["debug_rollout_only"]
+    is_asked = draft.is_given("rollout_batch_size") or draft.is_given("global_batch_size")
+    if is_static and is_asked and batch % (micro * data_parallel):
+        raise UserError(
+            f"global_batch_size {batch} cannot be divided by {micro * data_parallel}",
+            why=f"micro_batch_size × data-parallel size = {micro} × {data_parallel} = {micro * data_parallel}",
+            fix="change --global-batch-size or --micro-batch-size, or pack by tokens with --use-dynamic-batch-size "
+            "--max-tokens-per-gpu",
+        )
+
+
+def _algorithm(draft: Draft) -> None:
+    estimator = draft["advantage_estimator"]
+    if draft["kl_coef"] != 0 and draft["kl_loss_coef"] != 0:
+        raise UserError(
+            "--kl-coef and --kl-loss-coef are both set", fix="choose the penalty in the reward or in the loss"
+        )
+    if estimator.startswith("reinforce_plus_plus") and not draft["normalize_advantages"]:
+        raise UserError(f"--advantage-estimator {estimator} needs --normalize-advantages")
+    if draft["use_rollout_logprobs"] and draft["use_tis"]:
+        raise UserError(
+            "--use-rollout-logprobs and --use-tis exclude each other",
+            why="with the engine's log-probs as the old policy's there is no mismatch left to correct",
+            fix="choose one",
+        )
+    if draft["tis_clip_low"] > draft["tis_clip"]:
+        raise UserError(f"--tis-clip-low {draft['tis_clip_low']:g} is more than --tis-clip {draft['tis_clip']:g}")
+    if draft["get_mismatch_metrics"] and draft["custom_tis_function_path"] is None:
+        raise UserError("--get-mismatch-metrics needs --custom-tis-function-path")
+    if draft["loss_type"] == "custom_loss" and draft["custom_loss_function_path"] is None:
+        raise UserError("--loss-type custom_loss needs --custom-loss-function-path")
+    if draft["loss_type"] == "sft_loss" and draft["n_samples_per_prompt"] != 1:
+        raise UserError(
+            f"--loss-type sft_loss with --n-samples-per-prompt {draft['n_samples_per_prompt']}",
+            why="supervised fine-tuning trains on the data's own answers, one per prompt",
+            fix="pass --n-samples-per-prompt 1",
+        )
+
+
+def _trained(draft: Draft) -> None:
+    """What is trained, and what with."""
+    if draft["only_train_params_name_list"] and draft["freeze_params_name_list"]:
+        raise UserError(
+            "--only-train-params-name-list and --freeze-params-name-list exclude each other", fix="give one"
+        )
+    if draft["use_checkpoint_opt_param_scheduler"] and draft["override_opt_param_scheduler"]:
+        raise UserError(
+            "--use-checkpoint-opt-param-scheduler and --override-opt-param-scheduler exclude each other",
+            fix="give the first to keep the checkpoint's settings; without either, those of the flags are taken",
+        )
+    if draft["update_weight_transport"] == "disk" and draft["update_weight_disk_dir"] is None:
+        raise UserError("--update-weight-transport disk needs --update-weight-disk-dir")
+    if draft["offload_optimizer_states"] and draft["optimizer_cpu_offload"]:
+        raise UserError(
+            "--offload-optimizer-states and --optimizer-cpu-offload exclude each other",
+            why="with the second the moments stay in host memory, and so does the step",
+            fix="give the first for a step on the GPU, or the second",
+        )
+    if draft["min_lr"] > draft["lr"]:
+        raise UserError(f"--min-lr {draft['min_lr']:g} is more than --lr {draft['lr']:g}")
+    if draft["lr_warmup_init"] > draft["lr"]:
+        raise UserError(f"--lr-warmup-init {draft['lr_warmup_init']:g} is more than --lr {draft['lr']:g}")
 
 
 def _deterministic(draft: Draft) -> None:
@@ -67,16 +181,6 @@ def _deterministic(draft: Draft) -> None:
         raise UserError("--deterministic-mode with NVTE_ALLOW_NONDETERMINISTIC_ALGO=1", fix="unset it, or set it to 0")
 
 
-def _dumps(draft: Draft) -> None:
-    samples, tensors = draft["save_debug_rollout_data"], draft["save_debug_train_data"]
-    if samples is not None and samples == tensors:
-        raise UserError(
-            f"--save-debug-rollout-data and --save-debug-train-data are both {samples}",
-            why="one would write over the other",
-            fix="give them different paths",
-        )
-
-
 def _expressions(draft: Draft) -> None:
     for dest in ("only_train_params_name_list", "freeze_params_name_list"):
         for expression in draft[dest]:
@@ -88,3 +192,42 @@ def _expressions(draft: Draft) -> None:
                     why=str(error),
                     fix="names are searched with Python's re.search; write \\( for a bracket that is meant",
                 ) from error
+
+
+def _loss_scale(draft: Draft) -> None:
+    scale = draft.values.get("loss_scale")
+    if scale not in (None, 1.0) and not draft["fp16"]:
+        raise UserError(
+            f"--loss-scale {scale:g} needs --fp16",
+            why="only a loss in float16 is scaled, and Megatron would divide the gradients by it all the same",
+            fix="leave it out",
+        )
+
+
+def _schedule(draft: Draft) -> None:
+    """What Megatron's schedule of learning rate and weight decay would stop at, or choose between."""
+    for same in (
+        ("lr_decay_iters", "lr_decay_samples"),
+        ("lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_iters"),
+    ):
+        given = [option_of(dest) for dest in same if draft[dest]]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} say the same thing", fix="give one of them")
+    if draft["lr_decay_style"] == "WSD" and draft["lr_wsd_decay_iters"] is None:
+        raise UserError(
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters",
+            why="it is the length of the last phase, in which the learning rate decays",
+            fix="pass the number of optimizer steps",
+        )
+    start, end, style = draft["start_weight_decay"], draft["end_weight_decay"], draft["weight_decay_incr_style"]
+    if end < start:
+        raise UserError(
+            f"--end-weight-decay {end:g} is less than --start-weight-decay {start:g}",
+            why="Megatron's schedule of the weight decay only rises",
+        )
+    if style == "constant" and start != end:
+        raise UserError(
+            f"--start-weight-decay {start:g} and --end-weight-decay {end:g} differ",
+            why="--weight-decay-incr-style is constant",
+            fix="pass --weight-decay-incr-style linear or cosine, or --weight-decay alone",
+        )

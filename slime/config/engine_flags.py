@@ -13,14 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slime.config.field import FlagMeta
+from slime.config.flag import FlagMeta, FlagSpec, Kind
 from slime.config.foreign import ForeignArg, SourceReader
-from slime.config.specs import FlagSpec, Kind
 
 TABLE = Path(__file__).with_name("sglang_flags.json")
 
 _PER_ENGINE = "it is chosen for each engine"
 _PORTS = "ports are reserved for each engine"
+_NO_KEYS = "the clients of engines and router send no keys"
+_NO_TLS = "the clients of engines and router speak plain HTTP"
+_NO_QUANTISED = "quantised rollouts are not in this version: pushes bring plain weights"
 
 #: SGLang's arguments that this system sets itself. name -> reason
 SGLANG_RESERVED: dict[str, str] = {
@@ -30,6 +32,7 @@ SGLANG_RESERVED: dict[str, str] = {
     "random_seed": "it is --rollout-seed, different for each engine",
     "enable_memory_saver": "it follows --offload-rollout",
     "tp_size": "it is --rollout-num-gpus-per-engine divided by --sglang-pp-size",
+    "host": "engines are reached at the address of their node",
     "port": _PORTS,
     "nccl_port": _PORTS,
     "dist_init_addr": _PORTS,
@@ -39,6 +42,26 @@ SGLANG_RESERVED: dict[str, str] = {
     "base_gpu_id": _PER_ENGINE,
     "skip_server_warmup": "the first weight push warms the engine up",
     "enable_return_routed_experts": "it follows --use-rollout-routing-replay",
+    **dict.fromkeys(("api_key", "admin_api_key"), _NO_KEYS),
+    **dict.fromkeys(
+        ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password", "enable_ssl_refresh"), _NO_TLS
+    ),
+    **dict.fromkeys(
+        (
+            "quantization",
+            "quantization_param_path",
+            "modelopt_quant",
+            "quantize_and_serve",
+            "rl_quant_profile",
+            "torchao_config",
+        ),
+        _NO_QUANTISED,
+    ),
+}
+
+#: Single values of SGLang's arguments that are refused. name -> value -> reason
+SGLANG_REFUSED_VALUES: dict[str, dict[str, str]] = {
+    "moe_a2a_backend": {"deepep": "DeepEP's exchange is not in this version"},
 }
 
 _OWN_ROUTER = "the router is started here, with the engines of this run"
@@ -63,6 +86,19 @@ ROUTER_RESERVED: dict[str, str] = {
     "decode_selector": _OWN_ROUTER,
     "service_discovery_port": _OWN_ROUTER,
     "service_discovery_namespace": _OWN_ROUTER,
+    **dict.fromkeys(
+        (
+            "api_key",
+            "control_plane_api_keys",
+            "control_plane_audit_enabled",
+            "jwt_issuer",
+            "jwt_audience",
+            "jwt_jwks_uri",
+            "jwt_role_mapping",
+        ),
+        _NO_KEYS,
+    ),
+    **dict.fromkeys(("tls_cert_path", "tls_key_path", "client_cert_path", "client_key_path", "ca_cert_paths"), _NO_TLS),
     "disable_retries": "the router's retries are always off: the client owns retries",
     "disable_circuit_breaker": "the router's circuit breaker is always off: the client owns retries",
 }
@@ -146,6 +182,9 @@ def with_prefix(prefix: str, arguments: list[ForeignArg], reserved: dict[str, st
             aliases=tuple(f"{prefix}-{alias}".replace("_", "-") for alias in arg.aliases),
             off="" if arg.negatable else "-",
             refused=reason,
+            is_reserved=bool(reason),
+            refused_values=SGLANG_REFUSED_VALUES.get(arg.name, {}) if prefix == "sglang" else {},
+            serves=("engine",) if prefix == "sglang" else ("router",),
         )
         specs[dest] = FlagSpec(
             dest=dest,

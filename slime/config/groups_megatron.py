@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from slime.config.field import derived, flag
+from slime.config.flag import (
+    FRACTION,
+    NONE_OR_SOME,
+    SOME,
+    Interval,
+    Process,
+    at_least,
+    derived,
+    finite,
+    flag,
+    on,
+)
+
+_MOMENTUM = Interval(0, 1, below=True, what="the weight of the past in a running mean")
+#: What belongs to optimizer states that are sharded over the replicas.
+_SHARDED = (
+    on("optimizer", "adam", why="only Adam's states are sharded over the replicas"),
+    on("use_distributed_optimizer", why="each rank updates all parameters, so there is nothing to gather or to shard"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,19 +39,21 @@ class MegatronConfig:
             passed on, only checked against the Hugging Face config.
     """
 
-    tensor_model_parallel_size: int = flag(1)
+    SERVES: ClassVar[tuple[Process, ...]] = ("trainer",)
+
+    tensor_model_parallel_size: int = flag(1, range=SOME)
     """GPUs over which each layer's matrices are split."""
-    pipeline_model_parallel_size: int = flag(1)
+    pipeline_model_parallel_size: int = flag(1, range=SOME)
     """Pipeline stages."""
-    num_layers_per_virtual_pipeline_stage: int | None = flag(None)
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, range=SOME)
     """Layers per virtual pipeline stage (interleaved schedule)."""
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None)
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, range=SOME)
     """Virtual stages per pipeline rank; an alternative to the flag above."""
-    context_parallel_size: int = flag(1)
+    context_parallel_size: int = flag(1, range=SOME)
     """GPUs over which each sequence is split."""
-    expert_model_parallel_size: int = flag(1)
+    expert_model_parallel_size: int = flag(1, range=SOME)
     """GPUs over which experts are spread."""
-    expert_tensor_parallel_size: int | None = flag(None)
+    expert_tensor_parallel_size: int | None = flag(None, range=SOME)
     """GPUs over which each expert's matrices are split; unset: the tensor-parallel size."""
     sequence_parallel: bool = flag(False)
     """Split activations of norms and dropout along the sequence; needs tensor parallelism."""
@@ -43,63 +63,75 @@ class MegatronConfig:
     """Train in float16 with loss scaling."""
     fp32: bool = flag(False)
     """Train in float32."""
-    recompute_activations: bool = flag(False)
+    recompute_activations: bool = flag(False, serves="config")
     """Recompute activations in the backward pass: less memory, about a third more computation."""
     recompute_granularity: Literal["full", "selective"] | None = derived("full with recompute_activations")
     """What is recomputed: whole layers, or --recompute-modules."""
-    recompute_method: Literal["uniform", "block"] | None = derived("uniform with recompute_activations")
+    recompute_method: Literal["uniform", "block"] | None = derived(
+        "uniform with recompute_activations", needs=on("recompute_granularity", "full")
+    )
     """Which layers are recomputed, with full granularity."""
-    recompute_num_layers: int | None = derived("1 with recompute_activations")
+    recompute_num_layers: int | None = derived(
+        "1 with recompute_activations", range=SOME, needs=on("recompute_granularity", "full")
+    )
     """Layers per recomputed block, with full granularity."""
-    recompute_modules: tuple[str, ...] = flag(())
+    recompute_modules: tuple[
+        Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"], ...
+    ] = flag((), needs=on("recompute_granularity", "selective"))
     """Modules recomputed with selective granularity."""
     optimizer_name: Literal["adam", "sgd"] = flag("adam", name="optimizer")
     """Optimizer."""
-    lr: float = flag(1e-6)
+    lr: float = flag(1e-6, range=finite(0))
     """Learning rate."""
-    min_lr: float = flag(0.0)
+    min_lr: float = flag(0.0, range=finite(0))
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag("constant")
     """Schedule of the learning rate after the warm-up."""
-    lr_decay_iters: int | None = flag(None)
+    lr_decay_iters: int | None = flag(None, range=SOME)
     """Optimizer steps over which the learning rate decays; unset: the whole run."""
-    lr_decay_samples: int | None = flag(None)
+    lr_decay_samples: int | None = flag(None, range=SOME)
     """The same, in samples."""
-    lr_warmup_iters: int = flag(0)
+    lr_warmup_iters: int = flag(0, range=NONE_OR_SOME)
     """Optimizer steps of linear warm-up."""
-    lr_warmup_fraction: float | None = flag(None)
+    lr_warmup_fraction: float | None = flag(None, range=FRACTION)
     """Warm-up as a fraction of the decay."""
-    lr_warmup_samples: int = flag(0)
+    lr_warmup_samples: int = flag(0, range=NONE_OR_SOME)
     """Warm-up in samples."""
-    lr_warmup_init: float = flag(0.0)
+    lr_warmup_init: float = flag(0.0, range=finite(0))
     """Learning rate at the start of the warm-up."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag("exponential")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
+        "exponential", needs=on("lr_decay_style", "WSD")
+    )
     """Last phase of the WSD schedule."""
-    lr_wsd_decay_iters: int | None = flag(None)
+    lr_wsd_decay_iters: int | None = flag(None, range=SOME, needs=on("lr_decay_style", "WSD"))
     """Optimizer steps of the last phase of the WSD schedule."""
-    weight_decay: float = flag(0.01)
+    weight_decay: float = flag(0.01, range=finite(0))
     """Weight decay."""
-    start_weight_decay: float = derived("weight_decay")
+    start_weight_decay: float = derived("weight_decay", range=finite(0))
     """Weight decay at the start, with a schedule."""
-    end_weight_decay: float = derived("weight_decay")
+    end_weight_decay: float = derived("weight_decay", range=finite(0))
     """Weight decay at the end, with a schedule."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant")
     """Schedule of the weight decay."""
-    adam_beta1: float = flag(0.9)
+    adam_beta1: float = flag(0.9, range=_MOMENTUM, needs=on("optimizer", "adam"))
     """Adam's beta 1."""
-    adam_beta2: float = flag(0.999)
+    adam_beta2: float = flag(0.999, range=_MOMENTUM, needs=on("optimizer", "adam"))
     """Adam's beta 2."""
-    adam_eps: float = flag(1e-8)
+    adam_eps: float = flag(
+        1e-8,
+        range=finite(0, "without it a gradient of 0 would be divided by 0", above=True),
+        needs=on("optimizer", "adam"),
+    )
     """Adam's epsilon."""
-    sgd_momentum: float = flag(0.9)
+    sgd_momentum: float = flag(0.9, range=_MOMENTUM, needs=on("optimizer", "sgd"))
     """Momentum of SGD."""
-    clip_grad: float = flag(1.0)
+    clip_grad: float = flag(1.0, range=at_least(0, "a norm; 0 does not clip"))
     """Largest global gradient norm; 0: no clipping."""
     check_for_nan_in_loss_and_grad: bool = flag(True)
     """Stop on NaN or Inf; off: the step is skipped and counted."""
     use_distributed_optimizer: bool = flag(True)
     """Shard optimizer states over data-parallel ranks."""
-    use_precision_aware_optimizer: bool = flag(False)
+    use_precision_aware_optimizer: bool = flag(False, needs=_SHARDED)
     """Optimizer states in lower precision (needs Transformer Engine)."""
     optimizer_cpu_offload: bool = flag(False)
     """Run the optimizer step on the CPU, with its states in host memory."""
@@ -107,13 +139,13 @@ class MegatronConfig:
     """Optimizer states live in host memory while the engines hold the GPU."""
     overlap_grad_reduce: bool = flag(False)
     """Overlap gradient reduction with the backward pass."""
-    overlap_param_gather: bool = flag(False)
+    overlap_param_gather: bool = flag(False, needs=(on("overlap_grad_reduce"), *_SHARDED))
     """Overlap gathering of parameters with the forward pass."""
     accumulate_allreduce_grads_in_fp32: bool = derived("true unless fp32 is the training precision anyway")
     """Accumulate and reduce gradients in float32."""
     use_checkpoint_opt_param_scheduler: bool = flag(False)
     """On resume, take the settings of schedule and optimizer (learning rate, betas, …) from the checkpoint."""
-    override_opt_param_scheduler: bool = flag(False)
+    override_opt_param_scheduler: bool = flag(False, serves="config")
     """On resume, take the schedule's settings from the flags; they are unless the checkpoint is asked for."""
     padded_vocab_size: int | None = flag(
         None, refused="the vocabulary is padded to a multiple of --tensor-model-parallel-size"

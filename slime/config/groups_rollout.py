@@ -4,17 +4,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from slime.config.field import derived, flag
+from slime.config.flag import (
+    EVALUATES,
+    FRACTION,
+    GENERATES,
+    NONE_OR_SOME,
+    POSITIVE,
+    PROBABILITY,
+    SAMPLES,
+    SEED,
+    SOME,
+    TOP_K,
+    Interval,
+    Process,
+    at_least,
+    derived,
+    finite,
+    flag,
+    on,
+    unless,
+)
 
 _OWN_ROUTER = "the router is started here, with the engines of this run, on a port that is reserved for it"
 _NO_AGENTS = "the rollout buffer service is not in this version"
+#: What supervised fine-tuning does anyway, as launch scripts of the reference system ask for it.
+_SFT_PATH = "slime.rollout.sft_rollout.generate_rollout"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The prompt data set and how its rows become prompts."""
+
+    SERVES: ClassVar[tuple[Process, ...]] = ("rollout",)
 
     prompt_data: str | None = flag(None)
     """JSONL or Parquet file, directory, or Hugging Face data set; `path@[a:b]` takes a slice of the rows."""
@@ -32,11 +55,15 @@ class DataConfig:
     """Render chat messages with the tokenizer's chat template."""
     apply_chat_template_kwargs: dict[str, Any] = flag({})
     """Keyword arguments of the chat template, as JSON."""
-    num_epoch: int | None = flag(None)
+    num_epoch: int | None = flag(None, range=SOME)
     """Passes over the data; sets num_rollout when that is unset."""
     rollout_shuffle: bool = flag(False)
     """Shuffle the prompts anew in each epoch."""
-    num_data_workers: int = flag(0)
+    num_data_workers: int = flag(
+        0,
+        range=NONE_OR_SOME,
+        needs=unless("streaming_data", why="rows are read lazily, in the rollout process", warns=True),
+    )
     """Processes that tokenise and filter the prompts; 0: in the rollout process."""
     streaming_data: bool = flag(False)
     """Read rows lazily instead of loading the data set."""
@@ -44,7 +71,7 @@ class DataConfig:
     """Dotted path of a class that replaces the prompt source."""
     rollout_global_dataset: bool = flag(True, off="disable-rollout-global-dataset")
     """Draw prompts from --prompt-data; off: the rollout function brings its own."""
-    rollout_max_prompt_len: int | None = derived("rollout_max_context_len − 1 when that is set")
+    rollout_max_prompt_len: int | None = derived("rollout_max_context_len − 1 when that is set", range=SOME)
     """Prompts longer than this many tokens are left out."""
 
 
@@ -52,74 +79,78 @@ class DataConfig:
 class RolloutConfig:
     """Sampling: how many, how, and the functions that users may put in."""
 
-    num_rollout: int | None = flag(None)
+    SERVES: ClassVar[tuple[Process, ...]] = ("rollout",)
+
+    num_rollout: int | None = flag(None, range=NONE_OR_SOME)
     """Rollouts (steps of the loop) in the whole run; 0 only evaluates. Required unless --num-epoch is given."""
-    rollout_batch_size: int = derived("required")
+    rollout_batch_size: int = derived("required", range=SOME)
     """Prompts per rollout."""
-    n_samples_per_prompt: int = flag(1)
+    n_samples_per_prompt: int = flag(1, range=SOME)
     """Samples per prompt: the size of a group."""
-    start_rollout_id: int | None = flag(None)
+    start_rollout_id: int | None = flag(None, range=NONE_OR_SOME, serves=("driver", "trainer"))
     """First rollout id; unset: taken from the checkpoint, 0 for a fresh start."""
-    rollout_temperature: float = flag(1.0)
+    rollout_temperature: float = flag(1.0, range=finite(0, "log-probs are divided by it", above=True))
     """Sampling temperature, > 0; log-probs are of the tempered distribution."""
-    rollout_top_p: float = flag(1.0)
+    rollout_top_p: float = flag(1.0, range=PROBABILITY, needs=GENERATES)
     """Nucleus sampling: smallest set of tokens with this probability."""
-    rollout_top_k: int = flag(-1)
+    rollout_top_k: int = flag(-1, range=TOP_K, needs=GENERATES)
     """Sample among the k most probable tokens; -1: all."""
-    rollout_min_p: float = flag(0.0)
+    rollout_min_p: float = flag(0.0, range=Interval(0, 1, what="a fraction of a probability"), needs=GENERATES)
     """Leave out tokens less probable than this fraction of the most probable."""
-    rollout_max_context_len: int | None = flag(None)
+    rollout_max_context_len: int | None = flag(None, range=at_least(2, "a prompt token and a response token"))
     """Most tokens of prompt plus response."""
-    rollout_max_response_len: int = derived("rollout_max_context_len or seq_length minus 1 when set, else 1024")
+    rollout_max_response_len: int = derived(
+        "rollout_max_context_len or seq_length minus 1 when set, else 1024", range=SOME
+    )
     """Most new tokens per sample."""
-    rollout_skip_special_tokens: bool = flag(False)
+    rollout_skip_special_tokens: bool = flag(False, needs=GENERATES)
     """Leave special tokens out of the response text (never out of the tokens)."""
-    rollout_stop: tuple[str, ...] = flag(())
+    rollout_stop: tuple[str, ...] = flag((), needs=GENERATES)
     """Strings that end a response."""
-    rollout_stop_token_ids: tuple[int, ...] = flag(())
+    rollout_stop_token_ids: tuple[int, ...] = flag((), range=NONE_OR_SOME, needs=GENERATES)
     """Token ids that end a response."""
-    rollout_seed: int = flag(42)
+    rollout_seed: int = flag(42, range=SEED)
     """Seed of the prompt order and, in deterministic mode, of sampling."""
-    rollout_timeout: float = flag(14400.0)
+    rollout_timeout: float = flag(14400.0, range=POSITIVE, needs=GENERATES, serves="driver")
     """Seconds after which the generation of one rollout batch, or one evaluation, is given up."""
-    deterministic: bool = flag(False, name="deterministic-rollout")
+    deterministic: bool = flag(False, name="deterministic-rollout", needs=GENERATES)
     """Seed every request by its sample, so that tokens do not depend on how requests are batched together."""
-    over_sampling_batch_size: int = derived("rollout_batch_size")
+    over_sampling_batch_size: int = derived("rollout_batch_size", range=SOME, needs=SAMPLES)
     """Prompts drawn at a time while a dynamic filter drops groups; at least rollout_batch_size."""
-    dynamic_sampling_filter_path: str | None = flag(None)
+    dynamic_sampling_filter_path: str | None = flag(None, needs=SAMPLES)
     """Function (args, samples) -> bool that decides whether a finished group is kept."""
-    partial_rollout: bool = flag(False)
+    partial_rollout: bool = flag(False, needs=SAMPLES)
     """Keep samples that were under way when the batch was full, and finish them in the next rollout."""
-    mask_offpolicy_in_partial_rollout: bool = flag(False)
+    mask_offpolicy_in_partial_rollout: bool = flag(False, needs=on("partial_rollout"))
     """Do not train on tokens that an earlier policy sampled."""
-    rollout_max_failed_fraction: float = flag(0.1)
+    rollout_max_failed_fraction: float = flag(0.1, range=FRACTION, needs=GENERATES)
     """Fraction of a rollout's prompts that may fail for good (others replace them) before the run stops."""
-    rollout_stall_timeout: float = flag(600.0)
+    rollout_stall_timeout: float = flag(600.0, range=POSITIVE, needs=GENERATES)
     """Seconds without any sign of progress after which a rollout stops and reports who waits for whom."""
-    rollout_function_path: str | None = flag(None)
+    rollout_function_path: str | None = flag(None, needs=SAMPLES | on("rollout_function_path", _SFT_PATH))
     """Function (args, rollout_id, data_source, evaluation) that replaces the whole rollout loop."""
-    custom_generate_function_path: str | None = flag(None)
+    custom_generate_function_path: str | None = flag(None, needs=GENERATES)
     """Async function (args, sample, sampling_params) that replaces the generation of one sample."""
-    rollout_sample_hook_path: tuple[str, ...] = flag((), append=True)
+    rollout_sample_hook_path: tuple[str, ...] = flag((), append=True, needs=GENERATES)
     """Function (args, sample) run on each generated sample before its reward; may be repeated."""
-    buffer_filter_path: str | None = flag(None)
+    buffer_filter_path: str | None = flag(None, needs=SAMPLES)
     """Function (args, rollout_id, buffer, num_samples) that picks groups out of the buffer."""
-    rollout_sample_filter_path: str | None = flag(None)
+    rollout_sample_filter_path: str | None = flag(None, needs=SAMPLES)
     """Function (args, groups) run at the end of a rollout; sets sample.remove_sample."""
-    rollout_all_samples_process_path: str | None = flag(None)
+    rollout_all_samples_process_path: str | None = flag(None, needs=SAMPLES)
     """Function (args, all_groups, data_source) run at the end of a rollout, filtered groups included."""
     custom_rollout_log_function_path: str | None = flag(None)
     """Function that logs a rollout; returns true to skip the default log."""
-    custom_eval_rollout_log_function_path: str | None = flag(None)
+    custom_eval_rollout_log_function_path: str | None = flag(None, needs=EVALUATES)
     """Function that logs an evaluation; returns true to skip the default log."""
-    rollout_data_postprocess_path: str | None = flag(None)
+    rollout_data_postprocess_path: str | None = flag(None, serves="trainer")
     """Function (args, rollout_id, rollout_data) run in the trainer after the advantages are known."""
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = flag(
         "qwen", refused="the loss mask of chat data is found through the model's own chat template"
     )
     """How the loss mask of multi-turn SFT data is found."""
     rollout_data_transport: Literal["object-store", "nixl"] = flag(
-        "object-store", refused_values={"nixl": "training data travels through Ray's object store"}
+        "object-store", refused_values={"nixl": "training data travels through Ray's object store"}, serves="config"
     )
     """How training data gets from rollout to trainer."""
     rollout_buffer_url: str | None = flag(None, refused=_NO_AGENTS)
@@ -136,23 +167,31 @@ class RolloutConfig:
 class RewardConfig:
     """Reward functions."""
 
-    rm_type: str | None = flag(None)
+    SERVES: ClassVar[tuple[Process, ...]] = ("rollout",)
+
+    rm_type: str | None = flag(None, needs=GENERATES)
     """Built-in reward: math, dapo, deepscaler, f1, gpqa, remote_rm, random; metadata["rm_type"] wins."""
-    custom_rm_path: str | None = flag(None)
+    custom_rm_path: str | None = flag(None, needs=GENERATES)
     """Reward function (args, sample), sync or async, by dotted path or file.py:function."""
-    group_rm: bool = flag(False)
+    group_rm: bool = flag(
+        False, needs=on("custom_rm_path") | on("eval_config", why="built-in rewards judge one sample at a time")
+    )
     """Call the reward function once per group, with the list of its samples."""
-    reward_key: str | None = flag(None)
+    reward_key: str | None = flag(None, needs=GENERATES)
     """Key of the number to train on, when rewards are dicts."""
-    eval_reward_key: str | None = derived("reward_key")
+    eval_reward_key: str | None = derived("reward_key", needs=EVALUATES)
     """The same for evaluation."""
-    rm_url: str | None = flag(None)
+    rm_url: str | None = flag(None, needs=on("rm_type", "remote_rm"))
     """Address of the remote reward model (--rm-type remote_rm)."""
-    rm_timeout: float = flag(60.0)
+    rm_timeout: float = flag(60.0, range=POSITIVE, needs=GENERATES)
     """Seconds after which a reward call is given up."""
-    rm_num_workers: int = derived("CPU cores of this host, at most 8")
+    rm_num_workers: int = derived("CPU cores of this host, at most 8", range=SOME, needs=GENERATES)
     """Worker processes of CPU-bound reward functions."""
-    custom_reward_post_process_path: str | None = flag(None)
+    custom_reward_post_process_path: str | None = flag(
+        None,
+        needs=SAMPLES
+        & unless("custom_convert_samples_to_train_data_path", why="the conversion is yours, its rewards included"),
+    )
     """Function (args, samples) -> (raw_rewards, rewards) that replaces group normalisation."""
     custom_convert_samples_to_train_data_path: str | None = flag(None)
     """Function (args, samples) -> dict that replaces the conversion to training data."""
@@ -162,39 +201,43 @@ class RewardConfig:
 class EvalConfig:
     """Evaluation during the run."""
 
-    eval_interval: int | None = flag(None)
+    SERVES: ClassVar[tuple[Process, ...]] = ("rollout",)
+
+    eval_interval: int | None = flag(None, range=SOME, needs=EVALUATES, serves="driver")
     """Evaluate every so many rollouts."""
     eval_prompt_data: tuple[str, ...] = flag(())
     """Name and path of each evaluation set: --eval-prompt-data gsm8k test.jsonl aime aime.jsonl."""
     eval_config: str | None = flag(None)
     """YAML file of evaluation sets with settings of their own; overrides --eval-prompt-data."""
-    skip_eval_before_train: bool = flag(False)
+    skip_eval_before_train: bool = flag(False, needs=EVALUATES, serves="driver")
     """No evaluation before the first step."""
-    eval_function_path: str | None = derived("rollout_function_path")
+    eval_function_path: str | None = derived("rollout_function_path", needs=EVALUATES)
     """Function that replaces the whole evaluation."""
-    eval_input_key: str = derived("input_key")
+    eval_input_key: str = derived("input_key", needs=EVALUATES)
     """Column of the prompt."""
-    eval_label_key: str | None = derived("label_key")
+    eval_label_key: str | None = derived("label_key", needs=EVALUATES)
     """Column of the expected answer."""
-    eval_tool_key: str = derived("tool_key")
+    eval_tool_key: str = derived("tool_key", needs=EVALUATES)
     """Column of the tool schemas."""
-    n_samples_per_eval_prompt: int = flag(1)
+    n_samples_per_eval_prompt: int = flag(1, range=SOME, needs=EVALUATES)
     """Samples per prompt in evaluation."""
-    eval_pass_k: tuple[int, ...] = flag(())
+    eval_pass_k: tuple[int, ...] = flag((), range=SOME, needs=EVALUATES)
     """Values of k for which pass@k is reported; unset: powers of two up to the samples per prompt."""
-    eval_temperature: float = derived("rollout_temperature")
+    eval_temperature: float = derived("rollout_temperature", range=finite(0, "0 is greedy"), needs=EVALUATES)
     """Sampling temperature of evaluation; 0: greedy."""
-    eval_top_p: float = derived("rollout_top_p")
+    eval_top_p: float = derived("rollout_top_p", range=PROBABILITY, needs=EVALUATES)
     """Nucleus sampling in evaluation."""
-    eval_top_k: int = derived("rollout_top_k")
+    eval_top_k: int = derived("rollout_top_k", range=TOP_K, needs=EVALUATES)
     """Top-k sampling in evaluation."""
-    eval_max_response_len: int = derived("rollout_max_response_len")
+    eval_max_response_len: int = derived("rollout_max_response_len", range=SOME, needs=EVALUATES)
     """Most new tokens per sample in evaluation."""
-    eval_max_prompt_len: int | None = derived("rollout_max_prompt_len")
+    eval_max_prompt_len: int | None = derived("rollout_max_prompt_len", range=SOME, needs=EVALUATES)
     """Longer prompts are left out of evaluation."""
-    eval_max_context_len: int | None = derived("rollout_max_context_len")
+    eval_max_context_len: int | None = derived(
+        "rollout_max_context_len", range=at_least(2, "a prompt token and a response token"), needs=EVALUATES
+    )
     """Most tokens of prompt plus response in evaluation."""
-    eval_min_new_tokens: int = flag(0)
+    eval_min_new_tokens: int = flag(0, range=NONE_OR_SOME, needs=EVALUATES)
     """Least new tokens per sample in evaluation."""
 
 
@@ -206,25 +249,29 @@ class EngineConfig:
     `slime.config.foreign.to_argv`: ``router["policy"]`` is --router-policy, for example.
     """
 
+    SERVES: ClassVar[tuple[Process, ...]] = ("engine",)
+
     rollout_engine: Literal["auto", "sglang", "embedded"] = derived(
         "auto: sglang where this host has a GPU and SGLang is installed, else embedded"
     )
     """Engine implementation."""
-    embedded_dtype: Literal["auto", "bfloat16", "float32"] = flag("auto")
+    embedded_dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", needs=on("rollout_engine", "embedded"))
     """Weights of the embedded engine; auto: as the trainer's."""
-    embedded_max_slots: int = flag(64)
+    embedded_max_slots: int = flag(64, range=SOME, needs=on("rollout_engine", "embedded"))
     """Requests that the embedded engine decodes at once; more wait in its queue."""
     rollout_external_engine_addrs: tuple[str, ...] = flag((), refused="external engines are not in this version")
     """host:port of engines that are already running."""
-    sglang_server_concurrency: int = flag(512)
+    sglang_server_concurrency: int = flag(512, range=SOME, serves="rollout")
     """Most requests in flight per engine."""
     sglang_router_ip: str | None = flag(None, refused=_OWN_ROUTER)
     """Address of the router, as hooks read it."""
     sglang_router_port: int | None = flag(None, refused=_OWN_ROUTER)
     """Port of the router, as hooks read it."""
-    sglang_router_request_timeout_secs: int = flag(14400)
+    sglang_router_request_timeout_secs: int = flag(14400, range=SOME)
     """Seconds after which the router gives a request up."""
-    sglang_config: str | None = flag(None)
+    sglang_config: str | None = flag(
+        None, needs=on("rollout_engine", "sglang", why="the engines of this run are embedded ones")
+    )
     """YAML file of server groups."""
     prefill_num_servers: int | None = flag(None, refused="prefill and decode servers are groups of --sglang-config")
     """Number of prefill servers."""

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from slime.config.field import derived, flag
+from slime.config.flag import GENERATES, NONE_OR_SOME, POSITIVE, SOME, Interval, Process, derived, finite, flag, on
 
 _NO_PROFILER = "profiling and memory recording are not in this version; py-spy works on every process"
 
@@ -18,33 +18,38 @@ class ClusterConfig:
     On a host without a GPU, a "GPU" is one CPU process slot. `Config.placement` has the numbers that follow.
     """
 
-    actor_num_nodes: int = flag(1)
+    SERVES: ClassVar[tuple[Process, ...]] = ("driver",)
+
+    actor_num_nodes: int = flag(1, range=SOME)
     """Nodes of the trainer."""
-    actor_num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU")
+    actor_num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)
     """GPUs of the trainer on each of its nodes."""
-    rollout_num_gpus: int = derived("actor_num_nodes × actor_num_gpus_per_node with colocate, else one engine")
+    rollout_num_gpus: int = derived(
+        "actor_num_nodes × actor_num_gpus_per_node with colocate, else one engine", range=NONE_OR_SOME
+    )
     """GPUs of all engines together. 0: no engines."""
-    rollout_num_gpus_per_engine: int = flag(1)
+    rollout_num_gpus_per_engine: int = flag(1, range=SOME)
     """GPUs of one engine (its tensor-parallel times pipeline-parallel size)."""
-    num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU")
-    """GPUs of a node. An SGLang engine of more reaches over several nodes; an embedded one cannot."""
+    num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)
+    """GPUs of a node, as what the other flags ask of nodes is checked against it; processes go where Ray finds GPUs. An
+    SGLang engine of more reaches over several nodes; an embedded one cannot."""
     colocate: bool = flag(False)
     """Trainer and engines share the same GPUs and take turns."""
-    offload: bool = flag(False)
+    offload: bool = flag(False, needs=on("colocate", why="trainer and engines have GPUs of their own"), serves="config")
     """Short for --offload-train --offload-rollout."""
-    offload_train: bool = derived("colocate")
+    offload_train: bool = derived("colocate", needs=on("colocate", why="trainer and engines have GPUs of their own"))
     """Free the trainer's GPU memory while the engines generate."""
-    offload_rollout: bool = derived("colocate")
+    offload_rollout: bool = derived("colocate", needs=on("colocate", why="trainer and engines have GPUs of their own"))
     """Free the engines' GPU memory while the trainer trains."""
-    distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto")
+    distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", serves="config")
     """torch.distributed backend of the trainer's process groups; auto: nccl where the trainer has GPUs, else gloo."""
-    distributed_timeout_minutes: float = derived("NCCL_TIMEOUT / 60 when that variable is set, else 10")
+    distributed_timeout_minutes: float = derived("NCCL_TIMEOUT / 60 when that variable is set, else 10", range=POSITIVE)
     """Time-out of every process group but that of checkpoints, and of every step of a launch (docs/deadlines.md)."""
     train_env_vars: dict[str, Any] = flag({})
     """Environment variables of the trainer's processes, as JSON."""
-    placement_timeout: float = flag(300.0)
+    placement_timeout: float = flag(300.0, range=POSITIVE)
     """Seconds to wait for the cluster to have the GPUs that were asked for."""
-    gpu_memory_gb: float | None = flag(None)
+    gpu_memory_gb: float | None = flag(None, range=POSITIVE)
     """Memory of a GPU in 10⁹ bytes, for the memory plan; unset: asked of the driver, 80 where there is none. On a
     host without GPUs it makes --dry-run plan for GPUs."""
     memory_plan: Literal["refuse", "warn"] = flag("refuse")
@@ -57,7 +62,7 @@ class ClusterConfig:
     """Send requests to engines from several nodes."""
     release_train: bool = flag(False, refused="trainer processes stay; use --offload-train to free their GPU memory")
     """End the trainer's processes during rollout and start them again from a checkpoint."""
-    train_backend: Literal["megatron"] = flag("megatron")
+    train_backend: Literal["megatron"] = flag("megatron", serves="config")
     """Training backend."""
 
 
@@ -65,20 +70,24 @@ class ClusterConfig:
 class FaultToleranceConfig:
     """Watching engines and replacing dead ones."""
 
-    use_fault_tolerance: bool = flag(False)
+    SERVES: ClassVar[tuple[Process, ...]] = ("driver",)
+
+    use_fault_tolerance: bool = flag(False, needs=GENERATES)
     """Engines that die or hang are started again and come back with the next weight push; others take over their
     requests. Without it the death of an engine ends the run."""
-    rollout_health_check_interval: float = flag(30.0)
+    rollout_health_check_interval: float = flag(30.0, range=POSITIVE, needs=on("use_fault_tolerance"))
     """Seconds between two health checks of an engine while it generates, with --use-fault-tolerance."""
-    rollout_health_check_timeout: float = flag(30.0)
+    rollout_health_check_timeout: float = flag(30.0, range=POSITIVE, needs=on("use_fault_tolerance"))
     """Seconds without a good answer to a health check after which an engine counts as hung, and is killed."""
-    rollout_health_check_first_wait: float = flag(0.0)
+    rollout_health_check_first_wait: float = flag(0.0, range=finite(0), needs=on("use_fault_tolerance"))
     """Seconds before the first health check of each rollout, for engines that compile on first use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveConfig:
     """The run folder, logs and metrics."""
+
+    SERVES: ClassVar[tuple[Process, ...]] = ("driver",)
 
     output_dir: str = flag("outputs")
     """Directory of run folders; `tensorboard --logdir` reads it."""
@@ -92,39 +101,39 @@ class ObserveConfig:
     """Record the spans of every sample (queue, prefill and decode, reward) for Perfetto."""
     use_tensorboard: bool = flag(True)
     """Write TensorBoard event files into the run folder."""
-    tb_project_name: str | None = flag(None)
+    tb_project_name: str | None = flag(None, needs=on("use_tensorboard"))
     """First level of the TensorBoard directory: tensorboard/<project>/<experiment>."""
-    tb_experiment_name: str | None = flag(None)
+    tb_experiment_name: str | None = flag(None, needs=on("use_tensorboard"))
     """Second level of the TensorBoard directory."""
     use_wandb: bool = flag(False)
     """Log to Weights & Biases (pip install 'slime-rl[wandb]')."""
-    wandb_mode: Literal["online", "offline", "disabled"] | None = flag(None)
+    wandb_mode: Literal["online", "offline", "disabled"] | None = flag(None, needs=on("use_wandb"))
     """Mode of Weights & Biases; unset: its own default."""
-    wandb_dir: str | None = flag(None)
+    wandb_dir: str | None = flag(None, needs=on("use_wandb"))
     """Directory of the W&B files; unset: the run folder."""
-    wandb_key: str | None = flag(None)
+    wandb_key: str | None = flag(None, needs=on("use_wandb"))
     """W&B API key; better given as WANDB_API_KEY. Never written to config.json."""
-    wandb_host: str | None = flag(None)
+    wandb_host: str | None = flag(None, needs=on("use_wandb"))
     """W&B server."""
-    wandb_team: str | None = flag(None)
+    wandb_team: str | None = flag(None, needs=on("use_wandb"))
     """W&B entity."""
-    wandb_group: str | None = flag(None)
+    wandb_group: str | None = flag(None, needs=on("use_wandb"))
     """W&B group."""
-    wandb_project: str | None = flag(None)
+    wandb_project: str | None = flag(None, needs=on("use_wandb"))
     """W&B project; unset: slime."""
-    wandb_run_id: str | None = flag(None)
+    wandb_run_id: str | None = flag(None, needs=on("use_wandb"))
     """Resume this W&B run."""
-    disable_wandb_random_suffix: bool = flag(False)
+    disable_wandb_random_suffix: bool = flag(False, needs=on("wandb_group"))
     """Leave the group name as given, without a random suffix."""
     wandb_always_use_train_step: bool = flag(False, refused="all metrics share one axis, the rollouts trained on")
     """Use the count of optimizer steps as the x axis of rollout and eval metrics too."""
-    log_multi_turn: bool = flag(False)
+    log_multi_turn: bool = flag(False, needs=GENERATES, serves="rollout")
     """Log the number of turns and their lengths."""
-    log_passrate: bool = flag(False)
+    log_passrate: bool = flag(False, needs=GENERATES, serves="rollout")
     """Log pass@k of the training samples."""
-    log_reward_category: str | None = flag(None)
+    log_reward_category: str | None = flag(None, needs=GENERATES, serves="rollout")
     """Key of the reward dict whose values are counted per category."""
-    log_correct_samples: bool = flag(False)
+    log_correct_samples: bool = flag(False, needs=GENERATES, serves="rollout")
     """Log the lengths of correct samples separately."""
 
 
@@ -132,9 +141,11 @@ class ObserveConfig:
 class DebugConfig:
     """Configuration files, dry runs, and running one half of the loop alone."""
 
-    config: str | None = flag(None)
+    SERVES: ClassVar[tuple[Process, ...]] = ("driver",)
+
+    config: str | None = flag(None, serves="config")
     """YAML file that sets flags by name (with dashes or underscores); flags on the command line win."""
-    custom_config_path: str | None = flag(None)
+    custom_config_path: str | None = flag(None, serves="config")
     """YAML file of names that are set on `args` for hooks; names that are flags set the flag."""
     dry_run: bool = flag(False)
     """Resolve, plan placement and memory, print, and start nothing."""
@@ -146,13 +157,15 @@ class DebugConfig:
     """Write every rollout's samples to this path, formatted with rollout_id."""
     load_debug_rollout_data: str | None = flag(None)
     """Train on samples written by --save-debug-rollout-data instead of generating; implies --debug-train-only."""
-    load_debug_rollout_data_subsample: float | None = flag(None)
+    load_debug_rollout_data_subsample: float | None = flag(
+        None, range=Interval(0, 1, above=True, what="a fraction"), needs=on("load_debug_rollout_data"), serves="rollout"
+    )
     """Fraction of the loaded samples to keep."""
     load_forge_rollout_data: str | None = flag(None, refused="replaying dumps while engines live is not supported")
     """Replay dumps while the engines stay live."""
     save_debug_train_data: str | None = derived("<dump_details>/train_data/{rollout_id}.pt with --dump-details")
     """Write every rollout's training tensors to this path, formatted with rollout_id."""
-    dump_details: str | None = flag(None)
+    dump_details: str | None = flag(None, serves=("config", "rollout"))
     """Directory for the samples and training tensors of all rollouts, and the tokenizer."""
     memory_snapshot_dir: str = flag(".", refused=_NO_PROFILER)
     """Directory of GPU memory snapshots."""
@@ -172,7 +185,7 @@ class DebugConfig:
         ("train_overall",), append=True, refused=_NO_PROFILER
     )
     """What the profiler covers."""
-    check_weight_update_equal: bool = flag(False)
+    check_weight_update_equal: bool = flag(False, needs=GENERATES, serves="trainer")
     """Verify every weight on the engines after the first sync."""
     check_canary: bool = flag(True)
     """Compare trainer's and engines' log-probs of a few fixed tokens after every weight push and wake."""

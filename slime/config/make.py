@@ -6,12 +6,13 @@ import logging
 import sys
 from typing import Any
 
-from slime.config.architecture import check_model_flags_of
-from slime.config.checks import check, check_complete
+from slime.config.architecture import check_checkpoint
+from slime.config.checks import check, check_complete, refuse_unsupported
 from slime.config.config import Config, build
-from slime.config.parse import Given, given_by_name, read_argv, read_config_file, read_custom_config, refuse_unsupported
-from slime.config.registry import all_flags
-from slime.config.resolve import Draft, resolve
+from slime.config.draft import Draft, Given
+from slime.config.flags import all_flags
+from slime.config.parse import given_by_name, read_argv, read_config_file, read_custom_config
+from slime.config.resolve import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
         raise SystemExit(0)
     draft = _resolved(read_argv(words), entry)
     check_complete(draft)
-    check_model_flags_of(draft["hf_checkpoint"], draft.given.values)
+    check_checkpoint(draft["hf_checkpoint"], draft.given.values)
     config = _finish(draft)
     for warning in config.warnings:
         logger.warning(warning)
@@ -67,7 +68,7 @@ def _resolved(flags: Given, entry: str) -> Draft:
     if custom is not None:
         given.update(read_custom_config(custom))
     refuse_unsupported(given, all_flags())
-    draft = resolve(given, entry)
+    draft = resolve(given, all_flags(), entry)
     check(draft)
     return draft
 

@@ -1,9 +1,9 @@
-"""Megatron's own flags: the scalar fields of its config classes, read from the installed source.
+"""The scalar fields of Megatron's config classes, read from the installed source.
 
 The source is parsed with `ast`, never imported: importing any megatron module imports torch (seconds), and
-`--help` must not. A field becomes a flag of the same name; `megatron_lm.py` adds Megatron-LM's other names.
+`--help` must not. `megatron_flags` makes flags of them.
 
-    TransformerConfig (and parents)   →  config.megatron.transformer["moe_permute_fusion"]
+    TransformerConfig (and parents)   →  config.megatron.transformer["moe_router_topk"]
     MLATransformerConfig              →  config.megatron.model["q_lora_rank"]
     OptimizerConfig                   →  config.megatron.optimizer["loss_scale"]
     DistributedDataParallelConfig     →  config.megatron.ddp["bucket_size"]
@@ -14,20 +14,11 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.metadata
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.config.field import FlagMeta
-from slime.config.megatron_lm import (
-    MODEL_FLAGS,
-    NAMES,
-    NO_EFFECT,
-    REFUSED_AT_LAUNCH,
-    REFUSED_FIELDS,
-    SKIPPED_FIELDS,
-)
-from slime.config.specs import FlagSpec, Kind, docs_of_class, own_flags
+from slime.config.flag import Kind, docs_of_class
 
 #: (file below megatron/core, class, dict of `MegatronConfig`); later classes add fields, never change one.
 _SOURCES = (
@@ -141,58 +132,3 @@ def _default_of(node: ast.expr | None) -> tuple[Any, dict[str, Any]]:
         return ast.literal_eval(node), {}
     except ValueError:
         return None, {}
-
-
-@functools.lru_cache(maxsize=1)
-def native_flags() -> dict[str, FlagSpec]:
-    """Megatron's fields as flags by dest, without those that a group of ours already has.
-
-    A field that several classes have (``fp8_recipe``) is one flag that sets each.
-    """
-    own, model = own_flags(), {spec.dest for spec in MODEL_FLAGS}
-    specs: dict[str, FlagSpec] = {}
-    for (section, field_name), native in native_fields().items():
-        name = NAMES.get(field_name)
-        dest = name[0] if name else field_name
-        if dest in own or field_name in own or field_name in SKIPPED_FIELDS:
-            continue
-        if section == "model" and (dest in model or dest in specs):
-            continue
-        if dest in specs:
-            specs[dest] = replace(specs[dest], sections=(*specs[dest].sections, section))
-            continue
-        specs[dest] = FlagSpec(
-            dest=dest,
-            group="megatron",
-            attribute=field_name,
-            kind=native.kind,
-            default=native.default,
-            sections=(section,),
-            many=native.many,
-            scalar_or_list=native.scalar_or_list,
-            optional=native.optional or native.default is None,
-            choices=native.choices,
-            help=native.help,
-            meta=_meta_of_native(native, dest, name[1:] if name else ()),
-            origin=f"megatron-core {megatron_version()}",
-        )
-    return specs
-
-
-def _meta_of_native(native: NativeField, dest: str, aliases: tuple[str, ...]) -> FlagMeta:
-    """Aliases are the field's own name and what megatron-core says of its argument names."""
-    spelled = {alias.removeprefix("--") for alias in (*native.arg_names, *aliases)}
-    if dest != native.name:
-        spelled.add(native.name.replace("_", "-"))
-    off = ""
-    if native.kind == "bool" and native.default is True:
-        negatives = [alias for alias in spelled if alias.startswith(("no-", "disable-"))]
-        off = negatives[0] if negatives else ""
-    spelled -= {dest.replace("_", "-"), off}
-    return FlagMeta(
-        aliases=tuple(sorted(spelled)),
-        off=off,
-        refused=REFUSED_FIELDS.get(native.name, ""),
-        refused_at_launch=REFUSED_AT_LAUNCH.get(native.name, ""),
-        no_effect=NO_EFFECT.get(native.name, ""),
-    )

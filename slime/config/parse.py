@@ -6,42 +6,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from slime.config.registry import Spelling, nearest, spellings, unknown_name
-from slime.config.specs import FlagSpec, option_of
+from slime.config.draft import Given
+from slime.config.flag import option_of
+from slime.config.flags import Spelling, nearest, spellings, unknown_name
 from slime.config.values import convert
 from slime.errors import UserError
 
 _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
-
-
-@dataclass
-class Given:
-    """What the user set, by dest.
-
-    Attributes:
-        values: typed values.
-        origins: "flag" or "yaml <file>".
-        extra: keys of --custom-config-path that are no flags.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def set(self, dest: str, value: Any, origin: str) -> None:
-        self.values[dest], self.origins[dest] = value, origin
-
-    def update(self, other: Given) -> None:
-        """``other`` wins."""
-        self.values.update(other.values)
-        self.origins.update(other.origins)
-        self.extra.update(other.extra)
 
 
 def read_argv(argv: list[str]) -> Given:
@@ -238,24 +214,3 @@ def given_by_name(flags: dict[str, Any]) -> Given:
     for key, value in flags.items():
         _set_key(given, key, value, "flag", "")
     return given
-
-
-def refuse_unsupported(given: Given, specs: dict[str, FlagSpec]) -> None:
-    """Stop at the first value that asks for what this version does not do.
-
-    Raises:
-        UserError: names the flag and the reason.
-    """
-    for dest, value in given.values.items():
-        spec = specs[dest]
-        reason = spec.meta.refused if value != spec.default else ""
-        values = value if isinstance(value, tuple) else (value,)
-        for item in values:
-            reason = reason or (spec.meta.refused_values.get(item, "") if isinstance(item, str) else "")
-        if reason:
-            shown = "" if spec.meta.refused else f" {value}"
-            origin = given.origins[dest]
-            where = f"{origin.removeprefix('yaml ')}: " if origin.startswith("yaml ") else ""
-            missing = spec.origin == "slime" or "this version" in reason
-            verdict = "is not supported in this version" if missing else "cannot be set"
-            raise UserError(f"{where}{spec.option}{shown} {verdict}", why=reason)

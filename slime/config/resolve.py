@@ -1,6 +1,6 @@
 """Everything that follows from the flags, worked out once: defaults, derived values, contradictions.
 
-given values ─► defaults ─► derive_* (each in its order) ─► check_* (in `checks.py`) ─► Config
+given values ─► defaults ─► derived values, each step in its order ─► `checks` ─► `Config`
 """
 
 from __future__ import annotations
@@ -8,68 +8,20 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from slime.config.parse import Given
-from slime.config.registry import all_flags
-from slime.config.specs import option_of, own_flags
+from slime.config.draft import Draft, Given
+from slime.config.flag import FlagSpec, option_of
 from slime.errors import UserError
 from slime.host import num_cpus, num_gpus
 
 EQUATION = "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout"
 
 
-@dataclass
-class Draft:
-    """A configuration while it is being resolved.
-
-    Attributes:
-        values: by dest; None where nothing is known yet.
-        origins: by dest.
-        given: what the user set.
-        entry: "train" or "train_async".
-        warnings: remarks that are no errors.
-    """
-
-    values: dict[str, Any]
-    origins: dict[str, str]
-    given: Given
-    entry: str
-    warnings: list[str] = field(default_factory=list)
-
-    @staticmethod
-    def of(given: Given, entry: str) -> Draft:
-        """Constant defaults, and the given values over them."""
-        own = own_flags()
-        values = {dest: spec.default for dest, spec in own.items()}
-        origins = dict.fromkeys(own, "default")
-        return Draft({**values, **given.values}, {**origins, **given.origins}, given, entry)
-
-    def __getitem__(self, dest: str) -> Any:
-        return self.values[dest]
-
-    def is_given(self, dest: str) -> bool:
-        return dest in self.given.values
-
-    def differs(self, dest: str) -> bool:
-        """Whether the user asked for something else than the default."""
-        return self.is_given(dest) and self.values[dest] != all_flags()[dest].default
-
-    def derive(self, dest: str, value: Any, formula: str) -> None:
-        """Set ``dest``, unless the user or an earlier derivation did."""
-        if self.values[dest] is None and value is not None:
-            self.values[dest], self.origins[dest] = value, f"derived: {formula}"
-
-    def copy(self, dest: str, source: str) -> None:
-        """``dest`` is ``source`` unless given."""
-        self.derive(dest, self.values[source], source)
-
-
-def resolve(given: Given, entry: str = "train") -> Draft:
+def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train") -> Draft:
     """Derive what is derived. Checks come after, in `slime.config.checks.check`."""
-    draft = Draft.of(given, entry)
+    draft = Draft.of(given, specs, entry)
     for step in (
         _placement,
         _overlap,
@@ -219,7 +171,8 @@ def _engine(draft: Draft) -> None:
     draft.derive("rollout_engine", chosen, why)
     if draft["rollout_engine"] == "sglang":
         return
-    ignored = [all_flags()[dest].option for dest in draft.given.values if all_flags()[dest].sections == ("sglang",)]
+    given = (draft.specs[dest] for dest in draft.given.values)
+    ignored = [spec.option for spec in given if spec.sections == ("sglang",)]
     if ignored:
         draft.warnings.append(
             f"the embedded engine does not have SGLang's options; left out: {', '.join(sorted(ignored))}"

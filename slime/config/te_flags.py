@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from slime.config.specs import option_of
+from slime.config.flag import option_of
 from slime.errors import UserError
 
 _FP8 = "low-precision matrix products are Transformer Engine's"

@@ -1,4 +1,4 @@
-"""From what was written (text of a command line, YAML, Python) to the typed value of a flag."""
+"""From what was written (text of a command line, YAML, Python) to the typed value of a flag, in its range."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 from typing import Any
 
-from slime.config.specs import FlagSpec
+from slime.config.flag import FlagSpec
 from slime.errors import UserError
 
 _WORDS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
@@ -31,6 +31,7 @@ def convert(spec: FlagSpec, value: Any, where: str = "") -> Any:
         UserError: wrong type, not among the choices, or a list where one value is wanted.
 
     Example:
+        >>> from slime.config.flags import own_flags
         >>> convert(own_flags()["lr"], "1e-6")     # PyYAML too reads 1e-6 as text
         1e-06
     """
@@ -41,6 +42,37 @@ def convert(spec: FlagSpec, value: Any, where: str = "") -> Any:
     if isinstance(value, (list, tuple)) and spec.kind not in ("json", "int_or_list"):
         raise UserError(f"{where}{spec.option} takes one value, not {len(value)}: {_shown(value)}")
     return _convert_one(spec, value, where)
+
+
+def check_number(spec: FlagSpec, value: Any, where: str = "") -> None:
+    """Refuse a number that is not in the flag's range, or one of several; None is unset.
+
+    Args:
+        where: what is said instead of the flag, for a value from elsewhere.
+    Raises:
+        UserError: tells what the number is, and the range.
+
+    Example:
+        >>> from slime.config.flags import own_flags
+        >>> check_number(own_flags()["gamma"], 0.99)
+        >>> check_number(own_flags()["gamma"], 2.0)
+        Traceback (most recent call last):
+        slime.errors.UserError: --gamma is 2
+          why: a discount; above 1 returns would grow with the length: it must be at least 0 and at most 1
+          fix: pass such a number, or leave it out (default: 1.0)
+    """
+    interval = spec.meta.range
+    if interval is None:
+        return
+    for number in value if isinstance(value, list | tuple) else (value,):
+        if number is None or number in interval:
+            continue
+        default = spec.meta.derived or ("unset" if spec.default is None else spec.default)
+        raise UserError(
+            f"{where or spec.option} is {number:.10g}",
+            why=f"{interval.what}: it must be {interval.words}" if interval.what else f"it must be {interval.words}",
+            fix=f"pass such a number, or leave it out (default: {default})",
+        )
 
 
 def _convert_one(spec: FlagSpec, value: Any, where: str) -> Any:

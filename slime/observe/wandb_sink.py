@@ -24,6 +24,9 @@ class WandbSink:
         observe = config.observe
         if observe.wandb_key:
             wandb.login(key=observe.wandb_key, host=observe.wandb_host)
+        options = wandb.Settings(console="off")  # our own logs are in the run folder; leave stdout alone
+        if observe.wandb_host:
+            options.base_url = observe.wandb_host  # also where the key comes from WANDB_API_KEY
         group = observe.wandb_group
         if group and not observe.disable_wandb_random_suffix:
             group = f"{group}-{_kept(run, 'wandb-suffix', secrets.token_hex(3))}"
@@ -38,7 +41,7 @@ class WandbSink:
             mode=observe.wandb_mode,
             dir=observe.wandb_dir or str(run.path),
             config=settings,
-            settings=wandb.Settings(console="off"),  # our own logs are in the run folder; leave stdout alone
+            settings=options,
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

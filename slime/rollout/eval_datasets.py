@@ -21,9 +21,8 @@ from typing import Any
 import yaml
 
 from slime.config import Config
-from slime.config.ranges import check_number
-from slime.config.registry import all_flags
-from slime.config.values import convert
+from slime.config.flags import all_flags
+from slime.config.values import check_number, convert
 from slime.errors import UserError
 from slime.rollout.generate import sampling_params
 
@@ -123,7 +122,7 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
         for key, dest in _NUMBERS.items():
             where = f"evaluation set {values['name']}: "
             values[key] = convert(all_flags()[dest], values[key], where)
-            check_number(dest, values[key], where + key)
+            check_number(all_flags()[dest], values[key], where + key)
         datasets.append(EvalDataset(**values))
     names = [dataset.name for dataset in datasets]
     if twice := sorted({name for name in names if names.count(name) > 1}):

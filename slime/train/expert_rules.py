@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slime.config.megatron_lm import REFUSED_AT_LAUNCH
-from slime.config.specs import option_of
 from slime.errors import UserError
 
 #: Balance losses; each counts the experts' shares over other ranks' tokens (`slime.train.megatron.moe_router`).
@@ -23,13 +21,10 @@ def check_experts(arguments: Mapping[str, Any]) -> None:
 
     Example:
         >>> check_experts({"num_moe_experts": 8, "moe_router_load_balancing_type": "seq_aux_loss"})
-        >>> check_experts({"moe_router_fusion": True})
+        >>> check_experts({"num_moe_experts": 8, "moe_router_load_balancing_type": "sinkhorn"})
         Traceback (most recent call last):
-        slime.errors.UserError: --moe-router-fusion cannot be honoured
+        slime.errors.UserError: --moe-router-load-balancing-type sinkhorn cannot be honoured
     """
-    for name, why in REFUSED_AT_LAUNCH.items():
-        if arguments.get(name):
-            raise UserError(f"{option_of(name)} cannot be honoured", why=why, fix="leave it out")
     balancing = arguments.get("moe_router_load_balancing_type", "aux_loss")
     if balancing not in LOAD_BALANCING:
         raise UserError(
@@ -42,11 +37,4 @@ def check_experts(arguments: Mapping[str, Any]) -> None:
             f"--moe-aux-loss-coeff {' '.join(map(str, coefficient))} cannot be honoured",
             why="there is one balance loss at a time",
             fix="pass one coefficient",
-        )
-    dispatcher = arguments.get("moe_token_dispatcher_type", "alltoall")
-    if dispatcher != "alltoall":
-        raise UserError(
-            f"--moe-token-dispatcher-type {dispatcher} cannot be honoured",
-            why="experts exchange tokens by all-to-all, with splits of any size",
-            fix="leave it out, or pass alltoall",
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.__main__ import COMMANDS, guarded, main
+from slime.config import make_config
 from slime.errors import RunFailed, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -129,3 +130,29 @@ def test_interrupt_and_closed_pipe(capsys: pytest.CaptureFixture[str]) -> None:
 def test_flags_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flags", "kl-loss-coef"]) == 0
     assert "Coefficient of the KL loss." in capsys.readouterr().out
+
+
+def test_a_flag_is_shown_with_its_declaration_and_its_value_in_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["flags", "--opsm-delta"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "--opsm-delta FLOAT",
+        "Sequence KL above which a sample of negative advantage is masked.",
+        "default: 0.0001",
+        "range: at least 0",
+        "status: works; refused without --use-opsm",
+        "read by: the trainer's processes",
+        "of: slime",
+    ]
+    flags = {"use_opsm": True, "opsm_delta": 0.5, "use_wandb": True, "wandb_key": "hidden"}
+    make_config(rollout_batch_size=2, **flags).save(tmp_path / "config.json")
+    assert main(["flags", "opsm-delta", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("    value: 0.5\n    origin: flag\n")
+    assert main(["flags", "global-batch-size", str(tmp_path)]) == 0
+    assert "origin: derived: rollout_batch_size × n_samples_per_prompt" in capsys.readouterr().out
+    assert main(["flags", "num-layers", str(tmp_path)]) == main(["flags", "wandb-key", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "value: not set" in shown and "hidden" not in shown
+    assert main(["flags", "lr", str(tmp_path / "none")]) == UserError.exit_status

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from slime.config import Config, make_config, parse_args
-from slime.config.architecture import _FACTS, check_model_flags, merge_transformer
-from slime.config.registry import all_flags
+from slime.config.architecture import _FACTS, check_described, check_model_flags, merge_transformer
+from slime.config.flags import all_flags
 from slime.errors import UserError
 
 QWEN3_4B_MODEL = """
@@ -97,7 +97,8 @@ DEEPSEEK_V3 = """
     --num-steps-per-rollout 4 --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4
     --context-parallel-size 4 --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
     --use-dynamic-batch-size --max-tokens-per-gpu 16384 --balance-data --rollout-num-gpus-per-engine 64
-    --no-load-optim --no-load-rng --finetune --no-save-optim --no-save-rng --distributed-timeout-minutes 60
+    --load d --save s --no-load-optim --no-load-rng --finetune --no-save-optim --no-save-rng
+    --distributed-timeout-minutes 60
     --sglang-disable-radix-cache --sglang-watchdog-timeout 3600
 """
 MEGATRON_LM = """
@@ -135,8 +136,22 @@ def gpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIME_NUM_GPUS", "8")
 
 
+#: What scripts for large clusters ask for and this version does not have.
+NOT_THERE = ("--sglang-moe-a2a-backend deepep", "--moe-token-dispatcher-type flex", "--moe-enable-deepep")
+
+
 def parse(text: str, hf: str = "no-such-model", entry: str = "train") -> Config:
+    """The configuration of a script without what is `NOT_THERE`."""
+    for words in NOT_THERE:
+        text = text.replace(words, "")
     return parse_args(shlex.split(text.format(hf=hf)), entry=entry)
+
+
+@pytest.mark.parametrize("words", NOT_THERE)
+def test_what_is_not_there_is_refused_by_name(words: str) -> None:
+    assert words in QWEN3_30B_A3B + DEEPSEEK_V3
+    with pytest.raises(UserError, match=words.split()[0]):
+        parse_args(shlex.split(QWEN3_4B_RUN.format(hf="no-such-model") + words))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +176,7 @@ def test_where_native_flags_go() -> None:
     transformer, model = config.megatron.transformer, config.megatron.model
     assert transformer["moe_layer_freq"] == [0] * 3 + [1] * 58
     assert transformer["num_moe_experts"] == 256 and transformer["num_layers_in_last_pipeline_stage"] == 13
-    assert transformer["moe_router_load_balancing_type"] == "seq_aux_loss" and transformer["moe_enable_deepep"] is True
+    assert transformer["moe_router_load_balancing_type"] == "seq_aux_loss"
     assert transformer["apply_rope_fusion"] is False and transformer["add_bias_linear"] is False
     assert model["q_lora_rank"] == 1536 and model["rotary_base"] == 10000 and "q_lora_rank" not in transformer
     assert config.checkpoint.finetune and config.checkpoint.no_load_optim and config.checkpoint.no_save_rng
@@ -262,8 +277,45 @@ def test_no_flag_of_the_model_is_ignored() -> None:
 
 def test_merge_transformer() -> None:
     described = {"qk_layernorm": True, "normalization": "RMSNorm"}
-    assert merge_transformer(described, {"moe_permute_fusion": True})["moe_permute_fusion"] is True
+    assert merge_transformer(described, {"moe_z_loss_coeff": 0.1})["moe_z_loss_coeff"] == 0.1
     with pytest.raises(UserError, match="--normalization LayerNorm contradicts the model"):
         merge_transformer(described, {"normalization": "LayerNorm"})
     with pytest.raises(UserError, match="--no-qk-layernorm contradicts"):
         merge_transformer(described, make_config(qk_layernorm=False).megatron.transformer)
+
+
+def test_flags_of_experts_contradict_a_dense_model() -> None:
+    dense = {"num_moe_experts": None}
+    with pytest.raises(UserError, match=r"--moe-router-topk 8 contradicts the model(.|\n)*there are no experts"):
+        merge_transformer(dense, make_config(moe_router_topk=8).megatron.transformer)
+    merge_transformer(dense, make_config(moe_permute_fusion=True, moe_aux_loss_coeff=0).megatron.transformer)
+
+
+def test_a_fused_permutation_is_accepted_for_what_it_is_about() -> None:
+    (warning,) = make_config(moe_permute_fusion=True).warnings
+    assert warning.startswith("--moe-permute-fusion has no effect: it is about speed alone")
+
+
+def test_what_config_json_does_not_say_is_compared_with_what_is_computed() -> None:
+    from slime.models import family_of
+    from slime.preflight import _described
+
+    llama = {**QWEN3_4B_CONFIG, "model_type": "llama", "rope_theta": None}
+    described = _described(family_of(llama).model_spec(llama))
+    check_described({"rotary_percent": 1.0, "rotary_base": 10000.0, "rope_type": "rope", "swiglu": True}, described)
+    for flag, value, said in (
+        ("rotary_percent", 0.5, "it is 1.0"),
+        ("rotary_base", 1e6, "it is 10000.0"),
+        ("q_lora_rank", 64, "it has none"),
+        ("beta_fast", 32.0, "it has none"),
+        ("use_rope_scaling", True, "it is False"),
+    ):
+        with pytest.raises(UserError, match=f"--{flag.replace('_', '-')}(.|\n)*{said}"):
+            check_described({flag: value}, described)
+
+
+def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
+    config = {**QWEN3_4B_CONFIG, "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"asks for quantised weights \(fp8\)"):
+        parse(QWEN3_4B_RUN, hf=str(tmp_path))

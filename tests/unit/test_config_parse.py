@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from slime.config import make_config, parse_args
-from slime.config.parse import Given, read_argv, read_config_file, read_custom_config
-from slime.config.registry import all_flags, spellings
-from slime.config.specs import own_flags
+from slime.config.draft import Given
+from slime.config.flags import all_flags, own_flags, spellings
+from slime.config.parse import read_argv, read_config_file, read_custom_config
 from slime.errors import UserError
 
 #: What a complete command line needs besides the flag under test.

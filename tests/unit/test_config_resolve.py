@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config import Config, FlatArgs, make_config, parse_args
-from slime.config.specs import own_flags
+from slime.config.flags import own_flags
 from slime.errors import UserError
 from slime.host import num_gpus
 
@@ -149,15 +149,16 @@ def test_origins_cover_every_flag(flags: dict[str, Any]) -> None:
 
 
 def test_what_is_written_to_disk(tmp_path: Path) -> None:
-    flags = {"wandb_key": "secret", "num_layers": 3, "sglang_api_key": "secret"}
-    config = make_config(rollout_batch_size=2, train_env_vars={"HF_TOKEN": "secret", "A": "b"}, **flags)
+    config = make_config(
+        rollout_batch_size=2, num_layers=3, use_wandb=True, wandb_key="secret", router_oracle_password="secret"
+    )
     config.save(tmp_path / "config.json")
     text = (tmp_path / "config.json").read_text()
     data = json.loads(text)
     assert data["rollout"]["rollout_batch_size"] == 2 and data["megatron"]["num_layers"] == 3
     assert data["origins"]["rollout_batch_size"] == "flag"
     assert "secret" not in text and "secret" not in config.describe()
-    assert config.observe.wandb_key == "secret" and config.engine.sglang["api_key"] == "secret"
+    assert config.observe.wandb_key == "secret" and config.engine.router["oracle_password"] == "secret"
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
@@ -256,10 +257,13 @@ def test_lengths_follow_from_seq_length() -> None:
 
 
 def test_evaluation_follows_rollout() -> None:
-    config = make_config(rollout_temperature=0.7, input_key="q", label_key="a", reward_key="score", eval_top_p=0.5)
+    data: dict[str, Any] = {"eval_prompt_data": ["a", "a.jsonl"]}
+    config = make_config(
+        **data, rollout_temperature=0.7, input_key="q", label_key="a", reward_key="score", eval_top_p=0.5
+    )
     assert config.eval.eval_temperature == 0.7 and config.eval.eval_input_key == "q"
     assert config.eval.eval_label_key == "a" and config.reward.eval_reward_key == "score"
-    assert config.eval.eval_top_p == 0.5 and make_config(eval_temperature=0).eval.eval_temperature == 0
+    assert config.eval.eval_top_p == 0.5 and make_config(**data, eval_temperature=0).eval.eval_temperature == 0
 
 
 def test_dumps() -> None:
@@ -333,10 +337,12 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--rollout-num-gpus 3 is not a multiple", {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}),
         ("global_batch_size 3 cannot be divided by 2", {"actor_num_gpus_per_node": 2, "global_batch_size": 3}),
         ("micro_batch_size × data-parallel size = 2 × 1", {"micro_batch_size": 2, "global_batch_size": 3}),
-        ("--offload-train has no effect without --colocate", {"offload": True}),
+        ("--offload has no effect without --colocate", {"offload": True}),
+        ("--offload-train has no effect without --colocate", {"offload_train": True}),
         ("--kl-loss-coef has no effect without --use-kl-loss", {"kl_loss_coef": 0.1}),
         ("--kl-coef has no effect with --advantage-estimator grpo", {"kl_coef": 0.1}),
-        ("are both set", {"kl_coef": 0.1, "kl_loss_coef": 0.1, "use_kl_loss": True}),
+        ("are both set", {"kl_coef": 0.1, "kl_loss_coef": 0.1, "use_kl_loss": True, "normalize_advantages": True,
+                          "advantage_estimator": "reinforce_plus_plus"}),
         ("needs --normalize-advantages", {"advantage_estimator": "reinforce_plus_plus"}),
         ("exclude each other", {"use_tis": True, "use_rollout_logprobs": True}),
         ("--tis-clip has no effect without --use-tis", {"tis_clip": 3.0}),
@@ -347,7 +353,7 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("is more than --num-gpus-per-node 2", {"num_gpus_per_node": 2, "rollout_num_gpus_per_engine": 4}),
         ("--save-interval has no effect without --save", {"save_interval": 2}),
         ("--ckpt-step has no effect without --load", {"ckpt_step": 2}),
-        ("--eval-interval needs evaluation data", {"eval_interval": 2}),
+        ("--eval-interval has no effect without --eval-prompt-data or --eval-config", {"eval_interval": 2}),
         ("--eval-pass-k 4 needs", {"eval_prompt_data": ["a", "b"], "eval_pass_k": [2, 4]}),
         ("is no name of a folder", {"run_name": "../x"}),
         ("--stage 'a/b' is no name of a folder", {"stage": "a/b"}),
@@ -370,6 +376,10 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("2 × 4 × 1", {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2, "actor_num_gpus_per_node": 4,
                        "global_batch_size": 4}),
         ("--update-weights-interval is 0", {"update_weights_interval": 0}),
+        ("--partial-rollout cannot be combined", {"partial_rollout": True, "deterministic_rollout": True}),
+        ("--num-epoch needs the number of prompts", {"num_epoch": 1, "streaming_data": True}),
+        ("--actor-num-gpus-per-node 4 is more than", {"actor_num_gpus_per_node": 4, "num_gpus_per_node": 2,
+                                                      "global_batch_size": 4}),
         ("--save-retain is 0", {"save_retain": 0, "save": "s"}),
     ],
 )  # fmt: skip
@@ -379,6 +389,10 @@ def test_contradictions(expected: str, flags: dict[str, Any]) -> None:
 
 def test_colocate_in_async_training() -> None:
     refused("--colocate cannot be used with train_async", colocate=True, entry="train_async")
+    refused("--colocate cannot be used with --async-buffer-size 2", colocate=True, async_buffer_size=2)
+    assert make_config(colocate=True, entry="train_async", async_buffer_size=0).cluster.colocate
+    for half in ("debug_train_only", "debug_rollout_only"):  # of a run, which shares its GPUs with nobody
+        assert make_config(colocate=True, entry="train_async", **{half: True}).cluster.colocate
     assert make_config(colocate=True).cluster.colocate and make_config(entry="train_async") is not None
 
 

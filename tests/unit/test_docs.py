@@ -108,7 +108,7 @@ def mentions() -> Iterator[tuple[list[Path], str]]:
 
 def test_the_life_of_a_sample_names_what_there_is() -> None:
     """Every name stands in a file linked in its line, is a field of a record, or a flag."""
-    from slime.config.registry import all_flags
+    from slime.config.flags import all_flags
     from slime.samples.types import Sample
 
     flags = {f"--{name.replace('_', '-')}" for name in all_flags()}

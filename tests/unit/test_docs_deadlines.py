@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from slime.config.registry import all_flags
+from slime.config.flags import all_flags
 
 ROOT = Path(__file__).parents[2]
 ROWS = [

@@ -143,21 +143,24 @@ def test_failures_are_left_out_and_counted_or_stop_the_run(tmp_path: Path) -> No
 
 
 def test_a_custom_evaluation_and_its_log_function(tmp_path: Path) -> None:
+    data = {"eval_prompt_data": ("own", write_rows(tmp_path / "own.jsonl", 1))}
     output, _ = evaluate(
+        **data,
         eval_function_path="tests.support.rollout_hooks.async_rollout",
         custom_eval_rollout_log_function_path="tests.support.rollout_hooks.log_eval",
     )
     assert output.data["own"]["rewards"] == [0.5, 1.0] and output.metrics == {}
     assert rollout_hooks.calls == [("log_eval", (3, ["own"]))]
-    output, _ = evaluate(eval_function_path="tests.support.rollout_hooks.async_rollout")
+    output, _ = evaluate(**data, eval_function_path="tests.support.rollout_hooks.async_rollout")
     assert output.metrics["eval/own"] == 0.75
 
 
 def test_a_custom_evaluation_needs_rewards_and_no_samples(tmp_path: Path) -> None:
+    data = {"eval_prompt_data": ("own", write_rows(tmp_path / "own.jsonl", 1))}
     with pytest.raises(UserError, match="evaluation_without_rewards returned no list of rewards for data set 'own'"):
-        evaluate(eval_function_path="tests.support.rollout_hooks.evaluation_without_rewards")
+        evaluate(**data, eval_function_path="tests.support.rollout_hooks.evaluation_without_rewards")
     pattern, path = str(tmp_path / "{rollout_id}.pt"), "tests.support.rollout_hooks.evaluation_without_samples"
-    output, _ = evaluate(eval_function_path=path, save_debug_rollout_data=pattern)
+    output, _ = evaluate(**data, eval_function_path=path, save_debug_rollout_data=pattern)
     assert output.metrics["eval/own"] == 0.5 and load_samples(tmp_path / "eval_3.pt") == []
 
 

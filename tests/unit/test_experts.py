@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slime.config.te_flags import missing
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.layout_rules import check_layout
@@ -453,11 +452,8 @@ def test_expert_bias_moves_only_when_asked(ranks: Pools, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ({"moe_router_fusion": True}, "Transformer Engine too"),
-        ({"moe_expert_capacity_factor": 1.0}, "never dropped"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "seq_aux_loss"),
         ({"moe_aux_loss_coeff": (0.1, 0.2)}, "0.1 0.2"),
-        ({"moe_token_dispatcher_type": "flex"}, "all-to-all"),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(setting: dict[str, Any], said: str) -> None:
@@ -465,12 +461,6 @@ def test_settings_that_would_be_ignored_are_refused(setting: dict[str, Any], sai
         with pytest.raises(UserError) as caught:
             expert_arguments(model | setting)
         assert "--" + next(iter(setting)).replace("_", "-") in caught.value.what and said in str(caught.value)
-
-
-def test_a_fused_router_is_refused_before_anything_starts(model: Path) -> None:
-    assert missing({"moe_router_fusion": True}, installed=False) is None, "Transformer Engine would be no help"
-    with pytest.raises(UserError, match="moe-router-fusion"):
-        check_architecture(trainer_config(hf_checkpoint=str(model), moe_router_fusion=True))
 
 
 def fusion_job(info: Any, model: Path, fused: bool) -> tuple[bool, list[Tensor], float]:
@@ -492,6 +482,26 @@ def test_fused_permutation_is_accepted_and_changes_no_bit(ranks: Pools, model: P
     )
     assert not kernel and not kernel_too
     assert norm == norm_too and all(torch.equal(a, b) for a, b in zip(expected, scores, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("moe_router_fusion", True, "Transformer Engine too"),
+        ("moe_expert_capacity_factor", 1.0, "never dropped"),
+        ("moe_token_dispatcher_type", "flex", "all-to-all"),
+    ],
+)
+def test_what_the_experts_here_do_not_have_is_refused_when_flags_are_read(flag: str, value: Any, said: str) -> None:
+    with pytest.raises(UserError, match=f"--{flag.replace('_', '-')}(.|\\n)*{said}"):
+        trainer_config(**{flag: value})
+
+
+def test_a_fused_permutation_is_asked_of_nobody(model: Path) -> None:
+    """Ours gives the same result; Megatron would look for Transformer Engine's kernel."""
+    check_architecture(trainer_config(hf_checkpoint=str(model), moe_permute_fusion=True))
+    for arguments in ({}, {"num_moe_experts": 4}):
+        assert expert_arguments({**arguments, "moe_permute_fusion": True})["moe_permute_fusion"] is False
 
 
 @pytest.mark.parametrize(

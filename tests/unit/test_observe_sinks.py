@@ -8,7 +8,9 @@ import math
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rich.console import Console
@@ -304,3 +306,18 @@ def test_column_preferences_and_scores() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(12.34, "12.3 s"), (163, "2:43"), (3763, "1:02:43")])
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("key", [{}, {"wandb_key": "k"}])
+def test_a_wandb_server_is_taken_wherever_the_key_comes_from(
+    key: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slime.observe.wandb_sink import WandbSink
+
+    fake, asked = MagicMock(), "https://wandb.example"
+    fake.Settings = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = config_for(tmp_path, use_wandb=True, wandb_host=asked, **key)
+    WandbSink(config, RunFolder.create(config))
+    assert fake.init.call_args.kwargs["settings"].base_url == asked
+    assert fake.login.called is bool(key)

@@ -133,7 +133,7 @@ def test_keys_on_the_command_line_reach_no_file(tmp_path: Path, monkeypatch: pyt
         "1",
     ]
     monkeypatch.setattr(sys, "argv", words)
-    run = RunFolder.create(config_for(tmp_path, wandb_key="s3cret"))
+    run = RunFolder.create(config_for(tmp_path, use_wandb=True, wandb_key="s3cret"))
     run.write_crash(RuntimeError("x"))
     assert run.read_summary()["stages"][""]["argv"][-2:] == ["--lr", "1"]
     files = [path for path in run.path.rglob("*") if path.is_file()]

@@ -17,7 +17,7 @@ from slime.cluster.placement import Place, Slots, engine_parts
 from slime.cluster.server_process import ServerDied
 from slime.config import make_config
 from slime.config.engine_flags import stored_sglang_args
-from slime.config.registry import unknown_name
+from slime.config.flags import unknown_name
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.engines.launch import ONE_GPU, EnginePlace
 from slime.engines.router import disaggregated_router_command
@@ -81,7 +81,6 @@ def test_the_users_options_go_through_by_name_and_type_and_ours_win() -> None:
         sglang_cuda_graph_bs=(1, 2, 4),
         sglang_dtype="float16",
         sglang_custom_weight_loader=("a.b",),
-        sglang_host="1.2.3.4",
     )
     assert args.mem_fraction_static == 0.7 and args.disable_cuda_graph and args.cuda_graph_bs == [1, 2, 4]
     assert args.dtype == "float16" and args.host == "10.0.0.1"

@@ -88,7 +88,7 @@ def loss_of_logits(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: An
 
 MEANS = {"normalize_advantages": True, "calculate_per_token_loss": True, "entropy_coef": 0.5}
 CUSTOM = {"loss_type": "custom_loss", "custom_loss_function_path": f"{__name__}.loss_of_logits", "use_kl_loss": False}
-CUSTOM |= {"kl_loss_coef": 0.0, "entropy_coef": 0.0}
+CUSTOM |= {"kl_loss_coef": 0.0, "kl_loss_type": "k1", "entropy_coef": 0.0}
 UNEVEN = [([4, 0], [[0], [1]]), ([1, 3, 5, 2], [[0, 1, 2], [3]])]
 IDLE = [(list(range(6)), MICRO_BATCHES), ([], [[], [], [], []])]
 

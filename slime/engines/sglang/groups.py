@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from slime.config.engine_flags import SGLANG_RESERVED, sglang_args
+from slime.config.engine_flags import SGLANG_REFUSED_VALUES, SGLANG_RESERVED, sglang_args
 from slime.engines.launch import ServedModel, ServerGroup, only_the_policy
 from slime.engines.sglang.command import check_pushes
 from slime.errors import UserError
@@ -160,9 +160,12 @@ def _overrides(path: Path, where: str, given: Any) -> Mapping[str, Any]:
     version, arguments = sglang_args()
     known = {argument.name for argument in arguments}
     overrides = {str(name).replace("-", "_"): value for name, value in given.items()}
-    for name in overrides:
+    for name, value in overrides.items():
         if name in SGLANG_RESERVED:
             raise UserError(f"{path}: {where} cannot override {name}", why=SGLANG_RESERVED[name])
+        reason = SGLANG_REFUSED_VALUES.get(name, {}).get(str(value))
+        if reason:
+            raise UserError(f"{path}: {where} cannot set {name} to {value}", why=reason)
         if name not in known:
             raise UserError(f"{path}: {where} overrides {name}, which SGLang {version} does not have")
     return overrides

@@ -1,4 +1,9 @@
-"""All flags in one table, whoever defined them, and the spellings that lead to them."""
+"""All flags in one table, whoever declared them, and the spellings that lead to them.
+
+>>> spec = own_flags()["rollout_stop"]
+>>> spec.option, spec.group, spec.kind, spec.many
+('--rollout-stop', 'rollout', 'str', True)
+"""
 
 from __future__ import annotations
 
@@ -8,19 +13,47 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from slime.config import groups_megatron, groups_rollout, groups_run, groups_train
 from slime.config.engine_flags import router_flags, sglang_flags, sglang_that_has
-from slime.config.megatron_lm import SHORTHANDS, lm_flags
-from slime.config.native import native_flags
-from slime.config.specs import FlagSpec, own_flags
+from slime.config.flag import FlagSpec, specs_of
+from slime.config.megatron_flags import SHORTHANDS, lm_flags, native_flags
 from slime.errors import UserError
+
+GROUPS: dict[str, type] = {
+    "cluster": groups_run.ClusterConfig,
+    "data": groups_rollout.DataConfig,
+    "rollout": groups_rollout.RolloutConfig,
+    "reward": groups_rollout.RewardConfig,
+    "eval": groups_rollout.EvalConfig,
+    "algorithm": groups_train.AlgorithmConfig,
+    "train": groups_train.TrainConfig,
+    "megatron": groups_megatron.MegatronConfig,
+    "checkpoint": groups_train.CheckpointConfig,
+    "sync": groups_train.SyncConfig,
+    "engine": groups_rollout.EngineConfig,
+    "fault_tolerance": groups_run.FaultToleranceConfig,
+    "observe": groups_run.ObserveConfig,
+    "debug": groups_run.DebugConfig,
+}
+
+
+@functools.lru_cache(maxsize=1)
+def own_flags() -> dict[str, FlagSpec]:
+    """Every flag of the groups by its dest, in the order of the groups."""
+    specs: dict[str, FlagSpec] = {}
+    for group, cls in GROUPS.items():
+        for spec in specs_of(group, cls):
+            assert spec.dest not in specs, spec.dest
+            specs[spec.dest] = spec
+    return specs
 
 
 @functools.lru_cache(maxsize=1)
 def all_flags() -> dict[str, FlagSpec]:
     """Every flag by dest: ours, Megatron's, SGLang's and the router's; of two with one name, the first wins."""
-    flags = dict(own_flags())
-    lm = {spec.dest: spec for spec in lm_flags()}
-    for more in (native_flags(), lm, router_flags(), sglang_flags()):
+    own = own_flags()
+    flags = dict(own)
+    for more in (native_flags(own), lm_flags(), router_flags(), sglang_flags()):
         for dest, spec in more.items():
             flags.setdefault(dest, spec)
     return flags

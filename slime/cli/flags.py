@@ -1,0 +1,72 @@
+"""`slime flags [NAME [RUN_DIR]]`: what a flag is, and what it was in a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from slime.config.config import Config
+from slime.config.flag import FlagSpec
+from slime.config.flags import all_flags, nearest, spellings
+from slime.config.help import default_text, flags_page, metavar, range_text, status_text
+from slime.errors import UserError
+from slime.files import without_secrets
+
+_READERS = {
+    "config": "the configuration itself: other flags follow from it",
+    "driver": "the driver",
+    "rollout": "the rollout process",
+    "trainer": "the trainer's processes",
+    "engine": "the engines",
+    "router": "the router",
+}
+
+
+def main(argv: list[str]) -> None:
+    """Print one flag's declaration, those with a word in their name, or, without a name, all as in docs/flags.md.
+
+    Raises:
+        UserError: no flag has the word in its name, or the folder is none of a run.
+    """
+    parser = argparse.ArgumentParser(prog="slime flags", description="Look flags up.", allow_abbrev=False)
+    parser.add_argument("name", nargs="?", help="a flag, or a word in the names of several; default: all flags")
+    parser.add_argument("run_dir", nargs="?", help="a run folder: also show the flag's value there and its origin")
+    asked = parser.parse_args([word if word == "--help" else word.removeprefix("--") for word in argv])
+    if asked.name is None:
+        sys.stdout.write(flags_page())
+        return
+    config = Config.load(Path(asked.run_dir) / "config.json") if asked.run_dir else None
+    print("\n".join(line for spec in _found(asked.name) for line in _lines(spec, config)))
+
+
+def _found(name: str) -> list[FlagSpec]:
+    """The flag of this name, else those that have it in theirs."""
+    word = name.removeprefix("--").replace("_", "-")
+    exact = spellings().get(word)
+    if exact is not None and exact.spec is not None:
+        return [exact.spec]
+    if exact is not None:
+        return [all_flags()[dest] for dest, _ in exact.sets]
+    found = [spec for spec in all_flags().values() if any(word in option for option in spec.options)]
+    if not found:
+        near = nearest(word, spellings())
+        raise UserError(f"no flag has {name!r} in its name", fix=f"did you mean --{near[0]}?" if near else "")
+    return found
+
+
+def _lines(spec: FlagSpec, config: Config | None) -> list[str]:
+    facts = {
+        "default": default_text(spec),
+        "range": range_text(spec),
+        "status": status_text(spec).replace("`", ""),
+        "read by": ", ".join(_READERS[process] for process in spec.meta.serves),
+        "of": spec.origin,
+    }
+    if config is not None:
+        values = config.values()
+        shown = without_secrets(spec.dest, values[spec.dest]) if spec.dest in values else "not set"
+        facts["value"], facts["origin"] = str(shown), config.origins.get(spec.dest, "default")
+    head = f"{', '.join(spec.options)} {metavar(spec)}".rstrip()
+    lines = [f"    {spec.help}"] if spec.help else []
+    return [head, *lines, *(f"    {fact}: {text}" for fact, text in facts.items() if text)]

@@ -1,0 +1,88 @@
+"""A configuration while it is being resolved: what the user set, what follows from it, where each value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.config.flag import FlagSpec
+
+
+@dataclass
+class Given:
+    """What the user set, by dest.
+
+    Attributes:
+        values: typed values.
+        origins: "flag" or "yaml <file>".
+        extra: keys of --custom-config-path that are no flags.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def set(self, dest: str, value: Any, origin: str) -> None:
+        self.values[dest], self.origins[dest] = value, origin
+
+    def update(self, other: Given) -> None:
+        """``other`` wins."""
+        self.values.update(other.values)
+        self.origins.update(other.origins)
+        self.extra.update(other.extra)
+
+    def without(self, dest: str) -> Given:
+        """The same had the user left ``dest`` out."""
+        return Given(
+            {name: value for name, value in self.values.items() if name != dest},
+            {name: origin for name, origin in self.origins.items() if name != dest},
+            self.extra,
+        )
+
+
+@dataclass
+class Draft:
+    """Flags on their way to a `Config`.
+
+    Attributes:
+        values: by dest; None where nothing is known yet.
+        origins: by dest.
+        given: what the user set.
+        specs: every flag by dest.
+        entry: "train" or "train_async".
+        warnings: remarks that are no errors.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    given: Given
+    specs: Mapping[str, FlagSpec]
+    entry: str
+    warnings: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(given: Given, specs: Mapping[str, FlagSpec], entry: str) -> Draft:
+        """Constant defaults of our flags, and the given values over them."""
+        values = {dest: spec.default for dest, spec in specs.items() if not spec.sections}
+        origins = dict.fromkeys(values, "default")
+        return Draft({**values, **given.values}, {**origins, **given.origins}, given, specs, entry)
+
+    def __getitem__(self, dest: str) -> Any:
+        return self.values[dest]
+
+    def is_given(self, dest: str) -> bool:
+        return dest in self.given.values
+
+    def differs(self, dest: str) -> bool:
+        """Whether the user asked for something else than the default."""
+        return self.is_given(dest) and self.values[dest] != self.specs[dest].default
+
+    def derive(self, dest: str, value: Any, formula: str) -> None:
+        """Set ``dest``, unless the user or an earlier derivation did."""
+        if self.values[dest] is None and value is not None:
+            self.values[dest], self.origins[dest] = value, f"derived: {formula}"
+
+    def copy(self, dest: str, source: str) -> None:
+        """``dest`` is ``source`` unless given."""
+        self.derive(dest, self.values[source], source)

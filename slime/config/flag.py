@@ -1,0 +1,349 @@
+"""What a flag is: the declaration that `--help`, docs/flags.md, the checks and the refusals are made from.
+
+    temperature: float = flag(1.0, range=more_than(0))         →  --temperature 0.7
+    colocate: bool = flag(False)                               →  --colocate  (and --no-colocate, to undo a YAML file)
+    stop: tuple[str, ...] = flag(())                           →  --stop A B
+    env: dict[str, Any] = flag({})                             →  --env '{"A": "1"}'
+    num_engines: int = derived("formula")                      →  a flag whose default is computed in `resolve`
+    tis_clip: float = flag(2.0, needs=on("use_tis") | on("get_mismatch_metrics"))
+    eps_clip_c: float | None = flag(None, needs=unless("advantage_estimator", "cispo", why="CISPO clips the weight"))
+
+The annotation gives the type, the docstring under the field the help text. Megatron's, SGLang's and the router's flags
+have the same record, from the tables in `megatron_flags` and `engine_flags`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import math
+import textwrap
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+_KEY = "slime_flag"
+
+Kind = Literal["bool", "int", "float", "str", "json", "int_or_list"]
+
+#: Who reads a flag. "config": it is worked into other flags when a configuration is resolved.
+Process = Literal["config", "driver", "rollout", "trainer", "engine", "router"]
+
+
+def option_of(dest: str) -> str:
+    """``--lr-decay-style`` of ``lr_decay_style``."""
+    return "--" + dest.replace("_", "-")
+
+
+# -- range -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Numbers from ``low`` to ``high``; NaN is in none.
+
+    Attributes:
+        above, below: an end itself is not in it. Below infinity means finite.
+        or_minus_one: -1 has a meaning of its own.
+        what: what the number is, for errors.
+
+    Example:
+        >>> Interval(0, 1, above=True).words
+        'more than 0 and at most 1'
+    """
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+    or_minus_one: bool = False
+    what: str = ""
+
+    def __contains__(self, value: float) -> bool:
+        if self.or_minus_one and value == -1:
+            return True
+        enough = value > self.low if self.above else value >= self.low
+        return enough and (value < self.high if self.below else value <= self.high)
+
+    @property
+    def words(self) -> str:
+        parts = []
+        if self.low > -math.inf:
+            parts.append(f"{'more than' if self.above else 'at least'} {self.low:g}")
+        if self.high < math.inf:
+            parts.append(f"{'less than' if self.below else 'at most'} {self.high:.10g}")
+        elif self.below:
+            parts.append("finite")
+        return " and ".join(parts) + (", or -1" if self.or_minus_one else "")
+
+
+def at_least(low: float, what: str = "") -> Interval:
+    return Interval(low, what=what)
+
+
+def finite(low: float, what: str = "", *, above: bool = False) -> Interval:
+    """From ``low`` on, without infinity."""
+    return Interval(low, below=True, above=above, what=what)
+
+
+SOME = at_least(1)
+NONE_OR_SOME = at_least(0)
+POSITIVE = finite(0, above=True)
+PROBABILITY = Interval(0, 1, above=True, what="a probability")
+TOP_K = Interval(1, or_minus_one=True, what="-1 is the whole vocabulary")
+SEED = Interval(0, 2**32 - 1, what="a seed of every generator, NumPy's included")
+FRACTION = Interval(0, 1, what="a fraction")
+WEIGHT = finite(0, "the weight of a loss")
+
+# -- what a flag acts with ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A flag has one of ``values``, or any true value where none is named; ``negated``: it has not."""
+
+    dest: str
+    values: tuple[Any, ...] = ()
+    negated: bool = False
+
+    def holds(self, values: Mapping[str, Any]) -> bool:
+        value = values.get(self.dest)
+        return (value in self.values if self.values else bool(value)) is not self.negated
+
+    @property
+    def asked(self) -> str:
+        """``--loss-type policy_loss``, as one would write it."""
+        return f"{option_of(self.dest)} {self.values[0]}" if self.values else option_of(self.dest)
+
+    def found(self, values: Mapping[str, Any]) -> str:
+        """The same with the value that there is."""
+        return f"{option_of(self.dest)} {values[self.dest]}" if self.values else option_of(self.dest)
+
+
+@dataclass(frozen=True)
+class Need:
+    """A flag acts when one of ``settings`` holds. Else it is refused, because it would be ignored.
+
+    Attributes:
+        why: why it does nothing without them.
+        warns: said in a warning, not refused: speed alone is at stake, or a function of the user's own may read it.
+    """
+
+    settings: tuple[Setting, ...]
+    why: str = ""
+    warns: bool = False
+
+    def __or__(self, other: Need) -> Need:
+        return Need((*self.settings, *other.settings), self.why or other.why, self.warns or other.warns)
+
+    def __and__(self, other: Need) -> tuple[Need, ...]:
+        return (self, other)
+
+    def holds(self, values: Mapping[str, Any]) -> bool:
+        return any(setting.holds(values) for setting in self.settings)
+
+    def words(self, values: Mapping[str, Any] | None = None) -> str:
+        """What is missing.
+
+        Example:
+            >>> (on("use_tis") | on("get_mismatch_metrics")).words()
+            'without --use-tis or --get-mismatch-metrics'
+            >>> (on("eval_config") | unless("loss_type", "sft_loss")).words()
+            'with --loss-type sft_loss and without --eval-config'
+        """
+        present = [s.found(values) if values else " or ".join(map(str, (s.asked, *s.values[1:])))
+                   for s in self.settings if s.negated]  # fmt: skip
+        absent = [setting.asked for setting in self.settings if not setting.negated]
+        parts = ["with " + " and ".join(present)] if present else []
+        parts += ["without " + " or ".join(absent)] if absent else []
+        return " and ".join(parts)
+
+    def fix(self, option: str) -> str:
+        absent = " or ".join(setting.asked for setting in self.settings if not setting.negated)
+        return f"pass {absent} too, or leave {option} out" if absent else f"leave {option} out"
+
+
+def on(dest: str, *values: Any, why: str = "", warns: bool = False) -> Need:
+    """Acts only where ``dest`` has one of ``values``, or is set at all."""
+    return Need((Setting(dest, values),), why, warns)
+
+
+def unless(dest: str, *values: Any, why: str = "", warns: bool = False) -> Need:
+    """Does nothing where ``dest`` has one of ``values``, or is set at all."""
+    return Need((Setting(dest, values, negated=True),), why, warns)
+
+
+#: There is something to evaluate.
+EVALUATES = on("eval_prompt_data") | on("eval_config", why="nothing is evaluated")
+#: Samples are drawn and trained on.
+SAMPLES = unless("loss_type", "sft_loss", why="supervised fine-tuning trains on the data's own answers")
+#: Engines generate something, if only for an evaluation.
+GENERATES = SAMPLES | EVALUATES
+#: The built-in policy loss runs.
+POLICY_LOSS = unless("loss_type", "sft_loss", "custom_loss", why="it belongs to the policy loss")
+
+# -- the declaration ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FlagMeta:
+    """What the annotation cannot say of a flag.
+
+    Attributes:
+        name: the flag without dashes, where it differs from the field's name.
+        aliases: further spellings that set the same field.
+        off: spelling that sets a boolean to False, where it is not ``--no-<name>``; "-" when there is none.
+        append: the flag may be repeated; each occurrence adds to the list.
+        derived: formula of the default that `resolve` computes; empty when the default is a constant.
+        range: of a number, or of each number of a list.
+        needs: when it acts: all of these.
+        serves: the processes that read it; () is the group's.
+        refused: why setting this flag is not supported in this version; empty when it works.
+        refused_values: the same for single values of a flag that otherwise works.
+        is_reserved: refused at its default, too: this system sets it itself.
+        no_effect: why setting this flag changes nothing, which is said in a warning; empty when it does.
+    """
+
+    name: str = ""
+    aliases: tuple[str, ...] = ()
+    off: str = ""
+    append: bool = False
+    derived: str = ""
+    range: Interval | None = None
+    needs: tuple[Need, ...] = ()
+    serves: tuple[Process, ...] = ()
+    refused: str = ""
+    refused_values: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    is_reserved: bool = False
+    no_effect: str = ""
+
+
+NO_META = FlagMeta()
+
+
+def flag(default: Any, *, needs: Need | tuple[Need, ...] = (), serves: Process | tuple[Process, ...] = (),
+         **meta: Any) -> Any:  # fmt: skip
+    """A dataclass field that is a flag with a constant default; see `FlagMeta` for the keywords."""
+    needed = (needs,) if isinstance(needs, Need) else needs
+    readers = (serves,) if isinstance(serves, str) else serves
+    metadata = {_KEY: FlagMeta(needs=needed, serves=readers, **meta)}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def derived(formula: str, **meta: Any) -> Any:
+    """A flag whose default `slime.config.resolve` computes by ``formula``; never unset in a resolved `Config`
+    unless the annotation admits None."""
+    return flag(None, derived=formula, **meta)
+
+
+@dataclass(frozen=True)
+class FlagSpec:
+    """One flag, whoever defined it.
+
+    Attributes:
+        dest: name in YAML files, `make_config` and `args`: the flag with underscores.
+        group, attribute: where `Config` keeps the value: ``config.<group>.<attribute>``.
+        sections: for flags of Megatron and SGLang, the dicts of the group that get the value, if the user set it,
+            under the key ``attribute``: ``config.megatron.transformer["moe_router_topk"]``.
+        kind: type of one value; ``many`` says that the flag takes a list of them (a tuple in `Config`).
+        scalar_or_list: a list of one is kept as that one value.
+        value_optional: may be given without a value.
+        optional: None is a value (unset).
+        meta: what was declared beside the type.
+        origin: "slime", "megatron-core <version>", "sglang <version>", ….
+    """
+
+    dest: str
+    group: str
+    attribute: str
+    kind: Kind
+    default: Any
+    sections: tuple[str, ...] = ()
+    many: bool = False
+    scalar_or_list: bool = False
+    value_optional: bool = False
+    optional: bool = False
+    choices: tuple[Any, ...] = ()
+    help: str = ""
+    meta: FlagMeta = NO_META
+    origin: str = "slime"
+
+    @property
+    def option(self) -> str:
+        return option_of(self.dest)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (self.option, *("--" + alias for alias in self.meta.aliases))
+
+    @property
+    def off(self) -> str:
+        """Spelling that sets a boolean to False; empty when there is none."""
+        if self.kind != "bool":
+            return ""
+        if self.meta.off:
+            return "--" + self.meta.off if self.meta.off != "-" else ""
+        return "" if self.dest.startswith(("no_", "disable_")) else "--no-" + self.dest.replace("_", "-")
+
+
+def specs_of(group: str, cls: Any) -> list[FlagSpec]:
+    """The flags that a configuration group declares; its fields that are no flags are left out."""
+    hints, docs, specs = typing.get_type_hints(cls), docs_of(cls), []
+    for field in dataclasses.fields(cls):
+        meta = field.metadata.get(_KEY)
+        if meta is None:
+            continue
+        kind, many, optional, choices = _kind_of(hints[field.name])
+        factory = field.default_factory
+        specs.append(
+            FlagSpec(
+                (meta.name or field.name).replace("-", "_"), group, field.name, kind,
+                field.default if factory is dataclasses.MISSING else factory(),
+                many=many, optional=optional, choices=choices, help=docs.get(field.name, ""),
+                meta=meta if meta.serves else dataclasses.replace(meta, serves=cls.SERVES),
+            )
+        )  # fmt: skip
+    return specs
+
+
+def _kind_of(annotation: Any) -> tuple[Kind, bool, bool, tuple[Any, ...]]:
+    """(kind, many, optional, choices) of a resolved annotation."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (types.UnionType, typing.Union):
+        inner = [arg for arg in args if arg is not type(None)]
+        assert len(inner) == 1, annotation
+        kind, many, _, choices = _kind_of(inner[0])
+        return kind, many, True, choices
+    if origin is tuple:
+        kind, _, _, choices = _kind_of(args[0])
+        return kind, True, False, choices
+    if origin is Literal:
+        return "str", False, False, args
+    if origin is dict:
+        return "json", False, False, ()
+    return annotation.__name__, False, False, ()
+
+
+@functools.cache
+def docs_of(cls: type) -> dict[str, str]:
+    """The docstring under each field of a class, by field name, as one line."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    return docs_of_class(tree.body[0])
+
+
+def docs_of_class(node: ast.AST) -> dict[str, str]:
+    """The same from a class definition that was only parsed."""
+    assert isinstance(node, ast.ClassDef)
+    docs = {}
+    for statement, following in zip(node.body, node.body[1:], strict=False):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            docs[statement.target.id] = " ".join(str(following.value.value).split())
+    return docs

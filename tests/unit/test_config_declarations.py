@@ -1,0 +1,295 @@
+"""Every declaration of a flag keeps its word: whom it serves reads it, and where it would do nothing it is refused."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, make_config
+from slime.config.flag import FlagSpec, Need
+from slime.config.flags import GROUPS, all_flags, own_flags
+from slime.config.foreign import to_argv
+from slime.engines.launch import router_command
+from slime.engines.sglang.command import ONE_GPU, sglang_options
+from slime.errors import UserError
+
+ROOT = Path(__file__).parents[2] / "slime"
+
+#: Where the code of each process is, below slime/; several processes share some of it.
+CODE: dict[str, tuple[str, ...]] = {
+    "config": ("config/resolve.py", "config/checks.py", "config/checks_train.py", "config/make.py"),
+    "driver": (
+        "cli", "cluster", "memory", "observe", "checkpoints/load_plan.py", "loop.py", "placement.py", "preflight.py",
+        "session.py",
+    ),
+    "rollout": ("cluster/rollout_actor.py", "rollout", "prompts", "samples", "observe/recorder.py"),
+    "trainer": ("train", "weights", "checkpoints", "models", "samples"),
+    "engine": ("engines", "cluster/engine_actor.py", "cluster/engine_placement.py"),
+    "router": ("engines", "cluster/engine_actor.py"),
+}  # fmt: skip
+
+#: A flag of which one value works asks for nothing.
+WORKING = {
+    dest: spec
+    for dest, spec in own_flags().items()
+    if not spec.meta.refused and len(set(spec.choices) - set(spec.meta.refused_values)) != 1
+}
+
+
+@pytest.fixture(autouse=True)
+def cpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIME_NUM_GPUS", "0")
+
+
+# -- who reads a flag ----------------------------------------------------------------------------------------
+
+
+def reads_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(group, field) of every ``config.group.field`` that a module reads, also through a name for ``config.group``, and
+    ("args", name) of what it reads of a hook's ``args`` or of flags by name."""
+    groups_of: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=True))
+                for name, value in pairs:
+                    if isinstance(value, ast.Attribute) and value.attr in GROUPS:
+                        groups_of.setdefault(ast.unparse(name), set()).add(value.attr)
+        elif isinstance(node, ast.arg) and node.annotation is not None:
+            for group, cls in GROUPS.items():
+                if ast.unparse(node.annotation) == cls.__name__:
+                    groups_of.setdefault(node.arg, set()).add(group)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner = node.value
+            if isinstance(owner, ast.Attribute) and owner.attr in GROUPS:
+                yield owner.attr, node.attr
+            for group in groups_of.get(ast.unparse(owner), ()):
+                yield group, node.attr
+            if ast.unparse(owner).split(".")[-1].lstrip("_") == "args":
+                yield "args", node.attr
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            if ast.unparse(node.value) in ("draft", "draft.values"):
+                yield "args", str(node.slice.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("draft.copy", ".values.get", "getattr")):
+            yield from (("args", arg.value) for arg in node.args if isinstance(arg, ast.Constant))
+
+
+@cache
+def reads(process: str) -> frozenset[tuple[str, str]]:
+    files = itertools.chain.from_iterable(
+        [ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("*.py") for place in CODE[process]
+    )
+    return frozenset(read for file in files for read in reads_of(ast.parse(file.read_text(encoding="utf-8"))))
+
+
+def unread(specs: Iterable[FlagSpec]) -> list[str]:
+    """ "flag: process" for each process that a flag claims to serve and that does not read it."""
+    return [
+        f"{spec.dest}: {process}"
+        for spec in specs
+        for process in spec.meta.serves
+        if not {(spec.group, spec.attribute), ("args", spec.dest)} & reads(process)
+    ]
+
+
+def test_a_flag_is_read_by_whom_it_serves() -> None:
+    assert unread(WORKING.values()) == []
+
+
+def test_a_flag_that_nobody_reads_is_found() -> None:
+    read = own_flags()["trace"]
+    nobody = FlagSpec("brand_new", "observe", "brand_new", "bool", False, meta=read.meta)
+    elsewhere = FlagSpec("seed", "observe", "seed", "int", 0, meta=read.meta)  # config.train.seed is another one
+    assert unread([read, nobody, elsewhere]) == ["brand_new: driver", "seed: driver"]
+
+
+# -- where a flag does nothing -------------------------------------------------------------------------------
+
+ALL_WORKING = {dest: spec for dest, spec in all_flags().items() if not spec.meta.refused and not spec.meta.no_effect}
+WITH_NEEDS = {dest: spec for dest, spec in ALL_WORKING.items() if spec.meta.needs}
+
+#: What a setting asks for beside itself, by cross-checks that no declaration tells.
+COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
+    ("loss_type", "custom_loss"): {"custom_loss_function_path": "a.b"},
+    ("advantage_estimator", "reinforce_plus_plus"): {"normalize_advantages": True},
+    ("get_mismatch_metrics", True): {"custom_tis_function_path": "a.b"},
+    ("update_weight_transport", "disk"): {"update_weight_disk_dir": "d"},
+    ("lr_decay_style", "WSD"): {"lr_wsd_decay_iters": 5},
+    ("use_dynamic_batch_size", True): {"max_tokens_per_gpu": 64},
+    ("num_virtual_stages_per_pipeline_rank", 2): {
+        "pipeline_model_parallel_size": 2, "actor_num_gpus_per_node": 2, "global_batch_size": 2,
+    },
+    ("fp16", True): {"bf16": False},
+    ("eval_pass_k", (7,)): {"n_samples_per_eval_prompt": 7},
+}  # fmt: skip
+
+
+def other_than_default(spec: FlagSpec) -> Any:
+    if spec.kind == "bool":
+        return not spec.default
+    if spec.choices:
+        value = next(c for c in spec.choices if c != spec.default and c not in spec.meta.refused_values)
+        return (value,) if spec.many else value
+    if spec.kind in ("str", "json"):
+        return ("x",) if spec.many else {"a": 1} if spec.kind == "json" else "x_{rollout_id}"
+    numbers = [n for n in (1.5, 7, 0.5) if n == 7 or spec.kind == "float"]
+    number = next(n for n in numbers if n != spec.default and (spec.meta.range is None or n in spec.meta.range))
+    return (number,) if spec.many else number
+
+
+def options(need: Need) -> Iterator[tuple[str, Any]]:
+    """(flag, value) of the ways in which a need can be met."""
+    for setting in need.settings:
+        spec = all_flags()[setting.dest]
+        if not setting.negated:
+            yield setting.dest, setting.values[0] if setting.values else given_value(setting.dest)
+        elif setting.values:
+            allowed = [c for c in spec.choices if c not in (*setting.values, *spec.meta.refused_values, spec.default)]
+            yield from ((setting.dest, choice) for choice in allowed)
+        else:
+            yield setting.dest, False
+
+
+def given_value(dest: str) -> Any:
+    if dest == "num_virtual_stages_per_pipeline_rank":
+        return 2
+    return ("a", "a.jsonl") if dest == "eval_prompt_data" else other_than_default(all_flags()[dest])
+
+
+def completed(settings: dict[str, Any], except_for: Need | None = None) -> dict[str, Any]:
+    """The settings and, over and over, what they need: all but one need, which is kept from holding."""
+    fixed = set(settings)
+    while True:
+        more: dict[str, Any] = {}
+        for dest, value in settings.items():
+            if value == all_flags()[dest].default:
+                continue
+            more |= {} if isinstance(value, dict) else COMPANIONS.get((dest, value), {})
+            for need in all_flags()[dest].meta.needs:
+                if need is not except_for and not need.holds(values_of({**more, **settings})):
+                    dest_of, wanted = next(o for o in options(need) if o[0] not in fixed)
+                    more[dest_of] = wanted
+        if all(settings.get(dest) == value or dest in fixed for dest, value in more.items()):
+            return settings
+        settings = {**settings, **{dest: value for dest, value in more.items() if dest not in fixed}}
+
+
+def values_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration of these settings holds, as far as needs look at it."""
+    plain = {name: spec.default for name, spec in all_flags().items()} | {"rollout_engine": "embedded"}
+    return plain | dict(settings)
+
+
+def against(need: Need) -> dict[str, Any]:
+    """Settings that keep each alternative of a need from holding."""
+    settings = {}
+    for setting in need.settings:
+        if setting.negated:
+            settings[setting.dest] = setting.values[0] if setting.values else given_value(setting.dest)
+        elif setting.holds(values_of({})):
+            choices = [c for c in all_flags()[setting.dest].choices if c not in (*setting.values, "auto")]
+            settings[setting.dest] = choices[0] if choices else False
+    return settings
+
+
+def pairs() -> list[Any]:
+    return [
+        pytest.param(spec, need, id=f"{dest}-{number}")
+        for dest, spec in WITH_NEEDS.items()
+        for number, need in enumerate(spec.meta.needs)
+    ]
+
+
+@pytest.mark.parametrize(("spec", "need"), pairs())
+def test_where_it_does_nothing_it_is_refused_or_warned_of(spec: FlagSpec, need: Need) -> None:
+    settings = completed({spec.dest: other_than_default(spec), **against(need)}, except_for=need)
+    said = f"{spec.option} has no effect {need.words(values_of(settings))}"
+    if need.warns:
+        assert any(warning.startswith(said) for warning in make_config(**settings).warnings)
+        return
+    with pytest.raises(UserError) as caught:
+        make_config(**settings)
+    assert caught.value.what == said and "leave" in caught.value.fix
+    make_config(**{dest: value for dest, value in settings.items() if not goes_with(dest, spec, need)})
+
+
+def goes_with(dest: str, spec: FlagSpec, need: Need) -> bool:
+    """The flag, one that has the same need, or one that needs the flag: without them the settings are in order."""
+    needs = all_flags()[dest].meta.needs
+    return dest == spec.dest or need in needs or any(spec.dest == s.dest for other in needs for s in other.settings)
+
+
+@pytest.mark.parametrize("dest", sorted(WITH_NEEDS))
+def test_where_its_needs_hold_it_is_accepted(dest: str) -> None:
+    spec = WITH_NEEDS[dest]
+    config: Config = make_config(**completed({dest: other_than_default(spec)}))
+    assert config.origins[dest] == "flag"
+    assert not [warning for warning in config.warnings if warning.startswith(f"{spec.option} has no effect")]
+
+
+def test_needs_name_flags_that_there_are() -> None:
+    for spec in all_flags().values():
+        for need in spec.meta.needs:
+            for setting in need.settings:
+                needed = all_flags()[setting.dest]
+                assert not setting.values or not needed.choices or set(setting.values) <= set(needed.choices)
+
+
+def test_a_value_that_would_be_derived_anyway_is_no_request() -> None:
+    assert make_config(eval_top_p=1.0, offload_train=False).warnings == ()
+    with pytest.raises(UserError, match="--eval-top-p has no effect"):
+        make_config(eval_top_p=0.9)
+
+
+# -- what is passed on to engines and router -------------------------------------------------------------------
+
+
+def passed_on(prefix: str) -> dict[str, Any]:
+    """A value other than the default of every option that can be set."""
+    specs = [spec for spec in ALL_WORKING.values() if spec.sections == (prefix,)]
+    return {spec.dest: other_than_default(spec) for spec in specs if not spec.value_optional}
+
+
+def test_every_option_of_sglang_is_on_the_engines_command_line() -> None:
+    given = passed_on("sglang")
+    assert len(given) > 400
+    config = make_config(rollout_engine="sglang", **given)
+    options = sglang_options(config, "model", "127.0.0.1", 30000, ONE_GPU)
+    argv = to_argv(options)
+    for dest, value in given.items():
+        name = all_flags()[dest].attribute
+        found = options[name] if isinstance(options[name], tuple) else (options[name],)
+        assert all(item in found for item in (value if isinstance(value, tuple) else (value,))), name
+        assert {"--" + name.replace("_", "-"), "--no-" + name.replace("_", "-")} & set(argv), name
+
+
+def test_every_option_of_the_router_is_on_its_command_line() -> None:
+    given = passed_on("router") | {"router_policy": "random"}
+    argv = router_command(make_config(**given), "127.0.0.1", 30000).argv
+    missing = [dest for dest in given if "--" + all_flags()[dest].attribute.replace("_", "-") not in argv]
+    assert missing == []
+
+
+@pytest.mark.parametrize("flag", ["sglang_port", "sglang_host", "router_port", "sglang_trust_remote_code"])
+def test_what_this_system_sets_itself_is_refused_at_its_default_too(flag: str) -> None:
+    spec = all_flags()[flag]
+    with pytest.raises(UserError, match=f"{spec.option} cannot be set"):
+        make_config(**{flag: spec.default})
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["router_api_key", "sglang_api_key", "sglang_ssl_keyfile", "router_tls_cert_path", "router_jwt_issuer"],
+)
+def test_keys_and_encryption_that_no_client_speaks_are_refused(flag: str) -> None:
+    with pytest.raises(UserError, match=r"send no keys|plain HTTP"):
+        make_config(**{flag: "x"})
