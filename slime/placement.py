@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from slime.config import Config
+from slime.config.config import Config
 
 
 @dataclass(frozen=True)

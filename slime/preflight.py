@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference
-from slime.config import Config
 from slime.config.architecture import check_described, merge_transformer
+from slime.config.config import Config
 from slime.config.te_flags import is_installed, missing
 from slime.engines.kinds import engine_of
 from slime.errors import UserError

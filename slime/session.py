@@ -14,7 +14,7 @@ from slime.checkpoints.directory import discard_partial, is_saved, iteration_nam
 from slime.cluster.rollout_actor import RolloutResult
 from slime.cluster.run_cluster import Cluster, Generating, Launch
 from slime.cluster.waiting import StopRequested
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger, setup_logging
 from slime.memory.check import check_memory

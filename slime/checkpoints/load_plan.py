@@ -19,7 +19,7 @@ from slime.checkpoints.directory import (
     read_tracker,
     saved_iterations,
 )
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 
 
@@ -107,7 +107,8 @@ def _fresh(config: Config, reason: str) -> LoadPlan:
 def _without_a_past(config: Config) -> tuple[str, str] | None:
     """The flag that names the weights of the reference model, which a fresh start begins with too, and its value."""
     flags = config.checkpoint
-    given = {"--ref-load": flags.ref_load, "--hf-checkpoint": flags.hf_checkpoint}
+    own = None if config.origins["ref_load"].startswith("derived") else flags.ref_load
+    given = {"--ref-load": own, "--hf-checkpoint": flags.hf_checkpoint}
     return next(((flag, path) for flag, path in given.items() if path), None)
 
 

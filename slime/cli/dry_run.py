@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slime import preflight
 from slime.checkpoints.load_plan import LoadPlan, resolve_load
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.memory.check import judge
 from slime.memory.hardware import device_memory

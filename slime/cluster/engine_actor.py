@@ -14,7 +14,7 @@ import ray
 from slime.cluster.placement import EnginePart
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.waiting import Process, Worker, this_process
-from slime.config import Config
+from slime.config.config import Config
 from slime.engines.router import register_workers
 from slime.errors import RunFailed, UserError
 from slime.host import PortReservation, node_ip, reserve_port

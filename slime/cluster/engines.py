@@ -32,7 +32,7 @@ from slime.cluster.waiting import (
     all_answered,
     wait_for,
 )
-from slime.config import Config
+from slime.config.config import Config
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.health import HealthChecks

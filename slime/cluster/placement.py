@@ -8,7 +8,7 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.launch import EnginePlace, ServedModel, ServerGroup
 from slime.errors import UserError

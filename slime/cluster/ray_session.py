@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.cluster.placement import Place, Slots
 from slime.cluster.waiting import DeadlinePassed, Worker, wait_for
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import is_secret_variable
 from slime.log import get_logger

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from slime.cluster.waiting import Process, Watch, Worker, this_process, wait_for
-from slime.config import Config
+from slime.config.config import Config
 from slime.log import get_logger, log_to_file_only
 from slime.prompts.source import load_source, make_source, save_source
 from slime.samples.batch import TrainLayout

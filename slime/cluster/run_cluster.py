@@ -27,7 +27,7 @@ from slime.cluster.ray_session import reserve, start_ray
 from slime.cluster.rollout_actor import RolloutHandle, RolloutResult
 from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_process
 from slime.cluster.waiting import StartNews, Watch, Worker, raise_failed, wait_for
-from slime.config import Config
+from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.wire.shared_memory import remove_stale
 from slime.log import get_logger

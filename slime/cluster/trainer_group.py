@@ -23,7 +23,7 @@ from slime.cluster.waiting import (
     this_process,
     wait_for,
 )
-from slime.config import Config
+from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.host import node_ip, reserve_port

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.kinds import engine_of

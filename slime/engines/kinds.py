@@ -23,7 +23,7 @@ from slime.engines.sglang.groups import served_models
 from slime.engines.sglang.versions import check_version, installed_version
 
 if TYPE_CHECKING:
-    from slime.config import Config
+    from slime.config.config import Config
 
 
 class Command(Protocol):

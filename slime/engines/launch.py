@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slime.config import Config
+    from slime.config.config import Config
 
 
 @dataclass(frozen=True)

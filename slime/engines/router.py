@@ -24,7 +24,7 @@ from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
 
 if TYPE_CHECKING:
-    from slime.config import Config
+    from slime.config.config import Config
 
 #: Name on the command line → policy of the router. ``cache_aware`` keeps the samples of one prompt on one engine,
 #: also for requests that come as token ids. ``consistent_hashing`` is the reference system's word for affinity of a

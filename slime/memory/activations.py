@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.models.layout_rules import Layout
 from slime.models.spec import ModelSpec
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.memory.hardware import DeviceMemory, device_memory

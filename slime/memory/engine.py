@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.launch import EngineFootprint
 from slime.models import table_of

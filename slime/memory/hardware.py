@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from dataclasses import dataclass
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.host import free_host_memory, num_gpus
 

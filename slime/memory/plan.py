@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.host import host_memory
 from slime.memory import engine as engine_side
 from slime.memory import trainer as trainer_side

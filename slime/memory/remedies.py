@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.memory.activations import Recompute
 
 _FEW_ROWS = 128  # of logits: fewer make slow products

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.memory.activations import Kernels, Recompute, StageActivations, saved_by_stage
 from slime.memory.hardware import FLASH4_WIDEST
 from slime.models import table_of

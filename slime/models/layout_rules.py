@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.errors import UserError
 from slime.models.spec import ModelSpec

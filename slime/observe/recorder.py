@@ -19,7 +19,7 @@ from slime.observe.trace import set_tracing
 from slime.samples.types import Group, Sample
 
 if TYPE_CHECKING:
-    from slime.config import Config
+    from slime.config.config import Config
 
 #: Longest text kept of a prompt, a response or a label, in characters.
 MAX_TEXT = 20_000

@@ -34,7 +34,7 @@ from slime.files import command_line, json_safe, read_lines, read_object, write_
 from slime.log import get_logger
 
 if TYPE_CHECKING:
-    from slime.config import Config
+    from slime.config.config import Config
 
 logger = get_logger(__name__)
 

@@ -33,7 +33,7 @@ from slime.observe.phases import PhaseTimer, now
 from slime.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from slime.config import Config
+    from slime.config.config import Config
 
 logger = get_logger(__name__)
 

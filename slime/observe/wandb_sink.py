@@ -10,7 +10,7 @@ from slime.files import json_safe, without_secrets
 from slime.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from slime.config import Config
+    from slime.config.config import Config
 
 
 class WandbSink:

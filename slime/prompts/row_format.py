@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.prompts.chat_template import Messages, render_prompt
 from slime.prompts.problems import RowProblem, missing_key

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.hook_loading import check_class, load_function
 from slime.hooks import DataSource

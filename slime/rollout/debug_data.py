@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import replacing
 from slime.samples.groups import groups_from_nested

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.config.flags import all_flags
 from slime.config.values import check_number, convert
 from slime.errors import UserError

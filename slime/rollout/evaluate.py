@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.hooks import RolloutFnEvalOutput
 from slime.log import get_logger

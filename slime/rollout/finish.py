@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.hook_loading import call_hook, load_function
 from slime.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.client import RolloutClient
 from slime.engines.router import list_workers, wants_routing_key

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.algorithms.baseline import normalise_rewards
 from slime.algorithms.estimators import ESTIMATORS
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.hook_loading import load_function
 from slime.log import get_logger

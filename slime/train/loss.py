@@ -13,7 +13,7 @@ from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.kl import kl_estimate
 from slime.algorithms.losses import PolicyInputs, off_policy_sequence_mask, sft_loss, truncated_importance_sampling
 from slime.algorithms.reduce import sequence_mean, weighted_sum
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.train.records import LossInputs, TokenScores
 from slime.train.user_functions import UserFunctions

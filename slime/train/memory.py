@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.memory.remedies import remedies
 from slime.samples.batch import TrainBatch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.reduce import token_weights, weighted_sum
-from slime.config import Config
+from slime.config.config import Config
 from slime.samples.batch import TrainBatch
 from slime.train.ranks import Ranks
 from slime.train.records import MicroBatchResult, RolloutTensors

@@ -20,7 +20,7 @@ from slime.algorithms.advantages import AdvantageInputs, whiten
 from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.kl import kl_estimate
 from slime.algorithms.reduce import token_weights
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.samples.batch import StepPlan, TrainBatch

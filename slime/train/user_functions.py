@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.hook_loading import load_function
 from slime.samples.batch import TrainBatch

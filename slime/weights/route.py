@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from slime.checkpoints.megatron_names import Placement
-from slime.config import Config
+from slime.config.config import Config
 from slime.engines.api import WEIGHT_LOADER
 from slime.engines.fleet import EngineFleet, is_local
 from slime.engines.wire.buckets import dtype_name, dtype_of

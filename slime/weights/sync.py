@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slime.checkpoints.hf_io import HfExporter
-from slime.config import Config
+from slime.config.config import Config
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.expert_runs import ExpertRun

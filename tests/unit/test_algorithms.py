@@ -24,7 +24,7 @@ from slime.algorithms.losses import (
     truncated_importance_sampling,
 )
 from slime.algorithms.reduce import sequence_mean, token_weights, weighted_sum
-from slime.config.specs import own_flags
+from slime.config.flags import own_flags
 from slime.errors import UserError
 from slime.train.loss import LOSS_TYPES
 from tests.support.trainer_ranks import trainer_config

@@ -15,8 +15,9 @@ from slime.config import Config, make_config
 from slime.config.flag import FlagSpec, Need
 from slime.config.flags import GROUPS, all_flags, own_flags
 from slime.config.foreign import to_argv
-from slime.engines.launch import router_command
-from slime.engines.sglang.command import ONE_GPU, sglang_options
+from slime.engines.launch import ONE_GPU
+from slime.engines.router import router_command
+from slime.engines.sglang.command import sglang_options
 from slime.errors import UserError
 
 ROOT = Path(__file__).parents[2] / "slime"
@@ -30,7 +31,7 @@ CODE: dict[str, tuple[str, ...]] = {
     ),
     "rollout": ("cluster/rollout_actor.py", "rollout", "prompts", "samples", "observe/recorder.py"),
     "trainer": ("train", "weights", "checkpoints", "models", "samples"),
-    "engine": ("engines", "cluster/engine_actor.py", "cluster/engine_placement.py"),
+    "engine": ("engines", "cluster/engine_actor.py", "cluster/placement.py"),
     "router": ("engines", "cluster/engine_actor.py"),
 }  # fmt: skip
 

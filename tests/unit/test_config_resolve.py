@@ -149,9 +149,8 @@ def test_origins_cover_every_flag(flags: dict[str, Any]) -> None:
 
 
 def test_what_is_written_to_disk(tmp_path: Path) -> None:
-    config = make_config(
-        rollout_batch_size=2, num_layers=3, use_wandb=True, wandb_key="secret", router_oracle_password="secret"
-    )
+    flags = {"use_wandb": True, "wandb_key": "secret", "num_layers": 3, "router_oracle_password": "secret"}
+    config = make_config(rollout_batch_size=2, train_env_vars={"HF_TOKEN": "secret", "A": "b"}, **flags)
     config.save(tmp_path / "config.json")
     text = (tmp_path / "config.json").read_text()
     data = json.loads(text)

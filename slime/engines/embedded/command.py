@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
 
 if TYPE_CHECKING:
-    from slime.config import Config
+    from slime.config.config import Config
 
 STARTUP_SECONDS = 300.0
 

@@ -18,7 +18,7 @@ from slime.engines.sglang.versions import check_version, installed_version
 from slime.errors import UserError
 
 if TYPE_CHECKING:
-    from slime.config import Config
+    from slime.config.config import Config
 
 #: A model of hundreds of gigabytes on a cold disk; 126 s were seen for a small one, most of it graph capture.
 STARTUP_SECONDS = 1800.0

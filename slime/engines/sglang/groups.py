@@ -26,7 +26,7 @@ from slime.engines.sglang.command import check_pushes
 from slime.errors import UserError
 
 if TYPE_CHECKING:
-    from slime.config import Config
+    from slime.config.config import Config
 
 WORKER_TYPES = ("regular", "prefill", "decode", "placeholder")
 _MODEL_KEYS = ("name", "model_path", "num_gpus_per_engine", "update_weights", "server_groups", "engine_groups")

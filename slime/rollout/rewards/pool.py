@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.hook_loading import call_hook, check_signature, is_async, load_function
 from slime.hooks import RewardFunction

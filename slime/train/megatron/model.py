@@ -29,8 +29,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from slime.algorithms.logprobs import VocabShard, linear_log_probs
-from slime.config import Config
 from slime.config.architecture import merge_transformer
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.models.layout_rules import virtual_stages
 from slime.models.rotary import inverse_frequencies

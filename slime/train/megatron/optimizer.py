@@ -25,7 +25,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from slime.checkpoints.megatron_names import Placement, global_parameters, unwrapped
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.train.megatron import device

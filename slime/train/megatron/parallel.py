@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from slime.checkpoints.random_state import seed_generators
-from slime.config import Config
+from slime.config.config import Config
 from slime.engines.wire.process_group import listening_store
 from slime.errors import UserError
 from slime.samples.batch import TrainLayout

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.errors import UserError
 from slime.models.spec import ModelSpec
 from slime.samples.batch import TrainBatch

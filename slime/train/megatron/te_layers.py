@@ -24,7 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from slime.config import Config
+from slime.config.config import Config
 from slime.config.te_flags import INSTALL, is_installed, missing
 from slime.errors import UserError
 from slime.train.megatron.attention import PackedAttention
