@@ -52,6 +52,7 @@ def take_turns(place: ranks.Place, answer: ranks.Answer, flags: dict[str, Any], 
     import torch.distributed as dist
 
     from slime.engines.wire.buckets import fingerprint
+    from slime.train.megatron import device
     from slime.train.megatron.offload import torch_optimizers
 
     backend = ranks.trainer(place, **flags)
@@ -66,11 +67,11 @@ def take_turns(place: ranks.Place, answer: ranks.Answer, flags: dict[str, Any], 
     for _ in range(rounds + 1):
         row: dict[str, float] = {}
         for name, move in (("sleep", backend.sleep), ("wake", backend.wake)):
-            backend.synchronize()
+            device.synchronize()
             dist.barrier()
             started = time.perf_counter()
             row |= {key.removeprefix("perf/"): value for key, value in move().items()}
-            backend.synchronize()
+            device.synchronize()
             row[name] = time.perf_counter() - started
         assert [fingerprint(p) for p in watched] == before, "weights came back changed"
         rows.append(row)

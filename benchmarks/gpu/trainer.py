@@ -86,6 +86,7 @@ def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
         max_tokens_per_gpu=args.max_tokens or args.tokens, **dict(_setting(word) for word in args.layout),
     )  # fmt: skip
     from slime.models import family_of
+    from slime.train.megatron import device
 
     flags = backend.config.megatron
     spec = family_of(SHAPES[shape]).model_spec(SHAPES[shape]).padded(flags.tensor_model_parallel_size)
@@ -99,7 +100,7 @@ def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
 
     def step() -> None:
         metrics = backend.train(batch)  # which starts a new peak with each phase
-        backend.synchronize()
+        device.synchronize()
         peaks.append(max(value for name, value in metrics.items() if name.endswith("_peak_memory_gb")))
 
     seconds = timed(step, args.steps)
