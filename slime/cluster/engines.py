@@ -55,7 +55,8 @@ _ASK_SECONDS = 10.0
 _AT_HAND_SECONDS = 60.0
 _LOOK_SECONDS = 0.25
 #: How long the death may take that explains a failure: connections may break before the process is gone.
-_DEATH_SECONDS, _DEATH_OF_CONNECTION_SECONDS = 1.0, 3.0
+_DEATH_SECONDS = 1.0
+_DEATH_OF_CONNECTION_SECONDS = 3.0
 
 
 class Engines:
