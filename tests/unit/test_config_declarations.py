@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2] / "slime"
 CODE: dict[str, tuple[str, ...]] = {
     "config": ("config/resolve.py", "config/checks.py", "config/checks_train.py", "config/make.py"),
     "driver": (
-        "cli", "cluster", "engines/health.py", "memory", "observe", "checkpoints/load_plan.py", "loop.py", "placement.py",
-        "preflight.py", "session.py",
+        "cli", "cluster", "engines/health.py", "memory", "observe", "checkpoints/load_plan.py", "loop.py",
+        "placement.py", "preflight.py", "session.py",
     ),
     "rollout": ("cluster/rollout_actor.py", "rollout", "prompts", "samples", "observe/recorder.py"),
     "trainer": ("train", "weights", "checkpoints", "models", "samples"),
