@@ -142,9 +142,9 @@ def group_rank(args: Any, samples: list[Sample], **_: Any) -> list[float]:
 def engines_look_remote(args: Any) -> None:
     """Runs in the trainer (``--custom-megatron-init-path``): engines of this host pass for those of another one, to
     which no memory leads, so that weights go by broadcast."""
-    from slime.weights import sync
+    from slime.weights import route
 
-    sync.is_local = lambda url: False  # type: ignore[assignment]
+    route.is_local = lambda url: False  # type: ignore[assignment]
 
 
 class SumSource(DataSource):
