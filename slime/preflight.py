@@ -21,10 +21,13 @@ from slime.errors import UserError
 from slime.hook_loading import check_signature, load_function
 from slime.hooks import check_hooks
 from slime.host import num_cpus, num_gpus
+from slime.log import get_logger
 from slime.models.layout_rules import check_layout
 from slime.models.spec import ModelSpec
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.train.expert_rules import check_experts
+
+logger = get_logger(__name__)
 
 #: Rows of each data file that are looked at; the rollout actor looks at all of them.
 ROWS = 2000
@@ -165,6 +168,11 @@ def _check_rewards(config: Config) -> None:
         if rm_type:
             check_rm_type(rm_type)
     for dataset in datasets:
+        if dataset.rm_type and (judge := dataset.custom_rm_path or reward.custom_rm_path):
+            logger.warning(
+                "evaluation set %s: its rm_type %s has no effect, as %s gives the rewards (and may read it)",
+                dataset.name, dataset.rm_type, judge,
+            )  # fmt: skip
         if dataset.custom_rm_path:
             check_signature(load_function(dataset.custom_rm_path), RewardFunction, dataset.custom_rm_path)
     if not _has_rewards(config):
@@ -173,7 +181,8 @@ def _check_rewards(config: Config) -> None:
             why="neither --rm-type nor --custom-rm-path is set, and the first rows name no rm_type in their metadata",
             fix="pass one of them; --rm-type math compares with the label",
         )
-    if reward.rm_type == "remote_rm" and not reward.rm_url:
+    asks = {str(rm_type).removeprefix("boxed_") for rm_type in (reward.rm_type, *(d.rm_type for d in datasets))}
+    if "remote_rm" in asks and not reward.rm_url:
         raise UserError("--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
 
 

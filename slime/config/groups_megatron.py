@@ -16,8 +16,10 @@ from slime.config.flag import (
     finite,
     flag,
     on,
+    unless,
 )
 
+_DECAYS = unless("lr_decay_style", "constant", why="a constant learning rate does not decay, one of cosine does")
 _MOMENTUM = Interval(0, 1, below=True, what="the weight of the past in a running mean")
 #: What belongs to optimizer states that are sharded over the replicas.
 _SHARDED = (
@@ -83,13 +85,13 @@ class MegatronConfig:
     """Optimizer."""
     lr: float = flag(1e-6, range=finite(0))
     """Learning rate."""
-    min_lr: float = flag(0.0, range=finite(0))
+    min_lr: float = flag(0.0, range=finite(0), needs=_DECAYS)
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag("constant")
     """Schedule of the learning rate after the warm-up."""
-    lr_decay_iters: int | None = flag(None, range=SOME)
+    lr_decay_iters: int | None = flag(None, range=SOME, needs=_DECAYS | on("lr_warmup_fraction"))
     """Optimizer steps over which the learning rate decays; unset: the whole run."""
-    lr_decay_samples: int | None = flag(None, range=SOME)
+    lr_decay_samples: int | None = flag(None, range=SOME, needs=_DECAYS | on("lr_warmup_fraction"))
     """The same, in samples."""
     lr_warmup_iters: int = flag(0, range=NONE_OR_SOME)
     """Optimizer steps of linear warm-up."""
@@ -97,7 +99,9 @@ class MegatronConfig:
     """Warm-up as a fraction of the decay."""
     lr_warmup_samples: int = flag(0, range=NONE_OR_SOME)
     """Warm-up in samples."""
-    lr_warmup_init: float = flag(0.0, range=finite(0))
+    lr_warmup_init: float = flag(
+        0.0, range=finite(0), needs=on("lr_warmup_iters") | on("lr_warmup_fraction") | on("lr_warmup_samples")
+    )
     """Learning rate at the start of the warm-up."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
         "exponential", needs=on("lr_decay_style", "WSD")
@@ -143,7 +147,7 @@ class MegatronConfig:
     """Overlap gathering of parameters with the forward pass."""
     accumulate_allreduce_grads_in_fp32: bool = derived("true unless fp32 is the training precision anyway")
     """Accumulate and reduce gradients in float32."""
-    use_checkpoint_opt_param_scheduler: bool = flag(False)
+    use_checkpoint_opt_param_scheduler: bool = flag(False, needs=on("load"))
     """On resume, take the settings of schedule and optimizer (learning rate, betas, …) from the checkpoint."""
     override_opt_param_scheduler: bool = flag(False, serves="config")
     """On resume, take the schedule's settings from the flags; they are unless the checkpoint is asked for."""

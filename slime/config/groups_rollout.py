@@ -89,7 +89,7 @@ class RolloutConfig:
     """Samples per prompt: the size of a group."""
     start_rollout_id: int | None = flag(None, range=NONE_OR_SOME, serves=("driver", "trainer"))
     """First rollout id; unset: taken from the checkpoint, 0 for a fresh start."""
-    rollout_temperature: float = flag(1.0, range=finite(0, "log-probs are divided by it", above=True))
+    rollout_temperature: float = flag(1.0, range=finite(0, "log-probs are divided by it", above=True), needs=GENERATES)
     """Sampling temperature, > 0; log-probs are of the tempered distribution."""
     rollout_top_p: float = flag(1.0, range=PROBABILITY, needs=GENERATES)
     """Nucleus sampling: smallest set of tokens with this probability."""
@@ -169,7 +169,9 @@ class RewardConfig:
 
     SERVES: ClassVar[tuple[Process, ...]] = ("rollout",)
 
-    rm_type: str | None = flag(None, needs=GENERATES)
+    rm_type: str | None = flag(
+        None, needs=GENERATES & unless("custom_rm_path", why="that function gives the rewards", warns=True)
+    )
     """Built-in reward: math, dapo, deepscaler, f1, gpqa, remote_rm, random; metadata["rm_type"] wins."""
     custom_rm_path: str | None = flag(None, needs=GENERATES)
     """Reward function (args, sample), sync or async, by dotted path or file.py:function."""
@@ -181,7 +183,18 @@ class RewardConfig:
     """Key of the number to train on, when rewards are dicts."""
     eval_reward_key: str | None = derived("reward_key", needs=EVALUATES)
     """The same for evaluation."""
-    rm_url: str | None = flag(None, needs=on("rm_type", "remote_rm"))
+    rm_url: str | None = flag(
+        None,
+        needs=GENERATES
+        & (
+            on("rm_type", "remote_rm", "boxed_remote_rm")
+            | on(
+                "custom_rm_path",
+                why="only rows and evaluation sets whose own rm_type is remote_rm ask there",
+                warns=True,
+            )
+        ),
+    )
     """Address of the remote reward model (--rm-type remote_rm)."""
     rm_timeout: float = flag(60.0, range=POSITIVE, needs=GENERATES)
     """Seconds after which a reward call is given up."""
@@ -205,11 +218,15 @@ class EvalConfig:
 
     eval_interval: int | None = flag(None, range=SOME, needs=EVALUATES, serves="driver")
     """Evaluate every so many rollouts."""
-    eval_prompt_data: tuple[str, ...] = flag(())
+    eval_prompt_data: tuple[str, ...] = flag((), needs=unless("eval_config", why="that file names the sets"))
     """Name and path of each evaluation set: --eval-prompt-data gsm8k test.jsonl aime aime.jsonl."""
     eval_config: str | None = flag(None)
-    """YAML file of evaluation sets with settings of their own; overrides --eval-prompt-data."""
-    skip_eval_before_train: bool = flag(False, needs=EVALUATES, serves="driver")
+    """YAML file of evaluation sets with settings of their own; takes the place of --eval-prompt-data."""
+    skip_eval_before_train: bool = flag(
+        False,
+        needs=EVALUATES & on("eval_interval", why="no other evaluation would be left of the data that is given"),
+        serves="driver",
+    )
     """No evaluation before the first step."""
     eval_function_path: str | None = derived("rollout_function_path", needs=EVALUATES)
     """Function that replaces the whole evaluation."""
@@ -261,13 +278,13 @@ class EngineConfig:
     """Requests that the embedded engine decodes at once; more wait in its queue."""
     rollout_external_engine_addrs: tuple[str, ...] = flag((), refused="external engines are not in this version")
     """host:port of engines that are already running."""
-    sglang_server_concurrency: int = flag(512, range=SOME, serves="rollout")
+    sglang_server_concurrency: int = flag(512, range=SOME, needs=GENERATES, serves="rollout")
     """Most requests in flight per engine."""
     sglang_router_ip: str | None = flag(None, refused=_OWN_ROUTER)
     """Address of the router, as hooks read it."""
     sglang_router_port: int | None = flag(None, refused=_OWN_ROUTER)
     """Port of the router, as hooks read it."""
-    sglang_router_request_timeout_secs: int = flag(14400, range=SOME)
+    sglang_router_request_timeout_secs: int = flag(14400, range=SOME, needs=GENERATES)
     """Seconds after which the router gives a request up."""
     sglang_config: str | None = flag(
         None, needs=on("rollout_engine", "sglang", why="the engines of this run are embedded ones")

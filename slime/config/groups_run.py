@@ -6,7 +6,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from slime.config.flag import GENERATES, NONE_OR_SOME, POSITIVE, SOME, Interval, Process, derived, finite, flag, on
+from slime.config.flag import (
+    GENERATES,
+    NONE_OR_SOME,
+    POSITIVE,
+    SOME,
+    Interval,
+    Process,
+    derived,
+    finite,
+    flag,
+    on,
+    unless,
+)
 
 _NO_PROFILER = "profiling and memory recording are not in this version; py-spy works on every process"
 
@@ -153,7 +165,10 @@ class DebugConfig:
     """Start the engines only, no trainer."""
     debug_train_only: bool = derived("true when load_debug_rollout_data is set")
     """Start the trainer only, no engines."""
-    save_debug_rollout_data: str | None = derived("<dump_details>/rollout_data/{rollout_id}.pt with --dump-details")
+    save_debug_rollout_data: str | None = derived(
+        "<dump_details>/rollout_data/{rollout_id}.pt with --dump-details",
+        needs=unless("load_debug_rollout_data", why="samples that were loaded are not written again"),
+    )
     """Write every rollout's samples to this path, formatted with rollout_id."""
     load_debug_rollout_data: str | None = flag(None)
     """Train on samples written by --save-debug-rollout-data instead of generating; implies --debug-train-only."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from slime.config.flag import (
+    GENERATES,
     NONE_OR_SOME,
     POLICY_LOSS,
     SAMPLES,
@@ -33,6 +34,11 @@ _NO_OLD_ACTOR = "a lagged copy of the policy is not in this version; the old log
 _PENALTY = finite(0, "a penalty; below 0 it would reward leaving the reference model")
 _CLIP = at_least(0, "a distance from the ratio 1")
 _OWN_REWARDS = unless("custom_reward_post_process_path", why="it replaces the group's statistics")
+_OWN_COLUMNS = unless(
+    "custom_convert_samples_to_train_data_path",
+    why="only that function can read it: the rewards are its own",
+    warns=True,
+)
 _CUSTOM_MAY_READ = unless("loss_type", "custom_loss", why="only the custom loss function can read it", warns=True)
 
 
@@ -127,6 +133,7 @@ class AlgorithmConfig:
             SAMPLES,
             on("advantage_estimator", "grpo", "gspo", "cispo", why="the other estimators do not divide by it"),
             _OWN_REWARDS,
+            _OWN_COLUMNS,
         ),
         serves="config",
     )
@@ -135,7 +142,7 @@ class AlgorithmConfig:
         "not disable_grpo_std_normalization, and n_samples_per_prompt > 1", serves="rollout"
     )
     """The opposite of --disable-grpo-std-normalization, as hooks read it."""
-    disable_rewards_normalization: bool = flag(False, needs=(SAMPLES, _OWN_REWARDS), serves="config")
+    disable_rewards_normalization: bool = flag(False, needs=(SAMPLES, _OWN_REWARDS, _OWN_COLUMNS), serves="config")
     """Use raw rewards, without the group mean."""
     rewards_normalization: bool = derived("not disable_rewards_normalization", serves="rollout")
     """The opposite of --disable-rewards-normalization, as hooks read it."""
@@ -249,7 +256,7 @@ class TrainConfig:
     """Function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler) run before each step's passes."""
     use_routing_replay: bool = derived("use_rollout_routing_replay")
     """Experts of the old-policy pass are used again in training, their weights computed anew."""
-    use_rollout_routing_replay: bool = flag(False)
+    use_rollout_routing_replay: bool = flag(False, needs=SAMPLES)
     """Experts that the engine chose (rollout_routed_experts of the samples) are used in the old-policy pass and in
     training; implies --use-routing-replay."""
     enable_mtp_training: bool = flag(False, refused=_NO_MTP)
@@ -349,7 +356,7 @@ class SyncConfig:
     """nccl: by memory or network (IPC or shared memory when colocated, NCCL or gloo else); disk: a directory."""
     update_weight_buffer_size: int = flag(512 * 1024 * 1024, range=SOME)
     """Bytes per bucket."""
-    update_weights_interval: int = flag(1, range=SOME, serves=("driver", "engine"))
+    update_weights_interval: int = flag(1, range=SOME, needs=GENERATES, serves=("driver", "engine"))
     """Push the weights every so many rollouts."""
     async_buffer_size: int = derived(
         "0 for train, 1 for train-async",

@@ -103,6 +103,7 @@ def _entry(spec: FlagSpec, text: str, width: int) -> str:
     notes = [f"also {', '.join(spec.options[1:])}"] if len(spec.options) > 1 else []
     notes += [range_text(spec)] if spec.meta.range else []
     notes += [needs_text(spec)] if spec.meta.needs else []
+    notes += [f"no effect: {spec.meta.no_effect}"] if spec.meta.no_effect else []
     notes += [f"default: {default}"] if default else []
     body = text + (f" [{'; '.join(notes)}]" if notes else "")
     if len(head) > 34:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slime.config.draft import Draft, Given
-from slime.config.flag import FlagSpec, option_of
+from slime.config.flag import GENERATES, FlagSpec, option_of
 from slime.errors import UserError
 from slime.host import num_cpus, num_gpus
 
@@ -169,14 +169,17 @@ def _engine(draft: Draft) -> None:
     if draft["rollout_engine"] == "auto":
         draft.values["rollout_engine"] = None
     draft.derive("rollout_engine", chosen, why)
-    if draft["rollout_engine"] == "sglang":
-        return
-    given = (draft.specs[dest] for dest in draft.given.values)
-    ignored = [spec.option for spec in given if spec.sections == ("sglang",)]
+    given = [draft.specs[dest] for dest in draft.given.values]
+    if not GENERATES.holds(draft.values):
+        _left_out(draft, given, ("sglang", "router"), "there is no engine, as nothing is generated")
+    elif draft["rollout_engine"] != "sglang":
+        _left_out(draft, given, ("sglang",), "the embedded engine does not have SGLang's options")
+
+
+def _left_out(draft: Draft, given: list[FlagSpec], passed_to: tuple[str, ...], why: str) -> None:
+    ignored = [spec.option for spec in given if set(spec.sections) & set(passed_to)]
     if ignored:
-        draft.warnings.append(
-            f"the embedded engine does not have SGLang's options; left out: {', '.join(sorted(ignored))}"
-        )
+        draft.warnings.append(f"{why}; left out: {', '.join(sorted(ignored))}")
 
 
 def derive_batch_sizes(draft: Draft) -> None:

@@ -36,7 +36,7 @@ class WandbSink:
             entity=observe.wandb_team,
             group=group,
             name=f"{run.path.name}-{run.stage}" if run.stage else run.path.name,
-            id=_kept(run, "wandb-id", observe.wandb_run_id or secrets.token_hex(5)),
+            id=_kept(run, "wandb-id", secrets.token_hex(5), asked=observe.wandb_run_id),
             resume="allow",
             mode=observe.wandb_mode,
             dir=observe.wandb_dir or str(run.path),
@@ -56,9 +56,9 @@ class WandbSink:
         self._run.finish()
 
 
-def _kept(run: RunFolder, name: str, fresh: str) -> str:
-    """A value that stays the same over resumes of this stage."""
+def _kept(run: RunFolder, name: str, fresh: str, asked: str | None = None) -> str:
+    """A value that stays the same over resumes of this stage, unless another one is ``asked`` for."""
     path = run.path / f".{name}{'-' + run.stage if run.stage else ''}"
-    if not path.exists():
-        path.write_text(fresh)
+    if asked or not path.exists():
+        path.write_text(asked or fresh)
     return path.read_text().strip()

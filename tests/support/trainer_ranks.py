@@ -57,6 +57,8 @@ def trainer_config(**flags: Any) -> Config:
         "lr": 1e-2,
         "rollout_temperature": 0.8,
     }
+    if flags.get("loss_type") == "sft_loss":  # only an evaluation has a sampling temperature then
+        defaults["eval_prompt_data"] = ("held-out", "held-out.jsonl")
     config = make_config(**{**defaults, **flags})
     return config
 

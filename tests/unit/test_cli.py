@@ -46,6 +46,7 @@ def test_help_of_training(name: str, capsys: pytest.CaptureFixture[str]) -> None
     text = capsys.readouterr().out
     for expected in ("usage: slime train", "rollout: Sampling", "--rollout-batch-size INT", "--moe-permute-fusion"):
         assert expected in text
+    assert "[no effect: it is about speed" in " ".join(text.split())
     assert "--use-opd" not in text  # refused flags are in docs/flags.md
 
 

@@ -130,6 +130,8 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
         "pipeline_model_parallel_size": 2, "actor_num_gpus_per_node": 2, "global_batch_size": 2,
     },
     ("fp16", True): {"bf16": False},
+    ("min_lr", 1.5): {"lr": 7.0},
+    ("lr_warmup_init", 1.5): {"lr": 7.0},
     ("eval_pass_k", (7,)): {"n_samples_per_eval_prompt": 7},
 }  # fmt: skip
 

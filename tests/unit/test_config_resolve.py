@@ -302,6 +302,24 @@ def test_warning_on_what_the_embedded_engine_cannot_honour() -> None:
     assert make_config(router_policy="random").warnings == ()
 
 
+def test_warning_on_options_of_engines_that_are_not_there() -> None:
+    passed_on = {"sglang_mem_fraction_static": 0.5, "router_policy": "random"}
+    (warning,) = make_config(loss_type="sft_loss", **passed_on).warnings
+    assert warning == (
+        "there is no engine, as nothing is generated; left out: --router-policy, --sglang-mem-fraction-static"
+    )
+    evaluated = make_config(loss_type="sft_loss", eval_prompt_data=("a", "a.jsonl"), **passed_on)
+    assert not any("--router-policy" in warning for warning in evaluated.warnings)
+
+
+@pytest.mark.parametrize("reward", [{}, {"rm_type": "math"}, {"eval_config": "sets.yaml"}])
+def test_rows_and_evaluation_sets_may_ask_a_reward_model_of_their_own(reward: dict[str, Any]) -> None:
+    """Their rm_type wins over --rm-type, so an address for it is never refused."""
+    config = make_config(rm_url="http://judge:1", **reward)
+    assert config.reward.rm_url == "http://judge:1"
+    assert [w for w in config.warnings if "rows and evaluation sets" in w]
+
+
 def test_warning_on_cispo() -> None:
     assert "CISPO" in make_config(advantage_estimator="cispo").warnings[0]
     assert make_config(advantage_estimator="cispo", eps_clip=1.0).warnings == ()
@@ -368,7 +386,7 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("it must be more than 0 and at most 1", {"rollout_top_p": 1.5}),
         ("-1 is the whole vocabulary", {"rollout_top_k": 0}),
         ("--bf16 and --fp16", {"bf16": True, "fp16": True}),
-        ("--min-lr 1 is more than --lr 1e-06", {"min_lr": 1.0}),
+        ("--min-lr 1 is more than --lr 1e-06", {"min_lr": 1.0, "lr_decay_style": "cosine"}),
         ("is less than --rollout-batch-size", {"rollout_batch_size": 4, "over_sampling_batch_size": 2}),
         ("--num-experts 6 cannot be divided by", {"num_experts": 6, "expert_model_parallel_size": 4,
                                                   "actor_num_gpus_per_node": 4, "global_batch_size": 4}),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from slime.config import make_config
 from slime.errors import UserError
+from slime.preflight import check_flags
 from slime.rollout.debug_data import load_samples
 from slime.rollout.eval_datasets import eval_datasets
 from slime.rollout.evaluate import read_eval_prompts
@@ -352,3 +353,28 @@ def test_metric_gatherer_counts_reasons() -> None:
     for reason in ("a", None, "a"):
         gatherer.on_dynamic_filter_drop(reason)
     assert gatherer.collect() == {"rollout/dynamic_filter/drop_a": 2}
+
+
+# -- rewards of evaluation sets, as a launch checks them ---------------------------------------------------------------
+
+
+def set_with_rewards_of(folder: Path, rm_type: str) -> str:
+    file = folder / "sets.yaml"
+    file.write_text(f"datasets:\n  - {{name: judged, path: judged.jsonl, rm_type: {rm_type}}}\n")
+    return str(file)
+
+
+@pytest.mark.parametrize("rm_type", ["remote_rm", "boxed_remote_rm"])
+def test_a_set_that_asks_a_reward_model_needs_its_address(rm_type: str, tmp_path: Path) -> None:
+    flags = {"rm_type": "math", "eval_config": set_with_rewards_of(tmp_path, rm_type), "output_dir": str(tmp_path)}
+    with pytest.raises(UserError, match="needs an address"):
+        check_flags(make_config(**flags))
+    check_flags(make_config(**flags, rm_url="http://judge:1"))
+
+
+def test_a_set_whose_rm_type_does_nothing_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    judge = tmp_path / "judge.py"
+    judge.write_text("def reward(args, sample):\n    return 0.0\n")
+    sets = set_with_rewards_of(tmp_path, "math")
+    check_flags(make_config(eval_config=sets, custom_rm_path=f"{judge}:reward", output_dir=str(tmp_path)))
+    assert "evaluation set judged: its rm_type math has no effect" in caplog.text

@@ -308,6 +308,22 @@ def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
+def test_a_wandb_run_that_is_asked_for_is_resumed_also_by_a_folder_that_had_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slime.observe.wandb_sink import WandbSink
+
+    fake = MagicMock()
+    fake.Settings = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run = RunFolder.create(config_for(tmp_path, use_wandb=True))
+    ids = []
+    for asked in (None, "theirs", None):
+        WandbSink(config_for(tmp_path, use_wandb=True, wandb_run_id=asked), run)
+        ids.append(fake.init.call_args.kwargs["id"])
+    assert ids[0] != "theirs" and ids[1:] == ["theirs", "theirs"]
+
+
 @pytest.mark.parametrize("key", [{}, {"wandb_key": "k"}])
 def test_a_wandb_server_is_taken_wherever_the_key_comes_from(
     key: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
