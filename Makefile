@@ -5,26 +5,40 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RUNS := $(VENV)/.installed-to-run
 
 # Every launch is five processes that read the sources; where bytecode is switched off, each would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check test-full lint types docs docs-check clean install
+.PHONY: demo test test-parts test-runs check test-full lint types docs docs-check clean install
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(RUNS): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e .
+	@touch $(RUNS)
+
+# With what tests, lint and types need besides.
+$(STAMP): $(RUNS)
 	$(BIN)/python -m pip install --quiet -e ".[dev,wandb,gguf]"
 	@touch $(STAMP)
 
-demo: $(STAMP)
+demo: $(RUNS)
 	$(BIN)/python -m recipes.demo $(ARGS)
 
+# Two sides at once, because each waits for others of its processes half of the time. ARGS="-k name" goes to both.
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not full and not gpu" $(ARGS)
+	$(MAKE) --no-print-directory -j 2 test-parts test-runs
+
+# Where ARGS leaves nothing to run on one side, pytest's status is 5.
+test-parts test-runs: test-%: $(STAMP)
+	$(BIN)/python -m pytest -m "not full and not gpu" $(FOLDERS.$*) $(ARGS) || { status=$$?; test -n "$(ARGS)" -a $$status = 5; }
+
+FOLDERS.parts := tests/unit
+FOLDERS.runs := tests/contracts tests/loop tests/first_hour
 
 # While you work: what the change against AGAINST (main) concerns, in a minute and a half.
 check: lint types

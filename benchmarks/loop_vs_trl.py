@@ -121,7 +121,6 @@ def run_slime(options: argparse.Namespace) -> None:
         + ["--num-steps-per-rollout", "1"]
         + ["--rollout-max-response-len", str(options.new_tokens), "--rollout-temperature", "1.0"]
         + ["--rollout-max-context-len", str(options.new_tokens + 192)]
-        + ["--rollout-skip-special-tokens"]
         + ["--num-rollout", str(options.steps), "--lr", "1e-6", "--lr-decay-style", "constant", "--clip-grad", "1.0"]
         + ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
         + ["--output-dir", str(folder), "--run-name", "run", *options.slime_flags.split()]

@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slime.checkpoints.gguf import find_smollm2, gguf_to_hf
 from slime.config import make_config
 from slime.samples.batch import StepPlan, TrainBatch
-from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.parallel import RankInfo
+from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.megatron.parallel import RankInfo
 
 Sample = tuple[list[int], list[int]]
 """(prompt ids, answer ids)"""

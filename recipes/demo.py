@@ -1,6 +1,6 @@
 """`make demo`: from random weights to a model that adds, in about two minutes on a laptop CPU.
 
-    build a tiny Qwen3 and its data ─► SFT on sloppy demonstrations ─► GRPO with a reward ─► report.html
+    build a tiny Qwen3 and its data ─► SFT on sloppy demonstrations ─► GRPO with a reward ─► model/, report.html
 
 Everything a cluster run has is here: Megatron-core trains, an engine generates behind the router, Ray places.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from recipes import arithmetic
 from slime.__main__ import guarded
+from slime.host import slime_command
 
 SFT_ROLLOUTS, SFT_STEPS, SFT_BATCH = 20, 20, 256
 GRPO_ROLLOUTS = 40
@@ -36,7 +37,7 @@ def main() -> int:
     run = Path(options.output_dir) / options.run_name
 
     common = ["--output-dir", options.output_dir, "--run-name", options.run_name, "--seed", str(options.seed)]
-    common += ["--rollout-seed", str(options.seed), "--fp32", "--colocate", "--clip-grad", "1.0"]
+    common += ["--rollout-seed", str(options.seed), "--fp32", "--clip-grad", "1.0"]
     common += ["--input-key", "prompt", "--label-key", "label", "--rollout-max-context-len", "64"]
     common += [
         "--adam-beta2",
@@ -58,19 +59,13 @@ def main() -> int:
         + ["--lr-decay-style", "constant", "--save-hf", str(run / "sft-model")]
     )
     train.main(
-        [*common, "--stage", "grpo", "--advantage-estimator", "grpo", "--n-samples-per-prompt", "8"]
+        [*common, "--stage", "grpo", "--colocate", "--advantage-estimator", "grpo", "--n-samples-per-prompt", "8"]
         + ["--hf-checkpoint", str(run / "sft-model"), "--prompt-data", str(inputs / "train.jsonl"), "--rollout-shuffle"]
-        + [
-            "--custom-rm-path",
-            "recipes.arithmetic.reward",
-            "--rollout-max-response-len",
-            "4",
-            "--rollout-skip-special-tokens",
-        ]
+        + ["--custom-rm-path", "recipes.arithmetic.reward", "--rollout-max-response-len", "4"]
         + ["--num-rollout", str(GRPO_ROLLOUTS), "--rollout-batch-size", "32", "--num-steps-per-rollout", "1"]
         + ["--lr", "1e-3", "--lr-decay-style", "cosine", "--min-lr", "1e-4", "--entropy-coef", "0"]
         + ["--eval-prompt-data", "arithmetic", str(inputs / "test.jsonl"), "--eval-interval", str(GRPO_ROLLOUTS)]
-        + ["--n-samples-per-eval-prompt", "4"]
+        + ["--n-samples-per-eval-prompt", "4", "--save", str(run / "checkpoints")]
     )
     _say_what_happened(run)
     return 0
@@ -81,6 +76,7 @@ def _say_what_happened(run: Path) -> None:
     scores = [row["eval/arithmetic"] for row in rows if "eval/arithmetic" in row]
     print(f"held-out accuracy: {scores[0]:.3f} after SFT → {scores[-1]:.3f} after GRPO")
     print(f"what happened, step by step: {run / 'report.html'}")
+    print(f"the model that it made: {run / 'model' / 'grpo'}; ask it something: {slime_command()} chat {run}")
     print("next: a real model on real data, recipes/smollm2-gsm8k/README.md")
 
 

@@ -1,7 +1,22 @@
 """slime: reinforcement-learning post-training of language models."""
 
+from typing import TYPE_CHECKING, Any
+
 from slime import legacy_paths
 
+if TYPE_CHECKING:
+    from slime.api import TrainingRun, train
+
 __version__ = "0.1.0"
+__all__ = ["TrainingRun", "train"]
 
 legacy_paths.install()
+
+
+def __getattr__(name: str) -> Any:
+    """The Python interface (`slime.api`), imported when it is first used: a `slime --help` does without it."""
+    if name not in __all__:
+        raise AttributeError(f"module 'slime' has no attribute '{name}'")
+    from slime import api
+
+    return getattr(api, name)

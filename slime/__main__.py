@@ -11,10 +11,12 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from slime.errors import UserError
+from slime.processes import leave_what_hangs, something_hangs
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -34,9 +36,13 @@ COMMANDS: dict[str, Command] = {
     "train-async": Command(
         "slime.cli.train", "main_async", "the same with rollouts generated ahead of training", "train_async"
     ),
+    "chat": Command("slime.cli.chat", "main", "talk to a model in the terminal: a run's newest, or any directory"),
+    "serve": Command("slime.cli.serve", "main", "a model behind OpenAI's API"),
+    "export": Command("slime.cli.export", "main", "a model as a GGUF file, for llama.cpp and Ollama"),
+    "push": Command("slime.cli.push", "main", "upload a model to the hub, with a card that says how it was trained"),
     "flags": Command("slime.cli.flags", "main", "look a flag up: what it is, needs and serves, and its value in a run"),
     "reward": Command("slime.cli.reward", "main", "run a reward function on data, without training"),
-    "report": Command("slime.cli.report", "main", "write report.html of a run folder"),
+    "report": Command("slime.cli.report", "main", "write report.html of a run folder, or compare several"),
     "convert": Command("slime.cli.convert", "main", "convert checkpoints between Hugging Face and Megatron"),
 }
 
@@ -73,7 +79,7 @@ def _dispatch(words: list[str]) -> int:
     if command.entry and any(word in ("--help", "-h") for word in rest):
         from slime.config.help import print_help
 
-        print_help(command.entry)
+        print_help(command.entry, rest)
         return 0
     function = getattr(importlib.import_module(command.module), command.function)
     return int(function(rest) or 0)
@@ -93,6 +99,21 @@ def guarded(action: Callable[[], int]) -> int:
     `RunFailed`); Ctrl-C gives 130; a closed pipe (``slime flags | head``) ends quietly. Everything else is a defect,
     keeps its traceback and gives 1.
     """
+    try:
+        status = _status_of(action)
+    except BaseException as error:
+        if not something_hangs():
+            raise
+        status = 1  # the interpreter would not come to telling it
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        else:
+            traceback.print_exc()
+    leave_what_hangs(status)
+    return status
+
+
+def _status_of(action: Callable[[], int]) -> int:
     try:
         return action()
     except UserError as error:

@@ -1,4 +1,5 @@
-"""How a hook is found by its dotted path, how its signature is checked, which keywords it takes, how it is called.
+"""How a hook is found by its dotted path, how its signature is checked, which keywords it takes, how it is called, and
+how its failures are told: with the user's own lines.
 
 The hooks themselves are in `slime.hooks`.
 """
@@ -15,20 +16,46 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
+
 from slime.errors import UserError
+from slime.files import write_atomically
+
+
+def save_function(function: Any, file: Path) -> str:
+    """A path at which other processes of this host find ``function``: its own where it can be imported, else that of
+    ``file``, into which it is written with what it refers to (a lambda, a closure, what a notebook defines).
+
+    Raises:
+        UserError: it refers to something that cannot be written, an open file or a lock.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if module not in (None, "__main__") and name is not None and "<" not in name:
+        return f"{module}:{name}"
+    try:
+        content = cloudpickle.dumps(function)
+    except Exception as error:  # whatever the objects that it refers to raise is the message
+        raise UserError(
+            f"{name or function!r} cannot be handed to another process",
+            why=f"{type(error).__name__}: {error}",
+            fix="let it open files and connections itself, or put it into a module",
+        ) from error
+    write_atomically(file, content)
+    return f"{file.resolve()}:{name or type(function).__name__}"
 
 
 @functools.cache
 def load_function(path: str) -> Any:
-    """The object at a path: ``"pkg.module.name"``, ``"pkg.module:name"`` or ``"folder/file.py:name"``; cached. Modules
-    in the working directory are found too.
+    """The object at a path: ``"pkg.module.name"``, ``"pkg.module:name"``, ``"folder/file.py:name"``, or what
+    `save_function` returned; cached. Modules in the working directory are found too.
 
     Raises:
         UserError: no such module, no such name in it (tells the nearest), or the module's own code fails on import.
@@ -38,6 +65,8 @@ def load_function(path: str) -> Any:
         raise UserError(f"'{path}' names no function", fix="write it as package.module.function")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
+    if module_path.endswith(".pkl"):
+        return _saved_function(path, Path(module_path))
     try:
         target = _module_of_file(module_path) if module_path.endswith(".py") else importlib.import_module(module_path)
     except Exception as error:  # whatever user code raises on import is the message
@@ -56,6 +85,15 @@ def load_function(path: str) -> Any:
             )
         target = found
     return target
+
+
+def _saved_function(path: str, file: Path) -> Any:
+    try:
+        return cloudpickle.loads(file.read_bytes())
+    except Exception as error:  # it imports what it refers to, and whatever that raises is the message
+        raise UserError(
+            f"the function {path} cannot be loaded", why=f"{type(error).__name__}: {error}", fix="start the run again"
+        ) from error
 
 
 _MISSING = object()
@@ -168,6 +206,93 @@ def is_async(fn: Any) -> bool:
     if isinstance(fn, functools.partial):
         return is_async(fn.func)
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+_SLIME = str(Path(__file__).parent) + os.sep
+_SITE_PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_MOST_FRAMES = 12
+
+
+def user_frames(error: BaseException) -> str:
+    """Where in the user's code ``error`` was raised: the frames of its traceback that are not ours nor Python's own, as
+    Python prints them, with what led to a failure inside a library; "" where there are none."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_SLIME, "<frozen"))
+        and (frame.filename.startswith(_SITE_PACKAGES) or not frame.filename.startswith(_STANDARD_LIBRARY))
+    ]
+    if len(frames) > _MOST_FRAMES:
+        frames = frames[: _MOST_FRAMES // 2] + frames[-_MOST_FRAMES // 2 :]
+    lines = "".join(traceback.format_list(frames)).rstrip("\n").splitlines()
+    return "\n".join(["in your code:", *(f"  {line}" for line in lines)]) if lines else ""
+
+
+def where_to_mend(error: BaseException) -> str:
+    """The advice that goes with `with_user_frames`; a function of a library's has no line of the user's."""
+    return (
+        "mend it at the line below" if user_frames(error) else "see which arguments it is called with (docs/hooks.md)"
+    )
+
+
+def with_user_frames(failure: UserError, error: BaseException) -> UserError:
+    """``failure`` with a note of where in the user's code ``error`` was raised, for terminal and crash folder; once."""
+    said = user_frames(error)
+    if said and said not in getattr(failure, "__notes__", ()):
+        failure.add_note(said.replace("\n", "\n  "))
+    return failure
+
+
+@contextlib.contextmanager
+def failures_of(what: str) -> Iterator[None]:
+    """What fails in the block is ``what``, code of the user's. An error of its own (or of a library that it called)
+    becomes a `UserError`; one that our code raised, called from there, stays what it is. Both tell the user's lines.
+
+    Raises:
+        UserError: the user's code raised.
+    """
+    try:
+        yield
+    except UserError as error:
+        with_user_frames(error, error)
+        raise
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        if last.filename.startswith(_SLIME) and last.filename != __file__:
+            if said := user_frames(error):
+                error.add_note(said)
+            raise
+        failure = UserError(f"{what} failed", why=f"{type(error).__name__}: {error}", fix=where_to_mend(error))
+        raise with_user_frames(failure, error) from error
+
+
+def user_function(path: str) -> Callable[..., Any]:
+    """The sync function at ``path``, whose failures tell the user's lines (`failures_of`).
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    fn = load_function(path)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with failures_of(f"'{path}'"):
+            return fn(*args, **kwargs)
+
+    return call
+
+
+# -- calls ---------------------------------------------------------------------------------------------------------
+
+
+async def call_user_function(path: str, *args: Any, **kwargs: Any) -> Any:
+    """`call_hook` with the function at ``path``, whose failures tell the user's lines (`failures_of`)."""
+    fn = load_function(path)
+    with failures_of(f"'{path}'"):
+        return await call_hook(fn, *args, **kwargs)
 
 
 async def call_hook(

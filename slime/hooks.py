@@ -365,7 +365,7 @@ class PgLossReducer(Protocol):
 class ModelProvider(Protocol):
     """``--custom-model-provider-path``: builds the model of this pipeline stage.
 
-    It must be, or be derived from, what ``slime.train.megatron.provider.default_model`` makes of the same arguments.
+    It must be, or be derived from, what ``slime.trainer.megatron.provider.default_model`` makes of the same arguments.
     """
 
     def __call__(self, pre_process: bool, post_process: bool, /, *, vp_stage: int | None = None) -> Any: ...

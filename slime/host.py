@@ -1,4 +1,5 @@
-"""What this host has, found without torch: processors, memory, its address, and ports that nobody else takes."""
+"""What this host has, found without torch: processors, memory, its address, ports that nobody else takes,
+and the way past proxies."""
 
 from __future__ import annotations
 
@@ -6,8 +7,11 @@ import fcntl
 import os
 import random
 import re
+import shutil
 import socket
+import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -99,6 +103,24 @@ def node_ip() -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"
+
+
+def slime_command() -> str:
+    """How the command `slime` is called here: by its name where a shell finds it, else through this interpreter."""
+    return "slime" if shutil.which("slime") else f"{sys.executable} -m slime"
+
+
+def past_proxies(hosts: Iterable[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables by which clients that read them reach ``hosts`` and this one directly, whatever proxy is set. Our own
+    clients of engines never read them.
+
+    Example:
+        >>> past_proxies(["10.0.0.7"], {"NO_PROXY": "intranet", "HTTP_PROXY": "http://proxy:3128"})["no_proxy"]
+        'intranet,localhost,127.0.0.1,10.0.0.7'
+    """
+    known = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    names = dict.fromkeys([*filter(None, known.split(",")), "localhost", "127.0.0.1", *hosts])
+    return {"no_proxy": ",".join(names), "NO_PROXY": ",".join(names)}  # libraries differ in which one they read
 
 
 @dataclass

@@ -3,6 +3,9 @@
     from slime.utils.types import Sample                      is  slime.samples.types.Sample
     from slime.rollout.sglang_rollout import GenerateState    is  slime.rollout.generate.current_state
 
+What such a plugin reads is what it was written for: where a hook of a run imports an old path (`old_plugin`), responses
+keep their special tokens and labels their type, unless a flag says otherwise.
+
 The old modules do not exist as files. `install`, called when `slime` is imported, adds a finder to `sys.meta_path`
 that makes them up from the table below, one name at a time: importing an old path costs nothing until a name of it is
 used, and a name that has no counterpart here is an ImportError that lists those that have one.
@@ -10,13 +13,21 @@ used, and a name that has no counterpart here is an ImportError that lists those
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.config.config import Config
 
 _HOOKS = "slime.hooks"
 _GENERATE = "slime.rollout.generate"
@@ -133,3 +144,46 @@ def install() -> None:
     """Make the old paths importable. Calling it again changes nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
+
+
+# -- what such plugins expect ----------------------------------------------------------------------------------------
+
+
+def old_plugin(config: Config) -> str | None:
+    """The path of the first hook whose file imports a path of earlier versions; None where there is none. A hook that
+    cannot be loaded is refused elsewhere."""
+    from slime.errors import UserError
+    from slime.hook_loading import load_function
+    from slime.hooks import HOOKS
+
+    given = config.flat()
+    for flag in (*HOOKS, "data_source_path"):
+        value = getattr(given, flag)
+        for path in value if isinstance(value, list) else [value]:
+            with contextlib.suppress(UserError):
+                if path and _imports_old_path(load_function(path)):
+                    return str(path)
+    return None
+
+
+def follows_old_plugin(config: Config, flag: str) -> bool:
+    """Whether ``flag`` was left at its default, in a run with a plugin that was written for another one."""
+    return config.origins.get(flag, "default") == "default" and old_plugin(config) is not None
+
+
+def _imports_old_path(hook: Any) -> bool:
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(hook))
+    except TypeError:  # an object that can be called: where it was made, nobody knows
+        return False
+    return file is not None and Path(file).is_file() and _file_imports_old_path(file)
+
+
+@functools.cache
+def _file_imports_old_path(file: str) -> bool:
+    for node in ast.walk(ast.parse(Path(file).read_bytes())):
+        if isinstance(node, ast.ImportFrom) and node.module in OLD_MODULES:
+            return True
+        if isinstance(node, ast.Import) and any(alias.name in OLD_MODULES for alias in node.names):
+            return True
+    return False

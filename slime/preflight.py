@@ -9,23 +9,28 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference
-from slime.config.architecture import check_described, merge_transformer
 from slime.config.config import Config
+from slime.config.flag import option_of
 from slime.config.te_flags import is_installed, missing
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.hook_loading import check_signature, load_function
 from slime.hooks import check_hooks
 from slime.host import num_cpus, num_gpus
+from slime.hub import fetch_model, is_hub_name, local_data
+from slime.legacy_paths import follows_old_plugin, old_plugin
 from slime.log import get_logger
 from slime.models.layout_rules import check_layout
-from slime.models.spec import ModelSpec
+from slime.models.model_flags import check_model_flags, merge_transformer
+from slime.observe.run_folder import RunFolder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
-from slime.train.expert_rules import check_experts
+from slime.trainer.expert_rules import check_experts
 
 logger = get_logger(__name__)
 
@@ -34,7 +39,10 @@ ROWS = 2000
 
 #: Process slots that a host without GPUs offers at least, and per core: trainer and engines take turns.
 _MIN_SLOTS, _SLOTS_PER_CORE = 8, 4
-_CONNECT_SECONDS = 10.0
+_CONNECT_SECONDS = 5.0
+
+#: Of HTTP/2, without settings: 3 bytes of length, type 4, flags, stream 0.
+_SETTINGS_FRAME = b"\0\0\0\4\0\0\0\0\0"
 
 
 def preflight(config: Config) -> LoadPlan:
@@ -52,14 +60,61 @@ def preflight(config: Config) -> LoadPlan:
     check_flags(config)
     check_data(config)
     check_slots(config)
+    if config.observe.use_wandb:
+        from slime.observe.wandb_sink import check_key
+
+        check_key(config)
+    warn_if_nothing_is_kept(config)
     return plan
+
+
+def from_the_hub(config: Config) -> Config:
+    """The configuration with local copies in the place of names on the hub, downloaded where they are not here yet.
+
+    The names stay in ``origins``, and so in config.json.
+
+    Raises:
+        UserError: a name of something that is not here, and that the hub does not give.
+    """
+    model, data, sets = config.checkpoint.hf_checkpoint, config.data.prompt_data, list(config.eval.eval_prompt_data)
+    local: dict[str, tuple[str | None, str]] = {}
+    if model is not None and is_hub_name(model):
+        local["hf_checkpoint"] = (model, str(fetch_model(model)))
+    if data is not None and (copy := local_data(data)) != data:
+        local["prompt_data"] = (data, copy)
+    copies = [path if number % 2 == 0 else local_data(path) for number, path in enumerate(sets)]
+    if not local and copies == sets:
+        return config
+    origins = config.origins | {flag: f"{config.origins[flag]}: {name}" for flag, (name, _) in local.items()}
+    checkpoint, rows = config.checkpoint, config.data
+    if "hf_checkpoint" in local:
+        path = local["hf_checkpoint"][1]
+        reference = path if checkpoint.ref_load == model else checkpoint.ref_load
+        checkpoint = replace(checkpoint, hf_checkpoint=path, ref_load=reference)
+    if "prompt_data" in local:
+        rows = replace(rows, prompt_data=local["prompt_data"][1])
+    evaluation = replace(config.eval, eval_prompt_data=tuple(copies))
+    return replace(config, checkpoint=checkpoint, data=rows, eval=evaluation, origins=origins)
 
 
 def check_flags(config: Config) -> None:
     """What flags name besides models and data: hooks, rewards, output directories."""
     check_hooks(config.flat())
+    _warn_of_old_plugins(config)
     _check_rewards(config)
     _check_outputs(config)
+
+
+def _warn_of_old_plugins(config: Config) -> None:
+    """Say which defaults are those that a plugin of earlier versions was written for."""
+    kept = {"rollout_skip_special_tokens": "responses keep their special tokens", "label_type": "labels their type"}
+    said = {flag: text for flag, text in kept.items() if follows_old_plugin(config, flag)}
+    if said:
+        logger.warning(
+            "%s is written for the import paths of earlier versions, and so %s; %s give it what new code gets",
+            old_plugin(config), " and ".join(said.values()),
+            " and ".join(f"{option_of(flag)} {'text' if flag == 'label_type' else ''}".strip() for flag in said),
+        )  # fmt: skip
 
 
 # -- models ------------------------------------------------------------------------------------------------
@@ -73,36 +128,9 @@ def check_architecture(config: Config) -> None:
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
     spec = family_of(flags.hf_checkpoint, flags.model_name).model_spec(flags.hf_checkpoint)
+    check_model_flags(config.megatron, spec)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
-    check_described(config.megatron.model, _described(spec))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
-
-
-def _described(spec: ModelSpec) -> dict[str, Any]:
-    """The model that will be computed, by the flags of Megatron-LM that describe it beside `TransformerConfig`."""
-    scaling, shape = spec.rotary_scaling or {}, spec.transformer
-    kind, factor = scaling.get("rope_type", "default"), scaling.get("factor")
-    is_yarn = kind == "yarn"
-    return {
-        **{name: scaling.get(name) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") if is_yarn},
-        "original_max_position_embeddings": scaling.get("original_max_position_embeddings"),
-        **shape,
-        "num_experts": shape.get("num_moe_experts"),
-        "norm_epsilon": shape["layernorm_epsilon"],
-        "vocab_size": spec.vocab_size,
-        "rotary_base": spec.rotary_base,
-        "rotary_percent": spec.rotary_percent,
-        "rotary_scaling_factor": factor or 1.0,
-        "rotary_seq_len_interpolation_factor": factor if kind == "linear" else 1.0,
-        "use_rope_scaling": kind == "llama3",
-        "rope_scaling_factor": factor if kind == "llama3" else None,
-        "rope_type": "yarn" if is_yarn else "rope",
-        "swiglu": spec.activation == "silu" and shape["gated_linear_unit"],
-        "group_query_attention": shape["num_query_groups"] < shape["num_attention_heads"],
-        "untie_embeddings_and_output_weights": not spec.tie_embeddings,
-        "post_self_attn_layernorm": spec.family == "glm4",
-        "post_mlp_layernorm": spec.family == "glm4",
-    }
 
 
 def check_weights(config: Config, plan: LoadPlan) -> None:
@@ -256,18 +284,31 @@ def _check_outputs(config: Config) -> None:
     _check_export(config)
 
 
+def warn_if_nothing_is_kept(config: Config) -> None:
+    """A run may train for days before somebody looks for its model."""
+    keeps = config.checkpoint.save or config.checkpoint.save_hf
+    if not (keeps or config.debug.debug_rollout_only or config.rollout.num_rollout == 0):
+        logger.warning(
+            "nothing of this training will be kept: pass --save {run}/checkpoints for checkpoints and the model at the"
+            " end, both in the run folder, or --save-hf DIR for the model alone"
+        )
+
+
 def _check_export(config: Config) -> None:
-    """--save-hf replaces its directory: nothing else of the run may be there."""
+    """An export replaces its directory: nothing else of the run may be there."""
     from slime.checkpoints.hf_files import check_export
 
-    flags = config.checkpoint
+    flags, observe = config.checkpoint, config.observe
+    kept = {"--save": flags.save, "--load": flags.load, "--ref-load": flags.ref_load,
+            "--hf-checkpoint": flags.hf_checkpoint}  # fmt: skip
     if flags.save_hf:
-        kept = {
-            "--save": flags.save, "--load": flags.load, "--ref-load": flags.ref_load,
-            "--hf-checkpoint": flags.hf_checkpoint, "--output-dir": config.observe.output_dir,
-        }  # fmt: skip
+        kept["--output-dir"] = observe.output_dir
         target = Path(flags.save_hf.format(rollout_id=0))
-        check_export(target, {flag: Path(path) for flag, path in kept.items() if path})
+    elif flags.save and flags.export_model:
+        target = RunFolder(Path(observe.output_dir) / observe.run_name, observe.stage or None).model
+    else:
+        return
+    check_export(target, {flag: Path(path) for flag, path in kept.items() if path})
 
 
 def _check_writable(flag: str, path: Path) -> None:
@@ -316,7 +357,7 @@ def check_slots(config: Config) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Ray itself tries for more than three minutes before it gives up."""
+    """Ray itself tries for more than a minute before it gives up, and prints what it tries."""
     fix = "start one with 'ray start --head', or unset --ray-address and RAY_ADDRESS to run here"
     if address == "auto":
         return
@@ -328,6 +369,28 @@ def _check_answers(address: str) -> None:
             fix="pass --ray-address host:port or auto",
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+        speaks_http2 = _speaks_http2(host.strip("[]"), int(port))
     except OSError as error:
         raise UserError(f"no Ray cluster answers at {address}", why=str(error), fix=fix) from error
+    if not speaks_http2:
+        raise UserError(
+            f"no Ray cluster answers at {address}",
+            why=f"somebody listens there, and gave no answer of Ray's within {_CONNECT_SECONDS:.0f} s",
+            fix=f"the address is that of Ray's GCS (6379 by default), not of its dashboard; {fix}",
+        )
+
+
+def _speaks_http2(host: str, port: int) -> bool:
+    """Does a gRPC server listen there, as Ray's GCS is one? It answers a greeting with its settings (RFC 9113, 3.4).
+    With Ray's TLS switched on it is enough that somebody listens."""
+    end = time.monotonic() + _CONNECT_SECONDS
+    with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return True
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS_FRAME)
+        connection.settimeout(max(0.1, end - time.monotonic()))
+        try:
+            answer = connection.recv(len(_SETTINGS_FRAME))
+        except TimeoutError:
+            return False
+    return len(answer) > 3 and answer[3] == _SETTINGS_FRAME[3]

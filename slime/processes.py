@@ -3,8 +3,9 @@
     die_with_parent    the kernel kills it at once: servers, graders
     follow_parent      it is told, has a moment to end tidily, and leaves: embedded engines, workers of the data check
     start_reaper       a small process beside the driver, for what a local Ray leaves behind when it is killed
+    end_within         the other way round: what has a deadline to end, before its owner leaves without it
 
-The last is this very file as a script: it keeps a list of the driver's descendants and, when the driver is gone, ends
+The reaper is this very file as a script: it keeps a list of the driver's descendants and, when the driver is gone, ends
 those that are not. After `kill -9` of a driver some of Ray's agents were seen to live on, and what they hold with them.
 
     driver ──pipe──► reaper            the pipe's end of file is the driver's death, however it came
@@ -35,15 +36,19 @@ _SCAN_SECONDS = 1.0
 _GRACE_SECONDS = 3.0  # Ray's own clean-up gets this long
 _KILL_SECONDS = 1.0
 _LAST_COMMAND_SECONDS = 30.0
+_HURRY_SECONDS = 2.0
+
+#: Something here did not end in time (`end_within`, `will_hang`), and would keep the interpreter from ending, too.
+_hangs = threading.Event()
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies, and end it now should that have happened already.
+def die_with_parent(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel end this process when its parent dies, and end it now should that have happened already.
 
     To be called in the child: first thing in its ``main``, or by ``subprocess.Popen(preexec_fn=…)``. The kernel means
     the *thread* that started the child: it must be one that lives as long as its process.
     """
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent_pid:  # it died before the line above
         os._exit(1)
 
@@ -91,6 +96,55 @@ def _exists(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def end_within(seconds: float, end: Callable[[], object], hurry: threading.Event) -> bool:
+    """Call ``end``, and wait for it so long at most, or 2 seconds from when somebody is in a ``hurry``.
+
+    Ray waits a minute for a daemon of its own that is gone, and then ends the process in which it is. A call that hangs
+    is left behind in its thread; whoever knows the exit status is to call `leave_what_hangs`.
+
+    Returns:
+        False when it hangs. What it raises in time is raised here.
+    """
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            end()
+        except BaseException as error:  # raised again below, where someone listens
+            raised.append(error)
+
+    thread = threading.Thread(target=call, name="end", daemon=True)
+    thread.start()
+    limit = time.monotonic() + seconds
+    while thread.is_alive() and time.monotonic() < limit:
+        thread.join(0.1)
+        if hurry.is_set():
+            limit, hurry = min(limit, time.monotonic() + _HURRY_SECONDS), threading.Event()
+    if raised:
+        raise raised[0]
+    if thread.is_alive():
+        _hangs.set()
+        return False
+    return True
+
+
+def will_hang() -> None:
+    """Something was started here that keeps the interpreter from ending: W&B's service without its server, for one."""
+    _hangs.set()
+
+
+def something_hangs() -> bool:
+    return _hangs.is_set()
+
+
+def leave_what_hangs(status: int) -> None:
+    """End this process at once, should something have been left behind in it; the reaper has the rest."""
+    if _hangs.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 # -- the reaper --------------------------------------------------------------------------------------------------

@@ -1,14 +1,13 @@
-"""A run: the verbs of the loop (`slime.loop`), what is due when, its folder and metrics, signals, and how it ends."""
+"""A run: the verbs of the loop (`slime.loop`), what is due when, its folder and metrics, and how it ends."""
 
 from __future__ import annotations
 
-import signal
+import math
 import sys
-import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
 from slime.cluster.rollout_actor import RolloutResult
@@ -16,6 +15,7 @@ from slime.cluster.run_cluster import Cluster, Generating, Launch
 from slime.cluster.waiting import StopRequested
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.host import slime_command
 from slime.log import get_logger, setup_logging
 from slime.memory.check import check_memory
 from slime.memory.hardware import is_on_gpu
@@ -24,31 +24,37 @@ from slime.memory.plan import MemoryPlan
 from slime.observe.report import write_report
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
-from slime.preflight import joins_cluster, preflight
+from slime.placement import has_evaluation
+from slime.preflight import from_the_hub, joins_cluster, preflight
+from slime.processes import end_within
+from slime.stopping import StopSignals
 
 logger = get_logger(__name__)
 
 #: How long a run that failed waits for the checkpoint that is being written; the processes may be in any state.
 _SAVE_SECONDS = 600.0
+#: Without --save-interval: a step may take minutes, and a tenth of the run half a day.
+_SAVE_AGAIN_SECONDS = 1800.0
+#: Of all processes together, and of Ray; kill signals of schedulers come half a minute after SIGTERM.
+_CLOSE_SECONDS = 9.0
 
 
 class Session:
-    """One run of one driver: owns the run folder, the sinks and the cluster, and turns SIGTERM into a clean end.
+    """One run of one driver: owns the run folder, the sinks and the cluster.
 
     ``step`` in all metrics is the number of rollouts trained on so far: what is evaluated before training is step
     0, rollout k's training is step k + 1.
     """
 
-    def __init__(self, config: Config, *, resuming: bool) -> None:
-        self.config = config
+    def __init__(self, config: Config, signals: StopSignals, *, resuming: bool) -> None:
+        self.config, self.signals = config, signals
         self.run = RunFolder.create(config, resuming=resuming)
         setup_logging("driver", config.observe.log_level, self.run.path / "logs")
         self.sinks = Sinks(config, self.run)
-        self._stop = threading.Event()
         self.cluster = Cluster(
             config,
             self.run.path,
-            should_stop=self._stop.is_set,
+            should_stop=signals.requested,
             on_progress=self.sinks.progress,
             on_push=self._pushed,
         )
@@ -64,12 +70,16 @@ class Session:
         self._save_begun: int | None = None
         self._last_saved: int | None = None
         """Handed over to be written; with --async-save not yet written."""
+        self._saved_at = time.monotonic()
+        self._model: Path | None = None
         self._state = "failed"
+        signals.would_lose = self._unsaved
 
     # -- start and end ---------------------------------------------------------------------------------
 
     def launch(self) -> None:
         """Bring everything up and push the trainer's weights once, so that a broken push shows before any rollout."""
+        self.stop_if_asked()
         with self.sinks.phase("launch"):
             launch = self.cluster.launch()
         self.run.set_state("launched")
@@ -80,8 +90,12 @@ class Session:
             self.cluster.set_run_length(self.num_rollout)
         self.sinks.begin(self.start_rollout_id, self.num_rollout, sum(launch.seconds.values()))
         logger.info("launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in launch.seconds.items()))
+        logger.info("what your own functions print is in %s", self.run.logs / "rollout.log")
         self.update_weights()
         self.cluster.turns()  # those of the launch belong to no step
+        self._saved_at = time.monotonic()
+        if self.config.checkpoint.save and self.cluster.has_trainers and self.num_rollout:
+            logger.info("checkpoints: %s", self._when_saved())
 
     def _count_rollouts(self, launch: Launch) -> int:
         rollout = self.config.rollout
@@ -103,15 +117,18 @@ class Session:
         return per_epoch * self.config.data.num_epoch
 
     def close(self) -> None:
-        """Leave nothing running. A second Ctrl-C meanwhile ends the driver at once; what it owns goes with it."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        self.cluster.close(politely=self._state == "finished")
-        flags = self.config.checkpoint
-        if flags.save is not None and self._save_begun is not None:  # whoever wrote it is gone now
-            final = Path(flags.save) / iteration_name(self._save_begun)
-            if discard_partial(final):
-                logger.warning("%s was not finished; what there was of it is removed", final)
-        self.sinks.close(self._state)
+        """Leave nothing running and a folder that says how the run ended, with its report, in a quarter of a minute."""
+        politely, flags = self._state == "finished", self.config.checkpoint
+        try:
+            if not end_within(_CLOSE_SECONDS, lambda: self.cluster.close(politely=politely), self.signals.hurry):
+                logger.error("Ray did not end in time: the run ends without it, its processes are killed")
+            if flags.save is not None and self._save_begun is not None:  # whoever wrote it is gone now
+                final = Path(flags.save) / iteration_name(self._save_begun)
+                if discard_partial(final):
+                    logger.warning("%s was not finished; what there was of it is removed", final)
+        finally:
+            self.sinks.close(self._state)
+            _write_report(self.run)
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -202,20 +219,43 @@ class Session:
         return self.cluster.has_engines and (due or self.should_evaluate(rollout_id))
 
     def should_evaluate(self, rollout_id: int) -> bool:
-        interval = self.config.eval.eval_interval
-        return interval is not None and self._is_due(rollout_id, interval)
+        """Every --eval-interval rollouts, or else after the last: whoever gives evaluation data wants to know what
+        training has brought."""
+        return has_evaluation(self.config) and self._is_due(
+            rollout_id, self.config.eval.eval_interval or self.num_rollout
+        )
 
     @property
     def _saves(self) -> bool:
         flags = self.config.checkpoint
         return self.cluster.has_trainers and bool(flags.save or flags.save_hf)
 
+    @property
+    def _save_interval(self) -> int | None:
+        """Rollouts between two checkpoints; None: there is one after the last alone."""
+        flags = self.config.checkpoint
+        return flags.save_interval or (math.ceil(self.num_rollout / 10) if flags.save else None)
+
+    @property
+    def _saves_by_time(self) -> bool:
+        flags = self.config.checkpoint
+        return flags.save is not None and flags.save_interval is None
+
+    def _when_saved(self) -> str:
+        """For people."""
+        flags, interval = self.config.checkpoint, self._save_interval
+        often = "after every rollout" if interval == 1 else f"every {interval} rollouts"
+        timed = f" or {_SAVE_AGAIN_SECONDS / 60:.0f} minutes" if self._saves_by_time and interval != 1 else ""
+        kept = f"the newest {flags.save_retain} are kept" if flags.save_retain else "all are kept"
+        return f"{often}{timed}, in {flags.save}; {kept}"
+
     def should_save(self, rollout_id: int) -> bool:
         if not self._saves or self._last_saved == rollout_id:
             return False
-        interval = self.config.checkpoint.save_interval
-        last = rollout_id + 1 == self.num_rollout
-        return last or (interval is not None and self._is_due(rollout_id, interval))
+        interval = self._save_interval
+        if rollout_id + 1 == self.num_rollout or (interval is not None and self._is_due(rollout_id, interval)):
+            return True
+        return self._saves_by_time and time.monotonic() - self._saved_at > _SAVE_AGAIN_SECONDS
 
     def _is_due(self, rollout_id: int, interval: int) -> bool:
         """Every ``interval`` rollouts, at the end of each epoch, and after the last."""
@@ -228,13 +268,32 @@ class Session:
         self._save_begun = rollout_id
         with self.sinks.phase("save_model"):
             self.cluster.save(rollout_id, self.weight_version)
-        self._last_saved = rollout_id
+        self._last_saved, self._saved_at = rollout_id, time.monotonic()
+        if self.config.checkpoint.save_hf:
+            self._model = Path(self.config.checkpoint.save_hf.format(rollout_id=rollout_id))
 
     def finish_saving(self) -> None:
         """Wait for the last checkpoint, which --async-save writes behind training."""
         if self._last_saved is not None and self.config.checkpoint.async_save:
             with self.sinks.phase("save_model"):
                 self.cluster.finish_saving()
+
+    def _unsaved(self) -> str:
+        """What a run that ended now would lose, for `StopSignals`."""
+        trained = self._last_trained
+        if trained is None or not self._saves:
+            return ""
+        root = self.config.checkpoint.save
+        on_disk = self._last_saved == trained and (root is None or is_saved(Path(root), trained))
+        return "" if on_disk else f"rollout {trained}"
+
+    def _export(self) -> None:
+        """Write the model as it is now for people, where no --save-hf has done so."""
+        flags = self.config.checkpoint
+        if flags.save and flags.export_model and not flags.save_hf and self._last_saved is not None:
+            with self.sinks.phase("save_model"):
+                self.cluster.export(self.run.model)
+            self._model = self.run.model
 
     def settle_save(self) -> None:
         """The run ends early: give the checkpoint that --async-save is writing time to become whole."""
@@ -246,7 +305,7 @@ class Session:
             "the checkpoint of rollout %d is still being written: waiting for it, %.0f s at most; Ctrl-C gives it up",
             rollout_id, _SAVE_SECONDS,
         )  # fmt: skip
-        self._stop.clear()
+        self.signals.taken_up()
         try:
             self.cluster.settle_save(lambda: is_saved(root, rollout_id), _SAVE_SECONDS)
         except KeyboardInterrupt:
@@ -260,110 +319,113 @@ class Session:
         if root is None or self._last_trained is None or not self.cluster.has_trainers:
             return None
         newest = newest_whole(Path(root))
-        return f"newest whole checkpoint: {newest}" if newest else f"there is no whole checkpoint in {root} yet"
+        if newest is None:
+            return f"there is no whole checkpoint in {root} yet"
+        return f"newest whole checkpoint: {newest}; to go on from it: the same command with --load {root}"
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         with self.sinks.phase("evaluate"):
             return self.cluster.evaluate(rollout_id)
 
-    def ended(self, state: str) -> None:
-        self._state = state
+    def finish(self) -> None:
+        """All rollouts are trained on."""
+        self.finish_saving()
+        self._export()
+        self._state = "finished"
 
     def leave(self) -> None:
-        """After SIGTERM: keep the last completed step, unless it is on disk already."""
-        self._stop.clear()  # the save must be waited for
+        """After SIGTERM, or a first Ctrl-C: keep the last completed step, unless it is on disk already."""
+        self.signals.taken_up()  # the save must be waited for
         self._state = "stopped"
         self.log(self._not_logged)
         if self._last_trained is not None and self._last_saved != self._last_trained and self._saves:
             self.save(self._last_trained)
             logger.info("saved rollout %d before leaving", self._last_trained)
         self.finish_saving()
+        self._export()
 
     def interrupted(self) -> None:
         """After Ctrl-C: leave, but not without a checkpoint that is nearly there."""
         self._state = "stopped"
-        self.settle_save()
-        if newest := self._newest_checkpoint():
-            logger.info("%s", newest)
+        if not self.signals.insists:
+            self.settle_save()
 
     def failed(self, error: BaseException) -> None:
         """Keep what explains the failure, and say in the error where it is."""
         folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
-        if folder is not None and "slime.train.non_finite" in sys.modules:  # imported by nothing here but such an error
-            self._keep_failed_step(error, folder)
+        was_imported = "slime.trainer.non_finite" in sys.modules  # by such an error, which brings torch with it
+        if folder is not None and was_imported:
+            from slime.trainer.non_finite import keep_failed_step
+
+            keep_failed_step(error, folder, self.config, lambda: self.cluster.failed_step())
         self.settle_save()
         if newest := self._newest_checkpoint():
             error.add_note(newest)
-        error.add_note(f"details: {folder or 'not written, see above'}; every process's log: {self.run.logs}")
-
-    def _keep_failed_step(self, error: BaseException, folder: Path) -> None:
-        """Write the samples and tensors of a step with NaN or Inf, and name the files in the error."""
-        from slime.prompts.tokenizer import load_tokenizer
-        from slime.train.non_finite import NonFiniteTraining, write_failed_step
-
-        if not isinstance(error, NonFiniteTraining):
-            return
-        try:
-            assert self.config.checkpoint.hf_checkpoint is not None
-            tokenizer = load_tokenizer(self.config.checkpoint.hf_checkpoint)
-            files = write_failed_step(folder, self.cluster.failed_step(), tokenizer)
-        except (OSError, UserError) as problem:  # the failure itself is what must be seen
-            logger.error("could not write the failed step to %s: %s", folder, problem)
-            return
-        error.add_note(f"the step's samples: {files[0]}; losses and gradients: {files[1]}; tensors: {files[2]}")
-
-    # -- signals ---------------------------------------------------------------------------------------
-
-    def on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        logger.warning("SIGTERM: finishing up; the next one ends the run at once")
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._stop.set()
+        where = f"details: {folder or 'not written, see above'}; report: {self.run.report_path}"
+        error.add_note(f"{where}; every process's log: {self.run.logs}")
 
     def stop_if_asked(self) -> None:
-        """Between two steps: raises `StopRequested` after a SIGTERM."""
-        if self._stop.is_set():
+        """Raise `StopRequested` after a SIGTERM."""
+        if self.signals.requested():
             raise StopRequested("between steps")
+
+    def say_how_it_ended(self) -> None:
+        """The last lines on the terminal: what was made, where it is, what to do next. A failure's error says so."""
+        if self._state == "failed":
+            return
+        name = f"{self.run.stage}: " if self.run.stage else ""
+        lines = [f"{name}{self._state}" + (f", {self.step} of {self.num_rollout} steps" if self.num_rollout else "")]
+        flags = self.config.checkpoint
+        if self._last_trained is not None and not self.config.debug.debug_rollout_only:
+            newest = newest_whole(Path(flags.save)) if flags.save else None
+            lines += [f"  model: {self._model}"] if self._model else []
+            lines += [f"  checkpoint: {newest}"] if newest else []
+            if not (flags.save or flags.save_hf):
+                lines.append("  model: not kept, as neither --save nor --save-hf is given")
+        lines.append(f"  report: {self.run.report_path}")
+        if self._state == "stopped" and flags.save and self._last_saved is not None:
+            again = "" if flags.load == flags.save else f" with --load {flags.save}"
+            lines.append(f"  next: the same command{again} goes on from there")
+        elif self._model:
+            lines.append(f"  next: {slime_command()} chat {self.run.path}")
+        print("\n".join(lines), file=sys.stderr)
 
 
 @contextmanager
 def open_session(config: Config) -> Iterator[Session]:
     """A launched `Session`; on the way out the engines, actors and sinks are closed whatever happened.
 
-    SIGTERM ends the loop: the step under way is abandoned (generation) or finished (training), the last completed
-    one saved, and the process exits with status 0. Any other failure leaves a ``crash/`` folder and propagates.
+    `StopSignals` says what ends the loop from outside; after SIGTERM the process exits with status 0. Any failure
+    leaves a ``crash/`` folder and propagates.
     """
     setup_logging("driver", config.observe.log_level)
+    config = from_the_hub(config)
     plan = preflight(config)  # before anything starts: most mistakes are refused here, and leave nothing behind
     if not joins_cluster(config):
         check_memory(config)  # the nodes of a cluster tell how large their GPUs are once it is joined
-    session = Session(config, resuming=plan.is_resume or _saves_where_it_loads(config))
-    on_sigterm = signal.signal(signal.SIGTERM, session.on_sigterm)
-    on_sigint = signal.getsignal(signal.SIGINT)
-    launched = False
-    try:
+    with StopSignals() as signals:
+        session = Session(config, signals, resuming=plan.is_resume or _saves_where_it_loads(config))
         try:
-            session.launch()
-            launched = True
-            yield session
-            session.finish_saving()
-            session.ended("finished")
-        except StopRequested:
-            session.leave()
-            if not launched:  # the caller's block has nothing to run on; a context manager cannot skip it otherwise
-                raise SystemExit(0) from None
-    except KeyboardInterrupt:
-        session.interrupted()
-        raise
-    except SystemExit:
-        raise
-    except BaseException as error:
-        session.failed(error)
-        raise
-    finally:
-        session.close()
-        _write_report(session.run)
-        signal.signal(signal.SIGTERM, on_sigterm)
-        signal.signal(signal.SIGINT, on_sigint)
+            try:
+                session.launch()
+                yield session
+                session.finish()
+            except StopRequested:
+                session.leave()
+                signals.end_program()
+        except KeyboardInterrupt:
+            session.interrupted()
+            raise
+        except SystemExit:
+            raise
+        except BaseException as error:
+            session.failed(error)
+            raise
+        finally:
+            signals.ending()
+            session.close()
+            session.say_how_it_ended()
+        signals.end_if_asked()
 
 
 def _write_report(run: RunFolder) -> None:

@@ -1,10 +1,128 @@
-"""What tests of several folders share."""
+"""What tests of several folders share: toy models, one local Ray, and ``run(*flags)``, a driver in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.support import toy
+from tests.support.processes import Driver, StartHeld, start
+from tests.support.runs import GRPO, Run, RunResult
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    """Folder that `tests.support.hold` looks at."""
+    return tmp_path
+
+
+@pytest.fixture
+def start_held(hold: Path) -> Iterator[StartHeld]:
+    """``start_held(flags, run folder, script)``: a driver that obeys ``hold``, killed at the end if need be."""
+    drivers: list[Driver] = []
+
+    def begin(flags: list[str], path: Path, script: str = "train.py", **environment: str) -> Driver:
+        drivers.append(start(flags, path, script, SLIME_TEST_HOLD=str(hold), **environment))
+        return drivers[-1]
+
+    yield begin
+    for driver in drivers:
+        driver.clean_up()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of toy models by family."""
+    folder = tmp_path_factory.mktemp("models")
+    return {family: toy.write_model(folder / family, family) for family in toy.FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.write_data(tmp_path_factory.mktemp("data") / "sums.jsonl")
+
+
+@pytest.fixture(scope="session")
+def ray_here() -> Iterator[None]:
+    """One local Ray for all runs of this process: drivers find it and leave it as it is."""
+    import ray
+
+    from slime.cluster.ray_session import start_ray
+    from slime.config import make_config
+
+    assert start_ray(make_config(), num_local_slots=4)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def run(ray_here: None, models: dict[str, Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """``run(name, *flags, driver=…, model=…)``: run a driver to its end on the toy world; flags override its own.
+
+    Runs of one name share a run folder, so that a second one may resume the first.
+    """
+    outputs = tmp_path_factory.mktemp("outputs")
+
+    def run_driver(name: str, *flags: object, driver: str = "train", model: str = "qwen3") -> RunResult:
+        from slime.cli import train
+
+        precision = [] if "--bf16" in flags else ["--fp32"]
+        path = outputs / name
+        base = ["--hf-checkpoint", models[model], "--prompt-data", data, "--input-key", "prompt"]
+        base += ["--label-key", "label", *precision, "--seed", 1, "--rollout-seed", 1, "--lr", "1e-2"]
+        base += ["--lr-decay-style", "constant", "--weight-decay", 0, "--rollout-max-context-len", 32]
+        base += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 1024, "--output-dir", outputs, "--run-name", name]
+        main = {"train": train.main, "train_async": train.main_async}[driver]
+        main([str(word) for word in (*base, *flags)])
+        lines = (path / "metrics.jsonl").read_text().splitlines()
+        return RunResult(path, [json.loads(line) for line in lines])
+
+    run_driver.outputs = outputs  # type: ignore[attr-defined]
+    return run_driver
+
+
+@pytest.fixture(scope="session")
+def outputs(run: Any) -> Path:
+    """Where run folders are."""
+    return run.outputs
+
+
+@pytest.fixture(scope="session")
+def deterministic(outputs: Path) -> Callable[[str], list[object]]:
+    """``deterministic(name)``: flags of a run whose samples can be compared with another run's, bit for bit."""
+
+    def flags(name: str) -> list[object]:
+        dumps = outputs / name / "dumps" / "{rollout_id}.pt"
+        return [*GRPO, "--deterministic-rollout", "--rollout-shuffle", "--save-debug-rollout-data", dumps]
+
+    return flags
+
+
+@pytest.fixture(scope="session")
+def resumable(outputs: Path) -> Callable[[str], list[object]]:
+    """``resumable(name)``: --load and --save with the same directory, in the run folder."""
+    return lambda name: ["--load", outputs / name / "checkpoints", "--save", outputs / name / "checkpoints"]
+
+
+@pytest.fixture(scope="session")
+def unbroken(run: Run, deterministic: Any, resumable: Any) -> RunResult:
+    """Six rollouts in one go, colocated, every second one saved: what other runs are compared with."""
+    flags = ["--colocate", "--num-rollout", 6, "--save-interval", 2]
+    return run("unbroken", *deterministic("unbroken"), *resumable("unbroken"), *flags)
+
+
+@pytest.fixture(scope="session")
+def first_half(run: Run, deterministic: Any, resumable: Any) -> RunResult:
+    """The same with three rollouts, in another folder; only the newest checkpoint is kept, and copied aside."""
+    flags = ["--colocate", "--num-rollout", 3, "--save-interval", 1, "--save-retain", 1]
+    result = run("resumed", *deterministic("resumed"), *resumable("resumed"), *flags)
+    shutil.copytree(result.path / "checkpoints", result.path.parent / "checkpoints-of-first-half")
+    return result
 
 
 @pytest.fixture(scope="module")

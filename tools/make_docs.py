@@ -23,9 +23,33 @@ A hook is a function of yours that is named on the command line: `--custom-rm-pa
 `my_project.rewards:score` or `my_project/rewards.py:score`. Modules in the working directory are found. Each hook is
 loaded and its signature compared with what is written here before anything starts.
 
+**What a hook reads** is what a person would: `sample.response` is text without special tokens such as the one that
+ends a turn (`--no-rollout-skip-special-tokens` keeps them; tokens and log-probs always have them), and numbers and
+booleans among the labels are text, as they are written in the data: `"answer": 22` gives `sample.label == "22"`,
+lists and dicts stay (`--label-type raw` keeps numbers; `--rm-type gpqa` gets them anyway, as positions). Where a hook
+of the run imports a path of earlier versions (`slime.utils.types`, `slime.rollout.sglang_rollout`, …), both are as
+they were there: special tokens stay, labels are raw, and a warning says so.
+
+**What fails in a hook** is told with the file, the line and the frames of your code, in the terminal and in the run's
+`crash/` folder. What your code prints is in `logs/rollout.log`, or in `logs/trainer-<rank>.log` for hooks of the
+trainer.
+
 Parameters without a default are always passed. Those with a default are passed by name, and only to functions that
 accept them; `**kwargs` accepts all. `args` holds every flag as an attribute (`args.rollout_batch_size`). Functions may
 be sync or async unless it says otherwise.
+"""
+
+
+_TURNS = """## Several turns, with a tool
+
+[examples/search_tool.py](../examples/search_tool.py), which runs as it is. A stop string ends a turn where the model
+asks for the tool; `append_message` puts the answer into the chat template, with the end of the turn before and the
+head of the next one, and out of the loss. Look at the status before you go on: a turn that was cut short is no
+question. What is appended counts in `--rollout-max-response-len`. Without a chat template,
+`sample.append_response_tokens(tokens=…, text=…, trainable=False)` appends tokens as they are.
+
+```python
+{code}```
 """
 
 
@@ -35,8 +59,8 @@ def flags_page() -> str:
     return help.flags_page()
 
 
-def hooks_page(source: str) -> str:
-    """docs/hooks.md from the text of slime/hooks.py."""
+def hooks_page(source: str, example: str) -> str:
+    """docs/hooks.md from the texts of slime/hooks.py and of the example of several turns."""
     tree = ast.parse(source)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     flags_of: dict[str, list[str]] = {}
@@ -44,6 +68,7 @@ def hooks_page(source: str) -> str:
         flags_of.setdefault(protocol, []).append(f"--{flag.replace('_', '-')}")
     parts = [_HOOKS_HEAD, _data_source_section(classes["DataSource"])]
     parts += [_hook_section(flags, classes[protocol]) for protocol, flags in flags_of.items()]
+    parts.append(_TURNS.format(code=example))
     parts.append(
         _returns_section([classes[name] for name in classes if name.startswith(("RolloutFn", "DynamicFilterO"))])
     )
@@ -120,7 +145,10 @@ def _returns_section(classes: list[ast.ClassDef]) -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "docs/flags.md": flags_page,
-    "docs/hooks.md": lambda: hooks_page((ROOT / "slime" / "hooks.py").read_text(encoding="utf-8")),
+    "docs/hooks.md": lambda: hooks_page(
+        (ROOT / "slime" / "hooks.py").read_text(encoding="utf-8"),
+        (ROOT / "examples" / "search_tool.py").read_text(encoding="utf-8"),
+    ),
 }
 
 

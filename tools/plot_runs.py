@@ -44,7 +44,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
         >>> ticks(0.1, 0.93)
         [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
-    span = max(high - low, 1e-9)
+    span = max(high - low, 1e-6 * max(abs(low), abs(high)), 1e-9)  # of a flat line, too
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if span / (factor * power) <= most - 1)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -2,6 +2,7 @@
 
 python tools/test_report.py                          # all of them: hours; called again it goes on where it ended
 python tools/test_report.py tests/unit --minutes 5   # some files or folders, each file for so long at most
+python tools/test_report.py --jobs 8                 # so many files at a time: one per two cores
 python tools/test_report.py --again                  # forget what was run at this commit
 
 Each file is a process of its own, so that one that crashes or hangs costs its own results alone. Every test's outcome
@@ -18,9 +19,11 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +63,7 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", default=["tests"], help="test files, or folders of them")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="longest time of a file")
+    parser.add_argument("--jobs", type=int, default=1, help="files at a time")
     parser.add_argument("--again", action="store_true", help="run also what has a result at this commit")
     chosen = parser.parse_args(words)
     commit, state = _sources(root)
@@ -68,11 +72,21 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     kept = {} if chosen.again else {file: found for file in files if (found := _read(folder, file))}
     results = dict(kept)
-    for number, file in enumerate(files, 1):
-        if file not in kept:
-            print(f"[{number}/{len(files)}] {file}", flush=True)
-            results[file] = _run(root, file, folder, chosen.minutes)
-        (root / REPORT).write_text(page(commit, files, list(results.values())), encoding="utf-8")
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        interrupted = threading.Event()
+        missing = [file for file in files if file not in kept]
+        runs = [pool.submit(_run, root, file, folder, chosen.minutes, interrupted) for file in missing]
+        try:
+            for run in as_completed(runs):
+                result = run.result()
+                results[result.file] = result
+                print(f"[{len(results)}/{len(files)}] {result.file}: {result.seconds:.0f} s", flush=True)
+                (root / REPORT).write_text(page(commit, files, list(results.values())), encoding="utf-8")
+        finally:
+            interrupted.set()
+            for run in runs:
+                run.cancel()
+    (root / REPORT).write_text(page(commit, files, list(results.values())), encoding="utf-8")
     print(f"wrote {REPORT}; {len(kept)} of {len(files)} files had been run before")
     return int(not all(result.is_good for result in results.values()))
 
@@ -102,31 +116,30 @@ def _read(folder: Path, file: str) -> FileResult | None:
     return FileResult(**json.loads(path.read_text())) if path.exists() else None
 
 
-def _run(root: Path, file: str, folder: Path, minutes: float) -> FileResult:
-    """Run one file to its end or the end of its time; the result is also written to ``folder``."""
+def _run(root: Path, file: str, folder: Path, minutes: float, interrupted: threading.Event) -> FileResult:
+    """Run one file to its end or the end of its time; the result is also written to ``folder``, unless interrupted."""
     lines = _place(folder, file).with_suffix(".jsonl")
     lines.unlink(missing_ok=True)
     result = FileResult(file, time.strftime("%Y-%m-%d"))
     start = time.monotonic()
     command = [sys.executable, str(Path(__file__).resolve()), "--one-file", str(lines), file]
     process = subprocess.Popen(command, cwd=root, start_new_session=True)
-    try:
-        status = process.wait(minutes * 60)
-        if status not in (0, 1, 5):  # passed, failed, nothing to run without a GPU
-            result.end = f"pytest ended with status {status}"
-    except subprocess.TimeoutExpired:
+    while process.poll() is None and time.monotonic() < start + minutes * 60 and not interrupted.wait(0.2):
+        pass
+    if process.poll() is None:
         result.end = f"did not end within {minutes:g} minutes"
-    finally:  # also when we are interrupted
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    elif process.returncode not in (0, 1, 5):  # passed, failed, nothing to run without a GPU
+        result.end = f"pytest ended with status {process.returncode}"
     result.seconds = round(time.monotonic() - start, 1)
     for line in lines.read_text().splitlines() if lines.exists() else []:
         test, outcome, reason = json.loads(line)
         result.outcomes[test] = outcome if result.outcomes.get(test) != "failed" else "failed"
         if reason:
             result.reasons[test] = reason
-    _place(folder, file).write_text(json.dumps(asdict(result)))
+    if not interrupted.is_set():
+        _place(folder, file).write_text(json.dumps(asdict(result)))
     return result
 
 

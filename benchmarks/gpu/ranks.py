@@ -99,8 +99,8 @@ def trainer(place: Place, **flags: Any) -> Any:
         flags: of `make_config`.
     """
     from slime.config import make_config
-    from slime.train.megatron.backend import MegatronBackend  # first: it prepares a host without a GPU
-    from slime.train.megatron.parallel import RankInfo
+    from slime.trainer.megatron.backend import MegatronBackend  # first: it prepares a host without a GPU
+    from slime.trainer.megatron.parallel import RankInfo
 
     counts = {"actor_num_gpus_per_node": place.world, "rollout_batch_size": place.world, "num_rollout": 1}
     config = make_config(**{**counts, **flags})

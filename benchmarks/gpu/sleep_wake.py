@@ -52,8 +52,8 @@ def take_turns(place: ranks.Place, answer: ranks.Answer, flags: dict[str, Any], 
     import torch.distributed as dist
 
     from slime.engines.wire.buckets import fingerprint
-    from slime.train.megatron import device
-    from slime.train.megatron.offload import torch_optimizers
+    from slime.trainer.megatron import device
+    from slime.trainer.megatron.offload import torch_optimizers
 
     backend = ranks.trainer(place, **flags)
     backend.setup()

@@ -86,7 +86,7 @@ def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
         max_tokens_per_gpu=args.max_tokens or args.tokens, **dict(_setting(word) for word in args.layout),
     )  # fmt: skip
     from slime.models import family_of
-    from slime.train.megatron import device
+    from slime.trainer.megatron import device
 
     flags = backend.config.megatron
     spec = family_of(SHAPES[shape]).model_spec(SHAPES[shape]).padded(flags.tensor_model_parallel_size)
@@ -168,8 +168,8 @@ def packed_flash_attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Any, None]:
     """transformers' attention interface over torch's variable-length kernel."""
-    from slime.train.megatron.attention import torch_varlen
-    from slime.train.megatron.packed import PackedSequences
+    from slime.trainer.megatron.attention import torch_varlen
+    from slime.trainer.megatron.packed import PackedSequences
 
     ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     sequences = PackedSequences(cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Sums with SmolLM2-135M-Instruct: a rising reward within 15 minutes on two CPU cores; runs unchanged on one GPU.
 #   recipes/smollm2-arithmetic/run.sh [any flag of slime train]
+# Relative paths in flags are the caller's, and outputs/ is made in the folder that it is called in.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-[ -n "${PYTHON:-}" ] || make --quiet install
-python=${PYTHON:-.venv/bin/python}
-$python -m recipes.smollm2 models/smollm2
-$python -m recipes.smollm2_data data/sums
-exec $python train.py --config recipes/smollm2-arithmetic/config.yaml "$@"
+root=$(realpath "$(dirname "$0")/../..")
+[ -n "${PYTHON:-}" ] || make --quiet -C "$root" install
+python=${PYTHON:-$root/.venv/bin/python}
+PYTHONPATH=$root "$python" -m recipes.smollm2 "$root/models/smollm2"
+PYTHONPATH=$root "$python" -m recipes.smollm2_data "$root/data/sums"
+exec "$python" "$root/train.py" --config "$root/recipes/smollm2-arithmetic/config.yaml" \
+    --hf-checkpoint "$root/models/smollm2" --prompt-data "$root/data/sums/train.jsonl" \
+    --eval-prompt-data sums "$root/data/sums/test.jsonl" --output-dir "$PWD/outputs" "$@"

@@ -11,11 +11,13 @@ Dequantising happens once, here; everything after reads a plain checkpoint witho
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.checkpoints.gguf_export import ROPE_PARAMETERS
 from slime.errors import UserError
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
             delattr(config, mark)
     config.dtype = dtype
     _set_special_tokens(tokenizer, config, _header_token_ids(source))
+    _complete(config, source)
     model = _empty_model(config)
     loaded = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model, torch_dtype=dtype)["tensors"]
     loaded = {key: value.to(dtype) for key, value in loaded.items()}
@@ -100,6 +103,35 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
     model.tie_weights()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+
+
+def _complete(config: PretrainedConfig, source: Path) -> None:
+    """What the file says of the model and transformers does not read: sizes of heads and experts, scaled positions.
+
+    Raises:
+        UserError: factors of scaled positions without the parameters that config.json has of them.
+    """
+    import numpy as np
+    from gguf import GGUFReader
+
+    reader = GGUFReader(source)
+    facts = {key.partition(".")[2]: reader.fields[key].contents() for key in reader.fields if "." in key}
+    config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))  # 1e-06, not what float32 makes of it
+    shared = config.hidden_size // config.num_attention_heads
+    head_dim = int(facts.get("attention.key_length") or shared)
+    if head_dim != shared or "head_dim" in config.to_dict():
+        config.head_dim = head_dim
+    if "expert_feed_forward_length" in facts:
+        config.moe_intermediate_size = int(facts["expert_feed_forward_length"])
+    parameters = reader.fields.get(ROPE_PARAMETERS)
+    if parameters is not None:
+        config.rope_parameters = json.loads(parameters.contents())
+    elif any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors) or "rope.scaling.type" in facts:
+        raise UserError(
+            f"{source.name} scales the positions of its model",
+            why="the file has what llama.cpp computes with, not the rope_parameters that config.json needs",
+            fix="take the Hugging Face directory that the file was made from",
+        )
 
 
 def _header_token_ids(source: Path) -> dict[str, int]:
@@ -118,9 +150,7 @@ def _set_special_tokens(tokenizer: Any, config: PretrainedConfig, header: dict[s
     for name in ("bos", "eos", "pad"):
         if name in header:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(header[name]))
-        token_id = getattr(tokenizer, f"{name}_token_id")
-        if token_id is not None:
-            setattr(config, f"{name}_token_id", token_id)
+        setattr(config, f"{name}_token_id", getattr(tokenizer, f"{name}_token_id"))
 
 
 def _empty_model(config: PretrainedConfig) -> PreTrainedModel:

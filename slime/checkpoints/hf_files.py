@@ -213,7 +213,7 @@ def check_export(directory: Path, kept: Mapping[str, Path]) -> None:
     Raises:
         UserError: one of ``kept`` is the directory or in it; the directory holds anything but a model's files.
     """
-    fix = "give exports a directory of their own, e.g. --save-hf exports/{rollout_id}"
+    fix = "give exports a directory of their own, e.g. --save-hf exports/{rollout_id}; --no-export-model makes none"
     for flag, path in kept.items():
         if path.resolve() == directory.resolve():
             why = "the export replaces the directory as a whole, and what is there would be lost"

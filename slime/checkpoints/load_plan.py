@@ -214,6 +214,9 @@ def _nothing_there(root: Path, flag: str) -> UserError:
     else:
         names = sorted(entry.name for entry in root.iterdir())
         listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        if damaged := _damage(root / "config.json"):
+            what = f"{root / 'config.json'} is damaged"
+            return UserError(what, why=damaged, fix="download or copy it again; the file was cut short, perhaps")
         what = f"{flag} {root} holds no checkpoint"
         why = (
             "no latest_checkpointed_iteration.txt, and no config.json that names a Hugging Face model_type or"
@@ -222,9 +225,20 @@ def _nothing_there(root: Path, flag: str) -> UserError:
     return UserError(what, why=why, fix=_FIXES[flag])
 
 
+def _damage(file: Path) -> str:
+    """Why a file is not the JSON object that it should be; "" where it is, or is not there."""
+    if not file.is_file():
+        return ""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return f"it is no JSON: {error}"
+    return "" if isinstance(found, dict) else f"it holds a {type(found).__name__}, no object"
+
+
 _FIXES = {
-    "--hf-checkpoint": "pass a Hugging Face model directory (config.json, *.safetensors, tokenizer); models are read"
-    " from the local file system only, nothing is downloaded",
+    "--hf-checkpoint": "pass a Hugging Face model directory (config.json, *.safetensors, tokenizer), or org/name of a"
+    " model on the hub, of which nothing may be here",
     "--ref-load": "pass --ref-load with a Megatron checkpoint directory (--ref-ckpt-step picks an iteration) or a"
     " Hugging Face directory; without it the reference model is that of --hf-checkpoint",
     "--load": "pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a Hugging Face"

@@ -24,9 +24,10 @@ from slime.errors import UserError
 
 if TYPE_CHECKING:
     from slime.checkpoints.load_plan import LoadPlan
-    from slime.train.megatron.parallel import RankInfo
+    from slime.trainer.megatron.parallel import RankInfo
 
-DTYPES = ("bfloat16", "float16", "float32")
+#: dtype → the flag of the trainer's precision.
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 #: Other spellings, as the tools of slime and Megatron-LM have them.
 _ALIASES = {
     "hf_model_path": ("--hf-checkpoint", "--origin-hf-dir"),
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     flag = add("hf-to-megatron", "a Megatron checkpoint (torch_dist) from a Hugging Face directory", hf_to_megatron)
     flag("hf_model_path", "Hugging Face directory", required=True, type=Path)
     flag("save_path", "where the checkpoint goes", required=True, type=Path)
-    flag("dtype", "of the saved weights; default: as in config.json", choices=DTYPES)
+    flag("dtype", "of the saved weights; default: as in config.json", choices=tuple(PRECISIONS))
     layout(flag)
 
     flag = add("megatron-to-hf", "a Hugging Face directory from a Megatron checkpoint", megatron_to_hf)
@@ -77,13 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     flag("hf_model_path", "Hugging Face directory of the same model: config and tokenizer", required=True, type=Path)
     flag("save_path", "where the export goes", required=True, type=Path)
     flag("ckpt_step", "iteration; default: the latest", type=int)
-    flag("dtype", "of the exported weights; default: as in config.json", choices=DTYPES)
+    flag("dtype", "of the exported weights; default: as in config.json", choices=tuple(PRECISIONS))
     layout(flag)
 
     flag = add("gguf-to-hf", "a plain Hugging Face directory from a GGUF file", gguf_to_hf)
     flag("gguf_path", "the file", required=True, type=Path)
     flag("save_path", "where the model goes", required=True, type=Path)
-    flag("dtype", "of the weights", choices=DTYPES, default="bfloat16")
+    flag("dtype", "of the weights", choices=tuple(PRECISIONS), default="bfloat16")
     return parser
 
 
@@ -93,9 +94,11 @@ def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     Raises:
         UserError: no such flag, one that is not about the model, or one that contradicts config.json.
     """
-    from slime.config.architecture import check_checkpoint
+    from slime.config import make_config
     from slime.config.flags import all_flags
     from slime.config.parse import read_argv
+    from slime.models import family_of
+    from slime.models.model_flags import check_model_flags
 
     given, specs = read_argv(words).values, all_flags()
     foreign = [specs[dest].option for dest in given if not {*specs[dest].sections} & {"model", "transformer"}]
@@ -106,7 +109,9 @@ def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
             fix="leave it out",
         )
     if given:
-        check_checkpoint(str(options.hf_model_path), given)
+        _require_directory("--hf_model_path", options.hf_model_path)
+        spec = family_of(options.hf_model_path, options.model_name).model_spec(options.hf_model_path)
+        check_model_flags(make_config(**given).megatron, spec)
     return given
 
 
@@ -206,10 +211,10 @@ def _refuse_existing(path: Path, force: bool) -> None:
 def _dtype(options: argparse.Namespace) -> str:
     """The wanted dtype, or the one that config.json gives; bfloat16 when it gives none."""
     from slime.models import read_hf_config
+    from slime.models.spec import named_dtype
 
-    config = read_hf_config(options.hf_model_path)
-    said = str(options.dtype or config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return said if said in DTYPES else "bfloat16"
+    said = options.dtype or named_dtype(read_hf_config(options.hf_model_path))
+    return said if said in PRECISIONS else "bfloat16"
 
 
 # -- ranks -------------------------------------------------------------------------------------------------
@@ -221,16 +226,16 @@ def _model(options: argparse.Namespace) -> Iterator[list[Any]]:
     from slime.config import make_config
     from slime.models import family_of
     from slime.models.layout_rules import check_layout
-    from slime.train.megatron import device
+    from slime.trainer.megatron import device
 
     device.install()  # before anything imports megatron
-    from slime.train.megatron.model import build_model_chunks
-    from slime.train.megatron.parallel import initialise, shut_down
+    from slime.trainer.megatron.model import build_model_chunks
+    from slime.trainer.megatron.parallel import initialise, shut_down
 
     spec = family_of(options.hf_model_path, options.model_name).model_spec(options.hf_model_path)
     with _place() as info:
         flags = _layout(options, info.world_size, spec.num_layers)
-        flags[{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[_dtype(options)]] = True
+        flags[PRECISIONS[_dtype(options)]] = True
         config = make_config(hf_checkpoint=str(options.hf_model_path), **flags, **options.described)
         spec = spec.padded(config.megatron.tensor_model_parallel_size)
         check_layout(spec, config)
@@ -244,7 +249,7 @@ def _model(options: argparse.Namespace) -> Iterator[list[Any]]:
 @contextmanager
 def _place() -> Iterator[RankInfo]:
     from slime.host import reserve_port
-    from slime.train.megatron.parallel import RankInfo
+    from slime.trainer.megatron.parallel import RankInfo
 
     given = os.environ
     if "WORLD_SIZE" in given:

@@ -30,6 +30,7 @@ def dry_run(config: Config) -> None:
     Raises:
         UserError: what the launch would be refused for, the memory plan included.
     """
+    config = preflight.from_the_hub(config)
     load = resolve_load(config)
     preflight.check_architecture(config)
     print(config.describe())

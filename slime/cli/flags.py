@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from pathlib import Path
 
 from slime.config.config import Config
 from slime.config.flag import FlagSpec
-from slime.config.flags import all_flags, nearest, spellings
+from slime.config.flags import all_flags, nearest, own_flags, spellings
 from slime.config.help import default_text, flags_page, metavar, range_text, status_text
 from slime.errors import UserError
 from slime.files import without_secrets
@@ -50,9 +51,19 @@ def _found(name: str) -> list[FlagSpec]:
         return [all_flags()[dest] for dest, _ in exact.sets]
     found = [spec for spec in all_flags().values() if any(word in option for option in spec.options)]
     if not found:
-        near = nearest(word, spellings())
-        raise UserError(f"no flag has {name!r} in its name", fix=f"did you mean --{near[0]}?" if near else "")
+        near = _nearest(word)
+        shown = " or ".join(filter(None, (", ".join(near[:-1]), *near[-1:])))
+        raise UserError(f"no flag has {name!r} in its name", fix=f"did you mean {shown}?" if near else "")
     return found
+
+
+def _nearest(word: str) -> list[str]:
+    """Flags that are spelt like ``word``, else those of ours with such a word in their name, the shortest first."""
+    if near := nearest(word, spellings()):
+        return [f"--{name}" for name in near]
+    names = [option[2:] for spec in own_flags().values() if not spec.meta.refused for option in spec.options]
+    like = difflib.get_close_matches(word, {part for name in names for part in name.split("-")}, n=2, cutoff=0.75)
+    return sorted((f"--{name}" for name in names if set(like[:1]) & set(name.split("-"))), key=len)[:4]
 
 
 def _lines(spec: FlagSpec, config: Config | None) -> list[str]:

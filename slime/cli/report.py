@@ -1,17 +1,24 @@
-"""`slime report`: write a run's report.html."""
+"""`slime report`: a run's report.html, or several runs on one page."""
 
 from __future__ import annotations
 
 import argparse
 
-from slime.observe.report import write_report
+from slime.observe.report import write_comparison, write_report
 
 
 def main(argv: list[str]) -> int:
     """`slime report`."""
-    parser = argparse.ArgumentParser(prog="slime report", description="Write a run's report.html.", allow_abbrev=False)
-    parser.add_argument("run_dir", help="a run folder, e.g. outputs/demo")
-    parser.add_argument("--output", help="where to write; by default RUN_DIR/report.html")
+    about = "Write a run's report.html, or with several runs one page that compares them."
+    parser = argparse.ArgumentParser(prog="slime report", description=about, allow_abbrev=False)
+    parser.add_argument("run_dir", nargs="+", help="a run folder, e.g. outputs/demo")
+    parser.add_argument(
+        "--output", help="where to write; by default RUN_DIR/report.html, or comparison.html beside them"
+    )
     arguments = parser.parse_args(argv)
-    print(write_report(arguments.run_dir, arguments.output))
+    first, *others = arguments.run_dir
+    if others:
+        print(write_comparison(arguments.run_dir, arguments.output))
+    else:
+        print(write_report(first, arguments.output))
     return 0

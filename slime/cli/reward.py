@@ -2,6 +2,7 @@
 
 slime reward --custom-rm-path my.reward --prompt-data answers.jsonl --label-key label --response-key response
 slime reward --rm-type math --prompt-data train.jsonl --input-key question --label-key answer --response 42
+slime reward --custom-rm-path my.reward --prompt-data outputs/run/samples/rollout_000000.jsonl
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ def main(argv: list[str] | None = None) -> int:
         flags.response_key = "response"
     if not flags.custom_rm_path and not flags.rm_type:
         raise UserError("there is no reward function to run", fix="pass --custom-rm-path or --rm-type")
+    is_record = _is_record(flags.prompt_data)
     config = make_config(
         num_rollout=0,
         rollout_batch_size=1,
         prompt_data=flags.prompt_data,
-        input_key=flags.input_key,
-        label_key=flags.label_key,
+        input_key=flags.input_key or ("prompt" if is_record else "input"),
+        label_key=flags.label_key or ("label" if is_record else None),
         metadata_key=flags.metadata_key,
+        label_type=flags.label_type,
         **{name: getattr(flags, name) for name in _REWARD_FLAGS if getattr(flags, name) is not None},
     )
     samples = list(itertools.islice(_samples(config, flags.response, flags.response_key), flags.max_rows))
@@ -49,6 +52,12 @@ def main(argv: list[str] | None = None) -> int:
 _REWARD_FLAGS = ("custom_rm_path", "rm_type", "group_rm", "reward_key", "rm_url", "rm_timeout", "rm_num_workers")
 
 
+def _is_record(path: str) -> bool:
+    """Whether these are samples that a run has recorded (``samples/``), whose columns are known."""
+    _, row = next(iter(iter_rows(path)), ("", {}))
+    return {"rollout_id", "prompt", "response", "label", "weight_versions"} <= row.keys()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slime reward", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -57,8 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rm-type", help=f"a built-in one: {', '.join(RM_TYPES)}")
     parser.add_argument("--response", help="the response to score for every row")
     parser.add_argument("--response-key", help="column of the response (default: response)")
-    parser.add_argument("--input-key", default="input", help="column of the prompt")
-    parser.add_argument("--label-key", help="column of the label")
+    parser.add_argument("--input-key", help="column of the prompt (default: input; prompt in samples of a run)")
+    parser.add_argument("--label-key", help="column of the label (default: none; label in samples of a run)")
+    parser.add_argument("--label-type", choices=("text", "raw"), help="as in a run: numbers become text (text), or not")
     parser.add_argument("--metadata-key", default="metadata", help="column of sample.metadata")
     parser.add_argument("--group-rm", action="store_true", default=None, help="call the function with all rows at once")
     parser.add_argument("--reward-key", help="key of the number, when rewards are dicts")
@@ -88,7 +98,7 @@ def _samples(config: Config, response: str | None, response_key: str | None) -> 
 
 
 async def _score(config: Config, samples: list[Sample]) -> tuple[list[Any], dict[str, float]]:
-    pool = RewardPool(config)
+    pool = RewardPool(config, standalone=True)
     try:
         if config.reward.group_rm:
             rewards = await pool.score_group(samples)

@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import ray
 
@@ -149,9 +149,15 @@ class EngineActor:
                 raise UserError(
                     f"{died.name} {died.what}",
                     why=_from_log(self._process.exception_line(), died.log_tail, str(self.log_path)),
-                    fix="read the log; on out of memory lower --sglang-mem-fraction-static",
+                    fix=f"read the log{self._if_out_of_memory()}",
                 ) from died
         raise AssertionError("unreachable")
+
+    def _if_out_of_memory(self) -> str:
+        from slime.engines.kinds import engine_of
+
+        is_router = self.part is None
+        return "" if is_router else f"; on out of memory {' or '.join(engine_of(self.config).if_out_of_memory)}"
 
     def obituary(self) -> Obituary | None:
         """None while the server process lives."""
@@ -252,25 +258,14 @@ def with_pid(name: str, pid: int | None) -> str:
     return name if pid is None else f"{name} (pid {pid})"
 
 
-def raise_obituary(name: str, obituary: Obituary | None, *, tolerant: bool = False, what: str = "") -> None:
-    """Raise a `RunFailed` unless ``obituary`` is None.
+def raise_obituary(name: str, obituary: Obituary, remedies: Sequence[str], *, what: str = "") -> NoReturn:
+    """The end of the run, as a server of it has ended.
 
     Args:
-        tolerant: --use-fault-tolerance is in force, and so no remedy.
         what: was being done with it ("taking memory back").
+    Raises:
+        RunFailed: always.
     """
-    if obituary is None:
-        return
-    less_memory = ["a higher --sglang-mem-fraction-static", "a smaller --rollout-batch-size"]
-    if "out of memory" in obituary.exception.lower():
-        less_memory[0] = "a lower --sglang-mem-fraction-static"
-    elif obituary.exception:
-        less_memory = []  # it died of something else
-    remedies = [
-        *(() if tolerant else ("--use-fault-tolerance",)),
-        *less_memory,
-        "--sglang-disable-cuda-graph, to find the cause",
-    ]
     raise RunFailed(
         f"{what}{': ' if what else ''}{with_pid(name, obituary.pid)} {obituary.how}",
         why=obituary.why,

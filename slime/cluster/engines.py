@@ -36,6 +36,7 @@ from slime.config.config import Config
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.health import HealthChecks
+from slime.engines.kinds import engine_of
 from slime.engines.launch import ServedModel
 from slime.engines.router import register_workers, remove_worker
 from slime.errors import RunFailed, UserError
@@ -210,7 +211,10 @@ class Engines:
             return
         engine = self.table.find(name)
         if not self._tolerant or engine is None or not engine.can_restart:
-            raise_obituary(name, obituary, tolerant=self._tolerant, what=what)
+            remedies = [] if self._tolerant else ["--use-fault-tolerance"]
+            if engine is not None:
+                remedies += engine_of(self.config).remedies(obituary.exception)
+            raise_obituary(name, obituary, remedies, what=what)
         elif self.table.is_news(name, obituary.url):
             self._lost(engine, f"{obituary.how}: {obituary.exception}" if obituary.exception else obituary.how)
 
@@ -236,7 +240,9 @@ class Engines:
         obituary: Obituary = wait_for(killed, "ending a dead engine", _AT_HAND_SECONDS)[0]
         if engine.died_too_often:
             times = f"died {engine.deaths} times without a completed rollout between; the last time it {how}"
-            raise_obituary(engine.name, obituary._replace(how=times), tolerant=True)
+            raise_obituary(
+                engine.name, obituary._replace(how=times), engine_of(self.config).remedies(obituary.exception)
+            )
         logger.warning(
             "%s %s; it is started again, %d go on meanwhile",
             with_pid(engine.name, obituary.pid), how, len(self.table.policy),
@@ -269,7 +275,7 @@ class Engines:
             raise RunFailed(
                 f"{what}: {error}",
                 why="trainer and engines share GPUs and take turns; the next phase would run out of memory",
-                fix="read the engine's log; on out of memory lower --sglang-mem-fraction-static",
+                fix=f"read the engine's log; on out of memory {' or '.join(engine_of(self.config).if_out_of_memory)}",
             ) from error
 
     def _hear_of_death(self, what: str, lost: int, patience: float) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import services
+from ray._private import utils as ray_utils
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.cluster.placement import Place, Slots
-from slime.cluster.waiting import DeadlinePassed, Worker, wait_for
+from slime.cluster.waiting import DeadlinePassed, StopRequested, Worker, wait_for
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import is_secret_variable
@@ -70,18 +73,24 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     # Ray's own metrics and usage reporting cost processes and start-up time, and report to the outside.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
+    # Workers that wait for tasks of a driver: ours are actors, each of which gets a worker of its own.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     global _reaper
     if _reaper is None or _reaper.poll() is not None:
         _reaper = start_reaper([sys.executable, "-m", "slime.engines.wire.shared_memory"])  # what killed trainers leave
-    with _own_signal_handlers():
-        ray.init(
-            address="local",  # without it Ray joins whatever cluster was started on this host last
-            num_cpus=max(num_local_slots, os.cpu_count() or 1),
-            include_dashboard=False,
-            runtime_env=environment,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+    try:
+        with _as_a_guest():
+            ray.init(
+                address="local",  # without it Ray joins whatever cluster was started on this host last
+                num_cpus=max(num_local_slots, os.cpu_count() or 1),
+                include_dashboard=False,
+                runtime_env=environment,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+    except BaseException:  # Ctrl-C, for one: what is up of it by then is up
+        ray.shutdown()
+        raise
     return True
 
 
@@ -89,7 +98,7 @@ def _join(address: str, environment: dict[str, Any]) -> None:
     # Under `ray job submit` the job has an environment too, PYTHONPATH often in it; ours holds that already.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     try:
-        with _own_signal_handlers():
+        with _as_a_guest():
             ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UserError(
@@ -99,14 +108,28 @@ def _join(address: str, environment: dict[str, Any]) -> None:
         ) from error
 
 
+class _InItsOwnSession(services.ConsolePopen):
+    """A daemon of Ray that leads a session. Ray starts them in the driver's process group, where a SIGTERM for the
+    group (``timeout``, Slurm, a supervisor) or a terminal that closes would end them before the driver can save a
+    checkpoint. Workers are in the session of the daemon that starts them. All still die with the driver."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, start_new_session=True, **options)
+
+
 @contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """`ray.init` takes SIGTERM for itself and would end the program; here it means: save, then leave."""
-    before = signal.getsignal(signal.SIGTERM)
+def _as_a_guest() -> Iterator[None]:
+    """`ray.init` leaves the signals of this process alone, which are `slime.stopping`'s, and stays out of its group."""
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    kept = services.ConsolePopen, ray_utils.set_sigterm_handler
+    ours = _InItsOwnSession, lambda handler: None
     try:
+        services.ConsolePopen, ray_utils.set_sigterm_handler = ours  # type: ignore[misc]
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        services.ConsolePopen, ray_utils.set_sigterm_handler = kept  # type: ignore[misc]
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)  # over that of Ray's C++, which prints a stack
 
 
 def _environment(joined: bool) -> dict[str, str]:
@@ -155,10 +178,13 @@ def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool]
     group = placement_group([dict(bundle) for _ in range(plan.total)], strategy="PACK")
     started = time.monotonic()
     try:
-        wait_for({Worker("Ray"): group.ready()}, "placement", timeout, should_stop)
-        options = [_on_bundle(group, slot, on_gpu) for slot in range(plan.total)]
-        places = {Worker(f"slot {i}"): _where_am_i.options(**own).remote(i) for i, own in enumerate(options)}
-        found = wait_for(places, "asking where the slots are", timeout, should_stop)
+        _wait_for(group, timeout, should_stop)
+        if on_gpu:
+            options = [_on_bundle(group, slot, on_gpu) for slot in range(plan.total)]
+            places = {Worker(f"slot {i}"): _where_am_i.options(**own).remote(i) for i, own in enumerate(options)}
+            found = wait_for(places, "asking where the slots are", timeout, should_stop)
+        else:
+            found = _places(group)
     except DeadlinePassed as error:
         free = ray.available_resources().get(kind, 0)
         remove_placement_group(group)
@@ -173,6 +199,23 @@ def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool]
     ordered = sorted(found, key=lambda place: (_ip_key(place.ip), place.node, place.gpu))
     logger.info("placement: %s, ready after %.1f s", plan.formula, time.monotonic() - started)
     return Slots(group, ordered, on_gpu)
+
+
+def _wait_for(group: PlacementGroup, timeout: float, should_stop: Callable[[], bool]) -> None:
+    """Until the slots are reserved. `PlacementGroup.ready` would start a worker to tell so, 2 s of CPU."""
+    end = time.monotonic() + timeout
+    while not group.wait(min(0.5, timeout)):
+        if should_stop():
+            raise StopRequested("placement")
+        if time.monotonic() >= end:
+            raise DeadlinePassed(f"the slots were not reserved within {timeout:.0f} s")
+
+
+def _places(group: PlacementGroup) -> list[Place]:
+    """Of slots without a GPU, whose number only a process on the slot could tell."""
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return [Place(bundle, addresses[node], node, "") for bundle, node in sorted(nodes.items())]
 
 
 def _on_bundle(group: PlacementGroup, index: int, on_gpu: bool) -> dict[str, Any]:

@@ -4,17 +4,20 @@ handle of it."""
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
 from slime.cluster.waiting import Process, Watch, Worker, this_process, wait_for
 from slime.config.config import Config
+from slime.host import past_proxies
 from slime.log import get_logger, log_to_file_only
 from slime.prompts.source import load_source, make_source, save_source
 from slime.samples.batch import TrainLayout
@@ -81,6 +84,8 @@ class RolloutActor:
         """
         from slime.rollout.loop import RolloutLoop
 
+        # functions of the user's own ask the routers with clients that go by the environment
+        os.environ.update(past_proxies(urlsplit(url).hostname or "" for url in (router_url, *router_urls.values())))
         self.loop = RolloutLoop(self.config, self.tokenizer, self.source, router_url, router_urls)
         await self.loop.start()
 

@@ -1,12 +1,4 @@
-"""Everything of a run that lives in Ray, as plain blocking verbs for the drivers.
-
-cluster = Cluster(config, run_path)
-cluster.launch()
-batch = cluster.collect(cluster.start_generating(rollout_id))
-metrics = cluster.train(batch)
-cluster.update_weights()
-cluster.close()
-"""
+"""Everything of a run that lives in Ray, as plain blocking verbs for the drivers."""
 
 from __future__ import annotations
 
@@ -37,10 +29,12 @@ from slime.samples.batch import TrainLayout
 from slime.weights.canary import Canary
 
 if TYPE_CHECKING:
-    from slime.train.non_finite import FailedStep
+    from slime.trainer.non_finite import FailedStep
 
 logger = get_logger(__name__)
 T = TypeVar("T")
+
+_POLITE_SECONDS, _HASTY_SECONDS = 5.0, 2.0  # for all processes together
 
 
 @dataclass(frozen=True)
@@ -100,7 +94,7 @@ class Cluster:
         self._engines: Engines | None = None
         self._turns: GpuTurns | None = None
         self._canary: Canary | None = None
-        self._connected: list[str] = []  # URLs of the engines that the trainer pushes to
+        self._connected: list[str] = []  # URLs that the trainer pushes to
         self._watches: list[Watch] = []
         self._progress: Watch | None = None
         engine_seconds = engine_of(config).startup_seconds if self.plan.num_engines else 0.0
@@ -201,15 +195,14 @@ class Cluster:
         """Stop engines and router, end actors, give the slots back, stop a Ray that was started here.
 
         Args:
-            politely: let the processes finish what they do at their end; false after a failure, when some of them
-                may hang, waiting for others that are gone.
+            politely: processes may finish what they do at their end; after a failure some may wait for dead ones.
         """
         if not ray.is_initialized():
             return
-        patience = 10.0 if politely else 1.0
+        end = time.monotonic() + (_POLITE_SECONDS if politely else _HASTY_SECONDS)
         for group in (self._rollout, self._trainers, self._engines):
             if group is not None:
-                group.close(patience)
+                group.close(max(0.0, end - time.monotonic()))
         if self._slots is not None:
             self._slots.release()
         self._rollout = self._trainers = self._engines = self._slots = None
@@ -292,6 +285,12 @@ class Cluster:
         if self._trainers is not None:
             with self._trainers_turn():
                 self._trainers.save(rollout_id, state)
+
+    def export(self, directory: Path) -> None:
+        """The trainer's weights as a Hugging Face directory."""
+        if self._trainers is not None:
+            with self._trainers_turn():
+                self._trainers.export(directory)
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that --async-save may still be writing."""

@@ -9,12 +9,13 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from slime.engines.api import is_ready
 from slime.engines.launch import LaunchSpec
+from slime.host import past_proxies
 from slime.processes import die_with_parent
 
 _LOG_BYTES = 1 << 18
@@ -59,18 +60,6 @@ def exception_line(log: str) -> str:
             if (mark or number >= len(lines) - _NUM_LAST) and not _NO_CAUSE.match(line):
                 found.append(line.strip())
     return found[0 if mark else -1] if found else ""
-
-
-def past_proxies(hosts: Iterable[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables by which a server's own clients reach ``hosts`` and this one directly, whatever proxy is set.
-
-    Example:
-        >>> past_proxies(["10.0.0.7"], {"NO_PROXY": "intranet", "HTTP_PROXY": "http://proxy:3128"})["no_proxy"]
-        'intranet,localhost,127.0.0.1,10.0.0.7'
-    """
-    known = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
-    names = dict.fromkeys([*filter(None, known.split(",")), "localhost", "127.0.0.1", *hosts])
-    return {"no_proxy": ",".join(names), "NO_PROXY": ",".join(names)}  # libraries differ in which one they read
 
 
 class ServerProcess:

@@ -32,7 +32,7 @@ from slime.placement import PlacementPlan
 from slime.samples.batch import TrainLayout
 
 if TYPE_CHECKING:
-    from slime.train.non_finite import FailedStep
+    from slime.trainer.non_finite import FailedStep
     from slime.weights.transport import EngineSlots
 
 logger = get_logger(__name__)
@@ -85,8 +85,8 @@ class TrainerActor:
     def setup(self, master_addr: str, master_port: int, local_rank: int) -> TrainerStart:
         import torch
 
-        from slime.train.megatron.backend import MegatronBackend
-        from slime.train.megatron.parallel import RankInfo
+        from slime.trainer.megatron.backend import MegatronBackend
+        from slime.trainer.megatron.parallel import RankInfo
 
         torch.set_num_threads(self.num_threads)
         info = RankInfo(self.rank, self.world_size, local_rank, master_addr, master_port)
@@ -138,7 +138,7 @@ class TrainerActor:
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """Running out of memory inside is explained."""
-        from slime.train.memory import PhaseMemory
+        from slime.trainer.memory import PhaseMemory
 
         return PhaseMemory(self.config, self.backend.device).phase(name)
 
@@ -155,8 +155,12 @@ class TrainerActor:
         with self._phase("save_model"):
             self.backend.save(rollout_id, extra_state)
 
+    def export(self, directory: str) -> None:
+        with self._phase("save_model"):
+            self.backend.export(directory)
+
     def failed_step(self) -> FailedStep | None:
-        """The rank's part of the step that ended in `NonFiniteTraining` (`slime.train.non_finite.FailedStep`)."""
+        """The rank's part of the step that ended in `NonFiniteTraining` (`slime.trainer.non_finite.FailedStep`)."""
         return self.backend.failed_step
 
     def finish_saving(self) -> None:
@@ -274,6 +278,10 @@ class Trainers:
 
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
         self._ask(lambda actor: actor.save.remote(rollout_id, extra_state), "saving a checkpoint")
+
+    def export(self, directory: Path) -> None:
+        """Write the model as a Hugging Face directory."""
+        self._ask(lambda actor: actor.export.remote(str(directory)), "exporting the model")
 
     def settle_save(self, is_settled: Callable[[], bool]) -> None:
         """After a failure: wait until the ranks have finished the checkpoint that --async-save is writing, or

@@ -245,8 +245,11 @@ def _fetch(ref: ray.ObjectRef, what: str, worker: Worker) -> Any:
             "threshold (RAY_memory_usage_threshold)",
         ) from error
     except RayActorError as error:
-        raise ActorDied(
-            f"{worker} died ({what})",
-            why="its process ended without a word: killed, perhaps by the kernel for lack of memory (see dmesg)",
-            fix="look into its log; when memory ran out, lower --max-tokens-per-gpu or --micro-batch-size",
-        ) from error
+        if worker.name == "rollout":  # where rewards, generate functions and filters run
+            why = "its process ended without a word: by os._exit or a crash in a function of yours or a library that it"
+            why += " calls, or killed, perhaps by the kernel for lack of memory (see dmesg)"
+            fix = "look into logs/rollout.log; slime reward runs a reward on its own"
+        else:
+            why = "its process ended without a word: killed, perhaps by the kernel for lack of memory (see dmesg)"
+            fix = "look into its log; when memory ran out, lower --max-tokens-per-gpu or --micro-batch-size"
+        raise ActorDied(f"{worker} died ({what})", why=why, fix=fix) from error

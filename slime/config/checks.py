@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from slime.config.checks_train import check_training
 from slime.config.draft import Draft, Given
 from slime.config.flag import GENERATES, FlagSpec, option_of
-from slime.config.resolve import resolve
+from slime.config.resolve import GROUP_RELATIVE, resolve
 from slime.config.values import check_number
 from slime.errors import UserError
 from slime.host import num_gpus
@@ -80,7 +80,7 @@ def _is_so_anyway(draft: Draft, spec: FlagSpec) -> bool:
     """The value is the one that is derived when the flag is left out: a resolved configuration can be given again."""
     if not spec.meta.derived:
         return False
-    derived = resolve(draft.given.without(spec.dest), draft.specs, draft.entry).values[spec.dest]
+    derived = resolve(draft.given.without(spec.dest), draft.specs, draft.entry, draft.is_run).values[spec.dest]
     return bool(derived == draft[spec.dest])
 
 
@@ -251,14 +251,47 @@ def _debug(draft: Draft) -> None:
         )
 
 
+#: Functions that may give advantages, or groups, of their own.
+_OWN_SIGNAL = (
+    *("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"),
+    *("custom_advantage_function_path", "rollout_data_postprocess_path", "rollout_function_path"),
+    *("custom_generate_function_path", "data_source_path", "load_debug_rollout_data"),
+)
+
+
+def _check_signal(draft: Draft) -> None:
+    """Refuse what trains for hours and cannot learn."""
+    if draft["loss_type"] != "policy_loss":
+        return
+    estimator = draft["advantage_estimator"]
+    own = any(draft[dest] for dest in _OWN_SIGNAL) or not draft["rewards_normalization"]
+    by_equation = draft.is_given("rollout_batch_size") and draft.is_given("global_batch_size")
+    asked = draft.is_given("n_samples_per_prompt") or by_equation
+    if estimator in GROUP_RELATIVE and draft["n_samples_per_prompt"] == 1 and asked and not own:
+        raise UserError(
+            f"--advantage-estimator {estimator} learns nothing from one sample per prompt",
+            why="a reward counts relative to those of the other samples of its prompt, so every advantage would be 0",
+            fix="pass --n-samples-per-prompt 8, or --advantage-estimator reinforce_plus_plus --normalize-advantages",
+        )
+    if draft["use_kl_loss"] and draft["kl_loss_coef"] == 0:
+        if not draft.is_given("kl_loss_coef"):
+            raise UserError(
+                "--use-kl-loss has no effect without --kl-loss-coef",
+                why="its coefficient is 0: the reference model would be loaded and run in every step for nothing",
+                fix="pass --kl-loss-coef 0.01 too, or leave --use-kl-loss out; an explicit 0 measures the KL",
+            )
+        draft.warnings.append(
+            "--use-kl-loss with --kl-loss-coef 0 only measures the KL to the reference model, at the cost of a forward"
+            " pass in every step"
+        )
+
+
 def check_complete(draft: Draft) -> None:
     """Refuse what cannot be launched: something that a run needs is missing.
 
     Raises:
         UserError: names the flag.
     """
-    if not draft.is_given("rollout_batch_size"):
-        raise UserError("--rollout-batch-size is required", why="it is the number of prompts per rollout")
     rollouts, epochs = draft["num_rollout"], draft["num_epoch"]
     if rollouts is None and epochs is None:
         raise UserError("--num-rollout is required", fix="pass --num-rollout, or --num-epoch to go over the data")
@@ -297,3 +330,5 @@ def check_complete(draft: Draft) -> None:
     generates = not draft["debug_train_only"] and draft["loss_type"] != "sft_loss" and rollouts != 0
     if generates and draft["rollout_num_gpus"] == 0:
         raise UserError("--rollout-num-gpus is 0: there would be no engine", fix="pass at least 1")
+    if rollouts != 0 and not draft["debug_rollout_only"]:
+        _check_signal(draft)

@@ -225,6 +225,12 @@ def _schedule(draft: Draft) -> None:
             f"--end-weight-decay {end:g} is less than --start-weight-decay {start:g}",
             why="Megatron's schedule of the weight decay only rises",
         )
+    if style != "constant" and start == end:
+        raise UserError(
+            f"--weight-decay-incr-style {style} has no effect",
+            why=f"the weight decay starts and ends at {start:g}",
+            fix="pass --start-weight-decay and --end-weight-decay, or leave it out",
+        )
     if style == "constant" and start != end:
         raise UserError(
             f"--start-weight-decay {start:g} and --end-weight-decay {end:g} differ",

@@ -51,6 +51,7 @@ class Draft:
         given: what the user set.
         specs: every flag by dest.
         entry: "train" or "train_async".
+        is_run: of a whole run, which has the defaults of one; else of a part of the system, which asks for nothing.
         warnings: remarks that are no errors.
     """
 
@@ -59,14 +60,15 @@ class Draft:
     given: Given
     specs: Mapping[str, FlagSpec]
     entry: str
+    is_run: bool = False
     warnings: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(given: Given, specs: Mapping[str, FlagSpec], entry: str) -> Draft:
+    def of(given: Given, specs: Mapping[str, FlagSpec], entry: str, is_run: bool = False) -> Draft:
         """Constant defaults of our flags, and the given values over them."""
         values = {dest: spec.default for dest, spec in specs.items() if not spec.sections}
         origins = dict.fromkeys(values, "default")
-        return Draft({**values, **given.values}, {**origins, **given.origins}, given, specs, entry)
+        return Draft({**values, **given.values}, {**origins, **given.origins}, given, specs, entry, is_run)
 
     def __getitem__(self, dest: str) -> Any:
         return self.values[dest]

@@ -183,6 +183,8 @@ EVALUATES = on("eval_prompt_data") | on("eval_config", why="nothing is evaluated
 SAMPLES = unless("loss_type", "sft_loss", why="supervised fine-tuning trains on the data's own answers")
 #: Engines generate something, if only for an evaluation.
 GENERATES = SAMPLES | EVALUATES
+#: The same of what tells where engines are: scripts that do both keep them, so that it is a warning.
+ENGINES = unless("loss_type", "sft_loss", why="supervised fine-tuning starts no engine", warns=True) | EVALUATES
 #: The built-in policy loss runs.
 POLICY_LOSS = unless("loss_type", "sft_loss", "custom_loss", why="it belongs to the policy loss")
 

@@ -34,7 +34,7 @@ class MegatronConfig:
 
     Only what the user set of Megatron's further fields, by field name, ready to pass on:
         transformer: of `TransformerConfig` and `ModelParallelConfig`. Combine it with what the Hugging Face config
-            says by `slime.config.architecture.merge_transformer`, which refuses contradictions.
+            says by `slime.models.model_flags.merge_transformer`, which refuses contradictions.
         optimizer: of `OptimizerConfig`, beyond the fields below.
         ddp: of `DistributedDataParallelConfig`, beyond the fields below.
         model: what the user said of the model beside TransformerConfig (`rotary_base`, `vocab_size`, ...); never

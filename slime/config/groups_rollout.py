@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from slime.config.flag import (
+    ENGINES,
     EVALUATES,
     FRACTION,
     GENERATES,
@@ -40,11 +41,15 @@ class DataConfig:
     SERVES: ClassVar[tuple[Process, ...]] = ("rollout",)
 
     prompt_data: str | None = flag(None)
-    """JSONL or Parquet file, directory, or Hugging Face data set; `path@[a:b]` takes a slice of the rows."""
+    """JSONL, Parquet or CSV file, directory, Hugging Face data set, or org/name on the hub; `path@[a:b]` takes a slice
+    of the rows."""
     input_key: str = flag("input")
     """Column of the prompt: text, chat messages, or token ids."""
     label_key: str | None = flag(None)
     """Column of the expected answer, handed to the reward function as sample.label."""
+    label_type: Literal["text", "raw"] = flag("text")
+    """text: numbers and booleans among the labels become text, so that they compare with a response (22 is "22", lists
+    and dicts stay); raw: as they are in the data, and where a hook is written for import paths of earlier versions."""
     metadata_key: str = flag("metadata")
     """Column of a dict that becomes sample.metadata."""
     tool_key: str = flag("tools")
@@ -57,7 +62,9 @@ class DataConfig:
     """Keyword arguments of the chat template, as JSON."""
     num_epoch: int | None = flag(None, range=SOME)
     """Passes over the data; sets num_rollout when that is unset."""
-    rollout_shuffle: bool = flag(False)
+    rollout_shuffle: bool = derived(
+        "on; off with streaming_data, data_source_path or rollout_function_path, and for a resume of a run without"
+    )
     """Shuffle the prompts anew in each epoch."""
     num_data_workers: int = flag(
         0,
@@ -83,9 +90,16 @@ class RolloutConfig:
 
     num_rollout: int | None = flag(None, range=NONE_OR_SOME)
     """Rollouts (steps of the loop) in the whole run; 0 only evaluates. Required unless --num-epoch is given."""
-    rollout_batch_size: int = derived("required", range=SOME)
+    rollout_batch_size: int = derived(
+        "global_batch_size × num_steps_per_rollout ÷ n_samples_per_prompt when the first is set, else 32", range=SOME
+    )
     """Prompts per rollout."""
-    n_samples_per_prompt: int = flag(1, range=SOME)
+    n_samples_per_prompt: int = derived(
+        "by the equation where rollout_batch_size and global_batch_size are set, else 8; 1 where nothing that is built"
+        " in compares the samples of a prompt (SFT, reinforce_plus_plus, your own loss, advantages, reward"
+        " normalisation, conversion, rollout or data source)",
+        range=SOME,
+    )
     """Samples per prompt: the size of a group."""
     start_rollout_id: int | None = flag(None, range=NONE_OR_SOME, serves=("driver", "trainer"))
     """First rollout id; unset: taken from the checkpoint, 0 for a fresh start."""
@@ -103,8 +117,9 @@ class RolloutConfig:
         "rollout_max_context_len or seq_length minus 1 when set, else 1024", range=SOME
     )
     """Most new tokens per sample."""
-    rollout_skip_special_tokens: bool = flag(False, needs=GENERATES)
-    """Leave special tokens out of the response text (never out of the tokens)."""
+    rollout_skip_special_tokens: bool = flag(True, needs=GENERATES)
+    """Leave special tokens, such as the one that ends a turn, out of the response text, which rewards read (never out
+    of the tokens); off where a hook is written for the import paths of earlier versions, which kept them."""
     rollout_stop: tuple[str, ...] = flag((), needs=GENERATES)
     """Strings that end a response."""
     rollout_stop_token_ids: tuple[int, ...] = flag((), range=NONE_OR_SOME, needs=GENERATES)
@@ -217,16 +232,13 @@ class EvalConfig:
     SERVES: ClassVar[tuple[Process, ...]] = ("rollout",)
 
     eval_interval: int | None = flag(None, range=SOME, needs=EVALUATES, serves="driver")
-    """Evaluate every so many rollouts."""
+    """Evaluate every so many rollouts; in any case before the first, at the end of each epoch and after the last."""
     eval_prompt_data: tuple[str, ...] = flag((), needs=unless("eval_config", why="that file names the sets"))
-    """Name and path of each evaluation set: --eval-prompt-data gsm8k test.jsonl aime aime.jsonl."""
+    """Name and path of each evaluation set: --eval-prompt-data gsm8k test.jsonl aime aime.jsonl; a path alone is a set
+    that is called after its file."""
     eval_config: str | None = flag(None)
     """YAML file of evaluation sets with settings of their own; takes the place of --eval-prompt-data."""
-    skip_eval_before_train: bool = flag(
-        False,
-        needs=EVALUATES & on("eval_interval", why="no other evaluation would be left of the data that is given"),
-        serves="driver",
-    )
+    skip_eval_before_train: bool = flag(False, needs=EVALUATES, serves="driver")
     """No evaluation before the first step."""
     eval_function_path: str | None = derived("rollout_function_path", needs=EVALUATES)
     """Function that replaces the whole evaluation."""
@@ -269,12 +281,14 @@ class EngineConfig:
     SERVES: ClassVar[tuple[Process, ...]] = ("engine",)
 
     rollout_engine: Literal["auto", "sglang", "embedded"] = derived(
-        "auto: sglang where this host has a GPU and SGLang is installed, else embedded"
+        "auto: sglang where this host has a GPU and SGLang is installed, else embedded", needs=ENGINES
     )
     """Engine implementation."""
-    embedded_dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", needs=on("rollout_engine", "embedded"))
+    embedded_dtype: Literal["auto", "bfloat16", "float32"] = flag(
+        "auto", needs=on("rollout_engine", "embedded") & ENGINES
+    )
     """Weights of the embedded engine; auto: as the trainer's."""
-    embedded_max_slots: int = flag(64, range=SOME, needs=on("rollout_engine", "embedded"))
+    embedded_max_slots: int = flag(64, range=SOME, needs=on("rollout_engine", "embedded") & ENGINES)
     """Requests that the embedded engine decodes at once; more wait in its queue."""
     rollout_external_engine_addrs: tuple[str, ...] = flag((), refused="external engines are not in this version")
     """host:port of engines that are already running."""

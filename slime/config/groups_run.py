@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from slime.config.flag import (
+    ENGINES,
     GENERATES,
     NONE_OR_SOME,
     POSITIVE,
@@ -37,15 +38,15 @@ class ClusterConfig:
     actor_num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)
     """GPUs of the trainer on each of its nodes."""
     rollout_num_gpus: int = derived(
-        "actor_num_nodes × actor_num_gpus_per_node with colocate, else one engine", range=NONE_OR_SOME
+        "actor_num_nodes × actor_num_gpus_per_node with colocate, else one engine", range=NONE_OR_SOME, needs=ENGINES
     )
     """GPUs of all engines together. 0: no engines."""
-    rollout_num_gpus_per_engine: int = flag(1, range=SOME)
+    rollout_num_gpus_per_engine: int = flag(1, range=SOME, needs=ENGINES)
     """GPUs of one engine (its tensor-parallel times pipeline-parallel size)."""
     num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)
     """GPUs of a node, as what the other flags ask of nodes is checked against it; processes go where Ray finds GPUs. An
     SGLang engine of more reaches over several nodes; an embedded one cannot."""
-    colocate: bool = flag(False)
+    colocate: bool = flag(False, needs=ENGINES)
     """Trainer and engines share the same GPUs and take turns."""
     offload: bool = flag(False, needs=on("colocate", why="trainer and engines have GPUs of their own"), serves="config")
     """Short for --offload-train --offload-rollout."""

@@ -302,7 +302,8 @@ class CheckpointConfig:
     SERVES: ClassVar[tuple[Process, ...]] = ("trainer",)
 
     hf_checkpoint: str | None = flag(None)
-    """Hugging Face directory: tokenizer, config, engine weights, and the trainer's weights for a fresh start."""
+    """Hugging Face directory, or org/name on the hub: tokenizer, config, engine weights, and the trainer's weights for
+    a fresh start."""
     model_name: str | None = flag(None)
     """Model family of the weight converter; unset: found from the Hugging Face config."""
     load: str | None = flag(None)
@@ -311,13 +312,19 @@ class CheckpointConfig:
     ckpt_step: int | None = flag(None, range=NONE_OR_SOME, needs=on("load"))
     """Iteration of --load; unset: the latest."""
     save: str | None = flag(None)
-    """Directory of the run's own checkpoints."""
+    """Directory of the run's own checkpoints; {run} in it, in --load and in --save-hf is the run folder:
+    --save {run}/checkpoints. Without it and --save-hf nothing of the training is kept."""
     save_interval: int | None = flag(None, range=SOME, needs=on("save") | on("save_hf"), serves="driver")
-    """Save every so many rollouts, and after the last."""
-    save_retain: int | None = flag(None, range=SOME, needs=on("save"))
-    """Keep only the last N checkpoints; unset: all."""
+    """Save every so many rollouts, and after the last. Unset: with --save every tenth of the run, or half an hour where
+    that is sooner, of which --save-retain keeps 2; with --save-hf alone after the last."""
+    save_retain: int | None = derived("2 with --save and no --save-interval, else all", range=SOME, needs=on("save"))
+    """Keep only the last N checkpoints."""
     save_hf: str | None = flag(None)
     """Also write a Hugging Face directory with each checkpoint; formatted with rollout_id."""
+    export_model: bool = flag(True, needs=on("save"), serves="driver")
+    """With --save and no --save-hf: when the run ends, write its model into the run folder (model/) as a Hugging Face
+    directory, to load, chat with or train on. 2 bytes per parameter; of a model of 30B that takes minutes
+    (--no-export-model: none, `slime convert megatron-to-hf` makes it from a checkpoint)."""
     async_save: bool = flag(False, needs=on("save"))
     """Copy a checkpoint to host memory and write it behind training."""
     no_save_optim: bool = flag(False, needs=on("save"))

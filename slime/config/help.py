@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from slime.config.engine_flags import SGLANG_RESERVED, sglang_args, stored_sglang_args, with_prefix
-from slime.config.flag import FlagSpec
+from slime.config.flag import FlagSpec, option_of
 from slime.config.flags import GROUPS, all_flags
 from slime.config.megatron_flags import SHORTHANDS
 from slime.config.native import megatron_version
+from slime.config.resolve import DEFAULT_PROMPTS, DEFAULT_SAMPLES
+from slime.errors import UserError
 
 _INTRO = {
     "train": "Post-train a language model: generate, train, push the weights, in lock step.",
@@ -21,31 +24,120 @@ _INTRO = {
 _METAVAR = {"int": "INT", "float": "FLOAT", "str": "TEXT", "json": "JSON", "int_or_list": "INT|LIST", "bool": ""}
 
 
-def print_help(entry: str, stream: TextIO | None = None) -> None:
-    """Print everything that `slime.config.parse_args` accepts and this version supports."""
+#: What a decent run says of itself, in the order in which one thinks of it: dest → placeholder and a few words.
+BASICS = {
+    "hf_checkpoint": ("DIR", "the model: a Hugging Face directory"),
+    "prompt_data": ("FILE", "the data: JSONL, CSV or Parquet, a prompt a row"),
+    "input_key": ("NAME", "its column of the prompt, text or chat messages (default: input)"),
+    "label_key": ("NAME", "its column of the answer that the reward compares with"),
+    "apply_chat_template": ("", "render prompts with the model's chat template"),
+    "rm_type": ("NAME", "a built-in reward: math, dapo, deepscaler, f1, gpqa, remote_rm"),
+    "custom_rm_path": ("FILE.py:NAME", "or your own: a function (args, sample) -> number"),
+    "num_rollout": ("N", "how long: steps, or --num-epoch N passes over the data"),
+    "rollout_batch_size": ("N", f"prompts of a step (default: {DEFAULT_PROMPTS})"),
+    "n_samples_per_prompt": ("N", f"samples of each prompt, to be compared (default: {DEFAULT_SAMPLES})"),
+    "rollout_max_response_len": ("N", "most new tokens of a sample (default: 1024)"),
+    "lr": ("X", "learning rate (default: 1e-6)"),
+    "save": ("DIR", "checkpoints, and the model at the end; {run} is the run folder, --load DIR goes on"),
+    "eval_prompt_data": ("NAME FILE", "held-out prompts, tried every --eval-interval N steps"),
+}
+#: A run with them; the other settings are their defaults.
+EXAMPLE = """\
+slime train --hf-checkpoint path/to/model --prompt-data train.jsonl --input-key question --label-key answer \\
+    --apply-chat-template --rm-type math --num-rollout 200 --rollout-max-response-len 512 --colocate \\
+    --save {run}/checkpoints"""
+
+#: Groups of flags that are other programs' own, and what they are.
+_PASSED_ON = {
+    "megatron": lambda: f"megatron-core {megatron_version()}, with its own meaning",
+    "sglang": lambda: f"SGLang's server (sglang {sglang_args()[0]}), behind --sglang-",
+    "router": lambda: "the router (sglang-router), behind --router-",
+}
+
+
+def print_help(entry: str, words: Sequence[str] = (), stream: TextIO | None = None) -> None:
+    """Print what `slime.config.parse_args` accepts: the few flags that a decent run needs, or what is asked for.
+
+    Args:
+        words: the command line; a word behind ``--help`` is a group of flags, or "all" for everything that this version
+            supports.
+    Raises:
+        UserError: there is no such group.
+    """
     out = stream or sys.stdout
     width = min(120, max(60, shutil.get_terminal_size((100, 24)).columns))
-    script = entry.replace("_", "-")
-    print(f"usage: slime {script} [--flag VALUE ...]      (or python {entry}.py …)\n", file=out)
-    print(_INTRO[entry], file=out)
+    topic = _topic(words)
+    print(f"usage: slime {entry.replace('_', '-')} [--flag VALUE ...]      (or python {entry}.py …)\n", file=out)
+    if topic is None:
+        _print_basics(entry, width, out)
+        return
+    if topic == "all":
+        print(
+            f"{_INTRO[entry]}\n\nFlags have no abbreviations. --config FILE.yaml sets the same names; flags win.\n"
+            "A switch that a YAML file turned on is turned off by --no-<name>. docs/flags.md has all.\n",
+            file=out,
+        )
+    for name in _topics() if topic == "all" else [topic]:
+        _print_topic(name, width, out)
+
+
+def _topic(words: Sequence[str]) -> str | None:
+    """The word behind --help; None where there is none."""
+    position = next((i for i, word in enumerate(words) if word in ("--help", "-h")), len(words))
+    word = next(iter(words[position + 1 : position + 2]), "--")
+    if word.startswith("-"):
+        return None
+    topic, topics = word.replace("-", "_"), ["all", *_topics()]
+    if topic not in topics:
+        near = difflib.get_close_matches(topic, topics, n=1)
+        raise UserError(
+            f"--help has no topic {word!r}",
+            why=f"the topics are: {', '.join(topics)}",
+            fix=f"did you mean --help {near[0]}?"
+            if near
+            else f"`slime flags {word}` finds flags by a word in their name",
+        )
+    return topic
+
+
+def _topics() -> list[str]:
+    return [*GROUPS, *(name for name in _PASSED_ON if name not in GROUPS)]
+
+
+def _print_basics(entry: str, width: int, out: TextIO) -> None:
+    print(f"{_INTRO[entry]}\n\nWhat a run is made of:\n", file=out)
+    for dest, (placeholder, text) in BASICS.items():
+        print(f"  {f'{option_of(dest)} {placeholder}':<32}  {text}", file=out)
+    example = EXAMPLE.replace("slime train", f"slime {entry.replace('_', '-')}")
+    example = example if entry == "train" else example.replace(" --colocate", "")
+    topics = textwrap.fill(", ".join(_topics()), width, initial_indent="    ", subsequent_indent="    ")
     print(
-        "\nFlags have no abbreviations. --config FILE.yaml sets the same names; flags win. A switch that a YAML file\n"
-        "turned on is turned off by --no-<name>. docs/flags.md has all flags, refused ones too.",
+        f"\nFor example:\n\n{textwrap.indent(example, '  ')}\n\n"
+        f"  slime {entry.replace('_', '-')} --help all      every flag, by topic\n"
+        f"  slime {entry.replace('_', '-')} --help TOPIC    those of one:\n{topics}\n"
+        "  slime flags WORD           those with a word in their name",
         file=out,
     )
+
+
+def _print_topic(name: str, width: int, out: TextIO) -> None:
+    """The flags of a group, and those that are passed on under its name."""
     flags = [spec for spec in all_flags().values() if not spec.meta.refused]
-    for group, cls in GROUPS.items():
-        print(f"\n{group}: {(cls.__doc__ or '').splitlines()[0]}", file=out)
+    if name in GROUPS:
+        print(f"{name}: {(GROUPS[name].__doc__ or '').splitlines()[0]}", file=out)
         for spec in flags:
-            if spec.group == group and not spec.sections:
+            if spec.group == name and not spec.sections:
                 print(_entry(spec, spec.help, width), file=out)
-    print(f"\nMegatron (megatron-core {megatron_version()}; with Megatron's own meaning):", file=out)
-    for spec in flags:
-        if spec.group == "megatron" and spec.sections:
-            print(_entry(spec, _first_sentence(spec.help), width), file=out)
-    version = sglang_args()[0]
-    _names(flags, "sglang", f"SGLang's server (sglang {version}), behind --sglang-:", width, out)
-    _names(flags, "router", "The router (sglang-router), behind --router-:", width, out)
+        print(file=out)
+    if name in _PASSED_ON:
+        print(f"{name}: {_PASSED_ON[name]()}", file=out)
+    if name == "megatron":
+        for spec in flags:
+            if spec.group == "megatron" and spec.sections:
+                print(_entry(spec, _first_sentence(spec.help), width), file=out)
+        print(file=out)
+    elif name in _PASSED_ON:
+        print(_names([spec for spec in flags if name in spec.sections], width) + "\n", file=out)
 
 
 def default_text(spec: FlagSpec) -> str:
@@ -116,11 +208,9 @@ def _first_sentence(text: str) -> str:
     return text.split(". ")[0].rstrip(".") + "." if text else ""
 
 
-def _names(flags: list[FlagSpec], section: str, title: str, width: int, out: TextIO) -> None:
-    names = [spec.option for spec in flags if section in spec.sections]
-    names += [option for spec in flags if section in spec.sections for option in spec.options[1:]]
-    print(f"\n{title}", file=out)
-    text = textwrap.fill(
+def _names(flags: list[FlagSpec], width: int) -> str:
+    names = [spec.option for spec in flags] + [option for spec in flags for option in spec.options[1:]]
+    return textwrap.fill(
         " ".join(names),
         width,
         initial_indent="  ",
@@ -128,7 +218,6 @@ def _names(flags: list[FlagSpec], section: str, title: str, width: int, out: Tex
         break_on_hyphens=False,
         break_long_words=False,
     )
-    print(text, file=out)
 
 
 # -- docs/flags.md ---------------------------------------------------------------------------------------
@@ -144,6 +233,14 @@ that run and where it came from. Flags have no abbreviations, an unknown one is 
 `--config file.yaml` sets the same names (with dashes or underscores); flags win over it. `--custom-config-path` wins
 over both, and may carry names of your own for hooks. A switch that a YAML file turned on is turned off by
 `--no-<name>`. A value that begins with two dashes is written `--flag=--value`.
+
+A run needs a model, data, a reward and its length (`slime train --help` opens with them); the rest has defaults.
+Three of them are not those of the reference system, where GRPO without a word learns nothing: a run has 32 prompts
+(`--rollout-batch-size` was required), 8 samples of each where the estimator compares them (it was 1), and shuffles
+them (it did not). Scripts keep their meaning where they say more: `--rollout-batch-size` with `--global-batch-size`
+gives the samples by the equation, one where one fits. What compares no samples has one. `--no-rollout-shuffle`, a
+stream, a data source or a rollout function of your own keep their order, and so does the resume of a run that was not
+shuffled.
 
 An empty default means unset, or off for a switch. *Italics* are defaults that follow from other values; the run
 folder's `config.json` says for each value where it came from.

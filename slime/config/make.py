@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
-from slime.config.architecture import check_checkpoint
 from slime.config.checks import check, check_complete, refuse_unsupported
 from slime.config.config import Config, build
 from slime.config.draft import Draft, Given
 from slime.config.flags import all_flags
 from slime.config.parse import given_by_name, read_argv, read_config_file, read_custom_config
 from slime.config.resolve import resolve
+from slime.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +23,8 @@ def make_config(*, entry: str = "train", **flags: Any) -> Config:
     """A resolved configuration from flag names with underscores; None leaves a flag unset.
 
     The same resolution and checks as `parse_args`, except that nothing is required: a part of the system can be
-    configured without the rest. ``rollout_batch_size`` is 1 when neither it nor ``global_batch_size`` is given.
+    configured without the rest. Nor has a part the defaults of a run: prompts come in the order of the data, one at a
+    time with one sample, unless flags say more.
 
     Raises:
         UserError: unknown name, wrong type, contradiction, or something this version does not support.
@@ -36,7 +39,7 @@ def make_config(*, entry: str = "train", **flags: Any) -> Config:
 def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
     """The configuration of a command line (default: that of this process).
 
-    Precedence: --custom-config-path, then flags, then --config, then defaults. ``--help`` prints and exits.
+    Precedence: --custom-config-path, then flags, then --config, then defaults. ``--help [TOPIC]`` prints and exits.
 
     Args:
         entry: "train" or "train_async", which some checks depend on.
@@ -47,18 +50,18 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
     if "--help" in words or "-h" in words:
         from slime.config.help import print_help
 
-        print_help(entry)
+        print_help(entry, words)
         raise SystemExit(0)
-    draft = _resolved(read_argv(words), entry)
+    draft = _resolved(read_argv(words), entry, is_run=True)
     check_complete(draft)
-    check_checkpoint(draft["hf_checkpoint"], draft.given.values)
+    _check_plain_weights(draft["hf_checkpoint"])
     config = _finish(draft)
     for warning in config.warnings:
         logger.warning(warning)
     return config
 
 
-def _resolved(flags: Given, entry: str) -> Draft:
+def _resolved(flags: Given, entry: str, is_run: bool = False) -> Draft:
     given = Given()
     path = flags.values.get("config")
     if path is not None:
@@ -68,9 +71,26 @@ def _resolved(flags: Given, entry: str) -> Draft:
     if custom is not None:
         given.update(read_custom_config(custom))
     refuse_unsupported(given, all_flags())
-    draft = resolve(given, all_flags(), entry)
+    draft = resolve(given, all_flags(), entry, is_run)
     check(draft)
     return draft
+
+
+def _check_plain_weights(hf_checkpoint: str | None) -> None:
+    """Refuse a model of quantised weights; a missing or broken directory is reported by whoever loads it."""
+    path = Path(hf_checkpoint or "") / "config.json"
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    quantised = facts.get("quantization_config") if isinstance(facts, dict) else None
+    if quantised:
+        raise UserError(
+            f"--hf-checkpoint {hf_checkpoint} asks for quantised weights ({quantised.get('quant_method', 'unnamed')})",
+            why="config.json has a quantization_config, and quantised rollouts are not in this version: engines would"
+            " quantise what the trainer pushes, which is plain weights",
+            fix="take the model with plain weights, whose config.json has no quantization_config",
+        )
 
 
 def _finish(draft: Draft) -> Config:

@@ -141,6 +141,13 @@ def read_config_file(path: str) -> Given:
     """
     given = Given()
     for key, value in read_yaml(path, "--config").items():
+        if isinstance(value, dict) and key.replace("_", "-") not in spellings():
+            example = f": {next(iter(value))}: …" if value else ""
+            raise UserError(
+                f"{path}: '{key}' is a section",
+                why="the file is flat: names of flags and their values, without groups",
+                fix=f"move what stands below '{key}:' to the left edge{example}",
+            )
         _set_key(given, key, value, f"yaml {path}", f"{path}: ")
     _refuse_files(given, path, "config")
     return given

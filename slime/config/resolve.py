@@ -19,9 +19,17 @@ from slime.host import num_cpus, num_gpus
 EQUATION = "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout"
 
 
-def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train") -> Draft:
-    """Derive what is derived. Checks come after, in `slime.config.checks.check`."""
-    draft = Draft.of(given, specs, entry)
+#: What a run has where neither flags nor the equation say more, as in the reference system's example: 32 × 8 = 256 × 1.
+DEFAULT_PROMPTS, DEFAULT_SAMPLES = 32, 8
+
+
+def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", is_run: bool = False) -> Draft:
+    """Derive what is derived. Checks come after, in `slime.config.checks.check`.
+
+    Args:
+        is_run: see `Draft`.
+    """
+    draft = Draft.of(given, specs, entry, is_run)
     for step in (
         _placement,
         _overlap,
@@ -30,11 +38,13 @@ def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train") -
         _precision_and_memory,
         _schedule,
         _lengths,
+        _data,
         derive_batch_sizes,
         _sampling,
         _evaluation,
         _algorithm,
         _references,
+        _checkpoints,
         _engine,
     ):
         step(draft)
@@ -120,6 +130,18 @@ def _lengths(draft: Draft) -> None:
     draft.derive("rollout_max_response_len", 1024, "1024, as no length is given")
 
 
+def _data(draft: Draft) -> None:
+    """Prompts in the file's order repeat its accidents in every epoch; a source of the user's own has its own order."""
+    if not draft.is_run:
+        draft.derive("rollout_shuffle", False, "a part of the system, without the defaults of a run")
+    elif draft["streaming_data"]:
+        draft.derive("rollout_shuffle", False, "streaming_data: a shuffled stream fills a buffer first")
+    elif draft["data_source_path"] is not None or draft["rollout_function_path"] is not None:
+        draft.derive("rollout_shuffle", False, "where prompts come from, or how they are used, is the user's")
+    else:
+        draft.derive("rollout_shuffle", True, "on, as nothing says otherwise")
+
+
 def _sampling(draft: Draft) -> None:
     draft.copy("over_sampling_batch_size", "rollout_batch_size")
 
@@ -162,6 +184,14 @@ def _references(draft: Draft) -> None:
         draft.derive("ref_load", draft["hf_checkpoint"], "hf_checkpoint, as a KL term needs a reference model")
 
 
+def _checkpoints(draft: Draft) -> None:
+    for dest in ("load", "save", "save_hf"):
+        if draft[dest] is not None:
+            draft.values[dest] = draft[dest].replace("{run}", f"{draft['output_dir'].rstrip('/')}/{draft['run_name']}")
+    if draft["save"] is not None and draft["save_interval"] is None:
+        draft.derive("save_retain", 2, "2, as --save-interval is not given: the newest, and one to go back to")
+
+
 def _engine(draft: Draft) -> None:
     there = num_gpus() > 0 and importlib.util.find_spec("sglang") is not None
     chosen = "sglang" if there else "embedded"
@@ -194,10 +224,10 @@ def derive_batch_sizes(draft: Draft) -> None:
     for dest in ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"):
         if draft[dest] is not None and draft[dest] < 1:
             raise UserError(f"{option_of(dest)} is {draft[dest]}", why="it must be at least 1")
+    draft.derive("n_samples_per_prompt", *_samples(draft))
     samples = draft["n_samples_per_prompt"]
     if draft["rollout_batch_size"] is None:
-        prompts, formula = _prompts(draft["global_batch_size"], draft["num_steps_per_rollout"], samples)
-        draft.derive("rollout_batch_size", prompts, formula)
+        draft.derive("rollout_batch_size", *_prompts(draft, samples))
     prompts, batch, steps = draft["rollout_batch_size"], draft["global_batch_size"], draft["num_steps_per_rollout"]
     total, product = prompts * samples, f"{prompts} × {samples}"
     if batch is not None and steps is not None:
@@ -218,8 +248,46 @@ def derive_batch_sizes(draft: Draft) -> None:
         draft.derive("global_batch_size", total // steps, f"{formula} = {product} ÷ {steps}")
 
 
-def _prompts(batch: int | None, steps: int | None, samples: int) -> tuple[int, str]:
-    """rollout_batch_size when it was left out (`parse_args` requires it)."""
+def _samples(draft: Draft) -> tuple[int, str]:
+    """n_samples_per_prompt when it was left out, and why: a single sample has nothing to be compared with."""
+    prompts, batch, steps = (draft[d] for d in ("rollout_batch_size", "global_batch_size", "num_steps_per_rollout"))
+    if None not in (prompts, batch):
+        total = batch * (steps or 1)
+        if total % prompts == 0 or (steps is None and prompts % batch == 0):
+            formula = "global_batch_size × num_steps_per_rollout ÷ rollout_batch_size, at least 1"
+            return max(1, total // prompts), formula
+    if not draft.is_run:
+        return 1, "a part of the system, without the defaults of a run"
+    for dest, value in _SINGLE_SAMPLES:
+        if draft[dest] == value if value is not None else draft[dest]:
+            return 1, f"1, with {dest}{f' {value}' if value else ''}"
+    estimator = draft["advantage_estimator"]
+    if estimator not in GROUP_RELATIVE:
+        return 1, f"1, with advantage_estimator {estimator}"
+    return DEFAULT_SAMPLES, f"{DEFAULT_SAMPLES}, as --advantage-estimator {estimator} compares them"
+
+
+#: Estimators that take a sample's reward relative to those of its group.
+GROUP_RELATIVE = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
+#: Settings (a value, or None for any) under which nothing that is built in compares the samples of a prompt, and under
+#: which scripts that leave --n-samples-per-prompt out get one, as in the reference system.
+_SINGLE_SAMPLES: tuple[tuple[str, str | None], ...] = (
+    ("loss_type", "sft_loss"),
+    ("loss_type", "custom_loss"),
+    ("disable_rewards_normalization", None),
+    ("custom_reward_post_process_path", None),
+    ("custom_advantage_function_path", None),
+    ("custom_convert_samples_to_train_data_path", None),
+    ("rollout_function_path", None),
+    ("data_source_path", None),
+)
+
+
+def _prompts(draft: Draft, samples: int) -> tuple[int, str]:
+    """rollout_batch_size when it was left out, and why."""
+    batch, steps = draft["global_batch_size"], draft["num_steps_per_rollout"]
+    if draft.is_run and batch is None and (DEFAULT_PROMPTS * samples) % (steps or 1) == 0:
+        return DEFAULT_PROMPTS, f"{DEFAULT_PROMPTS}, as neither it nor global_batch_size is given"
     total = (batch or samples) * (steps or 1)
     if total % samples:
         raise UserError(

@@ -79,12 +79,15 @@ def _convert_one(spec: FlagSpec, value: Any, where: str) -> Any:
     try:
         typed = _typed(spec.kind, value)
     except (ValueError, TypeError, SyntaxError) as error:
+        if spec.meta.refused:
+            return value  # whatever it is, the reason for which it is refused says more
         raise _wrong(spec, value, where, str(error) if spec.kind == "json" else "") from error
     if spec.kind == "json" and not spec.sections and not isinstance(typed, dict):
         raise _wrong(spec, value, where, 'it must be an object, {"key": value}')
     if spec.choices and typed not in spec.choices:
-        shown = ", ".join(map(str, spec.choices))
-        near = difflib.get_close_matches(str(typed), [str(choice) for choice in spec.choices], n=1)
+        choices = [str(choice) for choice in spec.choices if choice not in spec.meta.refused_values]
+        shown = ", ".join(choices)
+        near = difflib.get_close_matches(str(typed), choices, n=1)
         fix = f"did you mean {near[0]}?" if near else f"choose one of: {shown}"
         raise UserError(f"{where}{spec.option} cannot be {_shown(value)}", why=f"the choices are: {shown}", fix=fix)
     return typed

@@ -52,6 +52,9 @@ class EngineKind:
         releases_without_gpu: it has memory to give to the trainer on hosts without GPUs, too.
         trainer_environment: what trainer ranks need in their environment to send it weights, where that does not say
             otherwise.
+        if_out_of_memory, if_killed: what helps a server that ran out of its GPU's memory, and one that ended without a
+            word, whose host may have run out of memory.
+        to_find_the_cause: of any death.
     """
 
     command: Command
@@ -63,11 +66,26 @@ class EngineKind:
     check_installed: Callable[[], object] = lambda: None
     releases_without_gpu: bool = False
     trainer_environment: Mapping[str, str] = field(default_factory=dict)
+    if_out_of_memory: tuple[str, ...] = ()
+    if_killed: tuple[str, ...] = ()
+    to_find_the_cause: tuple[str, ...] = ()
+
+    def remedies(self, exception: str) -> tuple[str, ...]:
+        """What to try after a server died, whose log ends with ``exception``; "": with none."""
+        if "out of memory" in exception.lower():
+            return (*self.if_out_of_memory, *self.to_find_the_cause)
+        return self.to_find_the_cause if exception else (*self.if_killed, *self.to_find_the_cause)
 
 
 #: By the name of ``--rollout-engine``.
 ENGINES: dict[str, EngineKind] = {
-    "embedded": EngineKind(embedded.embedded_command, embedded.embedded_footprint, embedded.STARTUP_SECONDS),
+    "embedded": EngineKind(
+        embedded.embedded_command,
+        embedded.embedded_footprint,
+        embedded.STARTUP_SECONDS,
+        if_out_of_memory=("a smaller --embedded-max-slots", "a smaller --rollout-max-context-len"),
+        if_killed=("a smaller --embedded-max-slots, if the host ran out of memory",),
+    ),
     "sglang": EngineKind(
         sglang.sglang_command,
         sglang.sglang_footprint,
@@ -79,6 +97,9 @@ ENGINES: dict[str, EngineKind] = {
         releases_without_gpu=True,
         # as SGLang sets it for its processes: NCCL cannot join two that map memory in different ways
         trainer_environment={"NCCL_CUMEM_ENABLE": "0"},
+        if_out_of_memory=("a lower --sglang-mem-fraction-static", "a smaller --rollout-batch-size"),
+        if_killed=("a higher --sglang-mem-fraction-static", "a smaller --rollout-batch-size"),
+        to_find_the_cause=("--sglang-disable-cuda-graph, to find the cause",),
     ),
 }
 

@@ -67,7 +67,7 @@ class Kernels:
 
     Attributes:
         element: bytes of one activation: 2 in half precision, else 4.
-        fused: as on GPUs (`slime.train.kernels`): norms keep their input alone, queries, keys and values come from
+        fused: as on GPUs (`slime.trainer.kernels`): norms keep their input alone, queries, keys and values come from
             one kernel, and expert outputs are weighted where the gate is applied; else norms also keep the normalised
             rows in float32, and queries and keys are copied by each part of the way.
         grouped: attention takes keys and values as they are, as flash-attn-4 does; else they are repeated for every

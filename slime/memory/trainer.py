@@ -331,7 +331,7 @@ class StageMemory:
 
 
 def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
-    """Will attention on GPUs take keys and values as they are (`slime.train.megatron.attention`)?"""
+    """Will attention on GPUs take keys and values as they are (`slime.trainer.megatron.attention`)?"""
     wide = spec.head_dim > FLASH4_WIDEST
     torch_only = config.megatron.transformer.get("deterministic_mode") or config.train.attention_backend == "flash"
     by_flash4 = flash4 and not wide and not torch_only

@@ -276,6 +276,17 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
     return dict(data)
 
 
+def named_dtype(config: Mapping[str, Any]) -> str:
+    """What config.json says of its weights' dtype, under the name that transformers 5 or that earlier ones give it; "":
+    nothing.
+
+    Example:
+        >>> named_dtype({"torch_dtype": "torch.bfloat16"})
+        'bfloat16'
+    """
+    return str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+
+
 def require(config: dict[str, Any], key: str) -> Any:
     """A field that has no sensible default.
 

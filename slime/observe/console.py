@@ -1,44 +1,78 @@
-"""Progress on the terminal: a live display on a TTY, one plain line per step elsewhere (CI, Ray job logs).
+"""Progress on the terminal: a live table on a TTY, one plain line per step elsewhere (CI, Ray job logs).
 
-grpo  step 12/60  reward 0.625  length 11.2  loss 0.0131  3.4 s (rollout 2.1, train 1.2)  1,240 tok/s  eta 2:43
+sums  step 12/60  reward 0.625 ↑  entropy 0.912  length 11.2  Δ log-prob 3e-07  1,240 tok/s  3.4 s, 62 % generate  …
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-#: Metrics shown in a step's line: title, keys in order of preference, format.
+from slime.observe.alarms import Alarm
+
+#: Metrics shown of a step: title, keys in order of preference, format. What is 0 by construction is not among them: the
+#: loss of a policy gradient, and its KL to a policy that has not moved yet.
 COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/raw_reward", "rollout/rewards"), ".3f"),
+    ("entropy", ("train/entropy_loss", "rollout/entropy"), ".3f"),
+    ("KL to ref", ("train/kl_loss",), ".4f"),
     ("length", ("rollout/response_len/mean", "rollout/response_lengths"), ",.1f"),
-    ("loss", ("train/loss",), ".4f"),
-    ("kl", ("train/kl_loss", "train/ppo_kl"), ".4f"),
-    ("grad norm", ("train/grad_norm",), ".3f"),
     ("Δ log-prob", ("train/train_rollout_logprob_abs_diff",), ".4f"),
     ("tok/s", ("perf/tokens_per_gpu_per_sec", "perf/actor_train_tok_per_s"), ",.0f"),
+)
+#: The same where nothing is generated and nothing rewarded.
+SUPERVISED_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("loss", ("train/loss",), ".4f"),
+    ("grad norm", ("train/grad_norm",), ".3f"),
+    ("length", ("rollout/response_lengths",), ",.1f"),
+    ("tok/s", ("perf/actor_train_tok_per_s",), ",.0f"),
 )
 
 #: Times that are not added up beside the times of which one is measured too: their parts, or the whole around them.
 COUNTED_IN = {
     "train": ("actor_train",),
     "save": ("save_model",),
-    "evaluate": ("eval",),
     "data_wait": ("rollout",),
     # with generation ahead of training, a step costs what it waits for a rollout, not what the rollout took
     "rollout": ("train_wait",),
     "data_preprocess": ("train_wait",),
     "record": ("train_wait",),
 }
+#: Times of a row that are no part of its step's: what comes before the first, and evaluations, timed apart.
+BESIDE_STEPS = ("step", "launch", "evaluate", "eval")
+
+#: What people call a phase: as a part of a step, and while it is under way.
+_WORDS = {
+    "launch": ("launch", "launching"),
+    "rollout": ("generate", "generating"),
+    "train_wait": ("wait for samples", "waiting for samples"),
+    "generation_wait": ("wait for generation", "waiting for generation"),
+    "data_preprocess": ("pack", "packing"),
+    "record": ("record", "recording"),
+    "train": ("train", "training"),
+    "actor_train": ("train", "training"),
+    "log_probs": ("log-probs", "scoring"),
+    "ref_log_probs": ("reference", "scoring"),
+    "update_weights": ("push", "pushing weights"),
+    "save_model": ("save", "saving"),
+    "evaluate": ("evaluate", "evaluating"),
+}
+_PHASE_STYLES = ("blue", "dark_orange", "green")
+_SPARKS = "▁▂▃▄▅▆▇█"
+#: Seconds in a phase after which a plain log says how far it is, and again at growing intervals up to the last.
+_FIRST_NEWS, _LONGEST_SILENCE = 30.0, 300.0
+_SHOWN_ROWS, _SHOWN_ALARMS = 8, 3
 
 _EVAL_SCORE = re.compile(r"eval/(?!.*-(?:pass@\d+|truncated_ratio)$)([^/]+)")
 
@@ -49,7 +83,7 @@ def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds per phase of one step, the longest first, without totals."""
+    """Seconds per phase of one step, the longest first: its parts, which add up to no more than ``perf/step_time``."""
     times = {
         name.removeprefix("perf/").removesuffix("_time"): value
         for name, value in metrics.items()
@@ -58,53 +92,98 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     parts = {
         name: value
         for name, value in times.items()
-        if name != "step" and not any(other in times for other in COUNTED_IN.get(name, ()))
+        if name not in BESIDE_STEPS and not any(other in times for other in COUNTED_IN.get(name, ()))
     }
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
-def column_values(metrics: Mapping[str, float]) -> dict[str, str]:
+def column_values(metrics: Mapping[str, float], supervised: bool = False) -> dict[str, str]:
     """Title → formatted value of the columns this step has."""
     values = {}
-    for title, keys, spec in COLUMNS:
+    for title, keys, spec in SUPERVISED_COLUMNS if supervised else COLUMNS:
         key = next((key for key in keys if key in metrics), None)
         if key is not None:
-            values[title] = format(float(metrics[key]), spec)
+            value = float(metrics[key])
+            values[title] = format(value, ".0e" if spec == ".4f" and 0 < abs(value) < 5e-4 else spec)
     return values
 
 
 def duration(seconds: float) -> str:
-    """12.3 s, 2:43 or 1:02:43."""
+    """0.12 s, 12.3 s, 2:43 or 1:02:43."""
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.{2 if 0 < seconds < 0.95 else 1}f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def trend(values: Sequence[float]) -> str:
+    """Where the last ten values go: "↑", "↓", "→" where that is no more than their scatter; "" of fewer than four.
+
+    Example:
+        >>> trend([0.1, 0.2, 0.3, 0.4]), trend([0.1, 0.4, 0.1, 0.4])
+        ('↑', '→')
+    """
+    last = list(values)[-10:]
+    if len(last) < 4:
+        return ""
+    before, after = last[: len(last) // 2], last[len(last) // 2 :]
+    change = statistics.fmean(after) - statistics.fmean(before)
+    scatter = (statistics.pvariance(before) / len(before) + statistics.pvariance(after) / len(after)) ** 0.5
+    return "→" if abs(change) <= max(scatter, 1e-9) else "↑" if change > 0 else "↓"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The values as a line of at most ``width`` bars, each the mean of those it stands for.
+
+    Example:
+        >>> sparkline([0.0, 0.5, 1.0, 0.5])
+        '▁▅█▅'
+    """
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)] if count else []
+    means = [statistics.fmean(values[start:end]) for start, end in itertools.pairwise(edges)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
 
 
 class ConsoleSink:
     """Shows where the run is, what it scores, what a step costs and when it will end.
 
     Args:
-        stage: name of this stage, "" for none.
+        name: what the run is called, with its stage.
         total_steps: steps of the whole run; 0 when unknown.
-        console: where to write; a terminal gets the live display.
-        supervised: this stage has no rewards; leave their column out.
+        console: where to write; a terminal gets the live table.
+        supervised: this stage has no rewards; the loss stands in their place.
+        clock: seconds.
     """
 
-    def __init__(self, stage: str, total_steps: int, console: Console | None = None, supervised: bool = False) -> None:
-        self._hidden = ("reward",) if supervised else ()
+    def __init__(
+        self,
+        name: str,
+        total_steps: int,
+        console: Console | None = None,
+        supervised: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._supervised, self._clock = supervised, clock
         self._console = console or Console(stderr=True)
-        self._stage, self._total = stage or "run", total_steps
+        self._name, self._total = name, total_steps
         self._done = 0
         self._phase: str | None = None
-        self._phase_start = time.monotonic()
+        self._phase_start = self._next_news = clock()
         self._counters: Mapping[str, float] = {}
         self._step_seconds: deque[float] = deque(maxlen=10)
-        self._rows: deque[tuple[int, dict[str, str]]] = deque(maxlen=8)
+        self._eval_seconds: list[float] = []
+        """Of each step's evaluation, 0 where there was none."""
+        self._rows: deque[tuple[int, dict[str, str]]] = deque(maxlen=_SHOWN_ROWS)
+        self._watched: list[float] = []
+        """The reward of every step, or the loss."""
         self._times: dict[str, float] = {}
         self._first_eval: dict[str, float] = {}
         self._last_eval: dict[str, float] = {}
+        self._alarms: dict[str, tuple[int, Alarm]] = {}
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(
@@ -115,100 +194,193 @@ class ConsoleSink:
     # -- input ---------------------------------------------------------------------------------------
 
     def phase_changed(self, name: str | None) -> None:
-        self._phase, self._phase_start, self._counters = name, time.monotonic(), {}
+        self._phase, self._phase_start, self._counters = name, self._clock(), {}
+        self._next_news = self._phase_start + _FIRST_NEWS
 
     def progress(self, counters: Mapping[str, float]) -> None:
-        """How far the open phase is: ``done`` of ``target`` groups, ``tokens`` so far."""
+        """How far the open phase is: ``done`` of ``target`` prompts, ``tokens`` so far."""
         self._counters = counters
+        now = self._clock()
+        if self._live is None and now >= self._next_news and counters.get("target"):
+            self._next_news = now + min(_LONGEST_SILENCE, now - self._phase_start)
+            self._print(f"{self._where(self._done + 1)}  {self._now()}")
 
     def begin(self, first_step: int, total_steps: int, launch_seconds: float) -> None:
         self._done, self._total = first_step, total_steps
         if self._live is None:
-            line = f"{self._stage}  ready after {duration(launch_seconds)}, step {first_step} of {total_steps}"
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._print(f"{self._name}  ready after {duration(launch_seconds)}, step {first_step} of {total_steps}")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         scores = eval_scores(metrics)
         self._first_eval = {**scores, **self._first_eval}
         self._last_eval = {**self._last_eval, **scores}
-        columns = {title: value for title, value in column_values(metrics).items() if title not in self._hidden}
-        if columns or not scores:
-            self._done = step
-            self._rows.append((step, columns))
-            self._times = phase_seconds(metrics)
-            if "perf/step_time" in metrics:
-                self._step_seconds.append(metrics["perf/step_time"])
-        if self._live is None:
-            self._console.print(self._line(step, columns, scores, metrics), highlight=False, soft_wrap=True)
+        for name in [name for name in self._alarms if metrics.get(f"alarm/{name}") == 0]:
+            del self._alarms[name]
+        columns = column_values(metrics, self._supervised)
+        is_step = bool(columns) or not scores
+        if is_step:
+            self._add_step(step, columns, scores, metrics)
+        if self._live is None and is_step:
+            self._print(self._line(step, columns, metrics))
+        if self._live is None and scores:
+            shown = ", ".join(self._score(name) for name in scores)
+            seconds = metrics.get("perf/evaluate_time", metrics.get("perf/eval_time"))
+            self._print(f"{self._where(step)}  held-out: {shown}" + (f"  {duration(seconds)}" if seconds else ""))
+
+    def _add_step(
+        self, step: int, columns: dict[str, str], scores: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> None:
+        self._done = step
+        held_out = {"held-out": f"{next(iter(scores.values())):.3f}"} if scores else {}
+        seconds = metrics.get("perf/step_time")
+        took = {"time": duration(seconds)} if seconds is not None else {}
+        self._rows.append((step, {**columns, **held_out, **took}))
+        keys = ("train/loss",) if self._supervised else COLUMNS[0][1]
+        self._watched += [float(metrics[key]) for key in keys if key in metrics][:1]
+        times = phase_seconds(metrics)
+        if seconds is not None:
+            times["other"] = max(0.0, seconds - sum(times.values()))
+            self._eval_seconds.append(metrics.get("perf/evaluate_time", 0.0))
+            self._step_seconds.append(seconds)
+        self._times = times
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Something is wrong with the run, which goes on: told where it happens, and below the table until a step's
+        ``alarm/<name>`` is 0."""
+        self._alarms[alarm.name] = (self._done, alarm)
+        self._console.print(_alarm_text(self._where(self._done), alarm), soft_wrap=True, highlight=False)
 
     def rewind(self, next_step: int) -> None:
         """Nothing to take back: what was shown, was shown."""
 
     def close(self) -> None:
+        self._phase = None
         if self._live is not None:
             self._live.stop()
 
     # -- output --------------------------------------------------------------------------------------
 
     def eta(self) -> float | None:
-        """Seconds until the last step ends, by the median of the last ten; None when unknown."""
+        """Seconds until the last step ends, by the median of the last ten and the mean of all evaluations beside
+        them; None when unknown."""
         if not self._step_seconds or not self._total:
             return None
-        return statistics.median(self._step_seconds) * max(0, self._total - self._done)
+        each = statistics.median(self._step_seconds) + statistics.fmean(self._eval_seconds)
+        return each * max(0, self._total - self._done)
 
-    def _line(self, step: int, columns: dict[str, str], scores: dict[str, float], metrics: Mapping[str, float]) -> Text:
-        parts = [self._stage, f"step {step}/{self._total}" if self._total else f"step {step}"]
-        parts += [f"{title} {value}" for title, value in columns.items()]
-        parts += [f"eval/{name} {score:.3f}" for name, score in scores.items()]
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _where(self, step: int) -> str:
+        return f"{self._name}  step {step}/{self._total}" if self._total else f"{self._name}  step {step}"
+
+    def _score(self, name: str) -> str:
+        first, last = self._first_eval[name], self._last_eval[name]
+        return f"{name} {last:.3f}" + (f" (first {first:.3f})" if first != last else "")
+
+    def _line(self, step: int, columns: dict[str, str], metrics: Mapping[str, float]) -> str:
+        parts = [self._where(step)]
+        for title, value in columns.items():
+            arrow = f" {trend(self._watched)}".rstrip() if title == self._watched_title else ""
+            parts.append(f"{value} tok/s" if title == "tok/s" else f"{title} {value}{arrow}")
         if columns and "perf/step_time" in metrics:
-            split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in list(self._times.items())[:4])
-            parts.append(f"{duration(metrics['perf/step_time'])}" + (f" ({split})" if split else ""))
+            seconds = metrics["perf/step_time"]
+            name, longest = next(iter(self._times.items()))
+            share = f", {100 * longest / seconds:.0f} % {_part(name)}" if name != "other" and seconds else ""
+            parts.append(duration(seconds) + share)
+        return "  ".join(filter(None, [*parts, self._eta_text() if columns else ""]))
+
+    def _eta_text(self) -> str:
         remaining = self.eta()
-        if columns and remaining is not None:
-            parts.append(f"eta {duration(remaining)}")
-        return Text("  ".join(parts))
+        return f"eta {duration(remaining) if remaining >= 60 else f'{remaining:.0f} s'}" if remaining else ""
+
+    @property
+    def _watched_title(self) -> str:
+        return "loss" if self._supervised else "reward"
 
     def render(self) -> RenderableType:
-        """The live display."""
-        parts: list[RenderableType] = [self._header()]
+        """The live table. Called by the thread that refreshes it, too: it iterates over nothing that `log` changes."""
+        parts: list[RenderableType] = [self._header(), ""]
         if self._rows:
-            parts.append(self._table())
-        if self._times:
-            split = Text("  time per step  ", style="dim")
-            for name, seconds in list(self._times.items())[:6]:
-                split.append(f"{name} ", style="dim").append(f"{seconds:.2f} s  ")
-            parts.append(split)
+            parts += [self._table(), ""]
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="dim")
+        if len(self._watched) > 1:
+            watched = list(self._watched)
+            shown = Text(sparkline(watched), style="green")
+            shown.append(f"  {watched[0]:.3f} → {watched[-1]:.3f} {trend(watched)}", style="default")
+            facts.add_row(self._watched_title, shown)
         if self._last_eval:
-            line = Text("  evaluation     ", style="dim")
-            for name, score in self._last_eval.items():
-                line.append(f"{name} ", style="dim").append(f"{score:.3f}", style="bold green")
-                line.append(f" (first {self._first_eval[name]:.3f})  ", style="dim")
-            parts.append(line)
+            facts.add_row("held-out", Text(", ".join(map(self._score, list(self._last_eval))), style="green"))
+        if self._step_seconds:
+            facts.add_row("step", _phase_bar(self._times))
+        if self._phase is not None:
+            facts.add_row("now", Text(self._now(), style="yellow"))
+        parts.append(Padding(facts, (0, 1)))
+        for step, alarm in list(self._alarms.values())[-_SHOWN_ALARMS:]:
+            parts += ["", Padding(_alarm_text(f"step {step}", alarm), (0, 1))]
         return Group(*parts)
 
     def _header(self) -> RenderableType:
-        grid = Table.grid(padding=(0, 1))
+        grid = Table.grid(padding=(0, 2))
         counter = Text(f"step {self._done}/{self._total}" if self._total else f"step {self._done}")
-        bar = ProgressBar(total=self._total or None, completed=self._done, width=30, pulse=not self._total)
-        remaining = self.eta()
-        status = Text(f"eta {duration(remaining)}" if remaining is not None else "", style="cyan")
-        if self._phase is not None:
-            status.append(f"  {self._phase} {duration(time.monotonic() - self._phase_start)}", style="yellow")
+        bar = ProgressBar(
+            total=self._total or None,
+            completed=self._done,
+            width=30,
+            pulse=not self._total,
+            complete_style="magenta",
+            finished_style="green",
+        )
+        grid.add_row(Text(self._name, style="bold magenta"), counter, bar, Text(self._eta_text(), style="cyan"))
+        return Padding(grid, (0, 1))
+
+    def _now(self) -> str:
+        """What is under way, how far it is, and for how long: "generating 17/64 prompts, 2,000 tokens, 4.1 s"."""
+        phase = self._phase or ""
+        under_way = _WORDS.get(phase, ("", phase))[1]
         if self._counters.get("target"):
-            status.append(
-                f"  {self._counters.get('done', 0):.0f}/{self._counters['target']:.0f} groups", style="yellow"
-            )
-        if self._counters.get("tokens"):
-            status.append(f"  {self._counters['tokens']:,.0f} tokens", style="yellow")
-        grid.add_row(Text(self._stage, style="bold magenta"), counter, bar, status)
-        return grid
+            under_way += f" {self._counters.get('done', 0):.0f}/{self._counters['target']:.0f} prompts"
+        tokens = [f"{self._counters['tokens']:,.0f} tokens"] if self._counters.get("tokens") else []
+        return ", ".join([under_way, *tokens, duration(self._clock() - self._phase_start)])
 
     def _table(self) -> Table:
-        titles = [title for title, _, _ in COLUMNS if any(title in columns for _, columns in self._rows)]
-        table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=True)
+        rows = list(self._rows)
+        there = {title for _, columns in rows for title in columns}
+        columns = [title for title, _, _ in (SUPERVISED_COLUMNS if self._supervised else COLUMNS)]
+        titles = [title for title in (columns[0], "held-out", *columns[1:], "time") if title in there]
+        table = Table(box=None, padding=(0, 1), pad_edge=True, header_style="dim")
         for title in ("step", *titles):
             table.add_column(title, justify="right", no_wrap=True)
-        for step, columns in self._rows:
-            style = "bold" if step == self._rows[-1][0] else "dim"
-            table.add_row(str(step), *(columns.get(title, "") for title in titles), style=style)
+        for step, values in rows:
+            style = "bold" if step == rows[-1][0] else "dim"
+            table.add_row(str(step), *(values.get(title, "") for title in titles), style=style)
         return table
+
+
+def _part(phase: str) -> str:
+    return _WORDS.get(phase, (phase.replace("_", " "), ""))[0]
+
+
+def _phase_bar(times: Mapping[str, float], width: int = 20) -> Text:
+    """Seconds of the longest phases, as a bar of one step and in numbers; the rest is "other"."""
+    total = sum(times.values()) or 1.0
+    phases = [(name, part) for name, part in times.items() if name != "other" and part / total >= 0.5 / width]
+    shown = dict(phases[: len(_PHASE_STYLES)])
+    bar, words = Text(), Text("  ")
+    for (name, part), style in zip(shown.items(), _PHASE_STYLES, strict=False):
+        bar.append("━" * max(1, round(width * part / total)), style=style)
+        words.append(f"{_part(name)} ", style=style).append(f"{duration(part)}  ", style="default")
+    bar.append("━" * (width - len(bar)), style="bright_black")
+    rest = total - sum(shown.values())
+    if rest / total >= 0.5 / width:
+        words.append("other ", style="bright_black").append(duration(rest), style="default")
+    return bar + words
+
+
+def _alarm_text(where: str, alarm: Alarm) -> Text:
+    text = Text(f"{where}  ").append("warning: ", style="bold red").append(f"{alarm.title}: ", style="bold")
+    text.append(alarm.detail)
+    if alarm.fix:
+        text.append("\n    try: ", style="dim").append(alarm.fix, style="yellow")
+    return text

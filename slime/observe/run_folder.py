@@ -8,7 +8,7 @@ outputs/<run_name>/
   samples/              what was generated, per rollout and per evaluation
   trace/                timelines that open in Perfetto, per rollout
   logs/                 one file per process
-  checkpoints/          unless --save says otherwise
+  model/                with --save: the model at the end, a Hugging Face directory
   crash/                traceback, last metrics and configuration of a failed run
   report.html           all of it on one page
 """
@@ -88,8 +88,8 @@ class RunFolder:
         return self._of_stage("trace")
 
     @property
-    def checkpoints(self) -> Path:
-        return self._of_stage("checkpoints")
+    def model(self) -> Path:
+        return self._of_stage("model")
 
     def _of_stage(self, name: str) -> Path:
         return self.path / name / self.stage if self.stage else self.path / name
@@ -203,7 +203,12 @@ class RunFolder:
         entry = summary["stages"].setdefault(self.stage or "", {})
         if state == "running":
             entry.update(
-                started=time.time(), ended=None, pid=os.getpid(), host=platform.node(), argv=command_line(sys.argv)
+                started=time.time(),
+                ended=None,
+                pid=os.getpid(),
+                host=platform.node(),
+                argv=command_line(sys.argv),
+                packages=_package_versions(),
             )
         elif state == "launched":
             entry["launched"], state = time.time(), "running"
@@ -213,7 +218,8 @@ class RunFolder:
         write_atomically(self.path / "run.json", orjson.dumps(json_safe(summary), option=orjson.OPT_INDENT_2))
 
     def read_summary(self) -> dict[str, Any]:
-        """``run.json``: ``{"name", "stages": {stage or "": {"state", "started", "ended", "pid", "host", "argv"}}}``."""
+        """``run.json``: ``{"name", "stages": {stage or "": {"state", "started", "ended", "pid", "host", "argv",
+        "packages"}}}``."""
         summary = read_object(self.path / "run.json")
         return summary if isinstance(summary.get("stages"), dict) else {"name": self.path.name, "stages": {}}
 
@@ -235,6 +241,7 @@ class RunFolder:
         details = {
             "error": type(error).__name__,
             "message": str(error),
+            "notes": list(getattr(error, "__notes__", ())),
             "note": note,
             "stage": self.stage,
             "time": time.time(),

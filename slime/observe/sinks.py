@@ -25,11 +25,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
+from slime.files import read_lines
 from slime.log import get_logger
+from slime.observe.alarms import AlarmWatch
 from slime.observe.chrome_trace import add_phases
 from slime.observe.console import ConsoleSink
-from slime.observe.jsonl_sink import JsonlSink
+from slime.observe.jsonl_sink import JsonlSink, metrics_row
 from slime.observe.phases import PhaseTimer, now
+from slime.observe.report import ReportSink
 from slime.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -63,19 +66,14 @@ class Sinks:
         self._run = run
         self._lock = run.lock()
         self._tracing = config.observe.trace
-        supervised = config.algorithm.loss_type == "sft_loss"
-        self._console = ConsoleSink(run.stage or "", config.rollout.num_rollout or 0, console, supervised)
-        self._sinks: list[Sink] = [self._console, JsonlSink(run)]
-        if config.observe.use_tensorboard:
-            from slime.observe.tensorboard_sink import TensorBoardSink
-
-            names = (config.observe.tb_project_name, config.observe.tb_experiment_name)
-            self._sinks.append(TensorBoardSink(run.tensorboard.joinpath(*filter(None, names))))
-        if config.observe.use_wandb:
-            from slime.observe.wandb_sink import WandbSink
-
-            self._sinks.append(WandbSink(config, run))
+        try:
+            self._console, self._sinks = _make(config, run, console)
+        except BaseException as error:  # nobody else would say how this run ended
+            run.set_state("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+            os.close(self._lock)
+            raise
         self._timer = PhaseTimer(on_change=self._console.phase_changed)
+        self._alarms = AlarmWatch()
         self._step_start = now()
         self._failed_phase: str | None = None
 
@@ -88,6 +86,8 @@ class Sinks:
         """
         self.rewind(first_step + 1 if first_step else 0)
         self._console.begin(first_step, total_steps, launch_seconds)
+        logged = [row for row in read_lines(self._run.metrics_path) if row.get("stage") == self._run.stage]
+        self._alarms = AlarmWatch(logged)
         self._step_start = now()
 
     def rewind(self, next_step: int) -> None:
@@ -111,14 +111,15 @@ class Sinks:
         return self._timer.open_phase or self._failed_phase
 
     def progress(self, counters: Mapping[str, float]) -> None:
-        """How far the open phase is: ``done`` of ``target`` groups, ``tokens``; for the live display only."""
+        """How far the open phase is: ``done`` of ``target`` prompts, ``tokens``; for the console only."""
         self._console.progress(counters)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send one step's metrics everywhere, with the times of the phases since the last call.
 
         ``perf/step_time`` is the wall-clock time since the last call without evaluation, added to rows that hold a
-        rollout or a training step. Values given in `metrics` win.
+        rollout or a training step. Values given in `metrics` win. What is wrong with the run is said on the
+        console, once, and logged as ``alarm/<name>``.
         """
         is_step = any(name.startswith(("rollout/", "train/")) for name in metrics)
         end = now()
@@ -127,8 +128,12 @@ class Sinks:
             merged["perf/step_time"] = end - self._step_start - merged.get("perf/evaluate_time", 0.0)
         merged.update(metrics)
         self._step_start = end
+        alarms, on = self._alarms.look(metrics_row(step, merged, self._run.stage))
+        merged |= on
         for sink in self._sinks:
             sink.log(step, merged)
+        for alarm in alarms:
+            self._console.alarm(alarm)
         if is_step:
             phases = self._timer.pop_events()
             if self._tracing:  # the rollout has ended, so the file of its samples is there (or ours to make)
@@ -147,7 +152,7 @@ class Sinks:
         sinks, self._sinks = self._sinks, []
         ends: list[Callable[[], None]] = [sink.close for sink in sinks]
         if self._run.state() != "failed":  # `RunFolder.write_crash` has said so already
-            ends.append(lambda: self._run.set_state(state))
+            ends.insert(0, lambda: self._run.set_state(state))  # W&B may upload for long, and be killed over it
         for end in ends:
             try:
                 end()
@@ -162,3 +167,22 @@ class Sinks:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close("finished" if kind is None else "failed")
+
+
+def _make(config: Config, run: RunFolder, console: Console | None) -> tuple[ConsoleSink, list[Sink]]:
+    """The console's, and all of them."""
+    supervised = config.algorithm.loss_type == "sft_loss"
+    name = f"{run.path.name}/{run.stage}" if run.stage else run.path.name
+    first = ConsoleSink(name, config.rollout.num_rollout or 0, console, supervised)
+    sinks: list[Sink] = [first, JsonlSink(run)]
+    if config.observe.use_tensorboard:
+        from slime.observe.tensorboard_sink import TensorBoardSink
+
+        names = (config.observe.tb_project_name, config.observe.tb_experiment_name)
+        sinks.append(TensorBoardSink(run.tensorboard.joinpath(*filter(None, names))))
+    if config.observe.use_wandb:
+        from slime.observe.wandb_sink import WandbSink
+
+        sinks.append(WandbSink(config, run))
+    sinks.append(ReportSink(run))  # last: it reads what the others wrote
+    return first, sinks

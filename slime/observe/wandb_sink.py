@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
 from slime.files import json_safe, without_secrets
 from slime.observe.run_folder import RunFolder
+from slime.processes import will_hang
 
 if TYPE_CHECKING:
     from slime.config.config import Config
+
+
+#: What to do without a server.
+_OFFLINE = (
+    "pass --wandb-mode offline (`wandb sync` uploads the run later), or leave --use-wandb out: metrics.jsonl and "
+    "TensorBoard have the same numbers"
+)
+
+
+def check_key(config: Config) -> None:
+    """Before anything starts: a run that goes online has a key. In a terminal W&B asks for one.
+
+    Raises:
+        UserError: wandb is not installed, or there is no key.
+    """
+    wandb, observe = _wandb(), config.observe
+    if observe.wandb_key or (observe.wandb_mode or os.environ.get("WANDB_MODE") or "online") != "online":
+        return
+    try:
+        wandb.login(host=observe.wandb_host, verify=False)
+    except wandb.errors.Error as error:
+        raise UserError(
+            "--use-wandb: there is no API key for W&B",
+            why=f"neither WANDB_API_KEY nor `wandb login` gave one, and there is no terminal to ask in ({error})",
+            fix=f"{_OFFLINE}; or set WANDB_API_KEY",
+        ) from error
+
+
+def _wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError("--use-wandb needs the package wandb", fix="pip install 'slime-rl[wandb]'") from error
+    return wandb
 
 
 class WandbSink:
     """One W&B run per run folder and stage; its id is kept there, so that resuming continues the same curves."""
 
     def __init__(self, config: Config, run: RunFolder) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError("--use-wandb needs the package wandb", fix="pip install 'slime-rl[wandb]'") from error
-        observe = config.observe
-        if observe.wandb_key:
-            wandb.login(key=observe.wandb_key, host=observe.wandb_host)
+        wandb, observe = _wandb(), config.observe
         options = wandb.Settings(console="off")  # our own logs are in the run folder; leave stdout alone
         if observe.wandb_host:
             options.base_url = observe.wandb_host  # also where the key comes from WANDB_API_KEY
@@ -31,18 +61,24 @@ class WandbSink:
         if group and not observe.disable_wandb_random_suffix:
             group = f"{group}-{_kept(run, 'wandb-suffix', secrets.token_hex(3))}"
         settings = {name: without_secrets(name, json_safe(value)) for name, value in vars(config.flat()).items()}
-        self._run: Any = wandb.init(
-            project=observe.wandb_project or "slime",
-            entity=observe.wandb_team,
-            group=group,
-            name=f"{run.path.name}-{run.stage}" if run.stage else run.path.name,
-            id=_kept(run, "wandb-id", secrets.token_hex(5), asked=observe.wandb_run_id),
-            resume="allow",
-            mode=observe.wandb_mode,
-            dir=observe.wandb_dir or str(run.path),
-            config=settings,
-            settings=options,
-        )
+        try:
+            if observe.wandb_key:
+                wandb.login(key=observe.wandb_key, host=observe.wandb_host)
+            self._run: Any = wandb.init(
+                project=observe.wandb_project or "slime",
+                entity=observe.wandb_team,
+                group=group,
+                name=f"{run.path.name}-{run.stage}" if run.stage else run.path.name,
+                id=_kept(run, "wandb-id", secrets.token_hex(5), asked=observe.wandb_run_id),
+                resume="allow",
+                mode=observe.wandb_mode,
+                dir=observe.wandb_dir or str(run.path),
+                config=settings,
+                settings=options,
+            )
+        except wandb.errors.Error as error:
+            will_hang()
+            raise UserError("--use-wandb: W&B lets no run begin", why=str(error), fix=_OFFLINE) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -8,6 +8,12 @@ from slime.errors import UserError
 
 Messages = list[dict[str, Any]]
 
+_PROBE = "probe of the turn's end"
+
+
+class TemplateRefuses(UserError):
+    """The template is fine, and does not take these messages."""
+
 
 def render_messages(
     tokenizer: Any,
@@ -20,9 +26,10 @@ def render_messages(
     """The messages as text, in the tokenizer's chat template.
 
     Raises:
-        UserError: the tokenizer has no chat template, or the template refuses the messages.
+        UserError: the tokenizer has no chat template, or one that cannot be read.
+        TemplateRefuses: the template refuses the messages.
     """
-    from jinja2.exceptions import TemplateError
+    from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
     if not tokenizer.chat_template:
         raise UserError(
@@ -34,8 +41,14 @@ def render_messages(
         return tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
         )
-    except (TemplateError, TypeError, KeyError) as error:
+    except TemplateSyntaxError as error:
         raise UserError(
+            "the tokenizer's chat template has a syntax error",
+            why=f"line {error.lineno}: {error.message}",
+            fix=f"mend chat_template.jinja or the chat_template of tokenizer_config.json in '{tokenizer.name_or_path}'",
+        ) from error
+    except (TemplateError, TypeError, KeyError) as error:
+        raise TemplateRefuses(
             "the chat template refuses the messages",
             why=f"{type(error).__name__}: {error}; roles: {', '.join(str(m.get('role')) for m in messages)}",
             fix="check the roles and their order, and --apply-chat-template-kwargs",
@@ -50,6 +63,20 @@ def render_prompt(
     return render_messages(tokenizer, messages, tools=tools, **template_kwargs)
 
 
+def between_turns(
+    tokenizer: Any, message: dict[str, Any], *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
+) -> str:
+    """What the template writes from the end of an assistant's words to where the assistant is to speak again, with
+    ``message`` between: the end of the turn, the message, the head of the next turn.
+
+    Raises:
+        UserError, TemplateRefuses: as `render_messages`.
+    """
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}, message]
+    text = render_messages(tokenizer, messages, tools=tools, **template_kwargs)
+    return text[text.rfind(_PROBE) + len(_PROBE) :]
+
+
 def template_markers(tokenizer: Any) -> list[str]:
     """Special tokens that the chat template writes around messages, e.g. ``["<|im_start|>", "<|im_end|>"]``."""
     if not tokenizer.chat_template:
@@ -62,9 +89,6 @@ def carries_template(prompt: str | Messages, markers: list[str]) -> bool:
     """Whether a prompt that is still to be templated already holds markers of the template."""
     texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
     return any(marker in text for text in texts if isinstance(text, str) for marker in markers)
-
-
-_PROBE = "probe of the turn's end"
 
 
 def end_of_turn_tokens(tokenizer: Any) -> dict[int, str]:

@@ -23,8 +23,10 @@ SHUFFLE_BUFFER = 10_000
 
 
 class Order(Protocol):
-    """Prompts one after another. ``tell()`` is the position of the next ``take()``."""
+    """Prompts one after another. ``tell()`` is the position of the next ``take()``. What ``reorder`` chooses, shuffled
+    or as the data is, holds from the next ``seek`` on."""
 
+    def reorder(self, shuffle: bool) -> None: ...
     def tell(self) -> tuple[int, int]: ...
     def seek(self, epoch: int, offset: int) -> None: ...
     def take(self) -> Prompt: ...
@@ -39,6 +41,9 @@ class MappedOrder:
         self._rows, self._kept, self._checker = rows, kept, checker
         self._shuffle, self._seed = shuffle, seed
         self.seek(0, 0)
+
+    def reorder(self, shuffle: bool) -> None:
+        self._shuffle = shuffle
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -79,6 +84,9 @@ class StreamedOrder:
         self._shuffle, self._seed = shuffle, seed
         self._too_long = 0
         self.seek(0, 0)
+
+    def reorder(self, shuffle: bool) -> None:
+        self._shuffle = shuffle
 
     def __len__(self) -> int:
         raise UserError(

@@ -27,11 +27,23 @@ class RowProblem(Exception):
         return UserError(f"{where}: rows here {self.kind}", why=self.detail, fix=self.fix)
 
 
+#: End of a flag → what data sets usually call its column.
+_USUAL = {
+    "input-key": ("prompt", "question", "problem", "messages", "instruction", "query", "text", "input"),
+    "label-key": ("answer", "label", "solution", "target", "ground_truth", "final_answer"),
+    "response-key": ("response", "completion", "output", "generated_text"),
+}
+
+
 def missing_key(key: str, flag: str, row_keys: Iterable[str]) -> RowProblem:
-    """A row without the column that ``flag`` names; tells the keys there are and the nearest."""
+    """A row without the column that ``flag`` names; tells the keys there are, and one of a like or usual name."""
     keys = [str(k) for k in row_keys]
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5) or keys[:1]
-    fix = f"pass {flag} {near[0]}" if near else f"check {flag}"
+    usual = [name for end, names in _USUAL.items() if flag.endswith(end) for name in names if name in keys]
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5) or usual
+    if near:
+        fix = f"pass {flag} {near[0]}"
+    else:
+        fix = f"pass {flag} with the column that is meant, or leave it out where there is none"
     return RowProblem(f"have no key '{key}'", f"the keys there are: {', '.join(keys) or 'none'}", fix)
 
 

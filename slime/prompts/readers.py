@@ -1,4 +1,4 @@
-"""Rows of a data file: JSONL, Parquet, Hugging Face data sets. ``path@[a:b]`` takes a slice.
+"""Rows of a data file: JSONL, Parquet, CSV, Hugging Face data sets. ``path@[a:b]`` takes a slice.
 
 JSONL is read line by line through an index of offsets rather than by `datasets`, which would fill every row up to the
 union of all keys (a row without "metadata" would get one full of None) and cannot say which line is malformed.
@@ -6,6 +6,8 @@ union of all keys (a row without "metadata" would get one full of None) and cann
 
 from __future__ import annotations
 
+import codecs
+import csv
 import itertools
 import mmap
 import re
@@ -17,11 +19,11 @@ import numpy as np
 import orjson
 
 from slime.errors import UserError
+from slime.files import JSON_SUFFIXES
 from slime.prompts.problems import RowProblem
 
 Row = dict[str, Any]
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
-_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
 class Rows(Protocol):
@@ -58,8 +60,10 @@ def open_rows(path: str) -> Rows:
     file, part = split_slice(path)
     _check_exists(file)
     rows: Rows
-    if Path(file).is_file() and Path(file).suffix in _JSON_SUFFIXES:
+    if Path(file).is_file() and Path(file).suffix in JSON_SUFFIXES:
         rows = JsonArray(file, part) if _is_json_array(file) else JsonLines(file, part)
+    elif Path(file).is_file() and Path(file).suffix == ".csv":
+        rows = CsvRows(file, part)
     else:
         rows = TableRows(file, part)
     if len(rows) == 0:
@@ -77,7 +81,7 @@ def iter_rows(path: str) -> Iterator[tuple[str, Row]]:
     _check_exists(file)
     suffix = Path(file).suffix
     negative = (part.start or 0) < 0 or (part.stop or 0) < 0
-    if Path(file).is_file() and suffix in _JSON_SUFFIXES and not negative and not _is_json_array(file):
+    if Path(file).is_file() and suffix in JSON_SUFFIXES and not negative and not _is_json_array(file):
         yield from itertools.islice(_iter_json_lines(file), part.start, part.stop)
     elif Path(file).is_file() and suffix == ".parquet" and not negative:
         yield from itertools.islice(_iter_parquet(file), part.start, part.stop)
@@ -98,7 +102,7 @@ def _check_exists(file: str) -> None:
     raise UserError(
         f"there is no data file '{file}'",
         why=f"{folder} has: {', '.join(there) or 'nothing'}" if folder.is_dir() else f"there is no folder {folder}",
-        fix="check the path; data sets are read from the local file system only, nothing is downloaded",
+        fix="check the path; of the hub's data sets pass org/name, of which nothing may be here",
     )
 
 
@@ -106,14 +110,15 @@ def _is_json_array(file: str) -> bool:
     if Path(file).suffix != ".json":
         return False
     with open(file, "rb") as stream:
-        return stream.read(64).lstrip().startswith(b"[")
+        return stream.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _parse_line(line: bytes) -> Row:
     try:
-        row = orjson.loads(line)
+        row = orjson.loads(line.removeprefix(codecs.BOM_UTF8))  # which editors on Windows put before the first line
     except orjson.JSONDecodeError as error:
-        raise RowProblem("are no valid JSON", str(error).split(": line")[0]) from error
+        fix = "write one JSON object per line, in UTF-8"
+        raise RowProblem("are no valid JSON", str(error).split(": line")[0], fix) from error
     if not isinstance(row, dict):
         raise RowProblem("are no JSON objects", f"found a {type(row).__name__}")
     return row
@@ -190,7 +195,7 @@ class JsonArray:
     def __init__(self, file: str, part: slice) -> None:
         self._file = file
         try:
-            rows = orjson.loads(Path(file).read_bytes())
+            rows = orjson.loads(Path(file).read_bytes().removeprefix(codecs.BOM_UTF8))
         except orjson.JSONDecodeError as error:
             raise UserError(f"'{file}' is no valid JSON", why=str(error)) from error
         self._rows, self._positions = rows[part], range(len(rows))[part]
@@ -205,6 +210,33 @@ class JsonArray:
 
     def where(self, position: int) -> str:
         return f"{self._file} item {self._positions[position]}"
+
+
+class CsvRows:
+    """A CSV file with a header. Every value is the text that stands there: "007" is no number, and "" is an answer."""
+
+    def __init__(self, file: str, part: slice) -> None:
+        self._file = file
+        try:
+            with open(file, newline="", encoding="utf-8-sig") as stream:
+                rows = list(csv.DictReader(stream))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(
+                f"'{file}' is no readable CSV", why=str(error), fix="save it as UTF-8, with commas"
+            ) from error
+        self._rows, self._positions = rows[part], range(len(rows))[part]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, position: int) -> Row:
+        row = self._rows[position]
+        if None in row or None in row.values():  # what csv makes of too many and too few
+            raise RowProblem("have another number of columns than the header", f"the row {position} does")
+        return dict(row)
+
+    def where(self, position: int) -> str:
+        return f"{self._file} row {self._positions[position]}"
 
 
 class TableRows:
@@ -229,11 +261,12 @@ def _load_table(path: str) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is told once, below
     folder = Path(path)
     if folder.is_file() and folder.suffix not in (".parquet", ".arrow"):
         raise UserError(
             f"'{path}' is of a type that cannot be read",
-            fix="give .jsonl, .json, .parquet, .arrow or a data set folder",
+            fix="give .jsonl, .json, .parquet, .arrow, .csv or a data set folder",
         )
     try:
         if folder.is_file():
@@ -242,8 +275,10 @@ def _load_table(path: str) -> Any:
         saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
         loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(path)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise UserError(f"the data set '{path}' cannot be read", why=why) from error
+        cause = error.__cause__ or error  # of "An error occurred while generating the dataset", which says nothing
+        why = f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
+        fix = "name a .jsonl or .parquet file, or a folder that holds nothing but the files of one data set"
+        raise UserError(f"the data set '{path}' cannot be read", why=why, fix=fix) from error
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if len(loaded) > 1 and "train" not in loaded:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import orjson
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.prompts.chat_template import Messages, render_prompt
+from slime.legacy_paths import follows_old_plugin
+from slime.prompts.chat_template import Messages, TemplateRefuses, render_prompt
 from slime.prompts.problems import RowProblem, missing_key
 
 #: Built-in rewards that compare with a label, which must then be text or a number.
 _TEXT_LABELS = frozenset({"math", "deepscaler", "dapo", "f1", "gpqa"})
+#: Those to which a number is something else than its digits: gpqa takes it as the position of a choice.
+_NUMBER_LABELS = frozenset({"gpqa"})
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,8 @@ class RowFormat:
 
     Attributes:
         text_label: the label must be text or a number (it is compared with the response); else anything goes.
+        raw_label: the label stays what it is in the data (--label-type raw); else numbers become text.
+        rm_type: the built-in reward, where a row's own metadata does not name another.
         raw: keep chat messages as they are, whatever ``apply_chat_template`` says (supervised fine-tuning renders
             them together with the answers).
         metadata_required, tools_required: the column was asked for by flag, so at least its key must be there.
@@ -34,6 +42,8 @@ class RowFormat:
     apply_chat_template: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     text_label: bool = False
+    raw_label: bool = False
+    rm_type: str | None = None
     raw: bool = False
     metadata_required: bool = False
     tools_required: bool = False
@@ -64,10 +74,17 @@ class RowFormat:
             apply_chat_template=data.apply_chat_template,
             template_kwargs=dict(data.apply_chat_template_kwargs),
             text_label=text_label,
+            raw_label=keeps_raw_labels(config),
+            rm_type=None if reward.custom_rm_path else reward.rm_type,
             raw=config.algorithm.loss_type == "sft_loss",
             metadata_required=data.metadata_key != "metadata",
             tools_required=data.tool_key != "tools",
         )
+
+
+def keeps_raw_labels(config: Config) -> bool:
+    """Whether labels that are numbers stay numbers."""
+    return config.data.label_type == "raw" or follows_old_plugin(config, "label_type")
 
 
 @dataclass
@@ -96,8 +113,8 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     if form.input_key not in row:
         raise missing_key(form.input_key, form.input_flag, row)
     value = row[form.input_key]
-    label = _label(row, form)
     metadata = _metadata(row, form)
+    label = _label(row, form, str(metadata.get("rm_type") or form.rm_type or "").removeprefix("boxed_"))
     tools = _tools(row, form)
     if tools:
         metadata["tools"] = tools
@@ -111,9 +128,7 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     if form.apply_chat_template and not form.raw:
         try:
             text = render_prompt(tokenizer, prompt, tools=tools or None, **form.template_kwargs)
-        except UserError as error:
-            if not tokenizer.chat_template:
-                raise
+        except TemplateRefuses as error:
             raise RowProblem("are refused by the chat template", error.why, error.fix) from error
     return Prompt(text, [], label, metadata, prompt)
 
@@ -133,6 +148,12 @@ def _check_prompt(value: Any, form: RowFormat) -> str | Messages:
         )
     # columnar files fill keys that only some messages have with None
     messages = [{name: item for name, item in message.items() if item is not None} for message in value]
+    if messages and not any("content" in message or "tool_calls" in message for message in messages):
+        raise RowProblem(
+            f"have messages without content (key '{key}')",
+            f"the first one's keys are: {', '.join(messages[0])}",
+            "a message is {'role': …, 'content': …}",
+        )
     if not any(_has_content(message) for message in messages):
         raise RowProblem(f"have an empty prompt (key '{key}')", fix="remove these rows")
     return messages
@@ -143,7 +164,7 @@ def _has_content(message: dict[str, Any]) -> bool:
     return bool(content.strip() if isinstance(content, str) else content)
 
 
-def _label(row: dict[str, Any], form: RowFormat) -> Any:
+def _label(row: dict[str, Any], form: RowFormat, rm_type: str) -> Any:
     if form.label_key is None:
         return None
     if form.label_key not in row:
@@ -158,7 +179,20 @@ def _label(row: dict[str, Any], form: RowFormat) -> Any:
         )
     if form.text_label and isinstance(label, str) and not label.strip():
         raise RowProblem(f"have an empty label (key '{form.label_key}')", fix="remove these rows")
-    return label
+    return label if form.raw_label or rm_type in _NUMBER_LABELS else label_text(label)
+
+
+def label_text(label: Any) -> Any:
+    """A label as it stands in the data, for functions that compare it with a response: numbers and booleans as JSON
+    spells them, decimals and dates as text; lists, dicts, text and None stay what they are.
+
+    Example:
+        >>> label_text(22), label_text(True), label_text(0.5), label_text([1, 2])
+        ('22', 'true', '0.5', [1, 2])
+    """
+    if isinstance(label, (bool, int, float)):
+        return json.dumps(label)
+    return str(label) if isinstance(label, (Decimal, datetime.date, datetime.time)) else label
 
 
 def _metadata(row: dict[str, Any], form: RowFormat) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import check_class, load_function
+from slime.hook_loading import check_class, failures_of, load_function, user_function, with_user_frames
 from slime.hooks import DataSource
 from slime.log import get_logger
 from slime.prompts.chat_template import carries_template, template_markers
@@ -52,8 +53,20 @@ def make_source(config: Config, tokenizer: Any) -> DataSource:
     cls = load_function(path)
     check_class(cls, DataSource, path)
     _BUILT_FROM.set((config, tokenizer))
-    source: DataSource = cls(config.flat())
+    with failures_of(f"'{path}'"):
+        source: DataSource = cls(config.flat())
+    for method in ("get_samples", "add_samples", "mark_consumed", "mark_discarded"):
+        setattr(source, method, _telling_failures(getattr(source, method), f"{path}.{method}"))
     return source
+
+
+def _telling_failures(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with failures_of(name):
+            return method(*args, **kwargs)
+
+    return call
 
 
 #: What `make_source` builds a source of the user's own from.
@@ -90,11 +103,12 @@ def _call_source(source: DataSource, method: str, *args: Any) -> Any:
     except UserError:
         raise
     except Exception as error:  # the user's own code; said with the method that it failed in
-        raise UserError(
+        failure = UserError(
             f"{type(source).__name__}.{method}({', '.join(f'{arg!r:.40}' for arg in args)}) failed",
             why=f"{type(error).__name__}: {error}",
             fix="mend the class of --data-source-path",
-        ) from error
+        )
+        raise with_user_frames(failure, error) from error
 
 
 def _warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
@@ -125,6 +139,9 @@ def _is_chat(config: Config, tokenizer: Any) -> bool:
     return False
 
 
+_AS_IT_IS = "as it is"
+
+
 class PromptSource(DataSource):
     """Groups of ``n_samples_per_prompt`` samples, in the order of the data, epoch after epoch.
 
@@ -145,11 +162,13 @@ class PromptSource(DataSource):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._group_size = config.rollout.n_samples_per_prompt
-        select = load_function(config.rollout.buffer_filter_path) if config.rollout.buffer_filter_path else pop_first
+        path = config.rollout.buffer_filter_path
+        select = user_function(path) if path else pop_first
         self._buffer = SampleBuffer(config.flat(), select)
         self._order = _open_order(config, tokenizer)
         seed = config.rollout.rollout_seed
-        self._shuffling = f"shuffled with seed {seed}" if config.data.rollout_shuffle else "as it is"
+        self._shuffling = f"shuffled with seed {seed}" if config.data.rollout_shuffle else _AS_IT_IS
+        self._shuffles_unasked = config.data.rollout_shuffle and config.origins["rollout_shuffle"].startswith("derived")
         self._next = 0
         self._done: set[int] = set()
         """Finished draws at or above ``_low``, below which all are finished."""
@@ -247,11 +266,16 @@ class PromptSource(DataSource):
         if self._order is None:
             return
         if state["data"] == self._order.fingerprint():
-            if state.get("shuffling", self._shuffling) != self._shuffling:
+            saved = state.get("shuffling", self._shuffling)
+            if saved == _AS_IT_IS and self._shuffles_unasked:
+                logger.info("prompts come in the order of the data, as in the run that is resumed (--rollout-shuffle)")
+                self._shuffling = saved
+                self._order.reorder(False)
+            elif saved != self._shuffling:
                 logger.warning(
                     "the checkpoint's order of the data was %s, this run's is %s: in this epoch some prompts come "
                     "again, and some not at all (--rollout-shuffle, --rollout-seed)",
-                    state["shuffling"], self._shuffling,
+                    saved, self._shuffling,
                 )  # fmt: skip
             self._order.seek(state["epoch"], state["offset"])
             return

@@ -31,7 +31,6 @@ def load_tokenizer(path: str, *, without_torch: bool = False) -> PreTrainedToken
     if not folder.is_dir():
         raise UserError(
             f"there is no model directory '{path}'",
-            why="models are read from the local file system only; nothing is downloaded",
             fix="pass --hf-checkpoint with a directory that holds config.json, weights and tokenizer",
         )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):

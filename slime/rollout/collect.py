@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slime.errors import UserError
+from slime.hook_loading import with_user_frames
 from slime.hooks import DataSource, DynamicFilter
 from slime.log import get_logger
 from slime.rollout.execution import Activity, GroupRun, GroupRunner
@@ -222,11 +223,12 @@ class Collector:
         if self.result.num_failed <= self.num_failures_allowed:
             logger.warning("group %d failed and is replaced by another (%s)", run.index, _why_failed(run))
             return
-        raise UserError(
+        failure = UserError(
             f"{self.result.num_failed} groups have failed in this rollout of {self.target}",
             why=f"the last one: {_why_failed(run)}",
             fix="mend what it names; SLIME_DEBUG=1 shows the tracebacks of all failures",
-        ) from run.failure
+        )
+        raise (with_user_frames(failure, run.failure) if run.failure else failure) from run.failure
 
     # -- the end -------------------------------------------------------------------------------------------
 

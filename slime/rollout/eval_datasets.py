@@ -24,7 +24,9 @@ from slime.config.config import Config
 from slime.config.flags import all_flags
 from slime.config.values import check_number, convert
 from slime.errors import UserError
-from slime.rollout.generate import sampling_params
+from slime.files import ROW_SUFFIXES
+from slime.prompts.readers import split_slice
+from slime.rollout.generate import sampling_params, skips_special_tokens
 
 #: Keys of the reference system's files that are refused → why.
 _REFUSED = {
@@ -147,14 +149,22 @@ def _values_of_flags(config: Config) -> dict[str, Any]:
         "min_new_tokens": evaluation.eval_min_new_tokens,
         "stop": rollout.rollout_stop,
         "stop_token_ids": rollout.rollout_stop_token_ids,
-        "skip_special_tokens": rollout.rollout_skip_special_tokens,
+        "skip_special_tokens": skips_special_tokens(config),
     }
 
 
 def _pairs(values: tuple[str, ...]) -> list[tuple[str, str]]:
-    """``name path name path …``; a single value is the path of a set called "aime", as in the reference system."""
+    """``name path name path …``; a single value is the path of a set that is called after its file."""
     if len(values) == 1:
-        return [("aime", values[0])]
+        path = Path(split_slice(values[0])[0])
+        return [(path.name.removesuffix(path.suffix) or values[0], values[0])]
+    for name in values[::2]:
+        if "/" in name or Path(split_slice(name)[0]).suffix in ROW_SUFFIXES:
+            raise UserError(
+                f"--eval-prompt-data has the file '{name}' where the name of an evaluation set is expected",
+                why="it takes pairs of a name and a path",
+                fix=f"write it like: --eval-prompt-data {Path(split_slice(name)[0]).stem or 'test'} {name}",
+            )
     if len(values) % 2:
         raise UserError(
             f"--eval-prompt-data has {len(values)} values",

@@ -11,11 +11,12 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.hook_loading import with_user_frames
 from slime.hooks import RolloutFnEvalOutput
 from slime.log import get_logger
 from slime.prompts.prepare import Checker, prepare, probe
 from slime.prompts.readers import open_rows
-from slime.prompts.row_format import RowFormat, read_prompt
+from slime.prompts.row_format import RowFormat, keeps_raw_labels, read_prompt
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.execution import GroupRun, GroupRunner
 from slime.rollout.generate import context_limit
@@ -74,6 +75,7 @@ def probe_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any, max
 
 
 def _checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
+    own_function = dataset.custom_rm_path or config.reward.custom_rm_path
     form = RowFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
@@ -81,6 +83,8 @@ def _checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
         tool_key=dataset.tool_key,
         apply_chat_template=dataset.apply_chat_template,
         template_kwargs=dataset.apply_chat_template_kwargs,
+        raw_label=keeps_raw_labels(config),
+        rm_type=None if own_function else dataset.rm_type or config.reward.rm_type,
         input_flag="--eval-input-key",
         label_flag="--eval-label-key",
     )
@@ -92,6 +96,10 @@ def _less_one(context: int | None) -> int | None:
     return None if context is None else context - 1
 
 
+#: Each prompt that is evaluated, under way or done.
+Tasks = dict[asyncio.Task[None], GroupRun]
+
+
 async def evaluate(
     sets: list[EvalSet],
     make_runner: Callable[[EvalDataset], GroupRunner],
@@ -99,6 +107,7 @@ async def evaluate(
     *,
     max_failed_fraction: float,
     stall_timeout: float,
+    on_start: Callable[[Tasks], None] = lambda tasks: None,
 ) -> RolloutFnEvalOutput:
     """Generate and score all sets concurrently.
 
@@ -106,16 +115,18 @@ async def evaluate(
         make_runner: gives each set a runner with its own sampling parameters.
         max_failed_fraction: of a set's prompts; more failures end the evaluation, fewer are left out of the numbers
             and counted as ``eval/<name>/num_failed``.
+        on_start: given what `progress_of` counts.
     Raises:
         UserError: too many failures, a stall, or a mistake in user code.
     """
     runs = {item.dataset.name: item.draw() for item in sets}
-    tasks: dict[asyncio.Task[None], GroupRun] = {}
+    tasks: Tasks = {}
     watchdogs = []
     for item in sets:
         runner = make_runner(item.dataset)
         watchdogs.append(Watchdog(runner.state.client, runner, stall_timeout))
         tasks |= {asyncio.create_task(runner.run(run)): run for run in runs[item.dataset.name]}
+    on_start(tasks)
     try:
         await _wait(tasks, watchdogs)
     finally:
@@ -134,7 +145,13 @@ async def evaluate(
     return RolloutFnEvalOutput(data, metrics)
 
 
-async def _wait(tasks: dict[asyncio.Task[None], GroupRun], watchdogs: list[Watchdog]) -> None:
+def progress_of(tasks: Tasks) -> dict[str, float]:
+    """``done`` of ``target`` prompts, ``tokens`` generated so far."""
+    tokens = sum(sample.response_length for run in tasks.values() for sample in run.samples)
+    return {"done": sum(task.done() for task in tasks), "target": len(tasks), "tokens": tokens}
+
+
+async def _wait(tasks: Tasks, watchdogs: list[Watchdog]) -> None:
     """Until all are done; the first exception ends it. It stands still only when every set does."""
     pending = set(tasks)
     while pending:
@@ -161,11 +178,12 @@ def _without_failures(name: str, runs: list[GroupRun], max_failed_fraction: floa
     num_failed = len(runs) - len(kept)
     if num_failed > max(1, int(max_failed_fraction * len(runs))) or (num_failed and not kept):
         cause = next((run.failure for run in runs if run.failure is not None), None)
-        raise UserError(
+        failure = UserError(
             f"{num_failed} of {len(runs)} prompts of evaluation set {name!r} failed",
             why=f"one of them: {type(cause).__name__}: {cause}" if cause else "they were aborted",
             fix="mend what it names; SLIME_DEBUG=1 shows the tracebacks of all failures",
-        ) from cause
+        )
+        raise (with_user_frames(failure, cause) if cause else failure) from cause
     if num_failed:
         logger.warning("%d of %d prompts of evaluation set %s failed and are left out", num_failed, len(runs), name)
     return kept

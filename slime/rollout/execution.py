@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 from slime.engines.client import RequestRefused
 from slime.errors import UserError
-from slime.hook_loading import accepted, call_hook, check_signature, load_function
+from slime.hook_loading import accepted, call_hook, check_signature, load_function, user_frames, with_user_frames
 from slime.hooks import GenerateFunction, SampleHook
 from slime.log import get_logger
 from slime.observe.trace import span
@@ -210,7 +210,7 @@ class GroupRunner:
                 if self.state.client.aborting:
                     self._abort(execution, error)
                 elif isinstance(error, UserError):
-                    raise
+                    raise with_user_frames(error, error) from error.__cause__
                 else:
                     self._fail(execution, error)
         self.last_progress = time.monotonic()
@@ -225,11 +225,12 @@ class GroupRunner:
 
     def _fail(self, execution: Execution, error: Exception) -> None:
         logger.warning(
-            "sample %s failed while %s: %s: %s",
+            "sample %s failed while %s: %s: %s%s",
             execution.prompt.index,
             execution.activity.value,
             type(error).__name__,
             error,
+            f"\n  {frames}" if (frames := user_frames(error)) else "",
             exc_info=error if logger.isEnabledFor(10) else None,
         )
         execution.failure = error

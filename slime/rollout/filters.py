@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 from slime.errors import UserError
-from slime.hook_loading import call_hook
+from slime.hook_loading import call_hook, failures_of
 from slime.hooks import DynamicFilter, DynamicFilterOutput
 from slime.samples.types import Sample
 
@@ -42,7 +42,8 @@ async def call_dynamic_filter(fn: DynamicFilter | None, args: Any, samples: list
     """The filter's verdict; a bare bool is wrapped, no filter keeps everything, None is a `UserError`."""
     if fn is None:
         return DynamicFilterOutput(keep=True)
-    verdict = await call_hook(fn, args, samples)
+    with failures_of("the function of --dynamic-sampling-filter-path"):
+        verdict = await call_hook(fn, args, samples)
     if verdict is None:  # a forgotten return would drop every group
         fix = "return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput"
         raise UserError("the function of --dynamic-sampling-filter-path returned None", fix=fix)

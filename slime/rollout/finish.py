@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import call_hook, load_function
+from slime.hook_loading import call_user_function
 from slime.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.debug_data import save_rollout
 from slime.samples.types import Sample
@@ -34,7 +34,7 @@ async def finish_rollout(
     await _dump(config, rollout_id, samples)
     metrics = dict(output.metrics or {})
     path = config.rollout.custom_rollout_log_function_path
-    if path and await call_hook(load_function(path), rollout_id, args, samples, metrics, seconds):
+    if path and await call_user_function(path, rollout_id, args, samples, metrics, seconds):
         return RolloutFnTrainOutput(output.samples, {})
     return RolloutFnTrainOutput(output.samples, (measure(samples) if measure is not None else {}) | metrics)
 
@@ -59,7 +59,7 @@ async def finish_evaluation(
     samples = [sample for values in output.data.values() for sample in values.get("samples") or ()]
     await _dump(config, f"eval_{rollout_id}", samples)
     path = config.rollout.custom_eval_rollout_log_function_path
-    if path and await call_hook(load_function(path), rollout_id, args, output.data, metrics):
+    if path and await call_user_function(path, rollout_id, args, output.data, metrics):
         return RolloutFnEvalOutput(output.data, {})
     return RolloutFnEvalOutput(output.data, metrics | {"perf/eval_time": seconds})
 

@@ -7,8 +7,7 @@ tokenizer and client through `current_state` (``GenerateState(args)`` in existin
         sample = await generate(args, sample, sampling_params)
         if sample.status is not SampleStatus.COMPLETED:  # aborted at the end of the rollout, or out of room
             return sample
-        answer = current_state().tokenizer.encode(tool(sample.response), add_special_tokens=False)
-        sample.append_response_tokens(tokens=answer, trainable=False)
+        append_message(sample, {"role": "tool", "content": tool(sample.response)})
         return await generate(args, sample, sampling_params)
 
 Tokens go in and come out: what the engine sampled is what is trained on, text is never tokenised again.
@@ -29,8 +28,10 @@ from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RequestRefused, RolloutClient
 from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
+from slime.legacy_paths import follows_old_plugin
 from slime.log import get_logger
 from slime.observe.trace import record_engine_timings, span
+from slime.prompts.chat_template import between_turns
 from slime.samples.types import Sample, SampleStatus
 
 logger = get_logger(__name__)
@@ -120,8 +121,14 @@ def rollout_sampling_params(config: Config) -> dict[str, Any]:
         max_new_tokens=rollout.rollout_max_response_len,
         stop=rollout.rollout_stop,
         stop_token_ids=rollout.rollout_stop_token_ids,
-        skip_special_tokens=rollout.rollout_skip_special_tokens,
+        skip_special_tokens=skips_special_tokens(config),
     )
+
+
+def skips_special_tokens(config: Config) -> bool:
+    """Whether special tokens are left out of the text of responses; tokens and log-probs keep them."""
+    flag = "rollout_skip_special_tokens"
+    return config.rollout.rollout_skip_special_tokens and not follows_old_plugin(config, flag)
 
 
 def sampling_params(*, stop: Any = (), stop_token_ids: Any = (), **params: Any) -> dict[str, Any]:
@@ -279,6 +286,28 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
     if not ids:
         raise UserError(f"sample {sample.index} has an empty prompt", fix="remove such rows from the data")
     return list(ids)
+
+
+def append_message(sample: Sample, message: dict[str, Any]) -> None:
+    """Append what is no word of the model to its response, between two turns: a tool's answer, say. In the chat
+    template, with the end of the turn before and the head of the next one; never trained on. ``sample.response`` gets
+    the message's text on lines of its own.
+
+    The tokens count in ``--rollout-max-response-len``: without room for more, the next turn leaves a sample TRUNCATED.
+
+    Example:
+        >>> append_message(sample, {"role": "tool", "content": "It is 2962 m high."})      # doctest: +SKIP
+
+    Raises:
+        UserError: the tokenizer has no chat template, or it refuses the message (many know only user and assistant).
+    """
+    state = current_state()
+    kwargs = sample.apply_chat_template_kwargs or state.args.apply_chat_template_kwargs
+    text = between_turns(state.tokenizer, message, tools=sample.metadata.get("tools"), **kwargs)
+    tokens = state.tokenizer.encode(text, add_special_tokens=False)
+    if sample.tokens[-1:] == tokens[:1]:  # the model has ended its turn itself
+        tokens = tokens[1:]
+    sample.append_response_tokens(tokens=tokens, text=f"\n{message['content']}\n", trainable=False)
 
 
 def append_result(sample: Sample, result: GenerateResult) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import contextvars
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,12 +24,12 @@ from slime.engines.api import EngineClient, EngineError
 from slime.engines.client import RolloutClient
 from slime.engines.router import list_workers, wants_routing_key
 from slime.errors import UserError
-from slime.hook_loading import call_hook, load_function
+from slime.hook_loading import call_hook, call_user_function, failures_of, load_function
 from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutFunction, check_hooks
 from slime.log import get_logger
 from slime.rollout.collect import Collected, Collector
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
-from slime.rollout.evaluate import EvalSet, evaluate, read_eval_prompts
+from slime.rollout.evaluate import EvalSet, Tasks, evaluate, progress_of, read_eval_prompts
 from slime.rollout.execution import GroupRunner
 from slime.rollout.finish import finish_evaluation, finish_rollout
 from slime.rollout.generate import (
@@ -83,17 +83,12 @@ class RolloutLoop:
         models = model_urls or {"policy": self.base_url}
         self.args.sglang_model_routers = {name: _address(url) for name, url in models.items()}
         check_hooks(self.args)
-        if config.rollout.deterministic and config.rollout.partial_rollout:
-            raise UserError(
-                "--partial-rollout cannot be combined with --deterministic-rollout",
-                why="where a sample is cut at the end of a rollout depends on timing",
-                fix="leave one of them out",
-            )
         self._datasets = eval_datasets(config)
         self._eval_sets: list[EvalSet] | None = None
         self._client: RolloutClient | None = None
         self._rewards: RewardPool | None = None
-        self._collector: Collector | None = None
+        self._progress: Callable[[], dict[str, float]] = dict
+        """Counters of the rollout or evaluation under way, or of the last one."""
         self._one_at_a_time = asyncio.Lock()
 
     # -- life ----------------------------------------------------------------------------------------------
@@ -157,6 +152,7 @@ class RolloutLoop:
             )
             bind_state(state)
             _LOOP.set(self)
+            self._progress = dict  # a function of the user's own tells nothing
             yield state
 
     # -- training ------------------------------------------------------------------------------------------
@@ -201,7 +197,7 @@ class RolloutLoop:
             mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
         )
         path = rollout.dynamic_sampling_filter_path
-        self._collector = collector = Collector(
+        collector = Collector(
             runner,
             source,
             target=rollout.rollout_batch_size,
@@ -213,15 +209,16 @@ class RolloutLoop:
             max_failed_fraction=self.config.rollout.rollout_max_failed_fraction,
             stall_timeout=self.config.rollout.rollout_stall_timeout,
         )
+        self._progress = collector.progress
         state.client.counters.take()
         async with self._load_snapshots(state.client) as loads:
             collected = await collector.collect()
         if rollout.rollout_sample_filter_path:
             views = [run.samples for run in collected.chosen]
-            await call_hook(load_function(rollout.rollout_sample_filter_path), self.args, views)
+            await call_user_function(rollout.rollout_sample_filter_path, self.args, views)
         if rollout.rollout_all_samples_process_path:
             views = [run.samples for run in collected.finished]
-            await call_hook(load_function(rollout.rollout_all_samples_process_path), self.args, views, source)
+            await call_user_function(rollout.rollout_all_samples_process_path, self.args, views, source)
         groups = [run.to_group() for run in collected.chosen]
         return RolloutFnTrainOutput(
             groups, _loop_metrics(collected, state) | load_metrics(loads) | self.rewards.metrics()
@@ -246,8 +243,9 @@ class RolloutLoop:
             task.cancel()
 
     def progress(self) -> dict[str, float]:
-        """``done`` and ``target`` in groups and ``tokens`` so far, of the rollout under way or the last one."""
-        return self._collector.progress() if self._collector is not None else {}
+        """``done`` and ``target`` in prompts and ``tokens`` so far, of the rollout or evaluation under way or the last
+        one."""
+        return self._progress()
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
@@ -280,13 +278,19 @@ class RolloutLoop:
                 own, self.rewards, rollout_id=rollout_id, evaluation=True, group_rm=self.config.reward.group_rm
             )
 
-        return await evaluate(
+        def started(tasks: Tasks) -> None:
+            self._progress = lambda: progress_of(tasks)
+
+        output = await evaluate(
             self._eval_sets,
             make_runner,
             self.args,
             max_failed_fraction=self.config.rollout.rollout_max_failed_fraction,
             stall_timeout=self.config.rollout.rollout_stall_timeout,
+            on_start=started,
         )
+        late = {f"eval/rewards/{name.rpartition('_')[2]}": n for name, n in self.rewards.metrics().items() if n}
+        return RolloutFnEvalOutput(output.data, {**(output.metrics or {}), **late})
 
 
 # -- for rollout functions of users ------------------------------------------------------------------------
@@ -363,8 +367,9 @@ async def call_rollout_fn(
     Raises:
         UserError: it returned something else, or samples that do not fit `groups_from_nested`.
     """
-    output = await call_hook(fn, args, rollout_id, data_source, in_thread=True, evaluation=evaluation)
     origin = path or str(fn)
+    with failures_of(f"'{origin}'"):
+        output = await call_hook(fn, args, rollout_id, data_source, in_thread=True, evaluation=evaluation)
     if evaluation and isinstance(output, dict):
         return RolloutFnEvalOutput(output)
     if evaluation and isinstance(output, RolloutFnEvalOutput):

@@ -12,7 +12,7 @@ from slime.algorithms.baseline import normalise_rewards
 from slime.algorithms.estimators import ESTIMATORS
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import load_function
+from slime.hook_loading import user_function
 from slime.log import get_logger
 from slime.samples.types import Group, Sample, SampleStatus
 
@@ -174,7 +174,7 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
         return zeros, list(zeros)
     path = config.reward.custom_reward_post_process_path
     if path:
-        return _rewards_from_hook(load_function(path)(args, samples), len(samples), path)
+        return _rewards_from_hook(user_function(path)(args, samples), len(samples), path)
     rewards = [sample.get_reward_value(args) for sample in samples]
     for sample, reward in zip(samples, rewards):
         if not math.isfinite(reward):

@@ -12,7 +12,7 @@ import torch
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import load_function
+from slime.hook_loading import user_function
 from slime.log import get_logger
 from slime.models import family_of
 from slime.models.flops import sequence_cost
@@ -41,7 +41,7 @@ def to_train_batches(groups: list[Group], config: Config, layout: TrainLayout, r
     trainable = select_trainable(groups, config.algorithm.loss_type == "sft_loss", rollout_id)
     hook_path = config.reward.custom_convert_samples_to_train_data_path
     if hook_path:
-        columns = columns_from_hook(load_function(hook_path)(args, trainable.samples), trainable, hook_path)
+        columns = columns_from_hook(user_function(hook_path)(args, trainable.samples), trainable, hook_path)
     else:
         columns = columns_from_samples(trainable, config, args)
     _check_lengths(columns, config)

@@ -19,7 +19,7 @@ from slime.engines.api import WEIGHT_LOADER
 from slime.engines.fleet import EngineFleet, is_local
 from slime.engines.wire.buckets import dtype_name, dtype_of
 from slime.errors import UserError
-from slime.models.spec import HfConfig, read_hf_config
+from slime.models.spec import HfConfig, named_dtype, read_hf_config
 from slime.weights.disk import DiskTransport
 from slime.weights.distributed import DistributedTransport
 from slime.weights.ipc import IpcTransport
@@ -187,8 +187,10 @@ def engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) ->
     [name] = set(named.values())
     if name == "auto":
         config = read_hf_config(hf_config)
-        said = str(config.get("dtype") or config.get("torch_dtype"))
-        name = said if "16" in said else f"auto, and config.json says {said}"  # engines make float16 of float32
+        said = named_dtype(config)
+        if "16" not in said:  # engines make float16 of float32
+            said = f"auto, and config.json says {said or 'nothing'}"
+        name = said
     try:
         return dtype_of(str(name))
     except ValueError as error:

@@ -196,3 +196,14 @@ def test_tokens_there_and_back(engine: Server) -> None:
     rendered = engine.ok("/v1/tokenize", {"messages": messages})["tokens"]
     usage = engine.ok("/v1/chat/completions", {"messages": messages, "max_tokens": 1})["usage"]
     assert usage["prompt_tokens"] == len(rendered)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_model_that_is_not_served_and_a_temperature_beyond_openais_are_refused(engine: Server, path: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    wrong = engine.post(path, {**body, "model": "gpt-4o", "max_tokens": 1})
+    assert wrong.status == 404 and wrong.json["error"]["code"] == "model_not_found"
+    hot = engine.post(path, {**body, "model": "tiny", "temperature": 99})
+    assert hot.status == 400 and hot.json["param"] == "temperature" and "from 0 to 2" in hot.json["message"]
+    for model in ("tiny", "default", None):
+        assert engine.post(path, {**body, "model": model, "max_tokens": 1}).status == 200

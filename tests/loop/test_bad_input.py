@@ -121,8 +121,8 @@ def model(world: World, tmp_path: Path) -> Path:
 
 
 def test_no_model_directory(refuse: Callable[..., str]) -> None:
-    error = refuse("--hf-checkpoint", "Qwen/Qwen3-0.6B")
-    assert "does not exist" in error and "nothing is downloaded" in error
+    error = refuse("--hf-checkpoint", "models/../Qwen3-0.6B")
+    assert "does not exist" in error and "org/name of a model on the hub" in error
 
 
 def test_no_tokenizer(refuse: Callable[..., str], model: Path) -> None:

@@ -153,6 +153,8 @@ def test_make_installs_once(tmp_path: Path) -> None:
     for target, does in (("demo", "recipes.demo"), ("test", "pytest")):
         assert "-m venv" in commands(target) and "pip install" in commands(target) and does in commands(target)
     (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".installed-to-run").touch()
+    assert "pip" not in commands("demo") and "pip install" in commands("test")  # what tests need besides
     (tmp_path / ".venv" / ".installed").touch()
     for target in ("demo", "test", "check", "lint", "types", "docs-check"):
         assert "pip" not in commands(target) and "venv .venv" not in commands(target)

@@ -59,7 +59,8 @@ def test_sigterm_saves_and_the_same_command_goes_on(begin: Start, hold: Path, sc
     driver = begin(name, *apart, script=script)
     wait_held(driver, hold, 1)
     ports = driver.ports()
-    driver.signal(signal.SIGTERM)
+    driver.signal(signal.SIGTERM)  # as `timeout` does: the process, then its group
+    driver.signal(signal.SIGTERM, group=True)
     assert driver.end() == 0, driver.stderr
     driver.leaves_nothing()
     check_closed(ports)
@@ -103,6 +104,7 @@ def test_ctrl_c_in_the_terminal(begin: Start, hold: Path) -> None:
     driver = begin("ctrl-c")
     wait_held(driver, hold, 0)
     driver.signal(signal.SIGINT, group=True)
+    driver.signal(signal.SIGINT, group=True)  # wherever the first one has brought it
     check_interrupted(driver)
 
 

@@ -104,7 +104,7 @@ def running(argv: list[str], port: int, log: Path, health: str = "/health") -> I
 
 def embedded_argv(model: Path, port: int, *flags: str) -> list[str]:
     argv = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model), "--port", str(port)]
-    return [*argv, "--parent-pid", str(os.getpid()), *flags]
+    return [*argv, "--parent-pid", str(os.getpid()), "--served-model-name", model.name, *flags]
 
 
 def start_embedded(model: Path, log: Path) -> Any:

@@ -111,7 +111,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_model(shape: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A float32 model of two layers whose logits are far from flat; ``changes`` are fields of its config."""
-    fields = SHAPES[shape] | changes
+    fields = {"eos_token_id": EOS, "pad_token_id": EOS} | SHAPES[shape] | changes
     config = AutoConfig.for_model(
         fields.pop("model_type", shape),
         vocab_size=VOCAB,
@@ -119,9 +119,7 @@ def tiny_model(shape: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         intermediate_size=80,
         num_hidden_layers=2,
         max_position_embeddings=512,
-        eos_token_id=EOS,
         bos_token_id=None,
-        pad_token_id=EOS,
         initializer_range=0.15,
         **fields,
     )

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,13 @@ def hold_saves(args: Any) -> None:
         return write(file, data)
 
     FingerprintedFile.write = held  # type: ignore[method-assign]
+
+
+def ask_the_router(args: Any, sample: Sample, **_: Any) -> float:
+    """A reward that uses a client which goes by the environment's proxies; 1 when the run's router answers it."""
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/liveness"
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return float(answer.status == 200)
 
 
 # -- what reaches which process ----------------------------------------------------------------------------

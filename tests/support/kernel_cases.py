@@ -67,7 +67,7 @@ class Norm:
     transposed: bool = False
 
     def error(self, device: torch.device) -> float:
-        from slime.train.kernels import rms_norm
+        from slime.trainer.kernels import rms_norm
 
         eps = 1e-5
 
@@ -125,7 +125,7 @@ class Heads:
     query_only: bool = False
 
     def error(self, device: torch.device) -> float:
-        from slime.train.kernels.attention_heads import SplitNormRotate
+        from slime.trainer.kernels.attention_heads import SplitNormRotate
 
         def random(name: str, *shape: int) -> Tensor:
             step = 2 if self.strided else 1
@@ -206,8 +206,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def attention_of(family: str) -> Iterator[tuple[Any, Any]]:
     """(A model of four layers, the attention of its first one)."""
     from slime.models import family_of
-    from slime.train.megatron.backend import MegatronBackend
-    from slime.train.megatron.parallel import RankInfo
+    from slime.trainer.megatron.backend import MegatronBackend
+    from slime.trainer.megatron.parallel import RankInfo
     from tests.support.hf_configs import config_of
     from tests.support.processes import free_port
     from tests.support.trainer_ranks import trainer_config
@@ -225,7 +225,7 @@ def attention_of(family: str) -> Iterator[tuple[Any, Any]]:
 
 def family_error(family: str, device: torch.device) -> float:
     """Of `PackedSelfAttention._heads_in_one_pass` against ``_heads``."""
-    from slime.train.megatron.layers import RMSNorm
+    from slime.trainer.megatron.layers import RMSNorm
 
     results = []
     with attention_of(family) as (chunk, attention):

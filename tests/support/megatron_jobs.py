@@ -46,7 +46,7 @@ def make_model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
 
 
 def backend_of(info: Any, model: Path, **flags: Any) -> Any:
-    from slime.train.megatron.backend import MegatronBackend
+    from slime.trainer.megatron.backend import MegatronBackend
 
     config = trainer_config(hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **flags)
     backend = MegatronBackend(config, info)
@@ -57,8 +57,8 @@ def backend_of(info: Any, model: Path, **flags: Any) -> Any:
 @contextmanager
 def single(model: Path, **flags: Any) -> Iterator[Any]:
     """One trainer rank in this process."""
-    from slime.train.megatron.backend import MegatronBackend  # noqa: F401  (prepares megatron for the CPU)
-    from slime.train.megatron.parallel import RankInfo, shut_down
+    from slime.trainer.megatron.backend import MegatronBackend  # noqa: F401  (prepares megatron for the CPU)
+    from slime.trainer.megatron.parallel import RankInfo, shut_down
 
     try:
         yield backend_of(RankInfo(0, 1, 0, "127.0.0.1", free_port()), model, **flags)

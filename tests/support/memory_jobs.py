@@ -55,7 +55,7 @@ def config_for(info: Any, **flags: Any) -> Config:
 def models(info: Any, names: list[str], flags: dict[str, Any]) -> Iterator[Iterator[tuple[str, list[nn.Module]]]]:
     """(family, its chunks on this rank) one after the other, in one set of process groups."""
     from slime.models.layout_rules import virtual_stages
-    from slime.train.megatron import backend, model, parallel
+    from slime.trainer.megatron import backend, model, parallel
 
     assert backend is not None  # its import prepares megatron for this machine
     config = config_for(info, **flags)
@@ -93,7 +93,7 @@ def count_parameters(info: Any, names: list[str], flags: dict[str, Any]) -> dict
 
 
 class InputKeepingNorm(torch.autograd.Function):
-    """Keeps what `slime.train.kernels.rms_norm` keeps. Forward pass only, as all that stands in for kernels here."""
+    """Keeps what `slime.trainer.kernels.rms_norm` keeps. Forward pass only, as all that stands in for kernels here."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
@@ -103,7 +103,7 @@ class InputKeepingNorm(torch.autograd.Function):
 
 
 class OnePass(torch.autograd.Function):
-    """Takes, returns and keeps what `slime.train.kernels.attention_heads.SplitNormRotate` does."""
+    """Takes, returns and keeps what `slime.trainer.kernels.attention_heads.SplitNormRotate` does."""
 
     @staticmethod
     def forward(
@@ -121,9 +121,9 @@ class OnePass(torch.autograd.Function):
 @contextmanager
 def kernels_of_a_gpu() -> Iterator[None]:
     """Stand-ins that keep what the kernels keep."""
-    from slime.train.megatron import attention, layers
+    from slime.trainer.megatron import attention, layers
 
-    module = types.ModuleType("slime.train.kernels.attention_heads")
+    module = types.ModuleType("slime.trainer.kernels.attention_heads")
     module.SplitNormRotate = OnePass  # type: ignore[attr-defined]
     with (
         patch.object(layers.F, "rms_norm", InputKeepingNorm.apply),
@@ -138,8 +138,8 @@ def saved_bytes(
 ) -> dict[str, float]:
     """Per family: bytes that a forward pass over sequences of these lengths keeps for the backward pass, weights and
     micro-batch left out. With ``fused``, norms and attention heads keep what they keep on a GPU."""
-    from slime.train.megatron import parallel
-    from slime.train.megatron.packed import PackingOptions, pack
+    from slime.trainer.megatron import parallel
+    from slime.trainer.megatron.packed import PackingOptions, pack
 
     sizes = {}
     with kernels_of_a_gpu() if fused else nullcontext(), models(info, names, flags) as built:

@@ -34,7 +34,7 @@ VIRTUAL = {"num_virtual_stages_per_pipeline_rank": 2}
 def parity_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> dict[str, Any]:
     """Everything that is compared, on one rank; tensors by their Hugging Face names."""
     from slime.checkpoints.hf_io import iter_hf_tensors
-    from slime.train.megatron.backend import MegatronBackend
+    from slime.trainer.megatron.backend import MegatronBackend
 
     backend = MegatronBackend(trainer_config(**LOSS, **flags, actor_num_gpus_per_node=info.world_size), info)
     backend.setup()
@@ -59,7 +59,7 @@ def parity_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> d
 
 def _scores(backend: Any, batch: TrainBatch) -> tuple[list[Tensor], list[Tensor]]:
     """Per sample, as the training pass computes them; [] where there is no output layer."""
-    from slime.train.megatron import forward
+    from slime.trainer.megatron import forward
 
     packed = backend._pack(batch, batch.steps[0].micro_batches)
     scores = forward.score(backend._modules(), packed, temperature=TEMPERATURE, with_entropy=True)

@@ -231,7 +231,7 @@ def shared_memory() -> set[str]:
     return stale
 
 
-def start(flags: list[str], path: Path, script: str = "train.py", **env: str) -> Driver:
+def start(flags: list[str], path: Path, script: str = "train.py", *, cwd: Path = ROOT, **env: str) -> Driver:
     """``python train.py <flags>`` in a process group of its own, as from a terminal; stderr goes to a file."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; the driver would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -245,7 +245,7 @@ def start(flags: list[str], path: Path, script: str = "train.py", **env: str) ->
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             text=True,
-            cwd=ROOT,
+            cwd=cwd,
             env=environment,
             start_new_session=True,
         )

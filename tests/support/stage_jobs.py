@@ -123,7 +123,7 @@ def hear_a_stranger(info: Any, trace: Path) -> str:
     Returns:
         What rank 1 made of it.
     """
-    from slime.train.megatron.parallel import initialise  # megatron is imported once it can run on a CPU
+    from slime.trainer.megatron.parallel import initialise  # megatron is imported once it can run on a CPU
 
     initialise(info, trainer_config(actor_num_gpus_per_node=info.world_size))
     ranks = TrainerRanks(info.rank, info.world_size)
@@ -146,7 +146,7 @@ def hear_a_stranger(info: Any, trace: Path) -> str:
 
 def time_outs_of_groups(info: Any, minutes: float) -> tuple[set[float], float]:
     """Seconds of every process group that a trainer makes at its start, and of the one that pushes by handles use."""
-    from slime.train.megatron.parallel import initialise  # megatron is imported once it can run on a CPU
+    from slime.trainer.megatron.parallel import initialise  # megatron is imported once it can run on a CPU
 
     config = trainer_config(actor_num_gpus_per_node=info.world_size, distributed_timeout_minutes=minutes)
     initialise(info, config)

@@ -81,6 +81,35 @@ def write_model(folder: Path, family: str, seed: int = 0) -> Path:
     return folder
 
 
+def write_answering_model(folder: Path) -> Path:
+    """A Llama that answers a sum ("3+4=") with a digit by chance and ends its turn: each token follows from the one
+    before alone, as the layers between embedding and output add nothing yet."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    write_model(folder, "llama")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    digits = [VOCABULARY[str(digit)] for digit in range(10)]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(*model.model.embed_tokens.weight.shape))
+        model.lm_head.weight.fill_(0.0)
+        model.lm_head.weight[digits, VOCABULARY["="]] = 2.0  # the norm makes 8 of the 1 in the embedding
+        model.lm_head.weight[VOCABULARY[EOS], digits] = 2.0
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path, chat_template: str | None = None) -> Path:
+    """A directory with the tokenizer alone: what a look at data needs of a model."""
+    tokenizer = _tokenizer()
+    tokenizer.chat_template = chat_template or tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def _tokenizer() -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -217,8 +217,8 @@ class Pools:
 
 def _serve(pipe: Connection, rank: int, size: int) -> None:
     torch.set_num_threads(1)
-    from slime.train.megatron.backend import MegatronBackend  # noqa: F401  (installs the device redirect)
-    from slime.train.megatron.parallel import RankInfo, shut_down
+    from slime.trainer.megatron.backend import MegatronBackend  # noqa: F401  (installs the device redirect)
+    from slime.trainer.megatron.parallel import RankInfo, shut_down
 
     while True:
         try:

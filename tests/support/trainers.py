@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.samples.batch import TrainBatch
-from slime.train import update
-from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.offload import host_states_of
-from slime.train.megatron.parallel import RankInfo
+from slime.trainer import update
+from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.megatron.offload import host_states_of
+from slime.trainer.megatron.parallel import RankInfo
 from tests.support.processes import free_port
 from tests.support.trainer_ranks import make_batch, shard, tiny_spec, trainer_config
 

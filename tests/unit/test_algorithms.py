@@ -26,7 +26,7 @@ from slime.algorithms.losses import (
 from slime.algorithms.reduce import sequence_mean, token_weights, weighted_sum
 from slime.config.flags import own_flags
 from slime.errors import UserError
-from slime.train.loss import LOSS_TYPES
+from slime.trainer.loss import LOSS_TYPES
 from tests.support.trainer_ranks import trainer_config
 
 MODULES = ("advantages", "baseline", "kl", "logprobs", "losses", "reduce")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms import fusion, logprobs
-from slime.train.megatron import moe_dispatch, rotary
+from slime.trainer.megatron import moe_dispatch, rotary
 
 Call = tuple[Callable[..., Tensor], Callable[[int, torch.dtype], list[Any]]]
 
@@ -52,7 +52,7 @@ CALLS: dict[str, Call] = {
 
 @pytest.fixture(autouse=True)
 def traceable_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's stand-in for ``Tensor.to`` (slime/train/megatron/device.py), if it is there, is nothing to trace."""
+    """The CPU's stand-in for ``Tensor.to`` (slime/trainer/megatron/device.py), if it is there, is nothing to trace."""
     monkeypatch.setattr(torch.Tensor, "to", torch._C.TensorBase.to)
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.products import add_product
-from slime.train.megatron import device
-from slime.train.megatron.backend import MegatronBackend
+from slime.trainer.megatron import device
+from slime.trainer.megatron.backend import MegatronBackend
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 from tests.support.trainers import gradients, trainer
 

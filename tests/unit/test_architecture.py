@@ -17,7 +17,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
 
 #: From the ground up: a package or file imports only from those before it. docs/architecture.md says what each is for.
 FLOORS = (
-    *("errors", "files", "hook_loading", "log", "host", "host_memory", "processes"),
+    *("errors", "files", "hook_loading", "log", "host", "host_memory", "processes", "hub"),
     *(
         "config",
         "placement",
@@ -31,14 +31,15 @@ FLOORS = (
         "rollout",
         "memory",
     ),
-    *("checkpoints", "weights", "train", "cluster", "preflight", "session", "loop", "cli", "__main__"),
+    *("checkpoints", "weights", "trainer", "cluster", "preflight", "stopping", "session", "loop", "api", "cli"),
+    "__main__",
 )
 #: Of these everything may import, and they import nothing that is imported at once: names of the package itself.
 FACE = ("__init__", "legacy_paths")
 #: Library → the only modules that import it.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "ray": ("cluster",),
-    "megatron": ("train.megatron", "checkpoints", "weights", "config.native"),
+    "megatron": ("trainer.megatron", "checkpoints", "weights", "config.native"),
     "sglang": ("engines.sglang", "weights", "config.native"),
     "wandb": ("observe.wandb_sink",),
     "tensorboard": ("observe.tensorboard_sink",),

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.train.megatron import attention, backend, device  # noqa: F401  (prepares the host for megatron)
-from slime.train.megatron.attention import PackedAttention, PackedSelfAttention
-from slime.train.megatron.layers import RMSNorm
-from slime.train.megatron.packed import PackedSequences
-from slime.train.megatron.rotary import Rotate
+from slime.trainer.megatron import attention, backend, device  # noqa: F401  (prepares the host for megatron)
+from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttention
+from slime.trainer.megatron.layers import RMSNorm
+from slime.trainer.megatron.packed import PackedSequences
+from slime.trainer.megatron.rotary import Rotate
 from tests.support.trainer_ranks import Pools
 from tests.support.trainers import train_job
 
@@ -114,7 +114,7 @@ class Pass(torch.nn.Module):
 @pytest.mark.parametrize("with_norm", [True, False])
 def test_what_the_kernel_is_given(with_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Pass()
-    name = "slime.train.kernels.attention_heads"
+    name = "slime.trainer.kernels.attention_heads"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(SplitNormRotate=kernel))
     q, k = (norm(), norm()) if with_norm else (IdentityOp(), IdentityOp())
     mixed = torch.randn(5, 1, 2, 24)

@@ -17,11 +17,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from benchmarks.gpu.setting import await_engine
 from benchmarks.gpu.trainer import PEER_ATTENTION, SHAPES, packed_flash_attention
-from slime.train.megatron import (
+from slime.trainer.megatron import (
     attention,
     backend,  # noqa: F401  (prepares a host without a GPU for megatron)
 )
-from slime.train.megatron.packed import PackedSequences
+from slime.trainer.megatron.packed import PackedSequences
 from tests.support.processes import free_port
 
 

@@ -82,7 +82,7 @@ def save_and_die(
     model: Path, root: Path, asynchronous: bool, at: Point, place: tuple[int, int, int], told: Any
 ) -> None:
     """Resume, train, save iteration 1, dying at ``at`` of this rank; tells how often what happened if it lives."""
-    from slime.train.megatron.parallel import RankInfo, shut_down
+    from slime.trainer.megatron.parallel import RankInfo, shut_down
 
     torch.set_num_threads(1)
     rank, ranks, port = place
@@ -105,7 +105,7 @@ class Range:
     def __init__(self, folder: Path) -> None:
         self.folder, self.model, self.origin = folder, jobs.make_model(folder / "model"), folder / "origin"
         self.context = mp.get_context("forkserver")
-        self.context.set_forkserver_preload(["slime.train.megatron.backend", "tests.support.megatron_jobs"])
+        self.context.set_forkserver_preload(["slime.trainer.megatron.backend", "tests.support.megatron_jobs"])
         with single(self.model, save=str(self.origin), bf16=True) as backend:
             jobs.fake_step(backend, 1)
             backend.save(0)

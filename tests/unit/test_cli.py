@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slime.__main__ import COMMANDS, guarded, main
-from slime.config import make_config
+from slime.config import make_config, parse_args
 from slime.errors import RunFailed, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -44,10 +46,62 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
 def test_help_of_training(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     text = capsys.readouterr().out
+    assert text.startswith("usage: slime train") and len(text.splitlines()) < 40
+    assert main([name, "--help", "all"]) == 0
+    text = capsys.readouterr().out
     for expected in ("usage: slime train", "rollout: Sampling", "--rollout-batch-size INT", "--moe-permute-fusion"):
         assert expected in text
     assert "[no effect: it is about speed" in " ".join(text.split())
     assert "--use-opd" not in text  # refused flags are in docs/flags.md
+
+
+def test_help_of_one_topic(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "reward"]) == 0
+    text = capsys.readouterr().out
+    assert "--rm-timeout FLOAT" in text and "--rollout-batch-size" not in text
+    for topic, flag in (("router", "--router-policy"), ("fault-tolerance", "--use-fault-tolerance")):
+        assert main(["train", "--help", topic]) == 0
+        assert flag in capsys.readouterr().out
+    assert main(["train", "--help", "rewrd"]) == 2
+    assert "did you mean --help reward?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("entry", "name"), [("train", "train"), ("train_async", "train-async")])
+def test_the_help_opens_with_an_example_that_is_accepted(
+    entry: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And which says no more than the flags that stand above it: everything else is a default."""
+    assert main([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    command = text.split("For example:\n\n")[1].split("\n\n")[0].replace("\\\n", " ")
+    usage, entry_word, *words = shlex.split(command)
+    assert (usage, entry_word) == ("slime", name)
+    shown = {word for line in text.splitlines() for word in line.split() if word.startswith("--")}
+    assert {word for word in words if word.startswith("--")} - {"--colocate"} <= shown
+    config = parse_args(words, entry)
+    rollout = config.rollout
+    assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, config.train.global_batch_size) == (32, 8, 256)
+    assert config.data.rollout_shuffle and not config.warnings
+
+
+def test_what_the_help_says_of_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "--help"])
+    values = parse_args(["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "1"]).values()
+    said = re.findall(r"--([\w-]+) .*\(default: (.*)\)", capsys.readouterr().out)
+    assert len(said) == 5
+    for option, default in said:
+        value = values[option.replace("-", "_")]
+        assert value == type(value)(default), option
+
+
+@pytest.mark.parametrize(
+    ("word", "named"), [("rewrd", "--reward-key"), ("shufle", "--rollout-shuffle"), ("kl-cof", "--kl-coef")]
+)
+def test_a_misspelt_word_of_a_flag_is_answered_with_the_nearest(
+    word: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["flags", word]) == 2
+    assert f"did you mean {named}" in capsys.readouterr().err
 
 
 def test_scripts_in_the_checkout() -> None:

@@ -30,7 +30,7 @@ CODE: dict[str, tuple[str, ...]] = {
         "placement.py", "preflight.py", "session.py",
     ),
     "rollout": ("cluster/rollout_actor.py", "rollout", "prompts", "samples", "observe/recorder.py"),
-    "trainer": ("train", "weights", "checkpoints", "models", "samples"),
+    "trainer": ("trainer", "weights", "checkpoints", "models", "samples"),
     "engine": ("engines", "cluster/engine_actor.py", "cluster/placement.py"),
     "router": ("engines", "cluster/engine_actor.py"),
 }  # fmt: skip
@@ -140,7 +140,7 @@ def other_than_default(spec: FlagSpec) -> Any:
     if spec.kind == "bool":
         return not spec.default
     if spec.choices:
-        value = next(c for c in spec.choices if c != spec.default and c not in spec.meta.refused_values)
+        value = next(c for c in spec.choices if c not in ("auto", spec.default, *spec.meta.refused_values))
         return (value,) if spec.many else value
     if spec.kind in ("str", "json"):
         return ("x",) if spec.many else {"a": 1} if spec.kind == "json" else "x_{rollout_id}"

@@ -52,10 +52,12 @@ def numbers() -> dict[str, FlagSpec]:
     }
 
 
-@pytest.mark.parametrize("module", ["architecture", "flag", "flags", "help", "values"])
+@pytest.mark.parametrize(
+    "module", ["config.flag", "config.flags", "config.help", "config.values", "models.model_flags"]
+)
 def test_examples(module: str) -> None:
     flags = doctest.IGNORE_EXCEPTION_DETAIL
-    assert doctest.testmod(importlib.import_module(f"slime.config.{module}"), optionflags=flags).failed == 0
+    assert doctest.testmod(importlib.import_module(f"slime.{module}"), optionflags=flags).failed == 0
 
 
 def test_every_number_has_a_range() -> None:

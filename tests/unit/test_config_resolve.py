@@ -57,6 +57,64 @@ def test_contradiction_prints_the_equation_with_the_numbers() -> None:
     refused("--rollout-batch-size is 0", rollout_batch_size=0)
 
 
+RUN = ("--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "3")
+
+
+def of_run(*words: str) -> Config:
+    return parse_args([*RUN, *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "prompts", "samples", "batch", "steps"),
+    [
+        ("", 32, 8, 256, 1),
+        ("--rollout-batch-size 16", 16, 8, 128, 1),
+        ("--n-samples-per-prompt 4", 32, 4, 128, 1),
+        ("--num-steps-per-rollout 2", 32, 8, 128, 2),
+        ("--global-batch-size 64", 8, 8, 64, 1),
+        ("--global-batch-size 64 --num-steps-per-rollout 2", 16, 8, 64, 2),
+        # sizes that say how many samples there are
+        ("--rollout-batch-size 32 --global-batch-size 128", 32, 4, 128, 1),
+        ("--rollout-batch-size 32 --global-batch-size 64 --num-steps-per-rollout 4", 32, 8, 64, 4),
+        # what nothing built in compares has one sample, as it always had
+        ("--loss-type sft_loss", 32, 1, 32, 1),
+        ("--advantage-estimator reinforce_plus_plus --normalize-advantages", 32, 1, 32, 1),
+        ("--disable-rewards-normalization", 32, 1, 32, 1),
+        ("--custom-reward-post-process-path a.b", 32, 1, 32, 1),
+        ("--data-source-path a.B", 32, 1, 32, 1),
+        ("--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages", 32, 8, 256, 1),
+    ],
+)
+def test_what_a_run_has_of_the_equation_where_flags_say_less(
+    words: str, prompts: int, samples: int, batch: int, steps: int
+) -> None:
+    config = of_run(*words.split())
+    rollout, train = config.rollout, config.train
+    assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt) == (prompts, samples)
+    assert (train.global_batch_size, train.num_steps_per_rollout) == (batch, steps)
+
+
+@settings(deadline=None, max_examples=100)
+@given(prompts=st.integers(1, 24), batch=st.integers(1, 24))
+def test_sizes_of_scripts_that_left_the_samples_out_keep_their_meaning(prompts: int, batch: int) -> None:
+    """One sample where one fits, as before there was another default."""
+    named = {"rollout_batch_size": prompts, "global_batch_size": batch}
+    if prompts % batch == 0:
+        own = ("--custom-generate-function-path", "a.b")  # else one sample is refused, which was useless before
+        config = of_run("--rollout-batch-size", str(prompts), "--global-batch-size", str(batch), *own)
+        assert config.rollout.n_samples_per_prompt == 1
+        assert config.train.num_steps_per_rollout == make_config(**named).train.num_steps_per_rollout
+
+
+def test_prompts_of_a_run_are_shuffled_where_they_are_drawn_here() -> None:
+    assert of_run().data.rollout_shuffle and of_run("--loss-type", "sft_loss").data.rollout_shuffle
+    assert of_run().origins["rollout_shuffle"].startswith("derived: ")
+    for words in ("--no-rollout-shuffle", "--streaming-data", "--data-source-path a.B"):
+        assert not of_run(*words.split()).data.rollout_shuffle
+    assert of_run("--streaming-data", "--rollout-shuffle").data.rollout_shuffle
+    assert not make_config().data.rollout_shuffle, "a part of the system has no defaults of a run"
+
+
 sizes = st.integers(1, 24)
 optional = st.none() | sizes
 
@@ -416,14 +474,13 @@ def test_colocate_in_async_training() -> None:
 @pytest.mark.parametrize(
     ("drop", "expected"),
     [
-        ("--rollout-batch-size", "--rollout-batch-size is required"),
         ("--num-rollout", "--num-rollout is required"),
         ("--hf-checkpoint", "--hf-checkpoint is required"),
         ("--prompt-data", "--prompt-data is required"),
     ],
 )
 def test_a_launch_needs(drop: str, expected: str) -> None:
-    words = {"--rollout-batch-size": "4", "--num-rollout": "1", "--hf-checkpoint": "m", "--prompt-data": "p"}
+    words = {"--num-rollout": "1", "--hf-checkpoint": "m", "--prompt-data": "p"}
     parse_args([word for pair in words.items() for word in pair])
     del words[drop]
     with pytest.raises(UserError, match=expected):

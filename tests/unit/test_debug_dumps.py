@@ -13,7 +13,7 @@ from slime.errors import UserError
 from slime.rollout.debug_data import load_rollout, save_rollout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Sample, SampleStatus, TokenSpan
-from slime.train.dumps import Shard, save_train_data
+from slime.trainer.dumps import Shard, save_train_data
 from tests.support.megatron_jobs import make_model
 from tests.support.trainer_ranks import Pools, trainer_config
 
@@ -67,7 +67,7 @@ def dumped(pattern: str) -> None:
 
 def replay_job(info: Any, model: Path, pattern: str, layout: dict[str, Any], train_pattern: str | None) -> Any:
     """Train on both dumps, from the file to the weights: load, convert, pack for this layout, update."""
-    from slime.train.megatron.backend import MegatronBackend
+    from slime.trainer.megatron.backend import MegatronBackend
 
     config = trainer_config(
         **FLAGS,

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from slime.train.megatron import device
+from slime.trainer.megatron import device
 
 device.install()
 

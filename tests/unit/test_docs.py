@@ -62,7 +62,7 @@ def test_generated_pages_are_fresh(make_docs: ModuleType, capsys: pytest.Capture
 def test_hooks_page_has_every_hook(make_docs: ModuleType) -> None:
     from slime.hooks import HOOKS
 
-    page = make_docs.hooks_page((ROOT / "slime" / "hooks.py").read_text(encoding="utf-8"))
+    page = make_docs.PAGES["docs/hooks.md"]()
     for flag in HOOKS:
         assert f"`--{flag.replace('_', '-')}`" in page, flag
     assert "data_source: DataSource" in page and "self" not in page

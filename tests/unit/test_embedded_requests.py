@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.engines.embedded.generate_request import Limits, parse_generate
+from slime.engines.embedded.generate_routes import final_text
 from slime.engines.embedded.openai_request import parse_chat, parse_completion
 from slime.engines.embedded.sequence import TextStream, find_stop, hold_back, trim_stop
 from slime.engines.request_fields import BadRequest, SamplingParams, parse_params
@@ -110,6 +111,15 @@ def test_text_needs_a_tokenizer() -> None:
         parse_generate({"text": "a"}, limits(tokenizer=None))
     with pytest.raises(BadRequest, match="tokenizer"):
         parse_generate({"input_ids": [1], "sampling_params": {"stop": "x"}}, limits(tokenizer=None))
+
+
+def test_a_stop_string_may_be_a_special_token_that_the_text_leaves_out() -> None:
+    params = {"stop": ["<|im_end|>"], "skip_special_tokens": True, "max_new_tokens": 9, "ignore_eos": True}
+    (job,) = parse_generate({"input_ids": [1], "sampling_params": params}, limits()).jobs
+    for token in TOKENIZER.encode("a<|im_end|>"):
+        job.sequence.append(token, -1.0, "1")
+    assert job.sequence.finish_reason == {"type": "stop", "matched": "<|im_end|>"}
+    assert final_text(job, TOKENIZER) == "a"
 
 
 def test_null_means_the_default() -> None:

@@ -121,6 +121,23 @@ def test_evaluations_are_deterministic_and_do_not_change_the_prompts(tmp_path: P
     with_loop(test, eval_prompt_data=("a", rows), n_samples_per_eval_prompt=2)
 
 
+def test_progress_of_an_evaluation_counts_its_own_prompts_not_the_last_rollouts(tmp_path: Path) -> None:
+    async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
+        await loop.generate_batch(0)
+        engine.hold.clear()
+        served = len(engine.bodies)
+        task = asyncio.create_task(loop.evaluate(0))
+        while engine.in_flight < 6:
+            await asyncio.sleep(0.001)
+        assert loop.progress() == {"done": 0, "target": 3, "tokens": 0} and served == 2
+        engine.hold.set()
+        output = await task
+        tokens = sum(sample.response_length for sample in output.data["a"]["samples"])
+        assert loop.progress() == {"done": 3, "target": 3, "tokens": tokens}
+
+    with_loop(test, eval_prompt_data=("a", write_rows(tmp_path / "a.jsonl", 3)), n_samples_per_eval_prompt=2)
+
+
 def test_generate_functions_learn_that_it_is_an_evaluation_and_share_no_parameters(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "a.jsonl", 2)
     path = "tests.support.rollout_hooks.with_evaluation"
@@ -241,7 +258,7 @@ def test_eval_prompt_data_takes_pairs_or_a_single_path() -> None:
         return [(d.name, d.path) for d in eval_datasets(make_config(**FLAGS, eval_prompt_data=values))]
 
     assert names("a", "x", "b", "y") == [("a", "x"), ("b", "y")]
-    assert names("x.jsonl") == [("aime", "x.jsonl")]
+    assert names("x.jsonl") == [("x", "x.jsonl")]
     with pytest.raises(UserError, match="has 3 values"):
         names("a", "x", "b")
 

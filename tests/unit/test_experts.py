@@ -21,17 +21,17 @@ from slime.models import family_of
 from slime.models.layout_rules import check_layout
 from slime.preflight import check_architecture
 from slime.samples.batch import TrainBatch
-from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.experts import (
+from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.megatron.experts import (
     grouped_linear,
     grouped_product,
     grouped_weight_gradient,
     looped_product,
     looped_weight_gradient,
 )
-from slime.train.megatron.moe_dispatch import ExpertPlace, dispatch
-from slime.train.megatron.moe_layer import expert_arguments
-from slime.train.megatron.moe_router import choose_experts, router_weights
+from slime.trainer.megatron.moe_dispatch import ExpertPlace, dispatch
+from slime.trainer.megatron.moe_layer import expert_arguments
+from slime.trainer.megatron.moe_router import choose_experts, router_weights
 from tests.support.parity import (
     CP2,
     DATA_PARALLEL,
@@ -63,7 +63,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("module", ["expert_rules", "megatron.experts", "megatron.moe_dispatch", "megatron.moe_router"])
 def test_examples_in_docstrings(module: str) -> None:
     found = doctest.testmod(
-        importlib.import_module(f"slime.train.{module}"),
+        importlib.import_module(f"slime.trainer.{module}"),
         extraglobs={"torch": torch},
         optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL,
     )
@@ -371,7 +371,7 @@ def test_the_global_balance_loss_is_that_of_all_replicas_in_one_micro_batch(
 def freeze_job(info: Any, model: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Weights after a step with frozen experts, and the names of the gradients that are found not to be finite."""
     from slime.checkpoints.hf_io import iter_hf_tensors
-    from slime.train.megatron.optimizer import nonfinite_gradients
+    from slime.trainer.megatron.optimizer import nonfinite_gradients
 
     settings = {"hf_checkpoint": str(model), "freeze_params_name_list": [r"layers.1.mlp.experts"]}
     backend = MegatronBackend(trainer_config(**settings), info)
@@ -393,7 +393,7 @@ def test_frozen_experts_stay_and_bad_gradients_of_others_are_named(model: Path, 
 
 
 def test_some_experts_of_a_layer_cannot_be_frozen() -> None:
-    from slime.train.megatron.optimizer import _check_experts
+    from slime.trainer.megatron.optimizer import _check_experts
 
     name = "decoder.layers.1.mlp.experts.linear_fc1.weight"
     _check_experts({f"{name}0": True, f"{name}1": True})
@@ -403,7 +403,7 @@ def test_some_experts_of_a_layer_cannot_be_frozen() -> None:
 
 def clip_job(info: Any, model: Path, flags: dict[str, Any], batches: list[TrainBatch]) -> float:
     """This rank's share of Σ of the squares of Adam's first moments after one step."""
-    from slime.train.megatron.offload import torch_optimizers
+    from slime.trainer.megatron.offload import torch_optimizers
 
     settings = {"hf_checkpoint": str(model), "clip_grad": 0.01, "adam_beta1": 0.5, "rollout_batch_size": 12}
     backend = MegatronBackend(trainer_config(**settings, **flags, actor_num_gpus_per_node=info.world_size), info)

@@ -18,7 +18,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from slime.config import Config, make_config
 from slime.errors import UserError
-from slime.observe.console import ConsoleSink, column_values, duration, eval_scores, phase_seconds
+from slime.observe.alarms import Alarm
+from slime.observe.console import (
+    ConsoleSink,
+    column_values,
+    duration,
+    eval_scores,
+    phase_seconds,
+    sparkline,
+    trend,
+)
 from slime.observe.jsonl_sink import JsonlSink
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
@@ -239,36 +248,174 @@ STEP = {
 }
 
 
+def shown(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def rendered(sink: ConsoleSink, width: int = 100) -> str:
+    plain = Console(file=io.StringIO(), width=width)
+    plain.print(sink.render())
+    return "\n".join(shown(plain))
+
+
+def recorded() -> list[tuple[int, dict[str, float]]]:
+    """The second stage of a `make demo`: an evaluation, 40 steps of GRPO, an evaluation."""
+    path = Path(__file__).parents[2] / "docs" / "measurements" / "demo.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(row.pop("step"), row) for row in rows]
+
+
 def test_plain_line_per_step_when_not_a_terminal() -> None:
     console = quiet()
-    sink = ConsoleSink("grpo", 60, console)
+    sink = ConsoleSink("demo/grpo", 60, console)
     sink.begin(0, 60, 12.0)
-    sink.log(12, {**STEP, "eval/arithmetic": 0.71, "eval/arithmetic-pass@4": 0.9})
+    sink.log(12, {**STEP, "eval/arithmetic": 0.71, "eval/arithmetic-pass@4": 0.9, "perf/evaluate_time": 20.0})
     sink.close()
-    assert isinstance(console.file, io.StringIO)
-    ready, line = console.file.getvalue().splitlines()
-    assert "ready after 12.0 s" in ready
-    for part in ("grpo  step 12/60", "reward 0.625", "length 11.2", "eval/arithmetic 0.710", "1,240", "rollout 2.1"):
+    ready, line, evaluation = shown(console)
+    assert "demo/grpo  ready after 12.0 s" in ready
+    for part in ("demo/grpo  step 12/60", "reward 0.625", "length 11.2", "1,240 tok/s", "3.4 s, 62 % generate"):
         assert part in line, line
-    assert "eta 2:43" in line, "48 steps of 3.4 s"
-    assert "pass@4" not in line and "\x1b" not in line
+    assert evaluation == "demo/grpo  step 12/60  held-out: arithmetic 0.710  20.0 s"
+    assert not any("pass@4" in text or "\x1b" in text for text in shown(console))
 
 
-def test_live_display_on_a_terminal() -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, width=120, force_terminal=True)
-    sink = ConsoleSink("grpo", 60, console)
+def test_lines_of_a_recorded_run() -> None:
+    """Short, and without what is 0 by construction."""
+    console = quiet()
+    sink = ConsoleSink("demo/grpo", 40, console)
+    for step, metrics in recorded():
+        sink.log(step, metrics)
+    lines = shown(console)
+    assert len(lines) == 42 and max(map(len, lines)) <= 130
+    assert not any(word in line for line in lines for word in ("loss", " kl", "KL"))
+    assert all("entropy" in line for line in lines[1:-1]) and "reward 0.457  entropy" in lines[1]
+    assert "held-out: arithmetic 0.897 (first 0.463)" in lines[-1] and "eta" not in lines[-2]
+
+
+def test_parts_of_a_step_are_no_more_than_the_step() -> None:
+    for step, metrics in recorded():
+        if step:
+            assert sum(phase_seconds(metrics).values()) <= metrics["perf/step_time"]
+    first = {"perf/launch_time": 10.2, "perf/evaluate_time": 26.7, "perf/eval_time": 26.6, "perf/step_time": 17.6}
+    assert phase_seconds({**first, "perf/rollout_time": 17.0}) == {"rollout": 17.0}
+
+
+def test_time_to_go_counts_evaluations() -> None:
+    sink = ConsoleSink("x", 12, quiet())
+    sink.log(0, {"eval/a": 0.5, "perf/evaluate_time": 1000.0})
+    for step in range(1, 11):
+        evaluated = {"perf/evaluate_time": 20.0, "eval/a": 0.5} if step % 5 == 0 else {}
+        sink.log(step, {"rollout/raw_reward": 0.0, "perf/step_time": 3.0, **evaluated})
+    assert sink.eta() == pytest.approx(2 * (3.0 + 40.0 / 10))
+
+
+def test_live_table_on_a_terminal() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    now = 0.0
+    sink = ConsoleSink("demo/grpo", 60, console, clock=lambda: now)
     sink.log(0, {"eval/arithmetic": 0.3})
     sink.log(12, {**STEP, "eval/arithmetic": 0.71})
     sink.phase_changed("rollout")
     sink.progress({"done": 17, "target": 64, "tokens": 2000})
+    now = 4.0
+    text = rendered(sink)
+    for part in (
+        "demo/grpo", "step 12/60", "eta 2:43", "generating 17/64 prompts, 2,000 tokens, 4.0 s", "0.625",
+        "arithmetic 0.710 (first 0.300)", "generate 2.1 s",
+    ):  # fmt: skip
+        assert part in text, text
     sink.close()
-    plain = Console(file=io.StringIO(), width=120)
-    plain.print(sink.render())
-    assert isinstance(plain.file, io.StringIO)
-    shown = plain.file.getvalue()
-    for part in ("grpo", "step 12/60", "eta 2:43", "rollout", "17/64 groups", "0.625", "0.710 (first 0.300)"):
-        assert part in shown, shown
+    assert "generating" not in rendered(sink), "what stays on the screen has nothing under way"
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_live_table_of_a_recorded_run(width: int) -> None:
+    sink = ConsoleSink("demo/grpo", 40, quiet())
+    for step, metrics in recorded():
+        sink.log(step, metrics)
+    text = rendered(sink, width)
+    titles = next(line for line in text.splitlines() if "entropy" in line)
+    assert titles.split() == ["step", "reward", "held-out", "entropy", "length", "Δ", "log-prob", "tok/s", "time"]
+    last = next(line for line in text.splitlines() if line.strip().startswith("40 "))
+    assert last.split()[:4] == ["40", "0.941", "0.897", "0.162"]
+    assert "0.457 → 0.941" in text and "▁" in text and "…" not in text
+    assert len([line for line in text.splitlines() if line.strip()[:2].isdigit()]) == 8, "the last steps"
+
+
+def test_a_supervised_stage_shows_its_loss() -> None:
+    console = quiet()
+    sink = ConsoleSink("x", 2, console, supervised=True)
+    sink.log(
+        1, {"train/loss": 2.4, "train/grad_norm": 1.5, "rollout/raw_reward": 0.0, "perf/actor_train_tok_per_s": 9.0}
+    )
+    assert shown(console) == ["x  step 1/2  loss 2.4000  grad norm 1.500  9 tok/s"]
+    assert "reward" not in rendered(sink)
+
+
+def test_a_long_phase_says_in_a_plain_log_how_far_it_is() -> None:
+    console, now = quiet(), 0.0
+    sink = ConsoleSink("x", 9, console, clock=lambda: now)
+    for phase in ("evaluate", "rollout"):
+        sink.phase_changed(phase)
+        started = now
+        while now < started + 1000.0:
+            sink.progress({"done": (now - started) // 10, "target": 100, "tokens": 7})
+            now += 0.5
+    lines = shown(console)
+    assert lines[0] == "x  step 1/9  evaluating 3/100 prompts, 7 tokens, 30.0 s"
+    assert lines[1] == "x  step 1/9  evaluating 6/100 prompts, 7 tokens, 1:00"
+    assert [line.rsplit(", ", 1)[1] for line in lines] == ["30.0 s", "1:00", "2:00", "4:00", "8:00", "13:00"] * 2
+    assert "generating 3/100" in lines[6]
+
+
+def test_what_has_no_counters_prints_nothing() -> None:
+    console, now = quiet(), 0.0
+    sink = ConsoleSink("x", 9, console, clock=lambda: now)
+    sink.phase_changed("train_wait")
+    now = 100.0
+    sink.progress({})
+    assert shown(console) == []
+
+
+ALARM = Alarm("No group teaches anything", "all rewards of a prompt are [equal]", "harder prompts", "no_contrast")
+
+
+def test_an_alarm_is_told_when_it_comes_and_stays_in_the_table_until_it_goes() -> None:
+    console = quiet()
+    sink = ConsoleSink("x", 9, console)
+    sink.log(3, STEP)
+    sink.alarm(ALARM)
+    assert shown(console)[1:] == [
+        "x  step 3/9  warning: No group teaches anything: all rewards of a prompt are [equal]",
+        "    try: harder prompts",
+    ]
+    sink.log(4, STEP)
+    assert "step 3  warning: No group teaches anything: all rewards of a prompt are [equal]" in rendered(sink)
+    sink.log(5, {**STEP, "alarm/no_contrast": 1.0, "alarm/truncation": 0.0})
+    assert "step 3  warning: " in rendered(sink)
+    sink.log(6, {**STEP, "alarm/no_contrast": 0.0})
+    assert "warning" not in rendered(sink)
+    sink.alarm(ALARM)
+    assert "step 6  warning: " in rendered(sink), "it has come back"
+    coloured = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="standard")
+    ConsoleSink("x", 9, coloured).alarm(ALARM)
+    assert "\x1b[1;31mwarning" in "\n".join(shown(coloured))
+
+
+@pytest.mark.parametrize(
+    ("values", "arrow"),
+    [([0.5] * 3, ""), ([0.5] * 4, "→"), ([0.1, 0.2, 0.3, 0.4], "↑"), ([1, 1, 0, 0], "↓"), ([0, 1] * 5, "→")],
+)
+def test_trend(values: list[float], arrow: str) -> None:
+    assert trend(values) == arrow
+
+
+def test_sparkline() -> None:
+    assert sparkline([0.0, 0.5, 1.0, 0.5]) == "▁▅█▅"
+    assert sparkline([]) == "" and sparkline([2.0, 2.0]) == "▁▁"
+    long = sparkline([i / 1000 for i in range(1000)], width=8)
+    assert long == "▁▂▃▄▅▆▇█"
 
 
 def test_hostile_text_is_no_markup() -> None:
@@ -303,7 +450,7 @@ def test_column_preferences_and_scores() -> None:
     }
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(12.34, "12.3 s"), (163, "2:43"), (3763, "1:02:43")])
+@pytest.mark.parametrize(("seconds", "text"), [(0.034, "0.03 s"), (12.34, "12.3 s"), (163, "2:43"), (3763, "1:02:43")])
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 

@@ -70,6 +70,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / name) for name in names}
 
 
+def test_csv_is_text_as_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text('prompt,label\n"one, two",007\nNA,\n', encoding="utf-8-sig")
+    rows = open_rows(f"{file}@[0:2]")
+    assert [rows[0], rows[1]] == [{"prompt": "one, two", "label": "007"}, {"prompt": "NA", "label": ""}]
+    assert [where for where, _ in iter_rows(str(file))] == [f"{file} row 0", f"{file} row 1"]
+    file.write_text("prompt,label\nonly one\n")
+    with pytest.raises(UserError, match="another number of columns than the header"):
+        list(iter_rows(str(file)))
+
+
 @pytest.mark.parametrize("name", ["rows.parquet", "saved", "splits", "hub", "rows.json", "rows.jsonl"])
 def test_every_format_gives_the_same_rows_mapped_and_streamed(files: dict[str, str], name: str) -> None:
     path = files[name]

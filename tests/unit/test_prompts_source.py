@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slime.config import make_config
+from slime.config import make_config, parse_args
 from slime.errors import UserError
 from slime.hooks import DataSource, check_hooks
 from slime.prompts.source import PromptSource, RolloutDataSource, load_source, make_source, save_source
@@ -47,7 +47,7 @@ def test_groups_are_independent_copies_with_monotonic_indices(data: str) -> None
     ]
     groups[0][0].metadata["mine"] = 1
     assert groups[0][1].metadata == {}
-    assert (groups[2][0].prompt, groups[2][0].label, len(source)) == ("p2", 2, 7)
+    assert (groups[2][0].prompt, groups[2][0].label, len(source)) == ("p2", "2", 7)
 
 
 def test_one_call_may_wrap_over_several_epochs(data: str) -> None:
@@ -159,6 +159,28 @@ def test_another_order_after_a_resume_is_said(data: str, caplog: pytest.LogCaptu
         make(data, **flags).load_state_dict(state)
         assert "order of the data was shuffled with seed 42" in caplog.text and "some not at all" in caplog.text
         caplog.clear()
+
+
+def test_a_run_that_began_in_the_order_of_the_data_goes_on_so_where_no_flag_says_otherwise(
+    data: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Shuffling is a run's default; a checkpoint of a run without keeps its order, and a flag decides."""
+    source = make(data)
+    source.get_samples(3)
+    source.mark_consumed([0, 1, 2])
+    state = source.state_dict()
+
+    def resumed(*words: str) -> PromptSource:
+        base = ["--hf-checkpoint", "m", "--prompt-data", data, "--num-rollout", "1", "--rollout-batch-size", "2"]
+        source = PromptSource(parse_args([*base, "--n-samples-per-prompt", "2", *words]), TOKENIZER)
+        source.load_state_dict(state)
+        return source
+
+    goes_on = resumed()
+    assert prompts(goes_on.get_samples(11)) == [f"p{i % 7}" for i in range(3, 14)]
+    assert goes_on.state_dict()["shuffling"] == state["shuffling"] and not caplog.records
+    assert prompts(resumed("--rollout-shuffle").get_samples(4)) != [f"p{i}" for i in range(3, 7)]
+    assert "some not at all" in caplog.text
 
 
 # -- buffer and other sources ----------------------------------------------------------------------------------------

@@ -107,3 +107,20 @@ def test_a_dry_run_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("heavy:")
+
+
+@pytest.mark.parametrize("recipe", ["smollm2-arithmetic", "smollm2-gsm8k"])
+def test_the_small_recipes_run_where_they_are_called_and_keep_what_they_train(recipe: str, tmp_path: Path) -> None:
+    """Relative paths in flags are the caller's; the interpreter here only says how it was called."""
+    env = {**os.environ, "PYTHON": "/bin/echo", "GSM8K": "words"}
+    command = [str(ROOT / "recipes" / recipe / "run.sh"), "--load", "earlier"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=True)
+    words = done.stdout.splitlines()[-1].split()
+    assert words[0] == str(ROOT / "train.py") and words[-2:] == ["--load", "earlier"]
+    assert words[words.index("--output-dir") + 1] == str(tmp_path / "outputs")
+    assert words[words.index("--hf-checkpoint") + 1] == str(ROOT / "models" / "smollm2")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*/*.yaml")), ids=lambda path: path.parent.name)
+def test_every_recipe_keeps_what_it_trains(path: Path) -> None:
+    assert 'save: "{run}/checkpoints"' in path.read_text()

@@ -18,11 +18,11 @@ from slime.preflight import check_architecture
 from slime.samples.batch import TrainBatch
 from slime.samples.columns import _optional
 from slime.samples.types import Sample
-from slime.train import update as update_module
-from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.moe_router import choose_experts
-from slime.train.megatron.parallel import RankInfo
-from slime.train.megatron.replay import RoutingGuide
+from slime.trainer import update as update_module
+from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.megatron.moe_router import choose_experts
+from slime.trainer.megatron.parallel import RankInfo
+from slime.trainer.megatron.replay import RoutingGuide
 from tests.support.parity import CP2, EP2, ETP1, LOSS, PP2, RECOMPUTE, SP, TP2, VIRTUAL, parity_job, worst
 from tests.support.processes import free_port
 from tests.support.tiny_models import EXPERTS, TOPK, save_moe, save_tiny

@@ -7,6 +7,7 @@ import hashlib
 import html.parser
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -15,19 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slime.cli.report import main
 from slime.config import make_config
 from slime.errors import UserError
 from slime.files import read_object
-from slime.observe.report import write_report
-from slime.observe.report.alarms import find_alarms
-from slime.observe.report.charts import Chart, Series, points_json, smooth, svg, thin, ticks
+from slime.observe.alarms import find_alarms
+from slime.observe.report import ReportSink, write_comparison, write_report
+from slime.observe.report.catalog import charts_of
+from slime.observe.report.charts import BOTTOM, DIGIT, HEIGHT, Chart, Series, points_json, smooth, svg, thin, ticks
+from slime.observe.report.compare import comparison_charts
 from slime.observe.report.data import Stage, flags_with_origins, merge_rows, read_run
 from slime.observe.report.page import script_json
 from slime.observe.report.samples import group_html, groups_by_contrast
+from slime.observe.run_folder import RunFolder
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;<!--\u2028"
 
@@ -235,6 +239,92 @@ def test_a_supervised_stage_shows_its_loss_and_no_rewards(tmp_path: Path) -> Non
     assert "Loss" in text and "Reward" not in text
 
 
+def titles_of(rows: list[dict[str, Any]]) -> set[str]:
+    return {chart.title for charts in charts_of(Stage("", rows=rows)).values() for chart in charts}
+
+
+def test_what_is_0_by_construction_gets_no_chart() -> None:
+    """One update per rollout in lock step: no KL within it, nothing clipped or stale, and a loss that is rounding."""
+    names = {
+        "train/ppo_kl": "KL within the step", "train/pg_clipfrac": "Clipped tokens", "train/loss": "Loss",
+        "rollout/staleness/max": "Staleness",
+    }  # fmt: skip
+    still = {name: 3e-9 if name == "train/loss" else 0.0 for name in names}
+    assert not titles_of([step_row(i, **still) for i in range(5)]) & set(names.values())
+    moving = [step_row(0, **still), step_row(1, **dict.fromkeys(names, 0.1))]
+    assert titles_of(moving) >= set(names.values())
+    assert titles_of([step_row(1, **{"train/grad_norm": 0.0})]) == {"Gradient norm"}, (
+        "which says that nothing is learned"
+    )
+
+
+def test_launch_and_evaluation_are_no_part_of_a_step(tmp_path: Path) -> None:
+    rows = full_rows(3)
+    rows[0] |= {"perf/launch_time": 95.0, "perf/evaluate_time": 264.0, "perf/eval_time": 263.0}
+    rows[1] |= {"perf/launch_time": 10.0, "perf/evaluate_time": 264.0}
+    charts = {chart.title: chart for chart in charts_of(Stage("", rows=rows))["Speed"]}
+    assert [series.name for series in charts["Time per step"].series] == ["rollout", "actor_train", "other"]
+    assert max(y or 0 for series in charts["Time per step"].series for _, y in series.points) <= 3.0
+    assert [y for _, y in charts["Evaluation time"].series[0].points] == [264.0, 264.0]
+    folder = write_run(tmp_path / "x", rows)
+    assert "launch 1:45" in "".join(parsed(write_report(folder)).text)
+
+
+def live_run(folder: Path) -> RunFolder:
+    write_run(folder, full_rows(2))
+    stages = {"": {"state": "running", "started": 1000.0}}
+    (folder / "run.json").write_text(json.dumps({"name": "x", "stages": stages}))
+    return RunFolder(folder)
+
+
+def test_the_page_of_a_run_that_goes_on_loads_itself_anew(tmp_path: Path) -> None:
+    run = live_run(tmp_path / "x")
+    lock = run.lock()
+    assert '<html lang="en" data-live>' in write_report(run.path).read_text()
+    os.close(lock)
+    assert '<html lang="en">' in write_report(run.path).read_text()
+
+
+@settings(deadline=None, max_examples=30)
+@given(cost=st.floats(0.0, 5.0), step=st.floats(0.5, 60.0))
+def test_the_report_of_a_run_that_goes_on_costs_less_than_a_hundredth_of_it(
+    cost: float, step: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """However long it takes to write; and it is no older than a step after its next turn."""
+    now, written = 0.0, []
+
+    def write(*args: Any) -> None:
+        nonlocal now
+        written.append(now)
+        now += cost
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slime.observe.report.write_report", write)
+        sink = ReportSink(RunFolder(tmp_path_factory.getbasetemp()), clock=lambda: now)
+        for number in range(200):
+            sink.log(number, {})
+            now += step
+    assert written[0] == 0.0
+    gaps = [after - before for before, after in itertools.pairwise(written)]
+    assert all(max(10.0, 100 * cost) <= gap <= max(10.0, 100 * cost) + cost + step + 1e-6 for gap in gaps)
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = live_run(tmp_path / "x")
+    ReportSink(run).log(1, {})
+    assert run.report_path.is_file()
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("slime.observe.report.write_report", full)
+    monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
+    ReportSink(run).log(2, {})
+    assert "No space left" in caplog.text
+
+
 def test_rows_of_one_step_become_one() -> None:
     rows = [step_row(2, a=1.0), step_row(1, a=0.0), step_row(2, b=2.0, a=3.0)]
     assert [(row["step"], row["a"], row.get("b")) for row in merge_rows(rows)] == [(1, 0.0, None), (2, 3.0, 2.0)]
@@ -260,6 +350,54 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder), "--output", str(tmp_path / "out.html")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out.html")
     assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
+
+
+# -- several runs ---------------------------------------------------------------------------------------------
+
+
+def compared(tmp_path: Path) -> tuple[Path, Path]:
+    """Two runs: other learning rates, other evaluation sets, one shorter; hostile names."""
+    one = {"megatron": {"lr": 1e-5, "seed": 1}, "observe": {"run_name": "one", "wandb_key": "s3cret-value"}}
+    two = {"megatron": {"lr": 1e-6, "seed": 1}, "observe": {"run_name": "two", "wandb_key": "s3cret-other"}}
+    rows = full_rows(10)
+    rows[-1] = {name: value for name, value in rows[-1].items() if name != "eval/arith"} | {"eval/other": 0.1}
+    return (
+        write_run(tmp_path / "outputs" / "one", full_rows(40), one),
+        write_run(tmp_path / "outputs" / "t<b>wo", rows, two),
+    )
+
+
+def test_runs_are_compared_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = compared(tmp_path)
+    assert main(list(map(str, folders))) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert path == tmp_path / "outputs" / "comparison.html"
+    page = parsed(path)
+    text = "".join(page.text)
+    for part in ("one vs t<b>wo", "Reward", "Time per step", "Evaluation: arith", "Evaluation: other", "arith 0.9"):
+        assert part in text, part
+    settings = text[text.index("Settings that differ") :]
+    assert "lr" in settings and "1e-6" in settings
+    assert not any(word in settings for word in ("seed", "run_name", "s3cret"))
+    assert page.tags.count("script") == 2
+
+
+def test_a_metric_has_a_line_per_run_that_has_it(tmp_path: Path) -> None:
+    stages = {folder.name: read_run(folder).stages[-1] for folder in compared(tmp_path)}
+    charts = {chart.title: chart for charts in comparison_charts(stages).values() for chart in charts}
+    assert [series.name for series in charts["Reward"].series] == ["one", "t<b>wo"]
+    assert len({series.color for series in charts["Reward"].series}) == 2
+    assert [len(series.points) for series in charts["Reward"].series] == [40, 10]
+    assert [series.name for series in charts["Evaluation: other"].series] == ["t<b>wo"]
+    assert charts["Time per step"].series[0].points[0] == (1, 3.0) and not charts["Time per step"].stacked
+    for chart in charts.values():
+        ElementTree.fromstring(svg(chart))
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / parent / "demo", full_rows(3)) for parent in ("a", "b")]
+    text = "".join(parsed(write_comparison(folders, tmp_path / "out.html")).text)
+    assert str(folders[0]) in text and str(folders[1]) in text and "The settings are the same." in text
 
 
 # -- samples ---------------------------------------------------------------------------------------------
@@ -320,9 +458,26 @@ def test_charts_are_well_formed_and_inside_their_frame(ys: list[float | None], s
     root = ElementTree.fromstring(drawing)
     for path in root.iter("path"):
         for x, y in re.findall(r"[ML](-?[\d.]+) (-?[\d.]+)", path.get("d", "")):
-            assert 40 <= float(x) <= 440 and -1 <= float(y) <= 190
+            assert 30 <= float(x) <= 440 and -1 <= float(y) <= 190
     assert "nan" not in drawing and "inf" not in drawing
     json.dumps(points_json(chart), allow_nan=False)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e12, 1e12) | st.floats(-1e-7, 1e-7), min_size=2, max_size=9))
+@example([5e-9, -1.5e-8])
+@example([2.9985, 3.0016])
+def test_labels_of_the_axis_are_inside_the_frame_minus_signs_included(ys: list[float]) -> None:
+    """As wide as the widest common font makes them; the plot begins behind them, and the script knows where."""
+    root = ElementTree.fromstring(svg(Chart("a", [Series("a", [(float(i), y) for i, y in enumerate(ys)])])))
+    labels = [tick for tick in root.iter("text") if float(tick.get("y", 0)) < HEIGHT - BOTTOM + 4]
+    left = float(root.get("data-left", "nan"))
+    assert len({label.text for label in labels}) == len(labels) >= 2
+    for label in labels:
+        right = float(label.get("x", "nan"))
+        assert label.get("text-anchor") == "end" and right <= left
+        assert right - DIGIT * len(label.text or "") >= 0
+    assert {float(line.get("x1", 0)) for line in root.iter("line") if line.get("class") == "grid"} == {left}
 
 
 @settings(deadline=None)

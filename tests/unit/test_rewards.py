@@ -395,6 +395,16 @@ def with_server(answers: list[Any], use: Any) -> Any:
     return asyncio.run(run_server())
 
 
+def test_a_remote_reward_may_lie_behind_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(url: str, requests: list[Any]) -> None:
+        monkeypatch.setenv("http_proxy", url)
+        remote = RemoteReward("http://rewards.example/", timeout=5)
+        assert await remote.score(Sample(prompt="p")) == 0.5 and requests[0]["prompt"] == "p"
+        await remote.close()
+
+    with_server(["0.5"], use)
+
+
 def test_remote_reward_is_the_servers_json_and_5xx_is_tried_again() -> None:
     async def use(url: str, requests: list[Any]) -> None:
         remote = RemoteReward(url, timeout=5, backoff=0.001)

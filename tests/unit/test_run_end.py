@@ -18,10 +18,12 @@ from slime.cluster.run_cluster import Cluster, Launch
 from slime.cluster.waiting import Worker
 from slime.config import make_config
 from slime.errors import UserError
+from slime.preflight import warn_if_nothing_is_kept
+from slime.stopping import StopSignals
 from tests.support.checkpoint_dirs import complete
 
 Behaviour = Callable[[Callable[[], bool]], None]
-NEWEST = "newest whole checkpoint: {}"
+NEWEST = "newest whole checkpoint: {}; "
 
 
 class Trainers:
@@ -92,7 +94,7 @@ def test_a_failure_waits_for_the_checkpoint_under_way(run: Run, tmp_path: Path) 
 
     with pytest.raises(UserError) as caught:
         run(UserError("a mistake in the reward function"), finishes)
-    assert caught.value.__notes__[0] == NEWEST.format(root / "iter_0000001")
+    assert caught.value.__notes__[0].startswith(NEWEST.format(root / "iter_0000001"))
     assert "details: " in caught.value.__notes__[-1]
 
 
@@ -111,12 +113,14 @@ def test_what_is_not_finished_goes_and_the_one_before_is_named(
     root = tmp_path / "checkpoints"
     with pytest.raises(ZeroDivisionError) as caught:
         run(ZeroDivisionError(), settles)
-    assert caught.value.__notes__[0] == NEWEST.format(root / "iter_0000000")
+    assert caught.value.__notes__[0].startswith(NEWEST.format(root / "iter_0000000"))
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000000", "latest_checkpointed_iteration.txt"]
     assert "iter_0000001 was not finished" in caplog.text and ("disk is full" in caplog.text) == (settles is fails)
 
 
-def test_ctrl_c_waits_too_and_a_second_one_does_not(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ctrl_c_waits_too_and_a_second_one_does_not(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     caplog.set_level("INFO")
 
     def again(is_saved: Callable[[], bool]) -> None:
@@ -125,7 +129,7 @@ def test_ctrl_c_waits_too_and_a_second_one_does_not(run: Run, tmp_path: Path, ca
     with pytest.raises(KeyboardInterrupt):
         run(KeyboardInterrupt(), again)
     assert "the checkpoint of rollout 1 is given up" in caplog.text
-    assert NEWEST.format(tmp_path / "checkpoints" / "iter_0000000") in caplog.text
+    assert f"checkpoint: {tmp_path / 'checkpoints' / 'iter_0000000'}\n" in capsys.readouterr().err
 
 
 def test_a_save_in_the_foreground_is_not_waited_for(run: Run, tmp_path: Path) -> None:
@@ -138,6 +142,91 @@ def test_a_save_in_the_foreground_is_not_waited_for(run: Run, tmp_path: Path) ->
         run(ZeroDivisionError(), never, async_save=False)
     assert "iter_0000000" in caught.value.__notes__[0]
     assert not list((tmp_path / "checkpoints").glob(".iter*"))
+
+
+# -- what is saved when ----------------------------------------------------------------------------------------
+
+
+class Clock:
+    """In the place of `time` in the session."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """``saved(num_rollout, seconds per rollout, **flags)``: the rollouts after which a run saves."""
+    monkeypatch.setattr(module, "Cluster", lambda *_, **__: Trainers(tmp_path, lambda _: None))
+    monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+
+    def run(num_rollout: int, seconds: float, **flags: Any) -> list[int]:
+        given = {"num_rollout": num_rollout, "output_dir": str(tmp_path), "use_tensorboard": False, **flags}
+        config = make_config(rollout_batch_size=1, **given)
+        session = module.Session(config, StopSignals(), resuming=False)
+        session.num_rollout = num_rollout
+        found = []
+        for rollout_id in range(num_rollout):
+            clock.now += seconds
+            session.trained(rollout_id, {})
+            if session.should_save(rollout_id):
+                session.save(rollout_id)
+                found.append(rollout_id)
+        session.sinks.close()
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("num_rollout", "seconds", "flags", "expected"),
+    [
+        (200, 1.0, {}, list(range(19, 200, 20))),
+        (4, 1.0, {}, [0, 1, 2, 3]),
+        (25, 1.0, {}, [2, 5, 8, 11, 14, 17, 20, 23, 24]),
+        (100, 901.0, {}, list(range(1, 100, 2))),
+        (100, 601.0, {"save_interval": 40}, [39, 79, 99]),
+        (6, 1e5, {"save": None, "save_hf": "{run}/exports/{rollout_id}"}, [5]),
+        (6, 1e5, {"save": None}, []),
+    ],
+)  # fmt: skip
+def test_a_tenth_of_the_run_or_half_an_hour(
+    num_rollout: int, seconds: float, flags: dict[str, Any], expected: list[int], saved: Callable[..., list[int]]
+) -> None:
+    assert saved(num_rollout, seconds, run_name="saves", **{"save": "{run}/ckpt", **flags}) == expected
+
+
+def test_the_run_folder_can_be_named_and_few_checkpoints_are_kept() -> None:
+    given: dict[str, Any] = {"output_dir": "outputs/", "run_name": "first", "save": "{run}/checkpoints"}
+    flags = make_config(**given, load="{run}/checkpoints", save_hf="{run}/hf/{rollout_id}").checkpoint
+    assert flags.save == flags.load == "outputs/first/checkpoints"
+    assert (flags.save_hf, flags.save_retain) == ("outputs/first/hf/{rollout_id}", 2)
+    assert make_config(**given, save_interval=5).checkpoint.save_retain is None
+    assert make_config(**given, save_retain=7).checkpoint.save_retain == 7
+    assert make_config().checkpoint.save_retain is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "warns"),
+    [
+        ({}, True),
+        ({"save": "ckpt"}, False),
+        ({"save_hf": "hf"}, False),
+        ({"debug_rollout_only": True}, False),
+        ({"num_rollout": 0}, False),
+    ],
+)
+def test_a_run_that_keeps_nothing_is_told_so_before_it_starts(
+    flags: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_nothing_is_kept(make_config(**{"num_rollout": 2, **flags}))
+    told = [line for line in caplog.messages if "nothing of this training will be kept" in line]
+    assert len(told) == warns and all("--save {run}/checkpoints" in line for line in told)
 
 
 # -- waiting for ranks that may hang -------------------------------------------------------------------------

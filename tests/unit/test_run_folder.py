@@ -37,7 +37,7 @@ def test_layout_without_and_with_a_stage(tmp_path: Path) -> None:
     assert sft.path == rl.path
     assert sft.config_path.name == "config.sft.json" and rl.config_path.name == "config.rl.json"
     assert sft.metrics_path == rl.metrics_path, "one metrics.jsonl for the whole run"
-    assert sft.samples != rl.samples and sft.checkpoints != rl.checkpoints
+    assert sft.samples != rl.samples and sft.model != rl.model
 
 
 def test_an_existing_run_is_refused_unless_resumed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from slime.cluster.engine_actor import Obituary, raise_obituary
 from slime.cluster.server_process import ServerProcess, exception_line
 from slime.config import make_config
 from slime.engines.health import HealthChecks
+from slime.engines.kinds import ENGINES
 from slime.engines.launch import ONE_GPU, EnginePlace, LaunchSpec
 from slime.engines.sglang.command import HEALTH_GENERATES, check_sglang, sglang_command
 from slime.errors import RunFailed, UserError
@@ -134,18 +135,18 @@ def test_a_server_that_starts_again_is_not_blamed_for_the_former_one(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("exception", "remedies"),
+    ("engine", "exception", "remedies"),
     [
-        (POINTER, "1. --use-fault-tolerance  2. --sglang-disable-cuda-graph, to find the cause"),
-        ("torch.OutOfMemoryError: CUDA out of memory.", "2. a lower --sglang-mem-fraction-static  3. a smaller"),
-        ("", "2. a higher --sglang-mem-fraction-static"),
+        ("sglang", POINTER, "1. --sglang-disable-cuda-graph, to find the cause"),
+        ("sglang", "torch.OutOfMemoryError: CUDA out of memory.", "1. a lower --sglang-mem-fraction-static  2. a smal"),
+        ("sglang", "", "1. a higher --sglang-mem-fraction-static"),
+        ("embedded", "torch.OutOfMemoryError: CUDA out of memory.", "1. a smaller --embedded-max-slots"),
     ],
 )
-def test_an_obituary_says_what_was_done_and_what_it_died_of(exception: str, remedies: str) -> None:
-    raise_obituary("engine-1", None)
+def test_an_obituary_says_what_was_done_and_what_it_died_of(engine: str, exception: str, remedies: str) -> None:
     with pytest.raises(RunFailed) as failed:
         obituary = Obituary("was killed (SIGKILL)", "the end", "u", exception, pid=4711)
-        raise_obituary("engine-1", obituary, what="giving memory up")
+        raise_obituary("engine-1", obituary, ENGINES[engine].remedies(exception), what="giving memory up")
     assert failed.value.what == "giving memory up: engine-1 (pid 4711) was killed (SIGKILL)"
     assert failed.value.why.splitlines()[-2:] == [
         "       last lines of its log:" if exception else "last lines of its log:", "      the end",

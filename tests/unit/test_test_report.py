@@ -41,7 +41,7 @@ def report(project: Path, *words: str) -> tuple[int, str]:
 
 def test_every_kind_of_end_is_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("tests/unit", "tests/gpu", "tests/loop/test_dies.py")
-    status, text = report(project, *words)
+    status, text = report(project, *words, "--jobs", "3")
     assert status == 1 and "**4 passed, 1 failed, 1 skipped.**" in text
     assert "| tests/gpu | 0 | 0 | 0 |" in text and "| tests/unit | 3 | 1 | 1 |" in text
     assert "- `tests/unit/test_bad.py::test_b`" in text and "tests/unit: 1 × no such kernel" in text

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slime.checkpoints.megatron_names import global_parameters
 from slime.errors import UserError
-from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.provider import default_model
+from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.megatron.provider import default_model
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 from tests.support.trainers import trainer
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime.samples.batch import TrainBatch
-from slime.train.megatron.context import _copy_rows
+from slime.trainer.megatron.context import _copy_rows
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
@@ -25,7 +25,7 @@ MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]
 def train_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> dict[str, Tensor]:
     """The weights after two steps, as Hugging Face tensors."""
     from slime.checkpoints.hf_io import iter_hf_tensors
-    from slime.train.megatron.backend import MegatronBackend
+    from slime.trainer.megatron.backend import MegatronBackend
 
     backend = MegatronBackend(trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info)
     backend.setup()
@@ -48,8 +48,8 @@ def flags_for(checkpoint: tuple[Path, Any], **layout: Any) -> dict[str, Any]:
 def timeouts_job(info: Any, flags: dict[str, Any]) -> set[datetime.timedelta]:
     import torch.distributed as dist
 
-    from slime.train.megatron.backend import MegatronBackend
-    from slime.train.megatron.parallel import initialise
+    from slime.trainer.megatron.backend import MegatronBackend
+    from slime.trainer.megatron.parallel import initialise
 
     assert MegatronBackend is not None  # its import prepares megatron for this machine
     initialise(info, trainer_config(**flags, actor_num_gpus_per_node=info.world_size))
@@ -119,7 +119,7 @@ def test_means_and_losses_are_over_all_ranks(
     ("heads", "groups", "size"), [(8, 2, 4), (8, 2, 8), (6, 3, 2), (8, 8, 4), (12, 4, 6), (4, 1, 2)]
 )
 def test_each_rank_gets_the_keys_of_its_queries(heads: int, groups: int, size: int) -> None:
-    from slime.train.megatron.context import _repeated
+    from slime.trainer.megatron.context import _repeated
 
     keys = _repeated(torch.arange(groups)[None, :, None], heads, size)[0, :, 0]
     for rank, (mine, queries) in enumerate(zip(keys.chunk(size), torch.arange(heads).chunk(size))):
@@ -181,7 +181,7 @@ def test_virtual_stages_by_layers(checkpoint: tuple[Path, Any], per_stage: int, 
 
 
 def layout_job(info: Any, flags: dict[str, Any]) -> int:
-    from slime.train.megatron.backend import MegatronBackend
+    from slime.trainer.megatron.backend import MegatronBackend
 
     backend = MegatronBackend(trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info)
     backend.setup()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime.train.loss import micro_batch_loss
-from slime.train.records import LossInputs, TokenScores
-from slime.train.user_functions import UserFunctions
+from slime.trainer.loss import micro_batch_loss
+from slime.trainer.records import LossInputs, TokenScores
+from slime.trainer.user_functions import UserFunctions
 from tests.support.trainer_ranks import trainer_config
 
 NEW, OLD, REF, ENGINE = [-1.0, -0.4, -2.0], [-1.1, -0.9, -1.2], [-1.3, -0.2, -1.9], [-1.0, -1.0, -1.0]

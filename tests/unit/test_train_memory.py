@@ -15,9 +15,9 @@ from slime.config import make_config
 from slime.errors import UserError
 from slime.memory.remedies import remedies
 from slime.samples.batch import TrainBatch
-from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.offload import HostStates
-from slime.train.memory import LargestMicroBatch, OutOfMemory, PhaseMemory, is_out_of_memory
+from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.megatron.offload import HostStates
+from slime.trainer.memory import LargestMicroBatch, OutOfMemory, PhaseMemory, is_out_of_memory
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch
 from tests.support.trainers import LOSS, gradients, train_job, trainer
@@ -265,7 +265,7 @@ def test_states_visit_the_device_bucket_by_bucket(fused: bool) -> None:
 
 
 def test_an_optimizer_that_counts_steps_per_group_is_refused() -> None:
-    from slime.train.megatron.optimizer import _move_states_to_host
+    from slime.trainer.megatron.optimizer import _move_states_to_host
 
     parameter = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(UserError, match="Adagrad") as caught:

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.packed import PackingOptions, pack, padded_layout
-from slime.train.megatron.rotary import Rotate
+from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.megatron.packed import PackingOptions, pack, padded_layout
+from slime.trainer.megatron.rotary import Rotate
 from tests.support.tiny_models import LLAMA_LIKE, save_tiny
 from tests.support.trainer_ranks import make_batch, shard
 from tests.support.trainers import gradients, trainer
@@ -120,7 +120,7 @@ def test_rotation_is_differentiated_right(interleaved: bool) -> None:
     assert torch.autograd.gradcheck(lambda x: Rotate.apply(x, angles.cos(), angles.sin(), interleaved), x)
 
 
-@pytest.mark.parametrize("name", ["train.megatron.packed", "train.megatron.rotary", "models", "models.rotary"])
+@pytest.mark.parametrize("name", ["trainer.megatron.packed", "trainer.megatron.rotary", "models", "models.rotary"])
 def test_worked_examples_of_the_docstrings(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"slime.{name}"))
     assert result.attempted >= 1 and result.failed == 0

@@ -96,7 +96,7 @@ def test_the_updated_reference_survives_a_resume(tmp_path: Path, caplog: pytest.
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_memory_for_moments_is_locked_before_they_exist(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slime.train.megatron.offload import Offloader
+    from slime.trainer.megatron.offload import Offloader
 
     locked: list[int] = []
     status = SimpleNamespace(
@@ -129,7 +129,7 @@ def test_memory_for_moments_is_locked_before_they_exist(steps: int, monkeypatch:
 
 @pytest.mark.parametrize("keep_weights", [False, True])
 def test_sleep_frees_the_memory_and_wake_restores_the_bits(keep_weights: bool) -> None:
-    from slime.train.megatron.offload import Offloader
+    from slime.trainer.megatron.offload import Offloader
 
     backend = trainer(bf16=True)
     try:

@@ -17,11 +17,11 @@ from slime.errors import UserError
 from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Group, Sample, SampleStatus
-from slime.train.megatron import device, te_layers
-from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.offload import torch_optimizers
-from slime.train.megatron.optimizer import apply_gradients
-from slime.train.non_finite import NonFiniteTraining, write_failed_step
+from slime.trainer.megatron import device, te_layers
+from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.megatron.offload import torch_optimizers
+from slime.trainer.megatron.optimizer import apply_gradients
+from slime.trainer.non_finite import NonFiniteTraining, write_failed_step
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 from tests.support.trainers import poisoned, trainer
 
@@ -263,9 +263,9 @@ def test_every_part_of_a_layer_has_its_counterpart() -> None:
     """The walk over the block spec, with stand-ins for Transformer Engine's classes: no local part is left."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from slime.train.megatron.attention import PackedAttention
-    from slime.train.megatron.layers import RMSNorm
-    from slime.train.megatron.model import block_spec
+    from slime.trainer.megatron.attention import PackedAttention
+    from slime.trainer.megatron.layers import RMSNorm
+    from slime.trainer.megatron.model import block_spec
 
     backend = trainer()
     try:
@@ -285,7 +285,7 @@ def test_every_part_of_a_layer_has_its_counterpart() -> None:
 
 
 def test_attention_backend_flash_is_torchs_kernel_even_where_there_is_another_one() -> None:
-    from slime.train.megatron.model import build_model_chunks
+    from slime.trainer.megatron.model import build_model_chunks
 
     backend = trainer()
     try:

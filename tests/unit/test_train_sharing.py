@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.samples.batch import TrainBatch
-from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.packed import branches_per_prompt
+from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.megatron.packed import branches_per_prompt
 from tests.support.trainer_ranks import VOCAB, make_batch
 from tests.support.trainers import gradients, trainer
 

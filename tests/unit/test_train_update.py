@@ -14,8 +14,8 @@ import torch
 
 from slime.errors import UserError
 from slime.samples.batch import TrainBatch
-from slime.train.megatron.backend import MegatronBackend
-from slime.train.update import NonFiniteTraining, reuses_log_probs
+from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.update import NonFiniteTraining, reuses_log_probs
 from tests.support.trainer_ranks import make_batch
 from tests.support.trainers import poisoned, trainer
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from slime.errors import UserError
 from slime.models import family_of
 from slime.samples.batch import StepPlan, TrainBatch
-from slime.train.megatron import forward, optimizer, te_layers
-from slime.train.megatron.backend import MegatronBackend
-from slime.train.megatron.layers import RMSNorm
+from slime.trainer.megatron import forward, optimizer, te_layers
+from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.megatron.layers import RMSNorm
 from tests.support.hf_configs import config_of
 from tests.support.megatron_jobs import exported
 from tests.support.megatron_stub import random_hf

@@ -19,6 +19,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model-path", required=True, help="Hugging Face model directory")
+    add("--served-model-name", help="what clients call the model (default: the directory's name)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=30000, help="port to listen on; 0 picks a free one (default: %(default)s)")
     add("--fd", type=int, help="inherited descriptor of a socket that listens already, instead of host and port")
@@ -62,6 +63,7 @@ def _run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.num_threads)
     options = EngineOptions(
         model_path=args.model_path,
+        served_model_name=args.served_model_name,
         dtype=args.dtype,
         device=args.device,
         max_slots=args.max_slots,

@@ -14,7 +14,7 @@ from slime.engines.embedded.architecture_parts import Experts, Latent
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.rotary import inverse_frequencies
-from slime.models.spec import ModelSpec
+from slime.models.spec import ModelSpec, named_dtype
 from slime.models.table import ModelFamily
 
 
@@ -128,7 +128,7 @@ class Architecture:
             rope=Rope(spec),
             tie_word_embeddings=spec.tie_embeddings,
             max_positions=spec.max_position_embeddings,
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+            dtype=named_dtype(config) or "float32",
             eos_token_ids=_token_ids(config.get("eos_token_id"), generation_eos),
             latent=latent,
             experts=Experts.of(spec) if spec.num_experts else None,

@@ -38,6 +38,7 @@ class EngineOptions:
     """What the command line sets; see ``python -m slime.engines.embedded --help``."""
 
     model_path: str
+    served_model_name: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     max_slots: int = 64

@@ -176,7 +176,8 @@ def make_sequence(
     if params.stop:
         if limits.tokenizer is None:
             raise BadRequest("stop strings need a tokenizer, and this model directory has none; use stop_token_ids")
-        text = TextStream(limits.tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
+        # as SGLang: a stop string may be a special token, whether the answer's text shows it or not
+        text = TextStream(limits.tokenizer, False, params.spaces_between_special_tokens)
     seed = params.sampling_seed
     return Sequence(
         rid,

@@ -22,6 +22,7 @@ from slime.engines.embedded.generate_request import GenerateRequest, Job, Limits
 from slime.engines.embedded.sequence import Sequence, TextStream, Tokenizer, hold_back, trim_stop
 from slime.engines.embedded.weight_update import WeightUpdater
 from slime.engines.request_fields import BadRequest, SamplingParams
+from slime.engines.tool_calls import ToolFormat
 
 _HEALTH_DEADLINE = 20.0
 
@@ -41,6 +42,7 @@ class ServerState:
 
     Attributes:
         tokenizer: a Hugging Face tokenizer with its chat template, or None.
+        tool_format: how the model writes calls of tools; None where that is not known.
         updates: one thread each for updates that may wait for each other's collectives.
     """
 
@@ -50,6 +52,7 @@ class ServerState:
     limits: Limits
     tokenizer: Any
     model_name: str
+    tool_format: ToolFormat | None
     architectures: list[str]
     updates: ThreadPoolExecutor
 

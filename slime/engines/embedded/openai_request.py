@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -27,9 +28,11 @@ from slime.engines.request_fields import (
     TEXT,
     BadRequest,
     integer,
+    number,
     optional,
     required,
 )
+from slime.engines.tool_calls import ToolFormat, tool_names
 
 #: OpenAI's words for sampling parameters that have another name here.
 _RENAMED = {
@@ -42,6 +45,7 @@ _RENAMED = {
 _SAMPLING = _RENAMED | {
     name: name for name in SAMPLING_NAMES if name not in (*_RENAMED.values(), "spaces_between_special_tokens")
 }
+_HOTTEST = 2  # OpenAI's highest temperature
 _SHARED = ("model", "stream", "stream_options", "logprobs", "response_format", "rid")
 _CHAT = ("messages", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message")
 _COMPLETION = ("prompt", "echo", "best_of")
@@ -66,6 +70,7 @@ class OpenAIRequest:
         include_usage, continuous_usage: whether a stream ends with the usage, and whether every chunk carries it.
         logprobs: whether the answer carries log-probs.
         echo: whether the text of a completion begins with its prompt.
+        tools: names that the model may call, where its calls can be read.
     """
 
     id: str
@@ -76,22 +81,34 @@ class OpenAIRequest:
     continuous_usage: bool
     logprobs: bool
     echo: bool = False
+    tools: tuple[str, ...] = ()
 
 
-def parse_chat(body: dict[str, Any], limits: Limits, tokenizer: Any, model: str) -> OpenAIRequest:
+def parse_chat(
+    body: dict[str, Any], limits: Limits, tokenizer: Any, model: str, calls: ToolFormat | None = None
+) -> OpenAIRequest:
     """Check a ``/v1/chat/completions`` body.
 
+    Args:
+        calls: how the model writes calls of tools; None: they stay text.
     Raises:
         BadRequest: anything that cannot be served.
     """
     refuse_unknown(body, (*_SAMPLING, *_SHARED, *_CHAT), _WITHOUT_EFFECT, _UNSUPPORTED)
+    _check_temperature(body)
     wants = optional(body, "logprobs", FLAG, False)
     asked = {
-        "input_ids": render_chat(body, tokenizer),
+        "input_ids": render_chat(body, tokenizer, text_arguments=calls is not None and calls.text_arguments),
         "return_logprob": wants,
         "top_logprobs_num": optional(body, "top_logprobs", integer(0, limits.vocab_size), 0) if wants else 0,
     }
-    return _finish(body, asked, {"max_new_tokens": None}, limits, "chatcmpl", model, wants)
+    defaults: dict[str, Any] = {"max_new_tokens": None}
+    tools = tuple(tool_names(_tools(body) or [])) if calls is not None else ()
+    if tools and calls is not None and calls.special_marks:
+        defaults["skip_special_tokens"] = False
+    request = _finish(body, asked, defaults, limits, "chatcmpl", model, wants)
+    request.tools = tools
+    return request
 
 
 def parse_completion(body: dict[str, Any], limits: Limits, model: str) -> OpenAIRequest:
@@ -101,6 +118,7 @@ def parse_completion(body: dict[str, Any], limits: Limits, model: str) -> OpenAI
         BadRequest: anything that cannot be served.
     """
     refuse_unknown(body, (*_SAMPLING, *_SHARED, *_COMPLETION), _WITHOUT_EFFECT, _UNSUPPORTED)
+    _check_temperature(body)
     prompt = body.get("prompt")
     first = prompt[0] if isinstance(prompt, list) and prompt else prompt
     if not isinstance(first, str | int | list):
@@ -120,9 +138,11 @@ def parse_completion(body: dict[str, Any], limits: Limits, model: str) -> OpenAI
     return request
 
 
-def render_chat(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
+def render_chat(body: Mapping[str, Any], tokenizer: Any, *, text_arguments: bool = False) -> list[int]:
     """Token ids of ``messages`` under the model's chat template.
 
+    Args:
+        text_arguments: the template wants the arguments of former calls as text, not as objects.
     Raises:
         BadRequest: messages of a form that the template or a text model does not take.
     """
@@ -132,6 +152,8 @@ def render_chat(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
     if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         raise BadRequest("messages must be a list of objects with a role and content, at least one", "messages")
     flat = [message | {"content": _as_text(message.get("content"))} for message in messages]
+    if not text_arguments:
+        flat = [_with_objects(message) for message in flat]
     continues = optional(body, "continue_final_message", FLAG, False)
     if continues and flat[-1]["role"] != "assistant":
         raise BadRequest("continue_final_message needs a last message of the assistant", "continue_final_message")
@@ -208,6 +230,31 @@ def _refuse_constraints(body: Mapping[str, Any]) -> None:
             "the embedded engine does not have",
             "tool_choice",
         )
+
+
+def _check_temperature(body: Mapping[str, Any]) -> None:
+    """OpenAI's range; an engine of a run takes any that is not negative, on its own routes."""
+    optional(body, "temperature", number(lambda x: 0 <= x <= _HOTTEST, f"from 0 to {_HOTTEST}"), None)
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as objects, as chat templates expect them; OpenAI's are text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    read = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise BadRequest("tool_calls must be a list of objects with a function in each", "messages")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError as error:
+                raise BadRequest(f"arguments of a call are no valid JSON: {arguments[:200]!r}", "messages") from error
+        read.append(call | {"function": function | {"arguments": arguments}})
+    return message | {"tool_calls": read}
 
 
 def _tools(body: Mapping[str, Any]) -> list[Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from slime.engines.embedded.generate_routes import (
 )
 from slime.engines.embedded.openai_request import OpenAIRequest, parse_chat, parse_completion, render_chat
 from slime.engines.request_fields import FLAG, BadRequest, optional, token
+from slime.engines.tool_calls import Call, Reply
 
 routes = web.RouteTableDef()
 
@@ -48,12 +50,22 @@ async def models(request: web.Request) -> web.Response:
 
 @routes.get("/v1/models/{model:.+}")
 async def model(request: web.Request) -> web.Response:
-    state, name = state_of(request), request.match_info["model"]
-    if name not in (state.model_name, state.engine.options.model_path):
-        said = f"The model '{name}' does not exist; this server has '{state.model_name}'"
-        error = {"message": said, "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
-        return json_response({"error": error}, status=404)
-    return json_response(_card(state))
+    state = state_of(request)
+    unknown = _unknown_model(state, request.match_info["model"])
+    return unknown or json_response(_card(state))
+
+
+def _unknown_model(state: ServerState, name: str) -> web.Response | None:
+    """OpenAI's 404 for a model that is not served; None for one that is. "default" is SGLang's word for it.
+
+    A server that was given no name (the engine of a run, which agents call as they please) answers to any.
+    """
+    options = state.engine.options
+    if options.served_model_name is None or name in (state.model_name, options.model_path, "default", ""):
+        return None
+    said = f"The model '{name}' does not exist; this server has '{state.model_name}'"
+    error = {"message": said, "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
+    return json_response({"error": error}, status=404)
 
 
 # -- completions ---------------------------------------------------------------------------------------
@@ -63,8 +75,10 @@ async def model(request: web.Request) -> web.Response:
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = state_of(request)
     ready_to_generate(state)
-    asked = parse_chat(await json_body(request), state.limits, state.tokenizer, state.model_name)
-    return await _answer(request, asked, _chat_choice, _chat_chunks, "chat.completion", "chat.completion.chunk")
+    asked = parse_chat(await json_body(request), state.limits, state.tokenizer, state.model_name, state.tool_format)
+    return _unknown_model(state, asked.model) or await _answer(
+        request, asked, _chat_choice, _chat_chunks, "chat.completion", "chat.completion.chunk"
+    )
 
 
 @routes.post("/v1/completions")
@@ -74,13 +88,15 @@ async def completions(request: web.Request) -> web.StreamResponse:
     if state.tokenizer is None:
         raise BadRequest("this model directory has no tokenizer; use /generate with input_ids")
     asked = parse_completion(await json_body(request), state.limits, state.model_name)
-    return await _answer(request, asked, _text_choice, _text_chunks, "text_completion", "text_completion")
+    return _unknown_model(state, asked.model) or await _answer(
+        request, asked, _text_choice, _text_chunks, "text_completion", "text_completion"
+    )
 
 
 async def _answer(
     request: web.Request,
     asked: OpenAIRequest,
-    choice: Callable[[int, OpenAIRequest, Any], dict[str, Any]],
+    choice: Callable[[int, OpenAIRequest, ServerState], dict[str, Any]],
     chunks: Callable[[OpenAIRequest, ServerState], AsyncIterator[dict[str, Any]]],
     whole: str,
     part: str,
@@ -92,7 +108,7 @@ async def _answer(
         return await send_events(request, _stream(asked, chunks(asked, state), part))
     await state.hub.run(state.engine, [job.sequence for job in jobs])
     body = _envelope(asked, whole)
-    body["choices"] = [choice(index, asked, state.tokenizer) for index in range(len(jobs))]
+    body["choices"] = [choice(index, asked, state) for index in range(len(jobs))]
     body["usage"] = _usage(asked)
     body["metadata"] = {"weight_version": jobs[0].sequence.final_version}
     return json_response(body)
@@ -125,25 +141,45 @@ async def _news(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[tuple
 # -- chat ----------------------------------------------------------------------------------------------
 
 
-def _chat_choice(index: int, asked: OpenAIRequest, tokenizer: Any) -> dict[str, Any]:
+def _chat_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[str, Any]:
     job = asked.generate.jobs[index]
-    message = {"role": "assistant", "content": final_text(job, tokenizer), "tool_calls": None}
-    logprobs = _chat_logprobs(job, tokenizer, slice(None)) if asked.logprobs else None
-    return {"index": index, "message": message, "logprobs": logprobs} | _ending(job)
+    reply = _reply(asked, state, final_text(job, state.tokenizer), ended=True)
+    calls = [_tool_call(call) for call in reply.calls] or None
+    message = {"role": "assistant", "content": reply.text or (None if calls else ""), "tool_calls": calls}
+    logprobs = _chat_logprobs(job, state.tokenizer, slice(None)) if asked.logprobs else None
+    return {"index": index, "message": message, "logprobs": logprobs} | _ending(job, bool(calls))
 
 
 async def _chat_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[dict[str, Any]]:
-    """The role of every choice, then its text as it comes, then its end."""
+    """The role of every choice, then its text and its calls as they come, then its end."""
     still = {"finish_reason": None, "matched_stop": None}
+    written, sent = [""] * len(asked.generate.jobs), [Reply("")] * len(asked.generate.jobs)
     for index in range(len(asked.generate.jobs)):
         yield {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None} | still
     async for index, new, tokens, ended in _news(asked, state):
-        job = asked.generate.jobs[index]
-        if new or (asked.logprobs and tokens.stop > tokens.start):
+        job, before = asked.generate.jobs[index], sent[index]
+        written[index] += new
+        reply = sent[index] = _reply(asked, state, written[index], ended=ended)
+        text = reply.text[len(before.text) :]
+        if text or (asked.logprobs and tokens.stop > tokens.start):
             logprobs = _chat_logprobs(job, state.tokenizer, tokens) if asked.logprobs else None
-            yield {"index": index, "delta": {"content": new}, "logprobs": logprobs} | still
+            yield {"index": index, "delta": {"content": text}, "logprobs": logprobs} | still
+        for number in range(len(before.calls), len(reply.calls)):
+            delta = {"tool_calls": [{"index": number, **_tool_call(reply.calls[number])}]}
+            yield {"index": index, "delta": delta, "logprobs": None} | still
         if ended:
-            yield {"index": index, "delta": {}, "logprobs": None} | _ending(job)
+            yield {"index": index, "delta": {}, "logprobs": None} | _ending(job, bool(reply.calls))
+
+
+def _reply(asked: OpenAIRequest, state: ServerState, text: str, *, ended: bool) -> Reply:
+    if state.tool_format is None or not asked.tools:
+        return Reply(text)
+    return state.tool_format.read(text, asked.tools, ended=ended)
+
+
+def _tool_call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def _chat_logprobs(job: Job, tokenizer: Any, tokens: slice) -> dict[str, Any]:
@@ -164,8 +200,8 @@ def _chat_logprobs(job: Job, tokenizer: Any, tokens: slice) -> dict[str, Any]:
 # -- text ----------------------------------------------------------------------------------------------
 
 
-def _text_choice(index: int, asked: OpenAIRequest, tokenizer: Any) -> dict[str, Any]:
-    job = asked.generate.jobs[index]
+def _text_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[str, Any]:
+    job, tokenizer = asked.generate.jobs[index], state.tokenizer
     text = _prompt_text(job, tokenizer) + final_text(job, tokenizer) if asked.echo else final_text(job, tokenizer)
     logprobs = _text_logprobs(job, tokenizer, slice(None), asked.echo) if asked.logprobs else None
     return {"index": index, "text": text, "logprobs": logprobs} | _ending(job)
@@ -205,9 +241,10 @@ def _text_logprobs(job: Job, tokenizer: Any, tokens: slice, echo: bool) -> dict[
 # -- both ----------------------------------------------------------------------------------------------
 
 
-def _ending(job: Job) -> dict[str, Any]:
+def _ending(job: Job, calls_tools: bool = False) -> dict[str, Any]:
     reason = job.sequence.finish_reason or {}
-    return {"finish_reason": reason.get("type"), "matched_stop": reason.get("matched")}
+    kind = "tool_calls" if calls_tools and reason.get("type") == "stop" else reason.get("type")
+    return {"finish_reason": kind, "matched_stop": reason.get("matched")}
 
 
 def _envelope(asked: OpenAIRequest, kind: str) -> dict[str, Any]:

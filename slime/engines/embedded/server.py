@@ -24,6 +24,7 @@ from slime.engines.embedded.generate_request import Limits
 from slime.engines.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
 from slime.engines.embedded.weight_update import WeightUpdater
 from slime.engines.request_fields import BadRequest
+from slime.engines.tool_calls import tool_format
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.processes import follow_parent
@@ -119,7 +120,8 @@ async def _load(options: EngineOptions, loop: asyncio.AbstractEventLoop, stoppin
         updater=WeightUpdater(engine),
         limits=limits,
         tokenizer=tokenizer,
-        model_name=Path(options.model_path).name,
+        model_name=options.served_model_name or Path(options.model_path).name,
+        tool_format=tool_format(Path(options.model_path)) if tokenizer is not None else None,
         architectures=list(config.get("architectures") or []),
         updates=ThreadPoolExecutor(8, thread_name_prefix="update"),
     )

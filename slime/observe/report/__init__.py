@@ -1,17 +1,27 @@
-"""``report.html``: a run on one page. `slime report RUN_DIR` writes it at any time, also while the run goes on.
+"""``report.html``: a run on one page. The run writes it while it goes on, `slime report RUN_DIR` at any time.
 
 The file needs no network and no server: open it from the file system, send it by mail, attach it to an issue.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slime.files import write_atomically
+from slime.log import get_logger
+from slime.observe.report.compare import render_comparison
 from slime.observe.report.data import read_run
 from slime.observe.report.page import render
+from slime.observe.run_folder import RunFolder
 
-__all__ = ["write_report"]
+__all__ = ["ReportSink", "write_comparison", "write_report"]
+
+logger = get_logger(__name__)
+
+#: Seconds from one report of a running run to the next, at least; and its cost may be this share of the time.
+_INTERVAL, _SHARE = 10.0, 0.01
 
 
 def write_report(run_dir: str | Path, output: str | Path | None = None) -> Path:
@@ -25,3 +35,46 @@ def write_report(run_dir: str | Path, output: str | Path | None = None) -> Path:
     path = Path(output) if output is not None else run.path / "report.html"
     write_atomically(path, render(run).encode("utf-8", "replace"))
     return path
+
+
+def write_comparison(run_dirs: Sequence[str | Path], output: str | Path | None = None) -> Path:
+    """Write several runs on one page and return its path (``comparison.html`` beside the first, by default).
+
+    Raises:
+        UserError: one of them is no run folder.
+        OSError: the file cannot be written.
+    """
+    runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
+    path = Path(output) if output is not None else runs[0].path.parent / "comparison.html"
+    write_atomically(path, render_comparison(runs).encode("utf-8", "replace"))
+    return path
+
+
+class ReportSink:
+    """Keeps the report of a run that goes on: written behind a step, but so seldom that it costs less than 1 % of the
+    time, however long the run is. The page loads itself anew.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock = run, clock
+        self._next = clock()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        started = self._clock()
+        if started < self._next:
+            return
+        try:
+            write_report(self._run.path)
+        except OSError as problem:  # the run is worth more than its page
+            logger.warning("could not write %s: %s", self._run.report_path, problem)
+        ended = self._clock()
+        self._next = ended + max(_INTERVAL, (ended - started) / _SHARE)
+
+    def rewind(self, next_step: int) -> None:
+        """Nothing to take back: the next report shows what there is."""
+
+    def close(self) -> None:
+        """The last report is that of a run that has ended: whoever ends it writes it."""

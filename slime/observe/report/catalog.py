@@ -17,23 +17,28 @@ PHASE_COLORS = {
     "ref_log_probs": 4,
     "update_weights": 5,
     "data_preprocess": 6,
-    "evaluate": 7,
-    "eval": 7,
     "save_model": 8,
     "save": 8,
     "train_wait": 1,
 }
 OTHER_COLOR = 9
+#: What rounding leaves of a sum that is 0.
+_VANISHING = 1e-6
 
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """A line chart of one or more metrics; `keys` are tried in order, the first that exists is drawn."""
+    """A line chart of one or more metrics; `keys` are tried in order, the first that exists is drawn.
+
+    Attributes:
+        may_vanish: 0 by construction in many runs (one update per rollout, lock step), and left out of those.
+    """
 
     title: str
     keys: tuple[str, ...]
     note: str
     unit: str = ""
+    may_vanish: bool = False
 
 
 LEARNING = (
@@ -45,7 +50,12 @@ LEARNING = (
         "tokens",
     ),
     ChartSpec("Truncated responses", ("rollout/truncated_ratio", "rollout/truncated"), "share cut at the length limit"),
-    ChartSpec("Loss", ("train/loss",), "what the optimizer minimises; for policy gradients its level says little"),
+    ChartSpec(
+        "Loss",
+        ("train/loss",),
+        "what the optimizer minimises; for policy gradients its level says little",
+        may_vanish=True,
+    ),
 )
 POLICY = (
     ChartSpec(
@@ -54,7 +64,7 @@ POLICY = (
         "of the policy, nats per token; a fall to zero ends exploration",
     ),
     ChartSpec("KL to the reference", ("train/kl_loss", "rollout/kl"), "how far training has moved from the start"),
-    ChartSpec("KL within the step", ("train/ppo_kl",), "old to new policy; zero with one step per rollout"),
+    ChartSpec("KL within the step", ("train/ppo_kl",), "old to new policy", may_vanish=True),
     ChartSpec(
         "Train–rollout difference",
         ("train/train_rollout_logprob_abs_diff",),
@@ -65,8 +75,13 @@ POLICY = (
         ("train/train_rollout_logprob_abs_diff_max",),
         "largest |log-prob of trainer − engine|; the mean hides a few bad tokens",
     ),
-    ChartSpec("Staleness", ("rollout/staleness/max",), "rollouts trained on since the oldest sample's weights"),
-    ChartSpec("Clipped tokens", ("train/pg_clipfrac",), "share of tokens outside the trust region"),
+    ChartSpec(
+        "Staleness",
+        ("rollout/staleness/max",),
+        "rollouts trained on since the oldest sample's weights",
+        may_vanish=True,
+    ),
+    ChartSpec("Clipped tokens", ("train/pg_clipfrac",), "share of tokens outside the trust region", may_vanish=True),
     ChartSpec("Gradient norm", ("train/grad_norm",), "before clipping"),
     ChartSpec(
         "Groups without contrast",
@@ -79,12 +94,15 @@ SPEED = (
     ChartSpec("Tokens per second", ("perf/tokens_per_gpu_per_sec",), "generated, per GPU (or CPU slot)", "tokens/s"),
     ChartSpec("Training speed", ("perf/actor_train_tok_per_s",), "trained tokens per second", "tokens/s"),
     ChartSpec("Weight push", ("perf/update_weights_time",), "pause to continue", "s"),
+    ChartSpec("Evaluation time", ("perf/evaluate_time", "perf/eval_time"), "beside the steps", "s"),
 )
 
 
 def _line_chart(stage: Stage, spec: ChartSpec, color: int) -> Chart | None:
     key = next((key for key in spec.keys if stage.series(key)), None)
     if key is None:
+        return None
+    if spec.may_vanish and all(abs(y or 0.0) <= _VANISHING for _, y in stage.series(key)):
         return None
     chart = Chart(spec.title, [Series(spec.title, stage.series(key), color)], spec.note, spec.unit, key=key)
     if key == "rollout/response_len/mean":
@@ -104,7 +122,7 @@ def evaluation_chart(stage: Stage) -> Chart | None:
 
 
 def step_time_chart(stage: Stage) -> Chart | None:
-    """Seconds per phase, stacked to the whole step."""
+    """Seconds per phase, stacked to the whole step; launch and evaluations are no part of any."""
     rows = [row for row in stage.rows if row.get("perf/step_time") is not None]
     rows = rows[:: max(1, len(rows) // 300)]
     splits = [phase_seconds({k: v for k, v in row.items() if v is not None}) for row in rows]

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 Point = tuple[float, float | None]
 
 WIDTH, HEIGHT = 440, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 22
+RIGHT, TOP, BOTTOM = 10, 10, 22
+#: Of a digit in a tick's label (10.5 px of the widest common font, DejaVu Sans), and between label and plot.
+DIGIT, GAP = 6.7, 6
 MAX_POINTS = 600
 
 
@@ -86,6 +88,21 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [round(i * step, digits) for i in range(first, last + 1)]
 
 
+def labels(marks: Sequence[float]) -> list[str]:
+    """Text of each tick, with as many digits as tell them apart.
+
+    Example:
+        >>> labels([2.998, 3.0, 3.002])
+        ['2.998', '3', '3.002']
+    """
+    texts = [number(mark) for mark in marks]
+    precision = 3
+    while len(set(texts)) < len(marks) and precision < 15:
+        precision += 1
+        texts = [f"{mark:.{precision}g}" for mark in marks]
+    return texts
+
+
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     """At most about `limit` points; of each stretch the least and the greatest stay, so that spikes survive."""
     if len(points) <= limit:
@@ -123,12 +140,14 @@ class _Scale:
         if low >= 0 and (from_zero or low < 0.5 * high):
             low = 0.0
         self.y_ticks = ticks(low, high)
+        self.y_labels = labels(self.y_ticks)
+        self.left = round(GAP + 2 + DIGIT * max(4, *map(len, self.y_labels)), 1)
         self.y_low, self.y_high = self.y_ticks[0], self.y_ticks[-1]
 
     def x(self, value: float) -> float:
         span = self.x_high - self.x_low
         share = (value - self.x_low) / span if span else 0.5
-        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
+        return round(self.left + share * (WIDTH - self.left - RIGHT), 1)
 
     def y(self, value: float) -> float:
         share = (value - self.y_low) / (self.y_high - self.y_low)
@@ -137,10 +156,10 @@ class _Scale:
 
 def _axes(scale: _Scale) -> list[str]:
     parts = []
-    for tick in scale.y_ticks:
+    for tick, text in zip(scale.y_ticks, scale.y_labels, strict=True):
         y = scale.y(tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(tick)}</text>')
+        parts.append(f'<line class="grid" x1="{scale.left}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="tick" x="{scale.left - GAP:.1f}" y="{y + 3.5}" text-anchor="end">{text}</text>')
     whole = [t for t in ticks(scale.x_low, scale.x_high, 5) if scale.x_low <= t <= scale.x_high and t == round(t)]
     for tick in whole or [scale.x_low]:
         x = scale.x(tick)
@@ -230,7 +249,7 @@ def svg(chart: Chart) -> str:
     scale = _Scale(xs, low, high, from_zero=chart.stacked)
     marks = _stack_marks(chart, scale) if chart.stacked else _line_marks(chart, scale)
     label = html.escape(chart.title, quote=True)
-    frame = f'data-x0="{scale.x_low}" data-x1="{scale.x_high}" data-y0="{scale.y_low}" data-y1="{scale.y_high}"'
+    frame = f'data-x0="{scale.x_low}" data-x1="{scale.x_high}" data-left="{scale.left}"'
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" {frame}>'
         + "".join([*_axes(scale), *marks])

@@ -95,7 +95,7 @@ def read_run(path: Path) -> RunData:
         stage.rows = merge_rows([row for row in rows if (row.get("stage") or "") == name])
         stage.rollouts = {p.stem: p for p in sorted(run.samples.glob("rollout_*.jsonl"))}
         stage.evaluations = {p.stem: p for p in sorted(run.samples.glob("eval_*.jsonl"), key=_eval_order)}
-        if stage.summary.get("state") == "running" and not _is_held(path):
+        if stage.summary.get("state") == "running" and not is_held(path):
             stage.summary = {**stage.summary, "state": "interrupted", "ended": _last_time(stage)}
         stages.append(stage)
     crashes = [
@@ -112,7 +112,7 @@ def _last_time(stage: Stage) -> float | None:
     return max((row["time"] for row in stage.rows if isinstance(row.get("time"), (int, float))), default=None)
 
 
-def _is_held(path: Path) -> bool:
+def is_held(path: Path) -> bool:
     """Is a live process (of this host) writing to the run?"""
     lock = path / ".lock"
     if not lock.exists():

@@ -3,7 +3,7 @@
 (() => {
   const points = JSON.parse(document.getElementById("points").textContent);
   const tip = document.getElementById("tip");
-  const plot = { left: 46, right: 10, width: 440 };
+  const plot = { right: 10, width: 440 };
 
   const format = (value) => {
     if (value === null) return "not finite";
@@ -37,7 +37,8 @@
     const chart = points[figure.dataset.chart];
     const box = svg.getBoundingClientRect();
     const inside = ((event.clientX - box.left) / box.width) * plot.width;
-    const share = (inside - plot.left) / (plot.width - plot.left - plot.right);
+    const left = Number(svg.dataset.left), span = plot.width - left - plot.right;
+    const share = (inside - left) / span;
     const low = Number(svg.dataset.x0), high = Number(svg.dataset.x1);
     const wanted = low + Math.min(1, Math.max(0, share)) * (high - low);
     let step = null;
@@ -46,7 +47,7 @@
       if (found && (step === null || Math.abs(found[0] - wanted) < Math.abs(step - wanted))) step = found[0];
     }
     if (step === null) return;
-    const at = plot.left + (high > low ? (step - low) / (high - low) : 0.5) * (plot.width - plot.left - plot.right);
+    const at = left + (high > low ? (step - low) / (high - low) : 0.5) * span;
     const cross = svg.querySelector(".cross");
     cross.setAttribute("x1", at);
     cross.setAttribute("x2", at);
@@ -78,5 +79,16 @@
     const svg = figure.querySelector("svg");
     svg.addEventListener("pointermove", (event) => show(figure, svg, event));
     svg.addEventListener("pointerleave", () => hide(svg));
+  }
+
+  // While the run goes on, the file is written anew: load it again, and what was unfolded stays so.
+  const folds = [...document.querySelectorAll("details")];
+  (history.state?.open ?? []).forEach((open, i) => { if (folds[i]) folds[i].open = open; });
+  if (document.documentElement.dataset.live !== undefined) {
+    setInterval(() => {
+      if (document.hidden || !tip.hidden || getSelection().toString()) return;
+      history.replaceState({ open: folds.map((fold) => fold.open) }, "");
+      location.reload();
+    }, 10_000);
   }
 })();

@@ -12,8 +12,8 @@ import orjson
 
 from slime import __version__
 from slime.files import without_secrets
+from slime.observe.alarms import engine_loads, find_alarms
 from slime.observe.console import duration, eval_scores
-from slime.observe.report.alarms import engine_loads, find_alarms
 from slime.observe.report.catalog import charts_of
 from slime.observe.report.charts import Chart, number, points_json, sparkline, svg
 from slime.observe.report.data import RunData, Stage, config_value, elapsed, flags_with_origins, is_supervised
@@ -40,7 +40,7 @@ def script_json(value: Any) -> str:
     return text
 
 
-class _Charts:
+class Figures:
     """Hands out an id per chart and keeps their points for the script."""
 
     def __init__(self) -> None:
@@ -104,7 +104,9 @@ def tiles_html(stage: Stage) -> str:
     tiles.append(_median_tile(stage, "perf/tokens_per_gpu_per_sec", "Generation", "tok/s"))
     seconds = elapsed(stage)
     if seconds is not None:
-        tiles.append(_tile("Duration", duration(seconds), f"{len(stage.rows)} steps logged"))
+        launch = sum(y or 0.0 for _, y in stage.series("perf/launch_time"))
+        detail = f"{len(stage.rows)} steps logged" + (f", launch {duration(launch)}" if launch else "")
+        tiles.append(_tile("Duration", duration(seconds), detail))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
@@ -171,12 +173,12 @@ def config_html(stage: Stage) -> str:
     return f"<section><h3>Configuration</h3>{''.join(folds)}</section>" if folds else ""
 
 
-def _state_html(state: str) -> str:
+def state_html(state: str) -> str:
     return f'<span class="state {escape(state)}">{escape(_STATES.get(state, state))}</span>' if state else ""
 
 
-def _stage_html(stage: Stage, charts: _Charts, titled: bool) -> str:
-    title = f"<h2>{escape(stage.name or 'run')} {_state_html(str(stage.summary.get('state', '')))}</h2>"
+def _stage_html(stage: Stage, charts: Figures, titled: bool) -> str:
+    title = f"<h2>{escape(stage.name or 'run')} {state_html(str(stage.summary.get('state', '')))}</h2>"
     figures = []
     for section, specs in charts_of(stage).items():
         drawn = "".join(charts.figure(chart) for chart in specs)
@@ -221,34 +223,46 @@ def _header_html(run: RunData) -> str:
     if len(run.stages) > 1:
         links = [f'<a href="#stage-{escape(s.name or "run")}">{escape(s.name or "run")}</a>' for s in run.stages]
         nav = f"<nav>{''.join(links)}</nav>"
-    title = f"<h1>{escape(run.name)} {_state_html(state)}</h1>"
+    title = f"<h1>{escape(run.name)} {state_html(state)}</h1>"
     crash = _crash_html(run.crashes[-1]) if run.crashes and state == "failed" else ""
     return f'<header class="top">{title}<p>{escape(" · ".join(facts))}</p>{nav}</header>{crash}'
 
 
 def _crash_html(crash: dict[str, Any]) -> str:
-    text = f"{crash.get('error', 'Error')}: {crash.get('message', '')}"
+    lines = [f"{crash.get('error', 'Error')}: {crash.get('message', '')}", *crash.get("notes", ())]
+    text = "\n  ".join(lines)
     note = f" ({escape(crash['note'])})" if crash.get("note") else ""
     more = f"<p>More in <code>{escape(crash['folder'])}</code></p>"
     return f'<div class="crash"><b>The run failed{note}.</b> <pre>{escape(text)}</pre>{more}</div>'
 
 
 def render(run: RunData) -> str:
-    """The page."""
-    charts = _Charts()
-    script = _asset("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    """The page of a run."""
+    charts = Figures()
     # the newest stage comes first: it is what one opens the report for
     body = "".join(_stage_html(stage, charts, titled=len(run.stages) > 1) for stage in reversed(run.stages))
+    is_live = run.stages[-1].summary.get("state") == "running"
+    return document(run.name, _header_html(run) + body, charts, str(run.path), is_live=is_live)
+
+
+def document(title: str, body: str, charts: Figures, origin: str, *, is_live: bool = False) -> str:
+    """A page that needs nothing else.
+
+    Args:
+        body: HTML, with the figures of ``charts`` in it.
+        origin: what it was written from.
+        is_live: the file will be written anew, and the page loads itself again.
+    """
+    script = _asset("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     written = time.strftime("%Y-%m-%d %H:%M:%S")
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<!doctype html>\n<html lang="en"{" data-live" if is_live else ""}><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)} · slime</title><style>{_asset('page.css')}</style></head><body><main>"
-        f"{_header_html(run)}{body}"
-        f"<footer>slime {escape(__version__)} · written {written} from {escape(run.path)}</footer>"
+        f"<title>{escape(title)} · slime</title><style>{_asset('page.css')}</style></head><body><main>{body}"
+        f"<footer>slime {escape(__version__)} · written {written} from {escape(origin)}</footer>"
         f'</main><div id="tip" hidden></div>'
         f'<script type="application/json" id="points">{script_json(charts.points)}</script>'
         f"<script>{script}</script></body></html>\n"

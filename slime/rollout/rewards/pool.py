@@ -8,13 +8,14 @@ import difflib
 import math
 import os
 import random
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import call_hook, check_signature, is_async, load_function
+from slime.hook_loading import call_hook, check_signature, is_async, load_function, where_to_mend, with_user_frames
 from slime.hooks import RewardFunction
 from slime.log import get_logger
 from slime.rollout.rewards.grading_pool import GradingPool
@@ -76,6 +77,7 @@ class RewardPool:
     Args:
         config: groups ``reward`` and ``rollout`` are read.
         args: what users' functions get; ``config.flat()`` when None.
+        standalone: rewards are all that is run (``slime reward``).
     Raises:
         UserError: unknown ``--rm-type``, or a custom function that cannot be loaded or called.
 
@@ -85,8 +87,9 @@ class RewardPool:
         1.0
     """
 
-    def __init__(self, config: Config, args: Any = None) -> None:
+    def __init__(self, config: Config, args: Any = None, *, standalone: bool = False) -> None:
         reward = config.reward
+        self._data, self._standalone = config.data, standalone
         self._args = config.flat() if args is None else args
         self._rm_type, self._path, self._url = reward.rm_type, reward.custom_rm_path, reward.rm_url
         self._timeout = reward.rm_timeout
@@ -198,11 +201,22 @@ class RewardPool:
             if isinstance(error, TimeoutError) and clock is not None and clock.expired():  # not one of its own making
                 self._count("timeout", path, len(samples))
                 return _TIMED_OUT
-            raise UserError(
+            failure = UserError(
                 f"the reward function '{path}' failed on sample {samples[0].index}",
                 why=f"{type(error).__name__}: {error}",
-                fix="run it on its own: slime reward --custom-rm-path … --prompt-data …",
-            ) from error
+                fix=self._fix(path, samples[0], error),
+            )
+            raise with_user_frames(failure, error) from error
+
+    def _fix(self, path: str, sample: Sample, error: Exception) -> str:
+        mend = where_to_mend(error)
+        if self._standalone or self._data.prompt_data is None:
+            return mend
+        words = ["slime", "reward", "--custom-rm-path", path, "--prompt-data", self._data.prompt_data]
+        words += ["--input-key", self._data.input_key]
+        words += ["--label-key", self._data.label_key] if self._data.label_key else []
+        words += ["--response", sample.response[:80]]
+        return f"{mend}; to try it on its own: {shlex.join(words)}"
 
     def _load(self, path: str) -> Any:
         fn = load_function(path)

@@ -37,7 +37,8 @@ class RemoteReward:
         """
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS)
-            self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+            # the address is the user's: it may lie behind the proxy of the environment, unlike those of the run
+            self._session = aiohttp.ClientSession(connector=connector, trust_env=True)
         body = orjson.dumps({"prompt": sample.prompt, "response": sample.response, "label": sample.label})
         last: Exception | str = ""
         for attempt in range(_TRIES):

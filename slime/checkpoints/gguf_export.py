@@ -1,0 +1,368 @@
+"""A Hugging Face directory as one GGUF file, which llama.cpp, Ollama and LM Studio read.
+
+    >>> hf_to_gguf("outputs/sums/model", "sums.gguf")          # 135M parameters in bfloat16: 270 MB
+
+Tensors are copied one at a time and bit for bit (norms in float32, as llama.cpp wants them), so `gguf_to_hf` gives the
+same model back. Names come from the ``gguf`` package's own tables, shapes and facts from the model family's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.checkpoints.hf_files import HfReader
+from slime.errors import UserError
+from slime.files import replacing
+from slime.models import ModelSpec, family_of, read_hf_config
+from slime.prompts.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from gguf import GGUFWriter
+
+#: Model family → what llama.cpp calls the architecture that computes it.
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+#: Of these llama.cpp rotates neighbouring dimensions, so that rows of queries and keys lie in another order.
+_INTERLEAVED = ("llama",)
+#: Our own entry: scaling of the rotary embedding as config.json has it. llama.cpp reads the factors made of it.
+ROPE_PARAMETERS = "slime.rope_parameters"
+#: dtype → llama.cpp's number for a file that is mostly of it.
+_FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?"
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+#: How a tokenizer cuts text into words before it merges → llama.cpp's name of it. ByteLevel's own pattern: "".
+_PRE_TOKENIZERS = {
+    (): "gpt-2",
+    (QWEN_WORDS % "",): "qwen2",
+    (QWEN_WORDS % "{1,3}",): "llama-bpe",
+    (TEKKEN_WORDS,): "tekken",
+    ("digits",): "smollm",
+}
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+
+def hf_to_gguf(
+    directory: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    dtype: str | None = None,
+    pre_tokenizer: str | None = None,
+    name: str | None = None,
+) -> Path:
+    """Write the model and tokenizer of ``directory`` to the file ``path``, which appears only when it is whole.
+
+    Args:
+        dtype: "bfloat16", "float16" or "float32" of the matrices; None keeps what each tensor has.
+        pre_tokenizer: llama.cpp's name for how text is cut into words, for tokenizers that are not known here.
+        name: of the model, for people; default: that of the directory.
+    Raises:
+        UserError: a family, scaling or tokenizer that llama.cpp has no counterpart for, or that is not written here;
+            the weights are not complete; the package gguf is missing.
+    """
+    source, target = Path(directory), Path(path)
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("writing a GGUF file needs the package gguf", fix="pip install 'slime-rl[gguf]'")
+    config = read_hf_config(source)
+    family = family_of(source)
+    spec = family.model_spec(config)
+    _check(source, spec)
+    vocabulary = _Vocabulary.read(source, spec.vocab_size, pre_tokenizer)
+    reader = HfReader(source)
+    ignored = set(reader.verify(family, spec))
+    tensors = list(_tensors(reader, [name for name, _ in family.hf_tensors(spec) if name not in ignored], spec, dtype))
+    from gguf import GGUFWriter
+
+    try:
+        with replacing(target) as unfinished:
+            writer = GGUFWriter(unfinished, ARCHITECTURES[spec.family])
+            _add_facts(writer, spec, name or source.resolve().name, tensors)
+            vocabulary.add_to(writer, source)
+            _write_tensors(writer, tensors)
+    except OSError as error:
+        raise UserError(f"cannot write {target}", why=error.strerror or str(error)) from error
+    return target
+
+
+def _check(source: Path, spec: ModelSpec) -> None:
+    if spec.family not in ARCHITECTURES:
+        raise UserError(
+            f"{source} is of the family {spec.family}, which is not written as GGUF",
+            why=f"these are: {', '.join(ARCHITECTURES)}",
+            fix="serve it with `slime serve`, or convert it with llama.cpp's own convert_hf_to_gguf.py",
+        )
+    dense = [layer for layer in range(spec.num_layers) if not spec.is_moe_layer(layer)] if spec.num_experts else []
+    kind = (spec.rotary_scaling or {}).get("rope_type")
+    for holds, what in (
+        (bool(dense), f"dense layers ({', '.join(map(str, dense[:5]))}) among those with experts"),
+        (bool(spec.num_experts) and not spec.normalised_scores, "a router that does not normalise (norm_topk_prob)"),
+        (spec.output_bias or spec.mlp_bias, "biases beside those of query, key and value"),
+        (kind == "yarn" and "mscale" in (spec.rotary_scaling or {}), "yarn scaling with mscale"),
+        (spec.activation != "silu", f"the activation {spec.activation}"),
+    ):
+        if holds:
+            raise UserError(f"{source} has {what}", why=f"llama.cpp's {ARCHITECTURES[spec.family]} computes none of it")
+
+
+# -- facts -------------------------------------------------------------------------------------------------------
+
+
+def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[_Tensor]) -> None:
+    from gguf import RopeScalingType
+
+    facts = spec.transformer
+    writer.add_type("model")
+    writer.add_name("Mistral" if name == "mistral" else name)  # of that very name transformers expects another layout
+    largest = max(tensors, key=lambda tensor: tensor.num_elements)
+    writer.add_file_type(_FILE_TYPES[largest.dtype])
+    writer.add_block_count(spec.num_layers)
+    writer.add_context_length(spec.max_position_embeddings)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_feed_forward_length(int(facts["ffn_hidden_size"]))
+    writer.add_head_count(spec.num_heads)
+    writer.add_head_count_kv(spec.num_query_groups)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_layer_norm_rms_eps(float(facts["layernorm_epsilon"]))
+    writer.add_vocab_size(spec.vocab_size)
+    writer.add_rope_freq_base(spec.rotary_base)
+    writer.add_rope_dimension_count(spec.rotary_dim)
+    if spec.num_experts:
+        writer.add_expert_count(spec.num_experts)
+        writer.add_expert_used_count(int(facts["moe_router_topk"]))
+        writer.add_expert_feed_forward_length(int(facts["moe_ffn_hidden_size"]))
+    scaling = spec.rotary_scaling
+    if scaling is None:
+        return
+    writer.add_string(ROPE_PARAMETERS, json.dumps({"rope_theta": spec.rotary_base, **scaling}))
+    if scaling["rope_type"] == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(scaling["factor"]))
+    elif scaling["rope_type"] == "yarn":
+        trained = scaling.get("original_max_position_embeddings") or spec.max_position_embeddings
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(float(scaling["factor"]))
+        writer.add_rope_scaling_orig_ctx_len(int(trained))
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor of the file; ``read`` gives its values when they are written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+def _tensors(reader: HfReader, names: list[str], spec: ModelSpec, dtype: str | None) -> Iterator[_Tensor]:
+    """The tensors under llama.cpp's names; experts of a layer as one, and the factors of Llama 3's positions."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[spec.family])
+    name_map = get_tensor_name_map(architecture, spec.num_layers)
+    sources: dict[str, list[str]] = {}
+    for name in names:
+        ours = name_map.get_name(re.sub(r"\.experts\.\d+\.", ".experts.", name), (".weight", ".bias"))
+        assert ours is not None, f"{name} has no name in GGUF"
+        sources.setdefault(ours, []).append(name)
+    if (spec.rotary_scaling or {}).get("rope_type") == "llama3":
+        factors = _rope_factors(spec)
+        yield _Tensor("rope_freqs.weight", tuple(factors.shape), "float32", lambda: factors)
+    for ours, theirs in sources.items():
+        piece = reader[theirs[0]]
+        kept = str(piece[:1].dtype).removeprefix("torch.")
+        stacked = (len(theirs),) if ".experts." in theirs[0] else ()
+        # llama.cpp adds and scales with these in float32
+        chosen = "float32" if len(piece.shape) == 1 or ours.endswith("ffn_gate_inp.weight") else dtype or kept
+        yield _Tensor(ours, (*stacked, *piece.shape), chosen, _reading(reader, theirs, spec, bool(stacked)))
+
+
+def _reading(reader: HfReader, names: list[str], spec: ModelSpec, stacked: bool) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        import torch
+
+        pieces = [_reordered(reader[name][:], name, spec) for name in names]
+        return torch.stack(pieces) if stacked else pieces[0]
+
+    return read
+
+
+def _reordered(tensor: torch.Tensor, name: str, spec: ModelSpec) -> torch.Tensor:
+    """Rows of queries and keys so that the two dimensions of a rotated pair are neighbours, where llama.cpp wants that.
+
+    Of a head of 4: rows 0, 1, 2, 3 become 0, 2, 1, 3.
+    """
+    heads = {"q_proj": spec.num_heads, "k_proj": spec.num_query_groups}.get(name.split(".")[-2])
+    if heads is None or ARCHITECTURES[spec.family] not in _INTERLEAVED:
+        return tensor
+    return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _rope_factors(spec: ModelSpec) -> torch.Tensor:
+    """What llama.cpp divides the plain frequencies by."""
+    from slime.models.rotary import inverse_frequencies
+
+    plain, _ = inverse_frequencies(spec.rotary_dim, spec.rotary_base, None, spec.max_position_embeddings)
+    scaled, _ = inverse_frequencies(
+        spec.rotary_dim, spec.rotary_base, spec.rotary_scaling, spec.max_position_embeddings
+    )
+    return plain / scaled
+
+
+def _write_tensors(writer: GGUFWriter, tensors: list[_Tensor]) -> None:
+    """All names and sizes, then the values of one tensor after the other: memory holds one at a time."""
+    import numpy as np
+    import torch
+    from gguf import GGMLQuantizationType as Kind
+
+    kinds = {"float32": (Kind.F32, 4), "float16": (Kind.F16, 2), "bfloat16": (Kind.BF16, 2)}
+    for tensor in tensors:
+        kind, size = kinds[tensor.dtype]
+        nbytes = tensor.num_elements * size
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in tensors:
+        values = tensor.read().to(getattr(torch, tensor.dtype)).contiguous()
+        bits = values.view(torch.uint16) if tensor.dtype == "bfloat16" else values
+        writer.write_tensor_data(bits.numpy())
+    writer.close()
+
+
+# -- tokenizer ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """Texts of all tokens by id, llama.cpp's kinds of them, and how text is cut into words.
+
+    Attributes:
+        model: "gpt2" (bytes, merged by rank) or "llama" (SentencePiece, merged by score).
+        scores: of SentencePiece.
+    """
+
+    model: str
+    pre: str
+    texts: list[str]
+    kinds: list[int]
+    scores: list[float] | None
+
+    @staticmethod
+    def read(directory: Path, size: int, pre: str | None) -> _Vocabulary:
+        """What the tokenizer does that transformers makes of the directory, which is more than tokenizer.json says.
+
+        Raises:
+            UserError: there is no tokenizer, or it is of a kind that is not known here.
+        """
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = load_tokenizer(str(directory))
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise UserError(
+                f"the tokenizer of {directory} is not one of the fast ones",
+                fix="save it as tokenizer.json once, with the package tokenizers",
+            )
+        data = json.loads(tokenizer.backend_tokenizer.to_str())
+        model, added = data.get("model") or {}, {token["id"]: token for token in data.get("added_tokens") or ()}
+        if model.get("type") != "BPE":
+            raise UserError(
+                f"the tokenizer of {directory} is of the type {model.get('type')}",
+                why="only BPE can be written",
+                fix="take a model with a BPE tokenizer, as published ones have; the demo's has words",
+            )
+        beyond = max([*model["vocab"].values(), *added], default=0)
+        if beyond >= size:
+            raise UserError(
+                f"the tokenizer of {directory} has the token {beyond}", why=f"the model has {size} rows (vocab_size)"
+            )
+        by_id = {number: text for text, number in model["vocab"].items()}
+        is_pieces = bool(model.get("byte_fallback"))
+        texts, kinds = [], []
+        for number in range(size):
+            texts.append(added[number]["content"] if number in added else by_id.get(number, f"[PAD{number}]"))
+            if number in added:
+                kinds.append(_CONTROL if added[number]["special"] else _USER_DEFINED)
+            else:
+                kinds.append(_NORMAL if number in by_id else _UNUSED)
+            if is_pieces and re.fullmatch(r"<0x[0-9A-F]{2}>", texts[-1]):
+                kinds[-1] = _BYTE
+            elif is_pieces and texts[-1] == model.get("unk_token"):
+                kinds[-1] = _UNKNOWN
+        if is_pieces:
+            return _Vocabulary("llama", "default", texts, kinds, _scores(model, texts))
+        return _Vocabulary("gpt2", pre or _pre_tokenizer(directory, data), texts, kinds, None)
+
+    def add_to(self, writer: GGUFWriter, directory: Path) -> None:
+        from gguf import SpecialVocab
+
+        writer.add_tokenizer_model(self.model)
+        writer.add_tokenizer_pre(self.pre)
+        writer.add_token_list(self.texts)
+        if self.scores is not None:
+            writer.add_token_scores(self.scores)
+        writer.add_token_types(self.kinds)
+        special = SpecialVocab(directory, load_merges=self.scores is None, n_vocab=len(self.texts))
+        special.add_special_token.setdefault("bos", False)  # where nothing is said, llama.cpp goes by other rules
+        special.add_to_gguf(writer, quiet=True)
+
+
+def _scores(model: dict[str, Any], texts: list[str]) -> list[float]:
+    """SentencePiece's scores, of which only the order counts: what is merged earlier has the higher one.
+
+    A token that several merges make (a fast tokenizer lists all ways to it) counts as the first of them.
+    """
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(model["merges"]):
+        first, second = merge if isinstance(merge, list) else merge.split(" ")
+        ranks.setdefault(first + second, rank)
+    return [-float(ranks.get(text, len(ranks) + number)) for number, text in enumerate(texts)]
+
+
+def _pre_tokenizer(directory: Path, data: dict[str, Any]) -> str:
+    """llama.cpp's name for the way in which the tokenizer cuts text into words.
+
+    Raises:
+        UserError: it is not one of those that are known here.
+    """
+    outer = data.get("pre_tokenizer") or {}
+    parts = outer.get("pretokenizers", [outer])
+    patterns: list[str] = []
+    for part in parts:
+        if part.get("type") == "Split":
+            patterns.append(str((part.get("pattern") or {}).get("Regex")))
+        elif part.get("type") == "Digits" and part.get("individual_digits"):
+            patterns.append("digits")
+        elif part.get("type") != "ByteLevel":
+            patterns.append(str(part.get("type")))
+    found = _PRE_TOKENIZERS.get(tuple(patterns))
+    if found is None:
+        raise UserError(
+            f"the tokenizer of {directory} cuts text into words in a way that is not known here",
+            why=f"its pre_tokenizer: {json.dumps(outer, ensure_ascii=False)[:300]}",
+            fix="pass --pre-tokenizer with llama.cpp's name for it (those known here: "
+            f"{', '.join(_PRE_TOKENIZERS.values())})",
+        )
+    return found

@@ -1,0 +1,155 @@
+"""Which models a run has left behind, and where: what is exported, and what lies in its checkpoints. Imports no torch.
+
+>>> newest_model(Path("outputs/sums")).path
+PosixPath('outputs/sums/model')
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.checkpoints.directory import newest_whole
+from slime.checkpoints.load_plan import is_hf_dir
+from slime.errors import UserError
+from slime.files import read_object
+
+#: How deep below a run folder exports are looked for.
+_LEVELS = 3
+_ROLLOUT = "{rollout_id}"
+
+
+def is_run_folder(path: Path) -> bool:
+    return bool(stage_configs(path))
+
+
+def stage_configs(run_folder: Path) -> dict[str, dict[str, Any]]:
+    """Stage ("": the only one) → what its config.json says; {} where the folder is none of a run."""
+    files = sorted(run_folder.glob("config*.json"), key=lambda file: file.stat().st_mtime)
+    found = {file.stem.partition(".")[2]: read_object(file) for file in files}
+    return {stage: config for stage, config in found.items() if "origins" in config}
+
+
+def has_weights(path: Path) -> bool:
+    """A Hugging Face directory that is not only config and tokenizer."""
+    return is_hf_dir(path) and any(path.glob("*.safetensors"))
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """A model of a run.
+
+    Attributes:
+        path: a Hugging Face directory, or the directory of one iteration of a Megatron checkpoint.
+        rollout: after which it was written; None where the name does not tell.
+        written: when, in seconds since 1970.
+        base: the Hugging Face directory that the run began with; None where the run does not say.
+    """
+
+    path: Path
+    is_hf: bool
+    rollout: int | None
+    written: float
+    base: Path | None
+
+
+def newest_model(run_folder: Path) -> RunModel:
+    """The newest model that a run has written: an export (--save-hf, or any in its folder), or its newest whole
+    checkpoint where no export is as new.
+
+    Raises:
+        UserError: not the folder of a run, or of one that has saved nothing.
+    """
+    configs = stage_configs(run_folder)
+    if not configs:
+        raise UserError(f"{run_folder} is not a run folder", why="it has no config.json of a run")
+    models = [model for stage, config in configs.items() if (model := _of_stage(run_folder, stage, config))]
+    base = _base(run_folder, list(configs.values())[-1])
+    models += [_export(path, None, base) for path in _hf_dirs(run_folder)]
+    if not models:
+        saves = [config.get("checkpoint", {}).get("save") for config in configs.values()]
+        where = ", ".join(sorted({str(path) for path in saves if path}))
+        raise UserError(
+            f"the run {run_folder} has left no model",
+            why=f"there is no export in it, and no whole checkpoint in {where}" if where else "it ran without --save",
+            fix="wait for its first checkpoint" if where else "train with --save DIR, or --save-hf 'DIR/{rollout_id}'",
+        )
+    return max(models, key=lambda model: model.written)
+
+
+def checkpoint_model(directory: Path) -> RunModel | None:
+    """The newest whole checkpoint of a --save directory, or the one iteration that ``directory`` holds; None: neither.
+    Its base is known where it lies in the folder of its run."""
+    whole = directory if (directory / ".metadata").is_file() else newest_whole(directory)
+    if whole is None:
+        return None
+    above = [*whole.resolve().parents][:3]
+    run = next((folder for folder in above if is_run_folder(folder)), None)
+    config = list(stage_configs(run).values())[-1] if run is not None else {}
+    return _checkpoint(whole, _base(run, config) if run is not None else None)
+
+
+def _of_stage(run_folder: Path, stage: str, config: dict[str, Any]) -> RunModel | None:
+    flags, base = config.get("checkpoint", {}), _base(run_folder, config)
+    roots = [run_folder / "checkpoints" / stage]
+    if flags.get("save"):
+        roots.append(_where(run_folder, config, flags["save"]))
+    wholes = [_checkpoint(whole, base) for root in roots if root.is_dir() and (whole := newest_whole(root))]
+    checkpoint = max(wholes, key=lambda model: model.written, default=None)
+    named = _exports(_where(run_folder, config, flags["save_hf"])) if flags.get("save_hf") else ()
+    exports = [_export(path, rollout, base) for path, rollout in named]
+    export = max(exports, key=lambda model: (model.rollout or 0, model.written), default=None)
+    if export is None or checkpoint is None:
+        return export or checkpoint
+    if export.rollout is not None and checkpoint.rollout is not None:
+        return checkpoint if checkpoint.rollout > export.rollout else export
+    return checkpoint if checkpoint.written > export.written else export
+
+
+def _exports(pattern: Path) -> Iterator[tuple[Path, int | None]]:
+    """Exports that --save-hf has written, with the rollout that the path names."""
+    text = str(pattern)
+    matcher = re.compile(r"(\d+)".join(map(re.escape, text.split(_ROLLOUT))))
+    for name in glob.glob("*".join(map(glob.escape, text.split(_ROLLOUT)))):
+        match = matcher.fullmatch(name)
+        if match is not None and has_weights(Path(name)):
+            yield Path(name), int(match.group(1)) if match.groups() else None
+
+
+def _hf_dirs(folder: Path, levels: int = _LEVELS) -> Iterator[Path]:
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.name.startswith("."):
+            if has_weights(entry):
+                yield entry
+            elif levels > 1 and not (entry / ".metadata").is_file():  # of a checkpoint: not newer than it is
+                yield from _hf_dirs(entry, levels - 1)
+
+
+def _export(path: Path, rollout: int | None, base: Path | None) -> RunModel:
+    written = max(file.stat().st_mtime for file in path.glob("*.safetensors"))
+    return RunModel(path, True, rollout, written, base)
+
+
+def _checkpoint(path: Path, base: Path | None) -> RunModel:
+    number = re.fullmatch(r"iter_(\d+)", path.name)
+    written = (path / ".metadata").stat().st_mtime
+    return RunModel(path, False, int(number.group(1)) if number else None, written, base)
+
+
+def _base(run_folder: Path, config: dict[str, Any]) -> Path | None:
+    named = config.get("checkpoint", {}).get("hf_checkpoint")
+    return _where(run_folder, config, named) if named else None
+
+
+def _where(run_folder: Path, config: dict[str, Any], path: str) -> Path:
+    """A path of the run's flags as seen from here: relative ones count from where the run was started, which is where
+    --output-dir begins."""
+    output_dir = Path(config.get("observe", {}).get("output_dir") or "outputs")
+    if Path(path).is_absolute() or output_dir.is_absolute():
+        return Path(path)
+    started = run_folder.resolve().parents[len(output_dir.parts)]
+    return started / path if started.joinpath(path.split("{")[0]).exists() else Path(path)

@@ -1,0 +1,179 @@
+"""`slime chat`: talk to a model in the terminal.
+
+slime chat outputs/sums                                the newest model of a run
+echo 'What is 17 + 25?' | slime chat Qwen3-0.6B        without a terminal: a question per line, an answer for each
+
+/reset forgets the conversation, /system TEXT sets the system prompt and begins anew, /quit leaves (Ctrl-D too);
+Ctrl-C ends an answer early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime.cli.model_source import model_directory, model_name
+from slime.cli.serve import add_model_flags, serving
+from slime.engines.tool_calls import chat_template
+from slime.errors import RunFailed, UserError
+
+#: Seconds until the next piece of an answer, at most.
+_PIECE_SECONDS = 300.0
+_COMMANDS = "/reset, /system TEXT, /quit"
+
+
+def main(argv: list[str]) -> int:
+    """Answer what is typed, or what stands on standard input. Returns the exit status."""
+    flags = _parser().parse_args(argv)
+    directory, name = model_directory(flags.path, flags.hf_checkpoint), model_name(flags.path)
+    sampling = {key: getattr(flags, key) for key in _SAMPLING if getattr(flags, key) is not None}
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401  history and editing of the lines that are typed
+
+        print(f"{name}: loading {directory} …", file=sys.stderr)
+    with serving(directory, name, engine=flags.engine) as server:
+        has_turns = chat_template(directory) is not None
+        if not has_turns:
+            print("this model has no chat template: it continues each line as it stands", file=sys.stderr)
+        conversation = Conversation(server.url, name, sampling, flags.system, has_turns=has_turns)
+        if is_terminal:
+            print(f"{_COMMANDS}; Ctrl-C ends an answer, Ctrl-D the chat", file=sys.stderr)
+        _talk(conversation, is_terminal)
+    return 0
+
+
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="slime chat", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_model_flags(parser)
+    add = parser.add_argument
+    add("--system", help="system prompt")
+    add("--temperature", type=float, help="0: always the likeliest token (default: the engine's, 1)")
+    add("--top-p", type=float, help="sample among the likeliest tokens of this probability together")
+    add("--top-k", type=int, help="sample among so many of the likeliest tokens")
+    add("--max-tokens", type=int, default=1024, help="most tokens of an answer (default 1024)")
+    add("--seed", type=int, help="the same seed gives the same answers")
+    return parser
+
+
+def _talk(conversation: Conversation, is_terminal: bool) -> None:
+    for line in _lines(is_terminal):
+        command, _, rest = line.partition(" ")
+        if command in ("/quit", "/exit"):
+            return
+        if command == "/reset":
+            conversation.reset()
+        elif command == "/system":
+            conversation.system = rest.strip() or None
+            conversation.reset()
+        elif command.startswith("/") and command[1:].isalpha():
+            print(f"there is no {command}; there are {_COMMANDS}", file=sys.stderr)
+        elif line:
+            _show(conversation.ask(line), is_terminal)
+
+
+def _lines(is_terminal: bool) -> Iterator[str]:
+    """What is typed, or the lines of standard input; ends with them."""
+    if not is_terminal:
+        yield from (line.strip() for line in sys.stdin)
+        return
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            yield input("\n> ").strip()
+
+
+def _show(pieces: Iterator[str], is_terminal: bool) -> None:
+    """Print an answer as it comes; in a terminal Ctrl-C ends it, and what there is of it counts.
+
+    Raises:
+        UserError: the server refuses, and nobody sits there to go on; or it is gone.
+    """
+    try:
+        with contextlib.closing(pieces):  # type: ignore[type-var]
+            for piece in pieces:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        if not is_terminal:
+            raise
+        print(" …", end="")
+    except UserError as error:
+        if not is_terminal or isinstance(error, RunFailed):
+            raise
+        print(f"error: {error}", end="", file=sys.stderr)
+    print(flush=True)
+
+
+class Conversation:
+    """Turns with a model behind OpenAI's API.
+
+    Args:
+        sampling: fields of the requests, by OpenAI's names.
+        system: system prompt.
+        has_turns: the model has a chat template; without one each line is continued on its own.
+    """
+
+    def __init__(
+        self, url: str, model: str, sampling: dict[str, Any], system: str | None = None, *, has_turns: bool = True
+    ) -> None:
+        self.system = system
+        self._address, self._model, self._sampling, self._has_turns = urlsplit(url).netloc, model, sampling, has_turns
+        self._turns: list[dict[str, str]] = []
+
+    def reset(self) -> None:
+        """Forget what was said; the system prompt stays."""
+        self._turns = []
+
+    def ask(self, text: str) -> Iterator[str]:
+        """The pieces of the answer. It becomes part of the conversation, also when it is not taken to its end.
+
+        Raises:
+            UserError: the server refuses, e.g. a conversation that is too long.
+            RunFailed: it is gone.
+        """
+        if not self._has_turns:
+            yield from self._stream("/v1/completions", {"prompt": text}, lambda choice: choice["text"])
+            return
+        question = {"role": "user", "content": text}
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        body = {"messages": [*system, *self._turns, question]}
+        pieces: list[str] = []
+        try:
+            for piece in self._stream(
+                "/v1/chat/completions", body, lambda choice: choice["delta"].get("content") or ""
+            ):
+                pieces.append(piece)
+                yield piece
+        finally:
+            if pieces:
+                self._turns += [question, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _stream(self, path: str, body: dict[str, Any], text_of: Any) -> Iterator[str]:
+        connection = http.client.HTTPConnection(self._address, timeout=_PIECE_SECONDS)  # knows no proxies
+        try:
+            sent = json.dumps({"model": self._model, "stream": True, **self._sampling, **body}).encode()
+            connection.request("POST", path, sent, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            if answer.status != 200:
+                said = json.loads(answer.read())
+                raise UserError(
+                    said.get("error", said)["message"], fix="/reset begins anew" if len(self._turns) else ""
+                )
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        if piece := text_of(choice):
+                            yield piece
+        except (OSError, http.client.HTTPException) as error:
+            raise RunFailed("the engine gives no answer any more", why=str(error)) from error
+        finally:
+            connection.close()  # an answer that is not wanted any more ends with it

@@ -1,0 +1,29 @@
+"""`slime export`: a model as one GGUF file, for llama.cpp, Ollama and LM Studio.
+
+slime export outputs/sums --gguf sums.gguf
+ollama create sums -f <(echo FROM ./sums.gguf)          # or: llama-cli -m sums.gguf
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from slime.checkpoints.gguf_export import hf_to_gguf
+from slime.cli.model_source import model_directory, model_name
+
+
+def main(argv: list[str]) -> int:
+    """Write the file and say where it is. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="slime export", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("path", help="a run folder, a --save directory, a Hugging Face directory, or org/name on the hub")
+    add("--gguf", required=True, metavar="FILE", help="the file to write")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="of the matrices (default: the model's)")
+    add("--pre-tokenizer", help="llama.cpp's name of how text is cut into words, where it is not known here")
+    add("--hf-checkpoint", help="config and tokenizer, for a --save directory outside of its run folder")
+    flags = parser.parse_args(argv)
+    directory = model_directory(flags.path, flags.hf_checkpoint)
+    path = hf_to_gguf(directory, flags.gguf, flags.dtype, flags.pre_tokenizer, model_name(flags.path))
+    print(f"wrote {path} ({path.stat().st_size / 1e6:.0f} MB) from {directory}")
+    return 0

@@ -1,0 +1,80 @@
+"""`slime push`: upload a model to the hub, with a card that says how it was trained.
+
+HF_TOKEN=… slime push outputs/sums me/sums
+slime push outputs/sums me/sums --card-only > README.md          look at the card first; nothing is uploaded
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from slime.checkpoints.run_models import is_run_folder
+from slime.cli.model_source import model_directory, model_name
+from slime.errors import UserError
+from slime.hub import hub_token, upload
+from slime.observe.model_card import UNKNOWN, model_card
+from slime.observe.report.data import RunData, config_value, read_run
+
+_REPO = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def main(argv: list[str]) -> int:
+    """Upload, or print the card. Returns the exit status."""
+    flags = _parser().parse_args(argv)
+    if not _REPO.fullmatch(flags.repo):
+        raise UserError(
+            f"'{flags.repo}' is no name of a repository", fix="pass org/name, e.g. your account's name first"
+        )
+    if not flags.card_only:
+        hub_token(flags.repo)  # before anything is read or converted
+    directory = model_directory(flags.path, flags.hf_checkpoint)
+    run = _run_of(Path(flags.path), directory)
+    card = _card(model_name(flags.path), run, directory)
+    if flags.card_only:
+        print(card, end="")
+        return 0
+    message = f"run {run.name}, by slime push" if run is not None else "by slime push"
+    url = upload(flags.repo, directory, {"README.md": card.encode()}, private=flags.private, message=message)
+    print(f"{directory} is at {url}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="slime push", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("path", help="a run folder, a --save directory, or a Hugging Face directory")
+    add("repo", help="org/name on the hub; made where it is not there")
+    add("--private", action="store_true", help="only you and your organisation may see it, if it is new")
+    add("--card-only", action="store_true", help="print the model card and upload nothing")
+    add("--hf-checkpoint", help="config and tokenizer, for a --save directory outside of its run folder")
+    return parser
+
+
+def _run_of(path: Path, directory: Path) -> RunData | None:
+    """The run that the model is of: the folder that was named, or one that holds the model."""
+    if path.is_dir() and is_run_folder(path):
+        return read_run(path.resolve())
+    for folder in directory.resolve().parents[:4]:  # any of which may hold the config.json of something else
+        if (folder / "run.json").is_file() and is_run_folder(folder):
+            return read_run(folder)
+    return None
+
+
+def _card(name: str, run: RunData | None, directory: Path) -> str:
+    """A card that lies with a model of no run stays; licences are those that the base model's card has."""
+    own = directory / "README.md"
+    if run is None and own.is_file():
+        return own.read_text(encoding="utf-8")
+    base = config_value(run.stages[0].config, "hf_checkpoint") if run is not None and run.stages else None
+    return model_card(name, run, _licence(Path(base) / "README.md") if base else UNKNOWN)
+
+
+def _licence(card: Path) -> str:
+    """``license`` in the head of a model card; "unknown" where it says none."""
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    head = text.split("---")[1] if text.startswith("---") else ""
+    found = re.search(r"^license:\s*([\w.-]+)\s*$", head, re.MULTILINE)
+    return found.group(1) if found else UNKNOWN

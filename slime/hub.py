@@ -1,0 +1,188 @@
+"""The Hugging Face hub, for those who can reach it: models and data by name, and uploads.
+
+``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` mean what they mean to huggingface_hub, which does the
+work. A folder of the name, on this machine, always wins.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from slime.errors import UserError
+from slime.files import ROW_SUFFIXES
+from slime.log import get_logger
+
+logger = get_logger(__name__)
+
+#: Seconds for the hub's first answer; of later ones huggingface_hub takes care (HF_HUB_DOWNLOAD_TIMEOUT).
+FIRST_ANSWER_SECONDS = 10.0
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tiktoken")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether ``path`` can only be a name on the hub: org/name, of which nothing is here, not even the folder org.
+
+    Example:
+        >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("./Qwen/Qwen3-0.6B"), is_hub_name("data/train.jsonl")
+        (True, False, False)
+    """
+    if not _NAME.fullmatch(path) or path.endswith(ROW_SUFFIXES):
+        return False
+    return not Path(path).exists() and not Path(path).parent.is_dir()
+
+
+def hub_name(path: str) -> str | None:
+    """The name on the hub of a file or folder that was downloaded from there; None for any other.
+
+    Example:
+        >>> hub_name("/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/0a1b")
+        'Qwen/Qwen3-0.6B'
+    """
+    found = re.search(r"/(?:models|datasets)--([^/]+?)--([^/]+)/snapshots/[^/]+", path)
+    return f"{found.group(1)}/{found.group(2)}" if found else None
+
+
+def local_data(path: str) -> str:
+    """``path`` of a data file or folder; of a data set on the hub, org/name or a folder or file in one
+    (openai/gsm8k/main), the local copy, downloaded where it is not here yet. A slice (``@[a:b]``) stays.
+
+    Raises:
+        UserError: as `fetch_model`.
+    """
+    plain, at, part = path.partition("@[")
+    name, inside = "/".join(plain.split("/")[:2]), plain.split("/")[2:]
+    if Path(plain).exists() or not is_hub_name(name):
+        return path
+    return str(fetch_dataset(name).joinpath(*inside)) + at + part
+
+
+def fetch_model(name: str) -> Path:
+    """The local copy of a model of the hub, downloaded where it is not here yet.
+
+    Raises:
+        UserError: the hub cannot be reached, or does not have it.
+    """
+    from huggingface_hub import snapshot_download
+
+    return _fetch(name, "model", partial(snapshot_download, name, allow_patterns=list(_MODEL_FILES)))
+
+
+def fetch_dataset(name: str) -> Path:
+    """The local copy of a data set of the hub: a folder that `slime.prompts.readers` reads.
+
+    Raises:
+        UserError: as `fetch_model`.
+    """
+    from huggingface_hub import snapshot_download
+
+    return _fetch(name, "dataset", partial(snapshot_download, name, repo_type="dataset"))
+
+
+def _fetch(name: str, kind: str, download: Callable[..., str]) -> Path:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    why_not = _why_not_reached()
+    if why_not is None:
+        logger.info("%s %s: from the hub, what is not here yet", kind, name)
+    with _said_to_people(name):
+        try:
+            return Path(download(local_files_only=why_not is not None))
+        except LocalEntryNotFoundError as error:
+            raise UserError(
+                f"'{name}' is no folder here, and the {kind} of that name was not downloaded before",
+                why=why_not or str(error).splitlines()[0],
+                fix="pass a local path, or set HF_ENDPOINT to a hub that can be reached; where there is a network, "
+                f"`hf download {name}` makes a folder to copy",
+            ) from error
+
+
+def _why_not_reached() -> str | None:
+    """Why the hub gives no answer, found within seconds (its own client tries for minutes); None: it does."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE keeps us from the hub"
+    try:
+        urllib.request.urlopen(constants.ENDPOINT, timeout=FIRST_ANSWER_SECONDS).close()
+    except urllib.error.HTTPError:
+        return None  # an answer, if not a page
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        return None if isinstance(reason, ssl.SSLError) else f"{constants.ENDPOINT} gives no answer: {reason}"
+    return None
+
+
+@contextmanager
+def _said_to_people(name: str) -> Iterator[None]:
+    """What the hub refuses, as a `UserError`."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    hub = constants.ENDPOINT
+    try:
+        yield
+    except GatedRepoError as error:
+        raise UserError(
+            f"{hub} gives '{name}' only to those who accepted its terms",
+            fix="accept them on its page, and set HF_TOKEN to a token of that account",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"there is no folder '{name}' here, and {hub} has nothing of that name",
+            why="or it is private, and HF_TOKEN is not set, or of somebody else",
+            fix="check the spelling; a local path is taken as it is",
+        ) from error
+    except HFValidationError as error:
+        raise UserError(f"'{name}' is no name of the hub", why=str(error).splitlines()[0], fix="org/name") from error
+    except HfHubHTTPError as error:
+        raise UserError(f"{hub} refused '{name}'", why=str(error).strip().splitlines()[0]) from error
+
+
+def hub_token(repo: str) -> str:
+    """The token to upload with: HF_TOKEN, or what `hf auth login` stored.
+
+    Raises:
+        UserError: there is none.
+    """
+    from huggingface_hub import get_token
+
+    token = get_token()
+    if token is None:
+        raise UserError(
+            f"there is no token to write to {repo} with",
+            why="neither HF_TOKEN nor a login of `hf auth login`",
+            fix="make one that may write, on the hub under Settings, Access Tokens, and set HF_TOKEN",
+        )
+    return token
+
+
+def upload(repo: str, folder: Path, files: dict[str, bytes], *, private: bool, message: str) -> str:
+    """Make ``repo`` where it is not there, and put the folder's files and ``files`` into it as one commit.
+
+    Returns:
+        The address of the model's page.
+    Raises:
+        UserError: no token, or what the hub says.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi(token=hub_token(repo), library_name="slime-rl")
+    if why_not := _why_not_reached():
+        raise UserError(f"nothing can be uploaded to {repo}", why=why_not, fix="set HF_ENDPOINT, or try again")
+    with _said_to_people(repo):
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and path.name not in files and not path.name.startswith("."):
+                operations.append(CommitOperationAdd(path.name, path))
+        api.create_commit(repo, operations, commit_message=message)
+    return str(url)

@@ -1,0 +1,133 @@
+"""Flags that describe the model, against the model: a contradiction is an error, never a silent choice.
+
+The architecture is always that of --hf-checkpoint. Launch scripts written for Megatron-LM repeat it in flags
+(``--num-layers 36 --hidden-size 2560 --swiglu …``); these are compared with what its family reads from config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slime.config.flags import all_flags
+from slime.config.groups_megatron import MegatronConfig
+from slime.errors import UserError
+from slime.models.spec import ModelSpec
+
+
+def check_model_flags(flags: MegatronConfig, spec: ModelSpec) -> None:
+    """Refuse flags that say otherwise than the model.
+
+    Raises:
+        UserError: lists every one of them, with both values.
+    """
+    described = _beside_transformer(spec)
+    given = {dest: value for dest, value in flags.model.items() if dest in described and value is not None}
+    wrong = list(_of_transformer(spec.transformer, flags.transformer))
+    wrong += [
+        _said(dest, value, described[dest]) for dest, value in given.items() if not _equal(value, described[dest])
+    ]
+    longest = flags.model.get("max_position_embeddings")
+    if longest is not None and longest > spec.max_position_embeddings:
+        wrong.append(f"--max-position-embeddings {longest}, but it is made for {spec.max_position_embeddings}")
+    _refuse(wrong)
+
+
+def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `TransformerConfig`: what the checkpoint says, and what the user set beside it.
+
+    Args:
+        described: by the model's family table, from the Hugging Face config; None: the model has no such thing.
+        given: ``config.megatron.transformer``.
+    Raises:
+        UserError: the user set fields that the checkpoint says otherwise, or some of experts for a dense model.
+
+    Example:
+        >>> merge_transformer({"qk_layernorm": True}, {"moe_z_loss_coeff": 0.001})
+        {'qk_layernorm': True, 'moe_z_loss_coeff': 0.001}
+        >>> merge_transformer({"num_layers": 28}, {"num_layers": 36})
+        Traceback (most recent call last):
+        slime.errors.UserError: 1 flag contradicts the model's config.json
+          why: --num-layers 36, but it is 28
+          fix: leave the flags that describe the model out (they are read from --hf-checkpoint), or correct them
+    """
+    _refuse(list(_of_transformer(described, given)))
+    return {**described, **given}
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise UserError(
+            f"{len(wrong)} flag{'s contradict' if len(wrong) > 1 else ' contradicts'} the model's config.json",
+            why="; ".join(wrong),
+            fix="leave the flags that describe the model out (they are read from --hf-checkpoint), or correct them",
+        )
+
+
+def _of_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    by_field = {spec.attribute: spec for spec in all_flags().values() if "transformer" in spec.sections}
+    is_dense = described.get("num_moe_experts", 1) is None
+    for name, value in given.items():
+        flag = by_field[name]
+        if name in described:
+            if name == "moe_layer_freq":
+                agrees = _pattern(value, described) == _pattern(described[name], described)
+            else:
+                agrees = _equal(value, described[name])
+            if not agrees:
+                yield _said(flag.dest, value, described[name])
+        elif is_dense and name.startswith("moe_") and value != flag.default and not flag.meta.no_effect:
+            yield f"{_spelled(flag.dest, value)}, but there are no experts"
+
+
+def _beside_transformer(spec: ModelSpec) -> dict[str, Any]:
+    """What flags of Megatron-LM describe beside `TransformerConfig`, as the model will be computed; None: it has no
+    such thing."""
+    scaling, shape = spec.rotary_scaling or {}, spec.transformer
+    kind, factor = scaling.get("rope_type", "default"), scaling.get("factor")
+    is_yarn = kind == "yarn"
+    of_yarn, of_latents = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), (
+        "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+    )  # fmt: skip
+    return {
+        **{name: scaling.get(name) if is_yarn else None for name in of_yarn},
+        "original_max_position_embeddings": scaling.get("original_max_position_embeddings"),
+        **{name: shape.get(name) for name in of_latents},
+        "vocab_size": spec.vocab_size,
+        "rotary_base": spec.rotary_base,
+        "rotary_percent": spec.rotary_percent,
+        "rotary_scaling_factor": factor or 1.0,
+        "rotary_seq_len_interpolation_factor": factor if kind == "linear" else 1.0,
+        "use_rope_scaling": kind == "llama3",
+        "rope_scaling_factor": factor if kind == "llama3" else None,
+        "rope_type": "yarn" if is_yarn else "rope",
+        "swiglu": spec.activation == "silu" and shape["gated_linear_unit"],
+        "group_query_attention": shape["num_query_groups"] < shape["num_attention_heads"],
+        "untie_embeddings_and_output_weights": not spec.tie_embeddings,
+        "post_self_attn_layernorm": spec.post_norms,
+        "post_mlp_layernorm": spec.post_norms,
+    }
+
+
+def _pattern(freq: Any, described: Mapping[str, Any]) -> list[int]:
+    """``moe_layer_freq`` layer by layer: an integer n means every n-th layer, from the first on."""
+    return list(freq) if not isinstance(freq, int) else [int(i % freq == 0) for i in range(described["num_layers"])]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    if isinstance(one, float) or isinstance(other, float):
+        return abs(one - other) <= 1e-9 * max(abs(one), abs(other))
+    return bool(one == other)
+
+
+def _said(dest: str, value: Any, fact: Any) -> str:
+    return f"{_spelled(dest, value)}, but " + ("it has none" if fact is None else f"it is {fact}")
+
+
+def _spelled(dest: str, value: Any) -> str:
+    spec = all_flags()[dest]
+    if spec.kind == "bool":
+        return spec.option if value else spec.off
+    return f"{spec.option} {value}"

@@ -1,0 +1,107 @@
+"""README.md of a trained model: what it began with, what taught it, and how that went. Made from its run folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from slime.files import without_secrets
+from slime.hub import hub_name
+from slime.observe.console import eval_scores
+from slime.observe.report.charts import number
+from slime.observe.report.data import RunData, Stage, config_value, flags_with_origins, is_supervised
+
+_CHOSEN = ("flag", "yaml")
+#: Flags that say where files of this machine are: no part of the recipe.
+_PLACES = ("output_dir", "run_name", "stage", "save", "save_hf", "load", "ref_load", "config", "resume")
+UNKNOWN = "unknown"
+
+
+def model_card(name: str, run: RunData | None, licence: str = UNKNOWN) -> str:
+    """The card as Markdown, with the hub's YAML head.
+
+    Args:
+        name: of the model, for people.
+        run: what taught it; None: only the name and the licence are known.
+        licence: the hub's identifier of the base model's.
+    """
+    base = _base(run)
+    head = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": licence}
+    if base and "/" in base:
+        head["base_model"] = base
+    supervised = run is not None and all(is_supervised(stage) for stage in run.stages)
+    tags = ["slime", "sft" if supervised else "reinforcement-learning"] if run else ["slime"]
+    lines = ["---", *(f"{key}: {value}" for key, value in head.items()), "tags:", *(f"- {tag}" for tag in tags), "---"]
+    lines += ["", f"# {name}", ""]
+    if run is None:
+        return "\n".join([*lines, "Uploaded with `slime push`; of its training nothing is known here.", ""])
+    kind = "supervised fine-tuning" if supervised else "reinforcement learning"
+    lines += [f"{f'`{base}`' if base else 'A model'} after {kind} with slime (run `{run.name}`).", ""]
+    for stage in run.stages:
+        lines += _stage(stage, several=len(run.stages) > 1)
+    if versions := _versions(run):
+        lines += ["## Made with", "", versions, ""]
+    return "\n".join(lines)
+
+
+def _base(run: RunData | None) -> str:
+    """The model of the first stage: its name on the hub, or that of its directory."""
+    path = config_value(run.stages[0].config, "hf_checkpoint") if run is not None and run.stages else None
+    return (hub_name(path) or Path(path).name) if path else ""
+
+
+def _stage(stage: Stage, several: bool) -> list[str]:
+    flags = {flag: value for flag, value, _ in flags_with_origins(stage.config)}
+    facts: dict[str, Any] = {"Data": _file(flags.get("prompt_data"))}
+    if not is_supervised(stage):
+        facts["Reward"] = (flags.get("custom_rm_path") and _file(flags["custom_rm_path"])) or flags.get("rm_type")
+        facts["Algorithm"] = flags.get("advantage_estimator")
+    evaluated = flags.get("eval_prompt_data") or ()
+    facts["Evaluated on"] = ", ".join(_file(path) or "" for path in evaluated[1::2])
+    facts["Steps"] = int(stage.rows[-1]["step"]) if stage.rows else None
+    title = f"## Training{f': {stage.name}' if several and stage.name else ''}"
+    lines = [title, "", *(f"- {fact}: {value}" for fact, value in facts.items() if value), ""]
+    lines += _scores(stage)
+    chosen = [
+        f"--{flag.replace('_', '-')} {_shown(flag, value)}".rstrip()
+        for flag, value, origin in flags_with_origins(stage.config)
+        if origin.startswith(_CHOSEN) and flag not in _PLACES and value is not None
+    ]
+    return [*lines, "```", *chosen, "```", ""] if chosen else lines
+
+
+def _scores(stage: Stage) -> list[str]:
+    """First and last value of what the curves of the report show."""
+    keys = [f"eval/{name}" for name in dict.fromkeys(name for row in stage.rows for name in eval_scores(row))]
+    keys += ["train/loss"] if is_supervised(stage) else ["rollout/raw_reward"]
+    rows = []
+    for key in keys:
+        values = [(step, value) for step, value in stage.series(key) if value is not None]
+        if values:
+            (first_step, first), (last_step, last) = values[0], values[-1]
+            rows.append(f"| {key} | {number(first)} (step {first_step:g}) | {number(last)} (step {last_step:g}) |")
+    return ["| | first | last |", "|---|--:|--:|", *rows, ""] if rows else []
+
+
+def _shown(flag: str, value: Any) -> str:
+    """A flag's value without secrets and without folders of the machine that it ran on."""
+    value = without_secrets(flag, value)
+    if value is True:
+        return ""
+    parts = value if isinstance(value, list) else [value]
+    return " ".join(json.dumps(part) if isinstance(part, dict) else _file(str(part)) or "" for part in parts)
+
+
+def _file(path: str | None) -> str | None:
+    """A file by its name alone, and a thing of the hub by the name that it has there."""
+    if not path:
+        return None
+    named = hub_name(path)
+    return named or (path.rsplit("/", 1)[-1] if path.startswith(("/", "~", "./", "../")) else path)
+
+
+def _versions(run: RunData) -> str:
+    """Of the packages that the last stage ran with."""
+    packages: dict[str, str] = run.stages[-1].summary.get("packages", {}) if run.stages else {}
+    return ", ".join(f"{name} {version}" for name, version in packages.items() if version != "not installed")

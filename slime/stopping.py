@@ -1,0 +1,118 @@
+"""What SIGTERM, SIGHUP and Ctrl-C mean to a run, from before Ray starts until its folder is closed.
+
+    SIGTERM, SIGHUP      the step under way ends, or is given up while it is generated; then what was trained is saved
+    another one          nothing: `timeout` and schedulers send it to a process and to its group, and it is under way
+    Ctrl-C               the same where training would be lost; otherwise the run is left at once
+    another one          the run is left at once, without a save that is not finished
+    once the end began   the end takes place, and faster after Ctrl-C; nothing may come after it
+
+A signal that was ignored when the run began (`nohup`, a background job) stays so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
+
+from slime.log import get_logger
+
+logger = get_logger(__name__)
+
+
+class StopSignals:
+    """The signals of a run, while used as a context manager in the main thread; in another one there are none.
+
+    Attributes:
+        would_lose: says what was trained and is not on the disk ("rollout 12"), "" for nothing.
+        insists: there was a Ctrl-C when the run had been asked to stop before.
+        hurry: set by Ctrl-C during the end.
+    """
+
+    def __init__(self) -> None:
+        self.would_lose: Callable[[], str] = lambda: ""
+        self.insists = False
+        self.hurry = threading.Event()
+        self._asked = threading.Event()
+        self._pending = threading.Event()
+        self._interrupted = False
+        self._ending = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            handlers = {signal.SIGTERM: self._on_stop, signal.SIGHUP: self._on_stop, signal.SIGINT: self._on_ctrl_c}
+            for number, handler in handlers.items():
+                before = signal.getsignal(number)
+                if before is not signal.SIG_IGN:
+                    self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's
+                    signal.signal(number, handler)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    # -- what the run asks -----------------------------------------------------------------------------
+
+    def requested(self) -> bool:
+        """The run was asked to stop and has not begun to."""
+        return self._pending.is_set()
+
+    def taken_up(self) -> None:
+        """The run has begun to stop, or to fail: what it waits for now is waited for."""
+        self._pending.clear()
+
+    def ending(self) -> None:
+        """From now on nothing is raised here."""
+        self._ending = True
+
+    def end_program(self) -> NoReturn:
+        """Exit status 0 after SIGTERM or SIGHUP, that of Ctrl-C after it."""
+        raise KeyboardInterrupt if self._interrupted else SystemExit(0)
+
+    def end_if_asked(self) -> None:
+        """After the end of a run that reached its goal: what came meanwhile also stops what would come next."""
+        if self._interrupted or self._asked.is_set():
+            self.end_program()
+
+    # -- handlers --------------------------------------------------------------------------------------
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _let_go_of_the_terminal()
+        if self._asked.is_set():
+            return
+        self._asked.set()
+        if not self._ending:
+            self._pending.set()
+            logger.warning("%s: finishing up", signal.Signals(number).name)
+
+    def _on_ctrl_c(self, number: int, frame: FrameType | None) -> None:
+        self.insists, self._interrupted = self._interrupted or self._asked.is_set(), True
+        if self._ending:
+            self.hurry.set()
+            return
+        if not self.insists and (lost := self.would_lose()):
+            self._asked.set()
+            self._pending.set()
+            logger.warning("Ctrl-C: %s is saved first; press it again to leave without", lost)
+            return
+        raise KeyboardInterrupt
+
+
+def _let_go_of_the_terminal() -> None:
+    """It is going, or gone: what is written to it would fail. Files and pipes are left as they are."""
+    for descriptor in (0, 1, 2):
+        try:
+            is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+        except OSError:  # closed
+            continue
+        if is_device:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, descriptor)
+            os.close(null)

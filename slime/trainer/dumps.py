@@ -1,0 +1,133 @@
+"""What a rank trained on, as plain data for files: ``--save-debug-train-data``, and the step that went wrong.
+
+The format is the reference system's (``format_version`` 2): one `torch.save` per rollout of
+
+    {"format_version": 2, "rollout_id", "rank", "samples": [{...}], "dp_shards": [{...}], "raw_reward": [...]}
+
+with the samples of all data-parallel ranks in the order of their index. It holds plain containers and tensors only, so
+``torch.load(path)`` reads it with its safe defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.errors import UserError
+from slime.files import replacing
+from slime.samples.batch import TrainBatch
+from slime.trainer.records import RolloutTensors
+
+FORMAT_VERSION = 2
+
+#: Per-sample tensors [R_i] of `RolloutTensors`, under these names in the files.
+_TENSORS = ("log_probs", "ref_log_probs", "rollout_log_probs", "kl", "advantages", "returns")
+
+
+@dataclass
+class Shard:
+    """One data-parallel rank's part of a rollout, or of one step of it, on the CPU.
+
+    Attributes:
+        data_parallel_rank: whose.
+        samples: a dict per sample; tensors [R_i] where they are known, ``tokens`` int64 [L_i].
+        steps: the micro-batches of each optimizer step, as positions in ``samples``.
+    """
+
+    data_parallel_rank: int
+    samples: list[dict[str, Any]]
+    steps: list[list[list[int]]]
+
+
+def shard_of(
+    batch: TrainBatch, data: RolloutTensors, data_parallel_rank: int, only_step: int | None = None, **more: Any
+) -> Shard:
+    """This rank's samples as plain data.
+
+    Args:
+        only_step: leave out the samples of other optimizer steps.
+        more: further per-sample values by name, each a list over all samples of ``batch``; None entries are left out.
+    """
+    steps = [step.micro_batches for step in batch.steps]
+    members = list(range(len(batch.tokens)))
+    if only_step is not None:
+        steps = [steps[only_step]]
+        members = [i for micro_batch in steps[0] for i in micro_batch]
+    place = {member: position for position, member in enumerate(members)}
+    return Shard(
+        data_parallel_rank,
+        [_sample(batch, data, i, more) for i in members],
+        [[[place[i] for i in micro_batch] for micro_batch in step] for step in steps],
+    )
+
+
+def _sample(batch: TrainBatch, data: RolloutTensors, i: int, more: dict[str, Any]) -> dict[str, Any]:
+    sample: dict[str, Any] = {
+        "sample_index": batch.sample_indices[i],
+        "group_index": batch.group_indices[i],
+        "rollout_id": batch.execution_ids[i],
+        "tokens": batch.tokens[i].cpu(),
+        "response_length": batch.response_lengths[i],
+        "total_length": int(batch.tokens[i].numel()),
+        "reward": batch.rewards[i],
+        "raw_reward": batch.raw_rewards[i],
+        "truncated": bool(batch.truncated[i]),
+        "rollout_mask_sum": batch.rollout_mask_sums[i],
+        "weight_version": batch.weight_versions[i] if batch.weight_versions else None,
+    }
+    columns: dict[str, Any] = {name: getattr(data, name) for name in _TENSORS}
+    columns |= {"loss_mask": data.loss_masks, "teacher_log_probs": batch.teacher_log_probs, **more}
+    for name, values in columns.items():
+        if values is not None and values[i] is not None:
+            value = values[i]
+            sample[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return sample
+
+
+def joined(rollout_id: int, shards: Sequence[Shard]) -> dict[str, Any]:
+    """The shards of all data-parallel ranks as one record of the format above; duplicates of a rank are left out."""
+    by_rank = {shard.data_parallel_rank: shard for shard in shards}
+    ordered = [by_rank[r] for r in sorted(by_rank)]
+    samples = sorted((s for shard in ordered for s in shard.samples), key=lambda s: s["sample_index"])
+    return {
+        "format_version": FORMAT_VERSION,
+        "rollout_id": rollout_id,
+        "rank": 0,
+        "samples": samples,
+        "dp_shards": [
+            {
+                "data_parallel_rank": shard.data_parallel_rank,
+                "sample_indices": [s["sample_index"] for s in shard.samples],
+                "steps": shard.steps,
+            }
+            for shard in ordered
+        ],
+        "raw_reward": [s["raw_reward"] for s in samples],
+    }
+
+
+def save_train_data(pattern: str, rollout_id: int, shards: Sequence[Shard]) -> Path:
+    """Write a rollout's training data to the pattern's file; whole or not at all. Returns the path.
+
+    Raises:
+        UserError: the pattern has other fields than ``{rollout_id}``.
+    """
+    try:
+        path = Path(pattern.format(rollout_id=rollout_id))
+    except (KeyError, IndexError, ValueError) as error:
+        raise UserError(
+            f"--save-debug-train-data {pattern} is no path pattern", why=str(error), fix="write it like {rollout_id}.pt"
+        ) from error
+    save_whole(joined(rollout_id, shards), path)
+    return path
+
+
+def save_whole(record: dict[str, Any], path: Path) -> None:
+    """`torch.save`; an existing file is replaced only once the new one is complete."""
+    with replacing(path) as unfinished:
+        torch.save(record, unfinished)

@@ -1,0 +1,250 @@
+"""The loss of one micro-batch: `slime.algorithms` put together as the flags say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.estimators import ESTIMATORS
+from slime.algorithms.kl import kl_estimate
+from slime.algorithms.losses import PolicyInputs, off_policy_sequence_mask, sft_loss, truncated_importance_sampling
+from slime.algorithms.reduce import sequence_mean, weighted_sum
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.trainer.records import LossInputs, TokenScores
+from slime.trainer.user_functions import UserFunctions
+
+Metrics = dict[str, Tensor]
+
+
+def micro_batch_loss(
+    scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
+) -> tuple[Tensor, Metrics]:
+    """This micro-batch's part of the step's loss, with gradient, and its part of each metric, without.
+
+    A micro-batch without tokens gives a 0 that is connected to the model, so that its rank's backward pass runs and
+    takes part in every collective. Functions of the user's are not called for it.
+    """
+    loss, metrics = LOSS_TYPES[config.algorithm.loss_type].compute(scores, inputs, config, functions)
+    if scores.log_probs.numel() == 0:
+        loss = loss + scores.log_probs.sum()
+    return loss, {"loss": loss.detach(), **{name: value.detach() for name, value in metrics.items()}}
+
+
+# -- supervised ------------------------------------------------------------------------------------------------------
+
+
+def _sft_loss(
+    scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
+) -> tuple[Tensor, Metrics]:
+    return weighted_sum(sft_loss(scores.log_probs), inputs.weights), {}
+
+
+# -- policy ----------------------------------------------------------------------------------------------------------
+
+
+def _policy_loss(
+    scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
+) -> tuple[Tensor, Metrics]:
+    flags = config.algorithm
+    log_probs, weights, masks = scores.log_probs, inputs.weights, inputs.masks
+    old = inputs.old_log_probs if inputs.old_log_probs is not None else log_probs.detach()
+    assert inputs.advantages is not None, "an update without advantages is refused before its first step"
+    policy = ESTIMATORS[flags.advantage_estimator].loss(
+        PolicyInputs(
+            log_probs=log_probs,
+            old_log_probs=old,
+            advantages=inputs.advantages,
+            masks=masks,
+            lengths=inputs.lengths,
+            eps_clip=flags.eps_clip,
+            eps_clip_high=flags.eps_clip_high,
+            eps_clip_c=flags.eps_clip_c,
+        )
+    )
+    token_loss = policy.loss
+    means = {"pg_clipfrac": policy.clipped, "ppo_kl": policy.ppo_kl}
+    if flags.use_opsm:
+        keep = off_policy_sequence_mask(log_probs, old, inputs.advantages, masks, inputs.lengths, flags.opsm_delta)
+        token_loss = token_loss * keep
+        means["opsm_clipfrac"] = 1.0 - keep
+    if inputs.rollout_log_probs is not None:
+        trained = log_probs.detach() if flags.use_rollout_logprobs else old
+        means["train_rollout_logprob_abs_diff"] = (trained - inputs.rollout_log_probs).abs()
+    if flags.use_tis or flags.get_mismatch_metrics:
+        token_loss, masks, extra = _correct_mismatch(token_loss, old, inputs, config, functions)
+        # a token that the user masks leaves the numerator; the denominators stay those of the batch
+        weights = torch.where(masks != 0, weights, 0.0)
+        means.update(extra, ois=torch.exp(-policy.ppo_kl.detach()))
+    pg_loss = _reduce_policy_loss(token_loss, weights, masks, inputs, config, functions)
+    loss, metrics = pg_loss, {"pg_loss": pg_loss}
+    if scores.entropy is not None:
+        entropy = weighted_sum(scores.entropy, inputs.weights)
+        metrics["entropy_loss"] = entropy
+        if flags.entropy_coef:
+            loss = loss - flags.entropy_coef * entropy
+    if flags.use_kl_loss:
+        assert inputs.ref_log_probs is not None, "the KL loss runs after the reference's log-probs"
+        ratio = log_probs - old if flags.use_unbiased_kl else None
+        kl_loss = weighted_sum(kl_estimate(log_probs, inputs.ref_log_probs, flags.kl_loss_type, ratio), inputs.weights)
+        metrics["kl_loss"] = kl_loss
+        loss = loss + flags.kl_loss_coef * kl_loss
+    return loss, {**metrics, **{name: weighted_sum(value, inputs.weights) for name, value in means.items()}}
+
+
+def _correct_mismatch(
+    token_loss: Tensor, old: Tensor, inputs: LossInputs, config: Config, functions: UserFunctions
+) -> tuple[Tensor, Tensor, Metrics]:
+    """Token losses and masks corrected for the difference between trainer and engine, and per-token metrics."""
+    flags = config.algorithm
+    if inputs.rollout_log_probs is None:
+        raise UserError(
+            "--use-tis and --get-mismatch-metrics need the engine's log-probs",
+            why="the samples of this rollout carry none",
+            fix="let the generate function fill rollout_log_probs (Sample.append_response_tokens does)",
+        )
+    trained = old if inputs.trained_log_probs is None else inputs.trained_log_probs
+    if functions.tis is None:
+        log_ratio = trained - inputs.rollout_log_probs
+        corrected = truncated_importance_sampling(log_ratio, flags.tis_clip_low, flags.tis_clip)
+        return token_loss * corrected.weights, inputs.masks, corrected.metrics
+    if not inputs.samples:
+        return token_loss, inputs.masks, {}
+    lengths = inputs.lengths.tolist()
+    new_loss, new_masks, metrics = functions.tis(
+        functions.args,
+        pg_loss=token_loss,
+        train_log_probs=list(trained.split(lengths)),
+        rollout_log_probs=list(inputs.rollout_log_probs.split(lengths)),
+        loss_masks=list(inputs.masks.split(lengths)),
+        total_lengths=inputs.total_lengths,
+        response_lengths=lengths,
+    )
+    if not flags.use_tis:
+        return token_loss, inputs.masks, metrics
+    returned = [len(mask) for mask in new_masks]
+    if returned != lengths or new_loss.shape != token_loss.shape:
+        raise UserError(
+            "the function of --custom-tis-function-path returned other shapes than it was given",
+            why=f"a loss of shape {list(new_loss.shape)} and masks of {returned[:8]}… instead of "
+            f"{list(token_loss.shape)} and {lengths[:8]}…",
+            fix="return the loss of each token, one mask per sample, and a dict of metrics per token",
+        )
+    return new_loss, torch.cat(list(new_masks)).to(inputs.masks), metrics
+
+
+def _reduce_policy_loss(
+    token_loss: Tensor, weights: Tensor, masks: Tensor, inputs: LossInputs, config: Config, functions: UserFunctions
+) -> Tensor:
+    """``masks`` [T] are those in force, which a correction may have changed."""
+    if functions.reducer is None or not inputs.samples:
+        return weighted_sum(token_loss, weights)
+    lengths = inputs.lengths.tolist()
+    per_token = config.algorithm.calculate_per_token_loss
+    reduce = functions.reducer(inputs.total_lengths, lengths, list(masks.split(lengths)), per_token)
+    return reduce(token_loss) * inputs.sample_weight
+
+
+# -- the user's own --------------------------------------------------------------------------------------------------
+
+
+def _custom_loss(
+    scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
+) -> tuple[Tensor, Metrics]:
+    """See `slime.hooks.LossFunction` for what the function is given."""
+    assert functions.loss is not None, "--loss-type custom_loss is refused at launch without its function"
+    if not inputs.samples:
+        return scores.log_probs.sum(), {}
+    lengths = inputs.lengths.tolist()
+
+    def sum_of_sample_mean(values: Tensor) -> Tensor:
+        """Flat [T] → sum over samples of each sample's mean over its trained tokens (per token: the plain sum)."""
+        if config.algorithm.calculate_per_token_loss:
+            return (values * inputs.masks).sum()
+        means = sequence_mean(values, inputs.masks, inputs.lengths)
+        first = (inputs.lengths.cumsum(0) - inputs.lengths)[inputs.lengths > 0]
+        return means.index_select(0, first).sum()
+
+    def per_sample(values: Tensor | None) -> list[Tensor] | None:
+        return None if values is None else list(values.split(lengths))
+
+    batch: dict[str, Any] = {
+        "sample_indices": inputs.sample_indices,
+        "response_lengths": lengths,
+        "total_lengths": inputs.total_lengths,
+        "loss_masks": per_sample(inputs.masks),
+        "advantages": per_sample(inputs.advantages),
+        "log_probs": per_sample(inputs.old_log_probs),
+        "ref_log_probs": per_sample(inputs.ref_log_probs),
+        "rollout_log_probs": per_sample(inputs.rollout_log_probs),
+        "current_log_probs": per_sample(scores.log_probs),
+    }
+    loss, metrics = functions.loss(functions.args, batch, scores.logits, sum_of_sample_mean)
+    scale = inputs.sample_weight
+    return loss * scale, {name: torch.as_tensor(value) * scale for name, value in metrics.items()}
+
+
+# -- which there are -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossType:
+    """A ``--loss-type``: its function, and what has to be computed for it. A row leaves nothing out.
+
+    Attributes:
+        compute: the loss of a micro-batch; see `micro_batch_loss`.
+        takes_advantages: they are computed for it.
+        needs_advantages: it cannot do without them.
+        takes_old_log_probs: those of the policy before the rollout's first step.
+        takes_own_log_probs: in their place its own forward pass may serve, where one step follows the rollout.
+        at_sampling_temperature: log-probs are those of the distribution that was sampled from, not the model's at 1.
+        takes_entropy: of each token's distribution.
+        takes_logits: whole, [N, V / tp].
+    """
+
+    compute: Callable[[TokenScores, LossInputs, Config, UserFunctions], tuple[Tensor, Metrics]]
+    takes_advantages: bool
+    needs_advantages: bool
+    takes_old_log_probs: bool
+    takes_own_log_probs: bool
+    at_sampling_temperature: bool
+    takes_entropy: bool
+    takes_logits: bool
+
+
+LOSS_TYPES: dict[str, LossType] = {
+    "policy_loss": LossType(
+        compute=_policy_loss,
+        takes_advantages=True,
+        needs_advantages=True,
+        takes_old_log_probs=True,
+        takes_own_log_probs=True,
+        at_sampling_temperature=True,
+        takes_entropy=True,
+        takes_logits=False,
+    ),
+    "sft_loss": LossType(
+        compute=_sft_loss,
+        takes_advantages=False,
+        needs_advantages=False,
+        takes_old_log_probs=False,
+        takes_own_log_probs=False,
+        at_sampling_temperature=False,
+        takes_entropy=False,
+        takes_logits=False,
+    ),
+    "custom_loss": LossType(
+        compute=_custom_loss,
+        takes_advantages=True,
+        needs_advantages=False,
+        takes_old_log_probs=True,
+        takes_own_log_probs=False,
+        at_sampling_temperature=True,
+        takes_entropy=False,
+        takes_logits=True,
+    ),
+}

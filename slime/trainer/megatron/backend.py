@@ -1,0 +1,413 @@
+"""`MegatronBackend`: one trainer rank. Sets everything up, offers the verbs, delegates each to its module."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.hook_loading import user_function
+from slime.log import get_logger
+from slime.samples.batch import StepPlan, TrainBatch, TrainLayout
+from slime.trainer.loss import LOSS_TYPES, micro_batch_loss
+from slime.trainer.megatron import device
+
+device.install()  # before anything imports megatron
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+
+from slime.checkpoints.hf_io import load_hf, save_hf  # noqa: E402
+from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference  # noqa: E402
+from slime.checkpoints.loading import load as load_checkpoint  # noqa: E402
+from slime.checkpoints.loading import saved_reference  # noqa: E402
+from slime.checkpoints.saving import CheckpointWriter  # noqa: E402
+from slime.checkpoints.trainer_state import TrainerState  # noqa: E402
+from slime.models import family_of  # noqa: E402
+from slime.models.layout_rules import check_layout, virtual_stages  # noqa: E402
+from slime.models.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402
+from slime.trainer.megatron import forward, optimizer, parallel, te_layers  # noqa: E402
+from slime.trainer.megatron.model import build_model_chunks  # noqa: E402
+from slime.trainer.megatron.moe_layer import uses_balance_losses  # noqa: E402
+from slime.trainer.megatron.offload import Offloader, WeightsCopy, host_states_of, torch_optimizers  # noqa: E402
+from slime.trainer.megatron.packed import PackedMicroBatch, PackingOptions  # noqa: E402
+from slime.trainer.megatron.parallel import RankInfo  # noqa: E402
+from slime.trainer.megatron.replay import RoutingGuide, guide_for  # noqa: E402
+from slime.trainer.memory import PhaseMemory  # noqa: E402
+from slime.trainer.non_finite import FailedStep  # noqa: E402
+from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores  # noqa: E402
+from slime.trainer.update import update  # noqa: E402
+from slime.trainer.user_functions import UserFunctions  # noqa: E402
+
+logger = get_logger(__name__)
+
+
+class MegatronBackend:
+    """One rank of the trainer.
+
+    Example:
+        backend = MegatronBackend(config, RankInfo(rank=0, world_size=1, local_rank=0, …))
+        next_rollout_id = backend.setup()
+        metrics = backend.train(batch)
+
+    Attributes (after `setup`):
+        model_chunks: Megatron's DDP-wrapped pipeline stage(s); what conversion, sync and checkpoints work on.
+        optimizer, scheduler: Megatron's.
+        spec, hf_config: the model's architecture, and its Hugging Face config.
+        step_metrics: the last rollout's metrics, one dict per optimizer step.
+        extra_state: what `save` was given in the checkpoint that was loaded; {} on a fresh start.
+        failed_step: what the last step was, when it ended in `NonFiniteTraining`.
+    """
+
+    def __init__(self, config: Config, rank_info: RankInfo) -> None:
+        self.config = config
+        self.rank_info = rank_info
+        self.reference: WeightsCopy | None = None
+        self.reference_is_policy = False
+        self.reference_iteration: int | None = None  # set once --ref-update-interval has made it the policy's
+        self.writer = CheckpointWriter(in_background=config.checkpoint.async_save)
+        self.step_metrics: list[dict[str, float]] = []
+        self.failed_step: FailedStep | None = None
+        self.offloader: Offloader | None = None
+        self.routing: RoutingGuide | None = None
+        self.extra_state: dict[str, Any] = {}
+        self.next_rollout_id = 0
+        self.optimizer: MegatronOptimizer
+        self.scheduler: OptimizerParamScheduler
+
+    # -- setting up ----------------------------------------------------------------------------------------------
+
+    def setup(self, *, spec: ModelSpec | None = None, initialise: bool = False) -> int:
+        """Process groups, model, optimizer, weights.
+
+        Args:
+            spec: architecture to build; default: that of ``--hf-checkpoint``.
+            initialise: random weights instead of loading any (tests, benchmarks).
+        Returns:
+            The next rollout id: 0, or where the loaded checkpoint goes on.
+        Raises:
+            UserError: a layout that fits neither the ranks nor the model, weights that are missing or do not fit.
+        """
+        config = self.config
+        te_layers.check(config)
+        if config.megatron.transformer.get("deterministic_mode"):
+            device.set_deterministic()  # before any communicator or matrix product exists
+        self.functions = UserFunctions.load(config)
+        self.hf_config = None if spec is not None else self._read_hf_config()
+        self.spec = spec or self._padded_spec()
+        check_layout(self.spec, config)
+        self.ranks = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
+        if config.train.custom_megatron_init_path:
+            user_function(config.train.custom_megatron_init_path)(self.functions.args)
+        with PhaseMemory(config, self.ranks.device).phase("setup"):
+            self._set_up_model(initialise)
+        return self.next_rollout_id
+
+    def _set_up_model(self, initialise: bool) -> None:
+        config = self.config
+        chunks = build_model_chunks(self.spec, config, initialise=initialise)
+        optimizer.freeze(chunks, config)
+        self.model_chunks = optimizer.wrap_data_parallel(chunks, config)
+        for chunk, wrapper in zip(chunks, self.model_chunks, strict=True):
+            chunk.attach(wrapper)
+        self.routing = guide_for(chunks, self.spec, config)
+        if initialise:
+            self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, config)
+            self.reference = WeightsCopy(self.model_chunks) if config.algorithm.needs_reference else None
+        self.next_rollout_id = 0 if initialise else self._load()
+        if self.reference is not None:
+            self.reference_is_policy = not self.ranks.any_of_all(not self.reference.equals(self.model_chunks))
+
+    def _read_hf_config(self) -> dict[str, Any]:
+        path = self.config.checkpoint.hf_checkpoint
+        if path is None:
+            raise UserError("no --hf-checkpoint", why="the trainer takes the architecture from it", fix="pass it")
+        return read_hf_config(path)
+
+    def _padded_spec(self) -> ModelSpec:
+        assert self.hf_config is not None
+        config = self.config
+        spec = family_of(self.hf_config, config.checkpoint.model_name).model_spec(self.hf_config)
+        return spec.padded(config.megatron.tensor_model_parallel_size)
+
+    def _load(self) -> int:
+        """Weights of reference and policy, then the optimizer around the policy's, then its state if there is one."""
+        plan = resolve_load(self.config)
+        if self.config.algorithm.needs_reference:
+            self.reference_iteration = saved_reference(plan)
+            if self.reference_iteration is None:
+                self._load_weights(resolve_reference(self.config))
+            self.reference = WeightsCopy(self.model_chunks)
+        logger.info("%s", plan.note)
+        if plan.kind == "hf":
+            self._load_weights(plan)
+        self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, self.config)
+        if plan.kind == "megatron":
+            self.extra_state = load_checkpoint(plan, self._checkpoint_state(), seed=self.config.train.seed).extra_state
+            for inner in torch_optimizers(self.optimizer):
+                states = host_states_of(inner)
+                if states is not None:
+                    states.rehost()
+        return plan.start_rollout_id
+
+    def _load_weights(self, plan: LoadPlan) -> None:
+        if plan.kind == "hf":
+            name = self.config.checkpoint.model_name
+            check_same_model(self.spec, family_of(plan.path, name).model_spec(plan.path), plan.path)
+            load_hf(self.model_chunks, plan.path, model_name=name)
+        else:
+            load_checkpoint(plan, TrainerState(self.model_chunks))
+
+    def settle(self) -> None:
+        """What is here after `setup` stays: take it out of the garbage collector's sight, which would halt a step for
+        0.3 s now and then to look through a million objects. For processes that live as long as their trainer."""
+        gc.collect()
+        gc.freeze()
+
+    # -- what a run does ---------------------------------------------------------------------------------------------
+
+    def set_run_length(self, num_rollout: int) -> None:
+        """Tell the learning-rate schedule how long the run is, where only counting the prompts could tell."""
+        optimizer.set_run_length(self.scheduler, self.config, num_rollout)
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """All optimizer steps of one rollout; see `slime.trainer.update.update`. Collective."""
+        self.writer.raise_failure()
+        for chunk in self.model_chunks:
+            chunk.train()
+        if self.config.checkpoint.reset_optimizer_states:
+            optimizer.reset_moments(self.optimizer)
+        metrics, self.step_metrics = update(self, batch)
+        optimizer.gather_parameters(self.model_chunks)
+        if self.routing is not None:
+            self.routing.forget()
+        interval = self.config.checkpoint.ref_update_interval
+        if self.reference is not None and interval and (batch.rollout_id + 1) % interval == 0:
+            self.reference.take(self.model_chunks)
+            self.reference_iteration = batch.rollout_id
+        return metrics
+
+    def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> Path | None:
+        """After training rollout ``rollout_id``: a checkpoint with ``--save``, Hugging Face form with ``--save-hf``.
+
+        Collective.
+
+        Args:
+            extra_state: small state of the run (data position, …), found again in ``extra_state`` after `setup`.
+        Returns:
+            The checkpoint's directory; None without ``--save``. With ``--async-save`` it is complete after
+            `finish_saving`.
+        """
+        flags = self.config.checkpoint
+        path = None
+        if flags.save is not None:
+            path = self.writer.save(
+                flags.save,
+                rollout_id,
+                self._checkpoint_state(),
+                extra_state=extra_state,
+                save_optimizer=not flags.no_save_optim,
+                save_rng=not flags.no_save_rng,
+                keep=flags.save_retain,
+            )
+        if flags.save_hf:
+            self.export(flags.save_hf.format(rollout_id=rollout_id))
+        return path
+
+    def export(self, directory: str) -> None:
+        """Write the model as a Hugging Face directory. Collective."""
+        flags = self.config.checkpoint
+        if flags.hf_checkpoint and self.hf_config:
+            family = flags.model_name
+            save_hf(self.model_chunks, self.hf_config, directory, assets_from=flags.hf_checkpoint, model_name=family)
+
+    def finish_saving(self) -> None:
+        """Wait for what ``--async-save`` still writes; raises what went wrong there."""
+        self.writer.wait()
+
+    def _checkpoint_state(self) -> TrainerState:
+        updated = self.reference is not None and self.reference_iteration is not None
+        return TrainerState(
+            self.model_chunks,
+            self.optimizer,
+            self.scheduler,
+            reference=self.reference.tensors if self.reference is not None and updated else None,
+            reference_iteration=self.reference_iteration,
+            moments_on_host=self.config.megatron.offload_optimizer_states and device.has_gpu(),
+        )
+
+    def sleep(self, *, keep_weights: bool = False) -> dict[str, float]:
+        """Give the GPU's memory to others until `wake`; without a GPU there is none to give. Can be called twice,
+        first keeping the weights. Returns ``perf/trainer_asleep_gb``: what torch still holds on the GPU."""
+        if not device.has_gpu():
+            return {}
+        freed = self._offloader().sleep(keep_weights=keep_weights)
+        held = torch.cuda.memory_reserved() / 1e9
+        logger.info("trainer asleep: %.1f GB freed, %.1f GB held", freed / 1e9, held)
+        return {"perf/trainer_asleep_gb": held}
+
+    def wake(self) -> dict[str, float]:
+        """Take the memory back; weights and optimizer are the same bits as before. Returns what the GPU had free
+        beforehand (``perf/free_before_wake_gb``): what the engines left."""
+        if not device.has_gpu():
+            return {}
+        free, _ = torch.cuda.mem_get_info()
+        self._offloader().wake()
+        return {"perf/free_before_wake_gb": free / 1e9}
+
+    def _offloader(self) -> Offloader:
+        if self.offloader is None:
+            self.offloader = Offloader(self.model_chunks, self.optimizer)
+        return self.offloader
+
+    def close(self) -> None:
+        """Leave the process groups, once no checkpoint is being written any more."""
+        try:
+            self.writer.close()
+        finally:
+            parallel.shut_down()
+
+    # -- what others ask -----------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> TrainLayout:
+        return parallel.train_layout(self.config)
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.ranks.replica
+
+    @property
+    def is_reporting_rank(self) -> bool:
+        return self.ranks.is_reporting
+
+    # -- the verbs of an update (`slime.trainer.update.Trainer`) -------------------------------------------------------
+
+    def log_probs(self, batch: TrainBatch, *, reference: bool = False, store_prefix: str = "") -> list[Tensor] | None:
+        """Log-probs of the response tokens, [R_i] per sample; None on ranks without output layer. Collective.
+
+        The micro-batches are those of training, so that equal weights give equal bits.
+        """
+        hook = self.config.train.custom_megatron_before_log_prob_hook_path
+        if hook:
+            user_function(hook)(self.functions.args, self.model_chunks, store_prefix)
+        packed = self._pack(batch, [samples for step in batch.steps for samples in step.micro_batches])
+        if self.routing is not None:
+            self.routing.prepare(batch, packed, "reference" if reference else "score")
+        weights = self.reference if reference else None
+        with weights.swapped_in(self.model_chunks) if weights else nullcontext():
+            scores = forward.score(self._modules(), packed, **self._score_options(False))
+        if not self.ranks.has_output:
+            return None
+        by_sample: list[Tensor] = [torch.zeros(r, device=self.ranks.device) for r in batch.response_lengths]
+        for micro_batch, score in zip(packed, scores):
+            for i, values in zip(micro_batch.samples, micro_batch.split(score.log_probs)):
+                by_sample[i] = values
+        return by_sample
+
+    def canary_log_probs(self, tokens: list[int]) -> list[float] | None:
+        """Log-probs of ``tokens[1:]`` at temperature 1, by the weights and kernels of training; None on ranks without
+        output layer. Collective: every data-parallel rank computes the same."""
+        batch = forward.canary_batch(tokens, self.layout.micro_batch_multiple)
+        packed = self._pack(batch, batch.steps[0].micro_batches)
+        if self.routing is not None:
+            self.routing.prepare(batch, packed, "reference")  # experts are neither recorded nor replayed
+        scores = forward.score(self._modules(), packed, **{**self._score_options(False), "temperature": 1.0})
+        return scores[0].log_probs.tolist() if self.ranks.has_output else None
+
+    def forward_backward(
+        self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
+    ) -> list[MicroBatchResult]:
+        """Accumulate the gradients of ``batch.steps[step_id]``. Collective."""
+        packed = self._pack(batch, batch.steps[step_id].micro_batches)
+        gradient_scale = float(len(packed) * parallel_state.get_data_parallel_world_size())
+        if self.routing is not None:
+            self.routing.prepare(batch, packed, "train", gradient_scale)
+        self.optimizer.zero_grad()  # in float32 the parameters' .grad is the buffer itself, which would add to itself
+        hook = self.config.train.custom_megatron_before_train_step_hook_path
+        if hook:
+            user_function(hook)(
+                self.functions.args, batch.rollout_id, step_id, self.model_chunks, self.optimizer, self.scheduler
+            )
+
+        def loss_of(scores: TokenScores, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            return micro_batch_loss(scores, inputs_of(micro_batch.samples), self.config, self.functions)
+
+        return forward.forward_backward(
+            self._modules(),
+            packed,
+            loss_of,
+            gradient_scale=gradient_scale,
+            **self._score_options(True),
+        )
+
+    def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
+        """Apply the accumulated gradients and advance the schedule; ``skip`` leaves both alone. Collective."""
+        balance = self.routing.step_metrics() if self.routing is not None else {}
+        outcome = StepOutcome(float("nan"), applied=False)
+        if not skip:
+            outcome = optimizer.apply_gradients(self.optimizer, self.config.megatron.clip_grad)
+        if outcome.applied:
+            self.scheduler.step(step.global_batch_size)
+            self.reference_is_policy = False
+        elif self.routing is not None:
+            self.routing.take_back_biases()
+        return dataclasses.replace(outcome, metrics=balance)
+
+    def nonfinite_gradients(self) -> list[tuple[str, int, int]]:
+        return optimizer.nonfinite_gradients(self.model_chunks)
+
+    def learning_rates(self) -> list[float]:
+        return optimizer.learning_rates(self.optimizer)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _modules(self) -> list[torch.nn.Module]:
+        return list(self.model_chunks)
+
+    def _pack(self, batch: TrainBatch, micro_batches: list[list[int]]) -> list[PackedMicroBatch]:
+        megatron = self.config.megatron
+        divided = megatron.sequence_parallel or self.spec.num_experts > 0
+        multiple = megatron.tensor_model_parallel_size if divided else 1
+        if device.has_gpu():
+            multiple = megatron.tensor_model_parallel_size * self.config.train.data_pad_size_multiplier
+        context = parallel.context_group()
+        multiple *= context.size
+        dense = self.ranks.device.type == "cpu" or megatron.fp32  # flash attention knows no float32
+        options = PackingOptions(self.ranks.device, multiple, dense=dense, pair_cost=self._pair_cost(), context=context)
+        same_length = virtual_stages(self.spec, self.config) is not None
+        if same_length and len(batch.steps) > 1:  # one length in all passes, also in those of one step
+            everything = [samples for step in batch.steps for samples in step.micro_batches]
+            packed = forward.packed_micro_batches(batch, everything, options)
+            options = dataclasses.replace(options, at_least=max(one.num_tokens for one in packed))
+        return forward.packed_micro_batches(batch, micro_batches, options, same_length=same_length)
+
+    def _pair_cost(self) -> float | None:
+        """Dense attention per pair against matrix products per token, as measured on a CPU with AVX512."""
+        if device.has_gpu():  # its packed attention kernel knows no branches
+            return None
+        if uses_balance_losses(self.model_chunks[0].config):  # which count a shared prompt once for each sample
+            return None
+        return 0.65 / self.spec.transformer["hidden_size"]
+
+    def _score_options(self, training: bool) -> dict[str, Any]:
+        loss = LOSS_TYPES[self.config.algorithm.loss_type]
+        return {
+            "temperature": self.config.rollout.rollout_temperature if loss.at_sampling_temperature else 1.0,
+            "with_entropy": training and loss.takes_entropy,
+            "with_logits": training and loss.takes_logits,
+            "chunk_size": self.config.train.log_probs_chunk_size,
+        }

@@ -1,0 +1,246 @@
+"""The experts of one rank as stacked weights: one parameter per projection, one product over all experts.
+
+    rows [R, H], sorted by expert ── fc1 ──► [gate | up] ── swiglu · weight ──► [R, F] ── fc2 ──► [R, H]
+
+On a GPU in bfloat16 the product is `torch._grouped_mm`, one kernel for all experts; elsewhere a loop over them.
+Neither needs the number of rows per expert to be a multiple of anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime.trainer.megatron.layers import SwiGLU, leave_as_it_is
+
+
+class GroupedExperts(MegatronModule):
+    """The local experts of a layer, in the slot for experts of Megatron's MoE layers.
+
+    Args:
+        num_local_experts: experts on this rank; the rank's place among the others comes from ``pg_collection``.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config)
+        width = config.moe_ffn_hidden_size
+        assert width is not None
+        gated = config.gated_linear_unit
+        self.linear_fc1 = StackedLinear(
+            config, num_local_experts, config.hidden_size, width, pg_collection, cut="out", halves=2 if gated else 1
+        )
+        self.linear_fc2 = StackedLinear(
+            config, num_local_experts, width, config.hidden_size, pg_collection, cut="in",
+            init=config.output_layer_init_method,
+        )  # fmt: skip
+        self.activation_recompute = (
+            config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+        )
+
+    def forward(self, rows: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+        """Rows [R, H] sorted by expert → [R, H], weighted; under expert tensor parallelism this shard's summand.
+
+        Args:
+            ends: int32 [local experts], where each expert's rows end.
+            weights: float32 [R], the router's.
+        """
+        hidden = self.linear_fc1(rows, ends)
+        if not self.activation_recompute:
+            return self.linear_fc2(self._activate(hidden, weights), ends)
+        checkpoint = tensor_parallel.CheckpointWithoutOutput()
+        output = self.linear_fc2(checkpoint.checkpoint(self._activate, hidden, weights), ends)
+        checkpoint.discard_output_and_register_recompute(output)
+        return output
+
+    def _activate(self, hidden: Tensor, weights: Tensor) -> Tensor:
+        config, weights = self.config, weights[:, None]
+        if config.gated_linear_unit and config.activation_func is torch.nn.functional.silu:
+            if hidden.device.type == "cuda":  # Megatron's expression, which torch.compile fuses there
+                return weighted_bias_swiglu_impl(hidden, None, weights)
+            activated = SwiGLU.apply(hidden)
+        elif config.gated_linear_unit:
+            gate, up = hidden.chunk(2, dim=-1)
+            activated = config.activation_func(gate) * up
+        else:
+            activated = config.activation_func(hidden)
+        return (activated * weights).to(hidden.dtype)
+
+    def backward_dw(self) -> None:
+        """Megatron's hook for delayed weight gradients, of which there are none."""
+
+
+class StackedLinear(torch.nn.Module):
+    """One projection of all local experts: ``weight`` [experts, out, in], cut over expert tensor-parallel ranks.
+
+    Args:
+        width_in, width_out: of one whole expert; of one half, where ``out`` is made of halves.
+        cut: the side that expert tensor parallelism cuts.
+        halves: 2 for [gate | up]: every shard has its part of each.
+        init: fills a whole expert's weight; the config's method when None.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        num_local_experts: int,
+        width_in: int,
+        width_out: int,
+        groups: ProcessGroupCollection,
+        *,
+        cut: str,
+        halves: int = 1,
+        init: Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.cut_axis = 1 if cut == "out" else 2
+        self.halves = halves
+        self.shard, self.shards = groups.expt_tp.rank(), groups.expt_tp.size()
+        self.expert_rank, self.expert_ranks = groups.ep.rank(), groups.ep.size()
+        self.replica = groups.expt_dp.rank()
+        rows = width_out * halves // (self.shards if cut == "out" else 1)
+        columns = width_in // (self.shards if cut == "in" else 1)
+        weight = torch.empty(
+            num_local_experts, rows, columns, dtype=config.params_dtype, device=torch.cuda.current_device()
+        )
+        self.weight = torch.nn.Parameter(weight)
+        # "not all-reduced with the rest" is how Megatron's gradient buffers, optimizers and norms know expert weights.
+        # Always, so that optimizer states are laid out alike whatever the expert-parallel size.
+        self.weight.allreduce = False  # type: ignore[attr-defined]
+        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, self.cut_axis, 1)
+        self._initialise(init or config.init_method, halves * width_out, width_in)
+
+    @torch.no_grad()
+    def _initialise(self, init: Callable[[Tensor], Any], rows: int, columns: int) -> None:
+        """Every rank draws every expert whole and keeps its part: random weights do not depend on the layout."""
+        if init is leave_as_it_is:
+            return
+        local = self.weight.size(0)
+        first = local * self.expert_rank
+        for expert in range(local * self.expert_ranks):
+            whole = torch.empty(rows, columns, device=self.weight.device)
+            init(whole)
+            if first <= expert < first + local:
+                halves = whole.chunk(self.halves, dim=0)
+                part = torch.cat([half.chunk(self.shards, dim=self.cut_axis - 1)[self.shard] for half in halves])
+                self.weight[expert - first].copy_(part)
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """[R, in] sorted by expert → [R, out]."""
+        return grouped_linear(rows, self.weight, ends)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """One tensor [all experts, out, in] in the checkpoint: any expert layout loads what any other saved."""
+        key, before = f"{prefix}weight", len(sharded_offsets)
+        replica_id = (0, 0, self.replica)
+
+        def shards(
+            key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None = None
+        ) -> list[ShardedTensor]:
+            assert flattened_range is None, "expert weights are kept whole"
+            return [
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    half,
+                    *sharded_offsets,
+                    (before, self.expert_rank, self.expert_ranks),
+                    (before + self.cut_axis, self.shard + i * self.shards, self.shards * self.halves),
+                    replica_id=replica_id,
+                    prepend_axis_num=before,
+                )
+                for i, half in enumerate(tensor.chunk(self.halves, dim=1))
+            ]
+
+        if self.halves == 1:
+            (sharded,) = shards(key, self.weight, replica_id)
+            sharded.data = self.weight
+            return {key: sharded}
+        return {key: ShardedTensorFactory(key, self.weight, shards, lambda parts: torch.cat(parts, 1), replica_id)}
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Row r of expert e → ``weight[e] @ rows[r]``; the gradient of an expert without rows is exactly 0.
+
+    Args:
+        rows: [R, in], sorted by expert; R may be 0.
+        weight: [experts, out, in].
+        ends: int32 [experts], where each expert's rows end; the last one is R.
+
+    Example (two rows for expert 0, none for expert 1):
+        >>> weight = torch.tensor([[[2.0]], [[3.0]]])
+        >>> grouped_linear(torch.tensor([[1.0], [5.0]]), weight, torch.tensor([2, 2], dtype=torch.int32)).tolist()
+        [[2.0], [10.0]]
+    """
+    result = _GroupedLinear.apply(rows, weight, ends)
+    assert isinstance(result, Tensor)
+    return result
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        return products(rows, weight)[0](rows, weight, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        multiply, weight_gradient = products(rows, weight)
+        grad_rows = multiply(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+        grad_weight = weight_gradient(grad, rows, ends) if ctx.needs_input_grad[1] else None
+        return grad_rows, grad_weight, None
+
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def products(rows: Tensor, weight: Tensor) -> tuple[Product, Product]:
+    """(rows [R, in] × weights [E, out, in] → [R, out]; gradients [R, out] × rows [R, in] → [E, out, in])."""
+    aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and rows.size(0) > 0:
+        return grouped_product, grouped_weight_gradient
+    return looped_product, looped_weight_gradient
+
+
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+
+def grouped_weight_gradient(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    result = torch._grouped_mm(grad.t(), rows, offs=ends)
+    # a product over no rows may leave what was in memory before
+    empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+    return result.masked_fill_(empty[:, None, None], 0)
+
+
+def looped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    result = rows.new_empty(rows.size(0), weight.size(1))
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(rows[start:end], weight[expert].t(), out=result[start:end])
+        start = end
+    return result
+
+
+def looped_weight_gradient(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    result = grad.new_zeros(ends.numel(), grad.size(1), rows.size(1))
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(grad[start:end].t(), rows[start:end], out=result[expert])
+        start = end
+    return result

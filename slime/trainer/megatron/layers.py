@@ -1,0 +1,164 @@
+"""The layers that stand in for what megatron-core leaves to Transformer Engine or computes anew in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from slime.trainer.megatron import device
+
+
+def leave_as_it_is(tensor: Tensor) -> Tensor:
+    """The initialisation of parameters that a checkpoint is loaded into."""
+    return tensor
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm that also works under sequence parallelism.
+
+    megatron-core's own wrapper of ``torch.nn.RMSNorm`` refuses sequence parallelism. All that is needed is the mark
+    on the weight, by which its gradient is summed over the tensor-parallel ranks, each of which saw some tokens only.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.shape = (hidden_size,)
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and device.has_kernels():
+            from slime.trainer.kernels.rms_norm import RMSNormFunction
+
+            return RMSNormFunction.apply(x, self.weight, self.eps)
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(a) · b for ``x = [a | b]``; keeps ``x`` alone for the backward pass.
+
+    The plain expression keeps silu(a) too and writes the two halves of the gradient twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        a, b = x.chunk(2, dim=-1)
+        return F.silu(a).mul_(b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        a, b = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        grad_a, grad_b = grad_x.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(a), out=grad_b)
+        torch.ops.aten.silu_backward.grad_input(grad * b, a, grad_input=grad_a)
+        return grad_x
+
+
+class SwiGLUActivation(torch.nn.Module):
+    """The activation of a gated MLP on ``[gate | up]``, in Megatron's slot for such a module."""
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cuda":  # Megatron's expression, which torch.compile fuses there
+            return bias_swiglu_impl(x, None, False, False)
+        return SwiGLU.apply(x)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing to checkpoint; Megatron's MLP asks each of its parts."""
+        return {}
+
+
+class EmbeddingLookup(torch.autograd.Function):
+    """Rows of an embedding whose gradient goes straight into Megatron's gradient buffer.
+
+    Autograd would make a dense gradient as large as the vocabulary, nearly all zeros, and add it to the buffer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, main_grad: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.main_grad = main_grad
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        (ids,) = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.size(-1)).to(ctx.main_grad.dtype)
+        ctx.main_grad.index_add_(0, ids.reshape(-1), rows)
+        return None, None, None
+
+
+class Embedding(VocabParallelEmbedding):
+    """Megatron's vocabulary-parallel embedding, with `EmbeddingLookup` where nobody waits for the gradient's hook."""
+
+    direct_grad = False
+
+    def forward(self, input_: Tensor) -> Tensor:
+        direct = self.direct_grad and self.weight.requires_grad and torch.is_grad_enabled()
+        if not direct or self.tp_group.size() > 1 or self.reduce_scatter_embeddings or input_.device.type == "cuda":
+            return super().forward(input_)
+        return EmbeddingLookup.apply(self.weight, self.weight.main_grad, input_)
+
+
+# -- layers that normalise the outputs of attention and MLP before they are added to the residual (GLM-4) ------------
+
+OutputWithBias = tuple[Tensor, Tensor | None]
+AddToResidual = Callable[[OutputWithBias, Tensor, float], Tensor]
+MakeAdd = Callable[[bool, bool], AddToResidual]
+"""Megatron's "bias, dropout, add": (training, fused) → the function."""
+
+
+class PostNormTransformerLayer(TransformerLayer):
+    """x + post_norm(attention(norm(x))), then the same around the MLP.
+
+    megatron-core's layer has no such norms. They go in front of its two residual additions, the only places that see
+    the outputs on their own; recomputation and the rest of the layer stay as they are.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        eps = config.layernorm_epsilon
+        self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, eps)
+        self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, eps)
+        add_attention: MakeAdd = self.self_attn_bda  # type: ignore[has-type]
+        add_mlp: MakeAdd = self.mlp_bda  # type: ignore[has-type]
+        self.self_attn_bda = _normalising(self.post_self_attn_layernorm, add_attention)
+        self.mlp_bda = _normalising(self.post_mlp_layernorm, add_mlp)
+
+
+def _normalising(norm: RMSNorm, make_add: MakeAdd) -> MakeAdd:
+    """With the norm between the bias and the rest."""
+
+    def make(training: bool, fused: bool) -> AddToResidual:
+        add = make_add(training, fused)
+
+        def normalise_and_add(output_with_bias: OutputWithBias, residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            return add((norm(output if bias is None else output + bias), None), residual, dropout)
+
+        return normalise_and_add
+
+    return make
+
+
+def add_post_norms(block: TransformerBlockSubmodules) -> None:
+    """Make every layer of the block a `PostNormTransformerLayer`."""
+    for layer in block.layer_specs:
+        assert isinstance(layer, ModuleSpec) and issubclass(layer.module, TransformerLayer)
+        layer.module = PostNormTransformerLayer

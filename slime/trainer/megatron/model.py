@@ -1,0 +1,362 @@
+"""The policy as megatron-core modules, built from a `ModelSpec`.
+
+    embedding ─► decoder (local layer spec; our attention, norm and activation) ─► hidden states
+                                       └─ last stage: rows that predict responses ─► log-probs (never logits)
+
+Parameters carry Megatron's names and sharding, so converters and checkpoints need not know about any of this.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
+
+from slime.algorithms.logprobs import VocabShard, linear_log_probs
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.models.layout_rules import virtual_stages
+from slime.models.model_flags import merge_transformer
+from slime.models.rotary import inverse_frequencies
+from slime.models.spec import ModelSpec
+from slime.trainer.megatron import te_layers
+from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttention
+from slime.trainer.megatron.layers import Embedding, RMSNorm, SwiGLUActivation, add_post_norms, leave_as_it_is
+from slime.trainer.megatron.mla import LatentNorm, PackedMLASelfAttention
+from slime.trainer.megatron.moe_layer import connect, expert_arguments, expert_layer_spec
+from slime.trainer.megatron.packed import PackedMicroBatch
+from slime.trainer.megatron.provider import provided
+from slime.trainer.megatron.rotary import RotaryAngles
+from slime.trainer.records import TokenScores
+
+
+class PolicyModel(GPTModel):
+    """Megatron's GPT whose output is the log-prob of each response token.
+
+    The vocabulary product runs inside `linear_log_probs`, on the rows that predict response tokens only.
+    """
+
+    def __init__(self, spec: ModelSpec, config: TransformerConfig, vp_stage: int | None, **kwargs: Any) -> None:
+        super().__init__(
+            config=config,
+            vocab_size=spec.padded_vocab_size,
+            max_sequence_length=spec.max_position_embeddings,
+            share_embeddings_and_output_weights=spec.tie_embeddings,
+            position_embedding_type="none",  # the angles come from `self.angles`, once per micro-batch
+            vp_stage=vp_stage,
+            **kwargs,
+        )
+        self.spec = spec
+        self._direct = False
+        if self.pre_process:
+            self.embedding.word_embeddings.__class__ = Embedding  # same parameters; Megatron has no slot for it
+        inverse, factor = inverse_frequencies(
+            spec.rotary_dim, spec.rotary_base, spec.rotary_scaling, spec.max_position_embeddings
+        )
+        self.angles = RotaryAngles(inverse, factor, torch.device(torch.cuda.current_device()), config.params_dtype)
+
+    def forward(
+        self,
+        batch: PackedMicroBatch,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_logits: bool = False,
+        chunk_size: int = -1,
+    ) -> Tensor | TokenScores:
+        """Hidden states [T, 1, H] on inner pipeline stages, `TokenScores` on the last."""
+        hidden = self.hidden_states(batch)
+        if not self.post_process:
+            return hidden
+        rows, weight = self.predicting_rows(hidden, batch), self.output_weight()
+        logits = None
+        if with_logits:
+            logits = (rows @ weight[: self.vocab_shard().size].t()).float() / temperature
+        log_probs, entropy = linear_log_probs(
+            rows,
+            weight,
+            batch.targets,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            shard=self.vocab_shard(),
+            chunk_size=chunk_size,
+            grad_accumulator=self._direct_grad(),
+        )
+        context = batch.sequences.context
+        if context is not None:
+            log_probs = context.whole(log_probs)
+            entropy = context.whole(entropy) if entropy is not None else None
+            logits = context.whole(logits) if logits is not None else None
+        return TokenScores(log_probs, entropy, logits)
+
+    def hidden_states(self, batch: PackedMicroBatch) -> Tensor:
+        """[T, 1, H], after the final norm on the last stage; under sequence parallelism this rank's part of T."""
+        sequences = batch.sequences
+        assert sequences.positions is not None
+        if sequences.rotary is None:
+            sequences.rotary = self.angles(sequences.positions)
+        embedded = self.embedding(input_ids=batch.tokens, position_ids=None) if self.pre_process else None
+        return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=sequences)
+
+    def predicting_rows(self, hidden: Tensor, batch: PackedMicroBatch) -> Tensor:
+        """[N, H]: the hidden states from which response tokens are predicted, ready for a vocabulary-parallel product.
+
+        Going back, the gradient of the rows is summed over the tensor-parallel ranks, each of which has the part of
+        its vocabulary shard.
+        """
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=group
+            )
+            return hidden[:, 0].index_select(0, batch.rows)
+        rows = hidden[:, 0].index_select(0, batch.rows)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(rows, group=group)
+
+    def output_weight(self) -> Tensor:
+        """[V / tp, H]: the output layer's rows on this rank, the embedding's if they are tied."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def vocab_shard(self) -> VocabShard:
+        group = self.pg_collection.tp
+        per_rank = self.spec.padded_vocab_size // group.size()
+        start = per_rank * group.rank()
+        return VocabShard(start, max(0, min(per_rank, self.spec.vocab_size - start)), group)
+
+    def attach(self, wrapper: DistributedDataParallel) -> None:
+        """Fit the chunk to the data parallelism around it.
+
+        The vocabulary's gradients are added to its buffer right away, unless a hook waits for them. And with
+        ``--overlap-param-gather``, which waits for a module's parameters when it is called, those that are used
+        without a call are waited for: the output layer's weight goes straight into the log-probs, and the norms of
+        queries and keys are a part of one kernel.
+        """
+        self._direct = not wrapper.ddp_config.overlap_grad_reduce
+        if self.pre_process:
+            self.embedding.word_embeddings.direct_grad = self._direct
+        if not wrapper.use_forward_hook:
+            return
+        wait = wrapper._make_forward_pre_hook()
+        if self.post_process:
+            self.decoder.final_layernorm.register_forward_pre_hook(lambda norm, _: wait(self.output_layer))
+        for module in self.modules():
+            if isinstance(module, PackedSelfAttention):
+                module.register_forward_pre_hook(lambda attention, _: _wait_for_norms(attention, wait))
+
+    def _direct_grad(self) -> Tensor | None:
+        weight = self.output_weight()
+        if not self._direct or not torch.is_grad_enabled() or not weight.requires_grad:
+            return None
+        return weight.main_grad  # type: ignore[attr-defined]
+
+
+def _wait_for_norms(attention: PackedSelfAttention, wait: Callable[[torch.nn.Module], Any]) -> None:
+    for norm in (attention.q_layernorm, attention.k_layernorm):
+        if isinstance(norm, RMSNorm):
+            wait(norm)
+
+
+def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = False) -> list[PolicyModel]:
+    """This rank's pipeline stage(s) of the model, on the trainer's device, parameters not loaded yet.
+
+    Args:
+        spec: fits the layout (`slime.models.layout_rules.check_layout`).
+        initialise: draw random weights; without it parameters hold garbage until a checkpoint is loaded.
+    Raises:
+        UserError: a flag that contradicts the model or cannot be honoured, or a provider that built something else.
+    """
+    transformer = transformer_config(spec, config, initialise=initialise)
+    virtual = transformer.virtual_pipeline_model_parallel_size
+    core: type | ModuleSpec = PackedAttention
+    if config.train.attention_backend == "flash" and not te_layers.is_used(config):
+        core = ModuleSpec(module=PackedAttention, params={"torch_only": True})
+
+    def build(first: bool, last: bool, vp_stage: int | None) -> PolicyModel:
+        layers = block_spec(transformer, vp_stage, post_norms=spec.post_norms, core_attention=core)
+        return PolicyModel(
+            spec, transformer, vp_stage, transformer_layer_spec=layers, pre_process=first, post_process=last
+        )
+
+    chunks = []
+    for vp_stage in range(virtual) if virtual else [None]:
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        path = config.train.custom_model_provider_path
+        chunk = provided(path, build, PolicyModel, first, last, vp_stage) if path else build(first, last, vp_stage)
+        connect(chunk)
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        _prepare_recompute(chunk)
+        chunks.append(chunk.to(torch.cuda.current_device()))
+    return chunks
+
+
+def _prepare_recompute(chunk: PolicyModel) -> None:
+    """What activation recompute (``--recompute-activations`` and its kin) needs beside Megatron's own code.
+
+    Megatron recomputes whole layers, or single modules (``--recompute-modules``), in the backward pass. Three gaps:
+
+    - its checkpoint of a norm's output asks Transformer Engine whether FP8 is on, also where that is not installed;
+    - a checkpointed function none of whose inputs needs a gradient gives its own parameters none either: with a frozen
+      embedding the layers behind it would silently not be trained; likewise a pipeline stage that is frozen as a whole
+      would have nothing to send back;
+    - a number of layers per block that does not divide a stage's layers ends in an IndexError.
+
+    Raises:
+        UserError: ``--recompute-num-layers`` does not divide the layers of a stage.
+    """
+    config = chunk.config
+    if not megatron_random.HAVE_TE:
+        # its default, False, means "not FP8" but is compared with None
+        megatron_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+    if config.recompute_granularity == "full" and config.recompute_method == "uniform":
+        per_block, layers = config.recompute_num_layers or 1, len(chunk.decoder.layers)
+        if layers % per_block:
+            raise UserError(
+                f"--recompute-num-layers {per_block} does not fit this model",
+                why=f"a pipeline stage has {layers} layers, which cannot be divided into blocks of {per_block}",
+                fix=f"use a divisor of {layers}; 1 keeps one activation per layer",
+            )
+    recomputes_or_sends_back = config.recompute_granularity is not None or config.pipeline_model_parallel_size > 1
+    if recomputes_or_sends_back and chunk.pre_process:
+        chunk.embedding.register_forward_hook(_let_gradients_pass)
+
+
+def _let_gradients_pass(module: torch.nn.Module, inputs: Any, embedded: Tensor) -> None:
+    """A frozen embedding's output takes part in the backward pass all the same."""
+    if torch.is_grad_enabled() and module.training and not embedded.requires_grad:
+        embedded.requires_grad_()
+
+
+def block_spec(
+    config: TransformerConfig,
+    vp_stage: int | None,
+    *,
+    post_norms: bool = False,
+    core_attention: type | ModuleSpec = PackedAttention,
+) -> TransformerBlockSubmodules:
+    """megatron-core's local layers with our norm, attention and activation in their places."""
+    plain = copy.copy(config)
+    plain.moe_grouped_gemm = False  # Megatron's spec for it needs a package; its experts are replaced anyway
+    block = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, vp_stage=vp_stage)
+    block.layer_norm = RMSNorm
+    done: set[int] = set()
+    for layer in block.layer_specs:
+        if id(layer) in done:  # layers of one kind share their spec
+            continue
+        done.add(id(layer))
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention = parts.self_attention
+        if attention.module is SelfAttention:
+            attention.module = PackedSelfAttention
+            attention.submodules.core_attention = core_attention
+            for name in ("q_layernorm", "k_layernorm"):
+                if getattr(attention.submodules, name) is not IdentityOp:
+                    setattr(attention.submodules, name, RMSNorm)
+        elif attention.module is MLASelfAttention:
+            attention.module = PackedMLASelfAttention
+            attention.submodules.core_attention = core_attention
+            attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
+        if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MLP and config.use_te_activation_func:
+            parts.mlp.submodules.activation_func = SwiGLUActivation
+        if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MoELayer:
+            parts.mlp = expert_layer_spec(config)
+    if post_norms:
+        add_post_norms(block)
+    if config.transformer_impl == "transformer_engine":
+        te_layers.replace_parts(block)
+    return block
+
+
+def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = False) -> TransformerConfig:
+    """Megatron's view of the model: what the checkpoint says, the layout, and the native flags the user set.
+
+    Raises:
+        UserError: a flag that says otherwise than the checkpoint, with both values, or that cannot be honoured.
+    """
+    given = config.megatron.transformer
+    described = merge_transformer(spec.transformer_kwargs(), given)
+    arguments = {**described, **_trainer_arguments(spec, config, initialise), **given}
+    if spec.activation == "silu" and arguments.get("gated_linear_unit") and not arguments.get("add_bias_linear"):
+        arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
+    arguments.update(expert_arguments(arguments))
+    if spec.is_mla:
+        # its norms see whole latents on every tensor-parallel rank; with the mark Megatron takes them for norms of each
+        # rank's own heads, and sums their gradients over the ranks
+        return MLATransformerConfig(**{**arguments, "qk_layernorm": False})
+    return TransformerConfig(**arguments)
+
+
+def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dict[str, Any]:
+    """What does not describe the model: layout, precision, recomputation, and what this trainer wants of Megatron."""
+    megatron = config.megatron
+    dtype = parameter_dtype(config)
+    virtual = virtual_stages(spec, config)
+    arguments: dict[str, Any] = {
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": virtual,
+        "context_parallel_size": megatron.context_parallel_size,
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "sequence_parallel": megatron.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        # with virtual stages two ranks exchange activations and gradients at once, and only the overlapped exchange of
+        # equal shapes keeps them apart
+        "variable_seq_lengths": virtual is None,
+        "overlap_p2p_comm": virtual is not None,
+        "batch_p2p_comm": virtual is None,
+        "moe_token_dispatcher_type": "alltoall",  # the other one refuses variable lengths
+        **te_layers.transformer_arguments(config),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "recompute_granularity": megatron.recompute_granularity,
+        "recompute_method": megatron.recompute_method,
+        "recompute_num_layers": megatron.recompute_num_layers,
+        "gradient_accumulation_fusion": True,  # by `device.install`'s products, or in Transformer Engine's layers
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        # one full-size draw that every layout cuts its piece from: random weights do not depend on the layout
+        "use_cpu_initialization": initialise and torch.device(torch.cuda.current_device()).type == "cpu",
+        "attention_softmax_in_fp32": True,
+        "moe_router_bias_update_rate": 0.0,  # Megatron's default changes the bias although nobody asked for it
+        # an overlapped send over gloo still reads the output when this would free it
+        "deallocate_pipeline_outputs": megatron.pipeline_model_parallel_size > 1 and virtual is None,
+    }
+    if not initialise:
+        # "perform_initialization": False would save the same time, but then Megatron does not mark which parameters are
+        # split over tensor-parallel ranks, and the gradient norm leaves half of them out
+        for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
+            arguments[name] = leave_as_it_is
+    if megatron.expert_tensor_parallel_size is not None:
+        arguments["expert_tensor_parallel_size"] = megatron.expert_tensor_parallel_size
+    if megatron.recompute_modules:
+        arguments["recompute_modules"] = list(megatron.recompute_modules)
+    return arguments
+
+
+def parameter_dtype(config: Config) -> torch.dtype:
+    if config.megatron.fp16:
+        return torch.float16
+    return torch.bfloat16 if config.megatron.bf16 else torch.float32

@@ -1,0 +1,378 @@
+"""Megatron's data parallelism, optimizer and schedule around the model chunks, and the step that applies gradients."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import optimizer as core_optimizer
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    distrib_optimizer,
+    get_megatron_optimizer,
+)
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
+from slime.checkpoints.megatron_names import Placement, global_parameters, unwrapped
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.log import get_logger
+from slime.trainer.megatron import device
+from slime.trainer.megatron.offload import HostStates, megatron_optimizers, torch_optimizers
+from slime.trainer.records import StepOutcome
+
+logger = get_logger(__name__)
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_ENDLESS = 1 << 40  # rollouts of a run whose length is not known yet
+
+
+def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
+    """Switch off gradients by the regular expressions of the flags.
+
+    The expressions are searched in Megatron's names with the layers' global numbers, so that they mean the same at
+    every layout. Collective, when there are expressions.
+
+    Raises:
+        UserError: an expression that matches no parameter of the model would silently do nothing; nothing is left to
+            train.
+    """
+    only, frozen_names = config.train.only_train_params_name_list, config.train.freeze_params_name_list
+    patterns = [*only, *frozen_names]
+    if not patterns:
+        return
+    seen: dict[str, bool] = {}  # name → is it trained
+    for name, parameter in _named_parameters(chunks):
+        found = any(re.search(pattern, name) for pattern in patterns)
+        seen[name] = found if only else not found
+        if not seen[name]:
+            _whole(parameter)[0].requires_grad_(False)
+    everywhere: list[Any] = [seen]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, seen)
+    trained = {name: is_trained for part in everywhere for name, is_trained in part.items()}
+    _check_expressions(patterns, trained)
+    _check_experts(trained)
+    logger.info("%d of %d parameters are frozen", len(trained) - sum(trained.values()), len(trained))
+
+
+def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Global names. The output layer's copy of a tied embedding on the last pipeline stage goes by the embedding's:
+    frozen or trained, both must be the same."""
+    experts: Any = unwrapped(chunks)[0].config.num_moe_experts or 0  # type: ignore[union-attr]
+    for name, tensor in global_parameters(chunks, experts, Placement.current()):
+        if isinstance(tensor, nn.Parameter):
+            is_copy = name == "output_layer.weight" and hasattr(tensor, "shared_embedding")
+            yield (_EMBEDDING if is_copy else name), tensor
+
+
+def _whole(parameter: nn.Parameter) -> tuple[nn.Parameter, Any]:
+    """What the optimizer sees of it, and the index of ``parameter`` in that: experts are stacked in one."""
+    return parameter.stacked_in if hasattr(parameter, "stacked_in") else (parameter, ...)
+
+
+def _check_experts(trained: dict[str, bool]) -> None:
+    """The experts of a layer are frozen together."""
+    layers: dict[str, bool] = {}
+    for name, is_trained in trained.items():
+        stacked = re.fullmatch(r"(.*\.experts\.linear_fc[12]\.weight)\d+", name)
+        if stacked and layers.setdefault(stacked[1], is_trained) != is_trained:
+            raise UserError(
+                f"some experts of {stacked[1]} would be frozen and others trained",
+                why="the experts of a layer are one parameter",
+                fix="let the expression match all experts of a layer, or none",
+            )
+
+
+def _check_expressions(patterns: Sequence[str], trained: dict[str, bool]) -> None:
+    unused = [pattern for pattern in patterns if not any(re.search(pattern, name) for name in trained)]
+    if unused:
+        near = [name for pattern in unused for name in difflib.get_close_matches(pattern, trained, n=2, cutoff=0.3)]
+        near = near or sorted(trained)[:3]
+        raise UserError(
+            f"no parameter matches {', '.join(unused)}",
+            why="--only-train-params-name-list and --freeze-params-name-list are searched (re.search) in Megatron's "
+            f"names; nearest: {', '.join(dict.fromkeys(near))}",
+            fix="correct the expression",
+        )
+    if not any(trained.values()):
+        raise UserError(
+            f"all {len(trained)} parameters are frozen",
+            why=f"by the expressions {', '.join(patterns)}",
+            fix="leave something to train",
+        )
+
+
+class DataParallel(DistributedDataParallel):
+    """Megatron's, without collectives where there is nobody to talk to.
+
+    A reduction over one rank copies the whole gradient buffer to itself; on a CPU that costs as much as a layer. An
+    overlapped one is started by the buckets themselves, so then it has to be finished here.
+    """
+
+    @property
+    def is_alone(self) -> bool:
+        if self.ddp_config.overlap_grad_reduce:
+            return False
+        return self.dp_cp_group.size() == 1 and self.expt_dp_group.size() == 1
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        if not self.is_alone:
+            super().start_grad_sync(*unused)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        if not self.is_alone:
+            super().finish_grad_sync(force_all_reduce)
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        if not self.is_alone:
+            super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
+
+
+def wrap_data_parallel(chunks: Sequence[GPTModel], config: Config) -> list[DataParallel]:
+    """Gradient buffers (float32 unless told otherwise) and their reduction over the replicas."""
+    megatron = config.megatron
+    options = {
+        "grad_reduce_in_fp32": megatron.accumulate_allreduce_grads_in_fp32,
+        "overlap_grad_reduce": megatron.overlap_grad_reduce,
+        "overlap_param_gather": megatron.overlap_param_gather,
+        "use_distributed_optimizer": is_distributed(config),
+        "check_for_nan_in_grad": False,  # `apply_gradients` looks at the norm, which shows it on every rank at once
+        **megatron.ddp,
+    }
+    wrapped = []
+    for i, chunk in enumerate(chunks):
+        wrapped.append(
+            DataParallel(
+                config=chunk.config,
+                ddp_config=DistributedDataParallelConfig(**options),
+                module=chunk,
+                disable_bucketing=i > 0,
+            )
+        )
+    transformer = chunks[0].config
+    transformer.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [w.no_sync for w in wrapped]
+    transformer.finalize_model_grads_func = finalize_model_grads
+    if megatron.overlap_grad_reduce:
+        starts = [w.start_grad_sync for w in wrapped]
+        transformer.grad_sync_func = starts[0] if len(starts) == 1 else starts
+    return wrapped
+
+
+def gather_parameters(chunks: Sequence[DataParallel]) -> None:
+    """With ``--overlap-param-gather`` a rank has only its own share of a step's result until the next forward pass.
+    Before anyone else reads the weights (push, checkpoint, reference), bring the rest. Collective."""
+    for chunk in chunks:
+        if chunk.use_forward_hook:
+            chunk.start_param_sync(force_sync=True)
+
+
+def is_distributed(config: Config) -> bool:
+    """Are optimizer states sharded over the replicas? Megatron does that for Adam only."""
+    return config.megatron.use_distributed_optimizer and config.megatron.optimizer_name == "adam"
+
+
+def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Adam or SGD with float32 master weights, and the schedule, which counts in samples as Megatron's does."""
+    megatron, dtype = config.megatron, chunks[0].module.config.params_dtype
+    optimizer_config = OptimizerConfig(
+        **{
+            "optimizer": megatron.optimizer_name,
+            "lr": megatron.lr,
+            "min_lr": megatron.min_lr,
+            "weight_decay": megatron.weight_decay,
+            "adam_beta1": megatron.adam_beta1,
+            "adam_beta2": megatron.adam_beta2,
+            "adam_eps": megatron.adam_eps,
+            "sgd_momentum": megatron.sgd_momentum,
+            "clip_grad": megatron.clip_grad,
+            "bf16": dtype == torch.bfloat16,
+            "fp16": dtype == torch.float16,
+            "params_dtype": dtype,
+            "use_distributed_optimizer": is_distributed(config),
+            "overlap_param_gather": megatron.overlap_param_gather,
+            "use_precision_aware_optimizer": megatron.use_precision_aware_optimizer,
+            # without a GPU the states are in host memory and the step runs there as it is
+            "optimizer_cpu_offload": megatron.optimizer_cpu_offload and device.has_gpu(),
+            "optimizer_offload_fraction": 1.0,  # as Megatron-LM's flag; the field's own default offloads nothing
+            **megatron.optimizer,
+        }
+    )
+    if optimizer_config.use_precision_aware_optimizer:  # by Transformer Engine's Adam
+        optimizer = get_megatron_optimizer(optimizer_config, chunks)
+    else:
+        with _torchs_own():
+            optimizer = get_megatron_optimizer(optimizer_config, chunks)
+    for inner in torch_optimizers(optimizer):
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            for group in inner.param_groups:  # one pass over parameters, gradients and moments instead of a dozen
+                group["fused"], group["foreach"] = True, False
+        if megatron.offload_optimizer_states and not optimizer_config.optimizer_cpu_offload:
+            _move_states_to_host(inner)
+    chunks[0].module.config.grad_scale_func = optimizer.scale_loss if dtype == torch.float16 else None
+    return optimizer, build_schedule(optimizer, config)
+
+
+@contextmanager
+def _torchs_own() -> Iterator[None]:
+    """Megatron builds Transformer Engine's Adam and SGD where that is installed; within this, torch's.
+
+    They keep the same states, but in another form, and know neither a gradient scale nor `HostStates`. So what is
+    trained, saved and planned for does not depend on what else is installed.
+    """
+    stand_ins: tuple[tuple[Any, str, Any], ...] = (
+        (core_optimizer, "USING_PYTORCH_OPTIMIZER", True),
+        (core_optimizer, "Adam", torch.optim.AdamW),
+        (core_optimizer, "SGD", torch.optim.SGD),
+        (distrib_optimizer, "Adam", torch.optim.Adam),
+    )
+    before = [vars(module)[name] for module, name, _ in stand_ins]
+    try:
+        for module, name, value in stand_ins:
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name, _), value in zip(stand_ins, before, strict=True):
+            setattr(module, name, value)
+
+
+def _move_states_to_host(inner: torch.optim.Optimizer) -> None:
+    if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD):
+        raise UserError(
+            f"--offload-optimizer-states cannot be used with {type(inner).__module__}.{type(inner).__name__}",
+            why="it counts steps per group, and a step in buckets would count each bucket",
+            fix="use --optimizer-cpu-offload instead",
+        )
+    HostStates.install(inner)
+
+
+def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
+    """Warm-up, then decay of the learning rate; one step advances it by the global batch size.
+
+    With ``--num-epoch`` the length of the run is known only once the prompts are counted: see `set_run_length`.
+    """
+    megatron, batch = config.megatron, config.train.global_batch_size
+    warmup, decay, total = _schedule_lengths(config, config.rollout.num_rollout)
+    wsd = megatron.lr_wsd_decay_iters
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=megatron.lr_warmup_init,
+        max_lr=megatron.lr,
+        min_lr=megatron.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=megatron.lr_decay_style,
+        start_wd=megatron.start_weight_decay,
+        end_wd=megatron.end_weight_decay,
+        wd_incr_steps=total,
+        wd_incr_style=megatron.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=megatron.use_checkpoint_opt_param_scheduler,
+        # Megatron would refuse a resume with another --lr or a longer run unless told who wins; the flags do
+        override_opt_param_scheduler=not megatron.use_checkpoint_opt_param_scheduler,
+        wsd_decay_steps=None if wsd is None else wsd * batch,
+        lr_wsd_decay_style=megatron.lr_wsd_decay_style,
+    )
+
+
+def set_run_length(scheduler: OptimizerParamScheduler, config: Config, num_rollout: int) -> None:
+    """Stretch the schedule to a run of ``num_rollout`` rollouts."""
+    warmup, decay, total = _schedule_lengths(config, num_rollout)
+    scheduler.lr_warmup_steps, scheduler.lr_decay_steps, scheduler.wd_incr_steps = warmup, decay, total
+    scheduler.step(0)  # the rates of the present step, by the new lengths
+
+
+def _schedule_lengths(config: Config, num_rollout: int | None) -> tuple[int, int, int]:
+    """(warm-up, decay, whole run), in samples; a run of unknown length counts as endless.
+
+    Raises:
+        UserError: the warm-up is longer than the decay.
+    """
+    megatron, batch = config.megatron, config.train.global_batch_size
+    rollouts = _ENDLESS if num_rollout is None else max(num_rollout, 1)
+    total = rollouts * config.train.num_steps_per_rollout * batch
+    decay = megatron.lr_decay_samples or (megatron.lr_decay_iters or 0) * batch or total
+    warmup = megatron.lr_warmup_samples or megatron.lr_warmup_iters * batch
+    if megatron.lr_warmup_fraction is not None:
+        warmup = int(megatron.lr_warmup_fraction * decay)
+    if warmup >= decay and megatron.lr_decay_style != "constant":
+        raise UserError(
+            f"the learning rate warms up for {warmup} samples but decays within {decay}",
+            why="the decay counts from the start of the run, warm-up included",
+            fix="lower --lr-warmup-iters, or raise --lr-decay-iters",
+        )
+    return warmup, max(decay, warmup + 1), total
+
+
+def reset_moments(optimizer: MegatronOptimizer) -> None:
+    """Forget Adam's moments and step counts (``--reset-optimizer-states``)."""
+    for inner in torch_optimizers(optimizer):
+        inner.state.clear()
+        for group in inner.param_groups:
+            group.pop("step", None)  # Transformer Engine's Adam counts per group
+
+
+@torch.no_grad()
+def apply_gradients(optimizer: MegatronOptimizer, clip_grad: float) -> StepOutcome:
+    """Norm, clip, step. Where the norm is not finite nothing is applied, on any rank: the norm is a global one."""
+    overflow = optimizer.prepare_grads()
+    grad_norm = math.inf if overflow else float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        return StepOutcome(grad_norm, applied=False)
+    if clip_grad > 0 and grad_norm > clip_grad:
+        for part in megatron_optimizers(optimizer):
+            _clip(part, clip_grad, grad_norm)
+    optimizer.step_with_ready_grads()
+    for inner in torch_optimizers(optimizer):
+        inner.__dict__.pop("grad_scale", None)
+    return StepOutcome(grad_norm, applied=True)
+
+
+def _clip(part: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
+    """Scale the gradients; fused Adam does that in its own pass when told the divisor."""
+    inner = part.optimizer
+    if isinstance(inner, torch.optim.Adam) and inner.param_groups[0].get("fused"):
+        mine = next((p for group in inner.param_groups for p in group["params"]), None)
+        if mine is not None:  # a rank's share of a small model may be empty
+            scale = torch.tensor((grad_norm + 1e-6) / clip_grad, device=mine.device)
+            inner.grad_scale = scale  # type: ignore[attr-defined]
+        return
+    parameters = part.get_parameters()
+    if parameters:
+        clip_grad_by_total_norm_fp32(
+            parameters,
+            max_norm=clip_grad,
+            total_norm=grad_norm,
+            use_decoupled_grad=part.config.use_precision_aware_optimizer,
+        )
+
+
+def learning_rates(optimizer: MegatronOptimizer) -> list[float]:
+    """Of each parameter group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+@torch.no_grad()
+def nonfinite_gradients(chunks: Sequence[nn.Module]) -> list[tuple[str, int, int]]:
+    """(global name, entries that are NaN or Inf, entries) of this rank's accumulated gradients that have any."""
+    found = []
+    for name, parameter in _named_parameters(chunks):
+        whole, place = _whole(parameter)
+        if not whole.requires_grad:
+            continue
+        gradient = whole.main_grad[place]  # type: ignore[attr-defined]
+        bad = gradient.numel() - int(torch.isfinite(gradient).sum())
+        if bad:
+            found.append((name, bad, gradient.numel()))
+    return found

@@ -1,0 +1,363 @@
+"""A micro-batch as the model sees it: sequences one after the other, no padding between them.
+
+    samples          p p p r r r     q q r r
+    tokens   [1, T]  p p p r r       q q r        a sample's last token predicts nothing and is left out
+    rows     [N]         2 3 4         6 7        the positions whose hidden state predicts a response token
+    targets  [N]         r r r         r r
+
+Only ``rows`` go through the vocabulary product: with long prompts that saves most of it.
+
+Under context parallelism a rank keeps its stripe of ``tokens``, ``positions``, ``rows`` and ``targets``
+(`slime.trainer.megatron.context`); what describes whole sequences and whole samples stays whole.
+
+Samples of one prompt may share it: the prompt is computed once and each response is a branch behind it, which attends
+to the prompt and to itself. The numbers are those of separate sequences (the gradients of the branches add up in the
+prompt), for a fraction of the tokens when prompts are long and responses short:
+
+    p p p r r r , p p p s s   ─►   p p p r r s        positions 0 1 2 3 4 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from slime.trainer.megatron.context import ContextGroup, ContextSplit
+from slime.trainer.megatron.moe_router import Routing
+
+# sequences that share a block are padded to the longest of them; more waste than this starts another block
+_MAX_PADDED_RATIO = 1.25
+
+
+@dataclass
+class Block:
+    """Sequences of similar length that one dense attention call handles.
+
+    Attributes:
+        batch, length: its shape.
+        allowed: which keys a query sees, bool [batch or 1, 1, length, length].
+        bias: the same to be added to scores: 0 or -inf, float32.
+        branched: some sequence branches behind its prompt; otherwise ``allowed`` is the causal mask.
+    """
+
+    batch: int
+    length: int
+    allowed: Tensor
+    bias: Tensor
+    branched: bool
+
+
+@dataclass
+class PaddedLayout:
+    """Cells past the end of a sequence repeat its last token, which no real query sees.
+
+    Attributes:
+        gather: int64 [cells], packed position of each cell, block after block.
+        cells: int64 [T], the cell of each packed position.
+        padding: bool [cells, 1, 1].
+        identity: one block without padding: packed and padded order are the same.
+    """
+
+    blocks: list[Block]
+    gather: Tensor
+    cells: Tensor
+    padding: Tensor
+    identity: bool
+
+    def to(self, device: torch.device) -> PaddedLayout:
+        blocks = [replace(b, allowed=b.allowed.to(device), bias=b.bias.to(device)) for b in self.blocks]
+        gather, cells, padding = (x.to(device) for x in (self.gather, self.cells, self.padding))
+        return PaddedLayout(blocks, gather, cells, padding, self.identity)
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of packed sequences, plus what is worth computing once per micro-batch.
+
+    Attributes:
+        lengths: tokens of each sequence, padding sequence included.
+        positions: int64 [T], 0-based within each sample.
+        padded: the same tokens as dense blocks; None for the packed kernel.
+        rotary: (cos, sin) of every position, filled by the model on first use.
+        context: how the tokens are divided over a context-parallel group; None where one rank has all.
+        routing: what the routers of experts are told; None for dense models.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    positions: Tensor | None = None
+    padded: PaddedLayout | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
+    context: ContextSplit | None = None
+    routing: Routing | None = None
+
+
+@dataclass
+class PackedMicroBatch:
+    """See the module's drawing. N = sum of ``response_lengths``; all tensors on the trainer's device.
+
+    Attributes:
+        samples: indices into the `TrainBatch` of this rank; rows and targets are in their order.
+        response_lengths: int64 [samples].
+        num_tokens: T, over all ranks of a context-parallel group.
+        origins: int64 [T], in host memory: which of the samples' tokens (one after the other, last ones included) each
+            token is, -1 for padding.
+    """
+
+    samples: list[int]
+    tokens: Tensor
+    sequences: PackedSequences
+    rows: Tensor
+    targets: Tensor
+    response_lengths: Tensor
+    num_tokens: int
+    origins: Tensor
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """Flat [N] values as one tensor per sample."""
+        return list(torch.split(values, self.response_lengths.tolist()))
+
+
+@dataclass(frozen=True)
+class PackingOptions:
+    """How to lay samples out.
+
+    Attributes:
+        device: where the tensors go.
+        multiple: the total length is padded to a multiple of it (sequence parallelism, kernels).
+        at_least: and to this length or more (a pipeline that wants all micro-batches alike).
+        dense: attention runs on dense blocks (CPU; float32) instead of a kernel for packed sequences.
+        pair_cost: what a pair of query and key costs in attention, as a fraction of what a token costs everywhere
+            else. Samples share a prompt where that is cheaper by this measure. None: never share (kernels without
+            branches).
+        context: the context-parallel group; its size divides ``multiple``.
+    """
+
+    device: torch.device
+    multiple: int = 1
+    at_least: int = 0
+    dense: bool = True
+    pair_cost: float | None = None
+    context: ContextGroup = field(default_factory=ContextGroup)
+
+
+def pack(
+    samples: Sequence[int], tokens: Sequence[Tensor], response_lengths: Sequence[int], options: PackingOptions
+) -> PackedMicroBatch:
+    """Pack the given samples of a rank into one micro-batch.
+
+    Args:
+        samples: indices into ``tokens`` and ``response_lengths``; empty for a rank that has nothing left to train,
+            which then computes on a sequence of padding to take part in every collective.
+        tokens: int64 [L_i], prompt and response.
+    Raises:
+        ValueError: a sample whose response leaves no prompt token to predict its first token from.
+
+    Example:
+        >>> mb = pack([0], [torch.tensor([7, 8, 9])], [2], PackingOptions(torch.device("cpu")))
+        >>> mb.tokens.tolist(), mb.rows.tolist(), mb.targets.tolist()
+        ([[7, 8]], [0, 1], [8, 9])
+    """
+    responses = [response_lengths[i] for i in samples]
+    for i, response in zip(samples, responses):
+        if response >= tokens[i].numel():
+            raise ValueError(f"sample {i} of the batch has {response} response tokens but {tokens[i].numel()} in all")
+    stream = _lay_out(samples, tokens, responses, options)
+    targets = torch.cat([_NONE, *(tokens[i][tokens[i].numel() - r :] for i, r in zip(samples, responses))])
+    num_tokens, place = stream.tokens.numel(), options.context
+    sequences = _describe(stream.branches, options)
+    if place.size > 1:
+        split = ContextSplit.of(place, stream.rows)
+        targets = split.mine(targets)
+        stream = stream.stripe(split)
+        sequences.context = ContextSplit(place, [order.to(options.device) for order in split.order])
+    sequences.positions = stream.positions.to(options.device)
+    return PackedMicroBatch(
+        samples=list(samples),
+        tokens=stream.tokens[None].to(options.device),
+        sequences=sequences,
+        rows=stream.rows.to(options.device),
+        targets=targets.to(options.device),
+        response_lengths=torch.tensor(responses, dtype=torch.long, device=options.device),
+        num_tokens=num_tokens,
+        origins=stream.origins,
+    )
+
+
+_NONE = torch.zeros(0, dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The tokens of a micro-batch one after the other, in host memory; see `PackedMicroBatch` for the attributes."""
+
+    tokens: Tensor
+    positions: Tensor
+    origins: Tensor
+    rows: Tensor
+    branches: list[list[int]]
+
+    def stripe(self, split: ContextSplit) -> _Stream:
+        """What a rank of a context-parallel group holds of it."""
+        place = split.place
+        tokens, positions, origins = map(place.stripe, (self.tokens, self.positions, self.origins))
+        return _Stream(tokens, positions, origins, split.mine(self.rows) // place.size, self.branches)
+
+
+def _lay_out(
+    samples: Sequence[int], tokens: Sequence[Tensor], responses: list[int], options: PackingOptions
+) -> _Stream:
+    """Prompts, the responses behind them, and the padding."""
+    lengths = [tokens[i].numel() for i in samples]
+    before = list(accumulate(lengths, initial=0))
+    prompts = [tokens[i][: length - response] for i, length, response in zip(samples, lengths, responses)]
+    pieces: list[Tensor] = []
+    positions: list[Tensor] = []
+    origins: list[Tensor] = []
+    rows = [_NONE] * len(responses)
+    branches: list[list[int]] = []
+    start = 0
+    for members in _families(prompts, responses, options.pair_cost):
+        length = prompts[members[0]].numel()
+        pieces.append(prompts[members[0]])
+        positions.append(torch.arange(length))
+        origins.append(before[members[0]] + positions[-1])
+        branch_lengths = [length]
+        end = start + length
+        for member in members:
+            own = max(responses[member] - 1, 0)
+            pieces.append(tokens[samples[member]][length : length + own])
+            positions.append(torch.arange(length, length + own))
+            origins.append(before[member] + positions[-1])
+            if responses[member]:
+                rows[member] = torch.cat([torch.tensor([start + length - 1]), torch.arange(end, end + own)])
+            branch_lengths.append(own)
+            end += own
+        branches.append(branch_lengths)
+        start = end
+    padding = -(-max(start, options.at_least, 1) // options.multiple) * options.multiple - start
+    if padding:
+        pieces.append(torch.zeros(padding, dtype=torch.long))
+        positions.append(torch.arange(padding))
+        origins.append(torch.full((padding,), -1))
+        branches.append([padding])
+    return _Stream(torch.cat(pieces), torch.cat(positions), torch.cat(origins), torch.cat([_NONE, *rows]), branches)
+
+
+def _families(prompts: list[Tensor], responses: list[int], pair_cost: float | None) -> list[list[int]]:
+    """Which samples are computed together behind one prompt; every sample alone when ``pair_cost`` is None."""
+    if pair_cost is None:
+        return [[i] for i in range(len(prompts))]
+    by_prompt: dict[bytes, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        by_prompt.setdefault(prompt.numpy().tobytes(), []).append(i)
+    families: list[list[int]] = []
+    for members in by_prompt.values():
+        mean_response = sum(responses[i] for i in members) / len(members)
+        size = branches_per_prompt(prompts[members[0]].numel(), mean_response, len(members), pair_cost)
+        families += [members[k : k + size] for k in range(0, len(members), size)]
+    return families
+
+
+def branches_per_prompt(prompt: int, response: float, siblings: int, pair_cost: float) -> int:
+    """How many of ``siblings`` should share one computation of their prompt.
+
+    A family of m costs ``prompt + m · response`` tokens and that squared pairs in a dense attention block.
+
+    Example (a long prompt is shared by all; long responses are better off alone):
+        >>> branches_per_prompt(45, 12, 8, pair_cost=1 / 900), branches_per_prompt(45, 500, 8, pair_cost=1 / 900)
+        (8, 1)
+    """
+
+    def cost(m: int) -> float:
+        families = -(-siblings // m)
+        tokens = prompt + m * response
+        return families * (tokens + pair_cost * tokens * tokens)
+
+    return min(range(1, siblings + 1), key=cost)
+
+
+def _describe(branches: list[list[int]], options: PackingOptions) -> PackedSequences:
+    """The whole stream, as attention sees it; positions are a rank's own."""
+    lengths = [sum(family) for family in branches]
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=ends.to(options.device),
+        cu_seqlens_kv=ends.to(options.device),
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        lengths=lengths,
+        padded=padded_layout(branches).to(options.device) if options.dense else None,
+    )
+
+
+# -- packed sequences as dense blocks, for devices without an attention kernel for packed sequences --------------------
+
+
+def padded_layout(branches: Sequence[Sequence[int]]) -> PaddedLayout:
+    """Group sequences by length so that little is padded.
+
+    Args:
+        branches: per sequence the length of its prompt and of each response branch behind it; [n] for a plain one.
+
+    Example:
+        >>> layout = padded_layout([[3], [2]])
+        >>> [(b.batch, b.length) for b in layout.blocks], layout.gather.tolist(), layout.cells.tolist()
+        ([(2, 3)], [0, 1, 2, 3, 4, 4], [0, 1, 2, 3, 4])
+    """
+    lengths = [sum(parts) for parts in branches]
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    blocks: list[Block] = []
+    gather, padding = [], []
+    for members in _blocks_by_length(lengths):
+        longest = max(lengths[i] for i in members)
+        sizes = torch.tensor([lengths[i] for i in members])[:, None]
+        begins = torch.tensor([starts[i] for i in members])[:, None]
+        offsets = torch.arange(longest)[None, :]
+        blocks.append(_block([branches[i] for i in members], longest))
+        gather.append((begins + torch.minimum(offsets, sizes - 1)).reshape(-1))
+        padding.append((offsets >= sizes).reshape(-1))
+    all_cells, is_padding = torch.cat(gather), torch.cat(padding)
+    real = torch.nonzero(~is_padding)[:, 0]
+    cells = torch.empty(starts[-1], dtype=torch.long)
+    cells[all_cells[real]] = real
+    identity = len(blocks) == 1 and not bool(is_padding.any())
+    return PaddedLayout(blocks, all_cells, cells, is_padding[:, None, None], identity)
+
+
+def _blocks_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    blocks: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if blocks:
+            longest = lengths[blocks[-1][0]]
+            tokens = sum(lengths[j] for j in blocks[-1]) + lengths[i]
+            if longest * (len(blocks[-1]) + 1) <= tokens * _MAX_PADDED_RATIO:
+                blocks[-1].append(i)
+                continue
+        blocks.append([i])
+    return [sorted(members) for members in blocks]
+
+
+def _block(branches: Sequence[Sequence[int]], length: int) -> Block:
+    causal = torch.ones(length, length, dtype=torch.bool).tril_()
+    branched = any(len(parts) > 2 for parts in branches)  # a single response simply goes on from its prompt
+    allowed = causal[None, None]
+    if branched:
+        owner = torch.stack([_owners(parts, length) for parts in branches])
+        same = (owner[:, :, None] == owner[:, None, :]) | (owner == 0)[:, None, :]
+        allowed = (causal[None] & same)[:, None]
+    bias = torch.zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))
+    return Block(len(branches), length, allowed, bias, branched)
+
+
+def _owners(parts: Sequence[int], length: int) -> Tensor:
+    """Which branch each cell belongs to: 0 the prompt, then 1, 2, …; padding belongs to the last."""
+    owner = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(parts))
+    return torch.cat([owner, owner.new_full((length - owner.numel(),), len(parts) - 1)])

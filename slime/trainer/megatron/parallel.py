@@ -1,0 +1,130 @@
+"""Process groups of the trainer and this rank's place in them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from slime.checkpoints.random_state import seed_generators
+from slime.config.config import Config
+from slime.engines.wire.process_group import listening_store
+from slime.errors import UserError
+from slime.samples.batch import TrainLayout
+from slime.trainer.megatron import device
+from slime.trainer.megatron.context import ContextGroup
+from slime.trainer.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Where a trainer process stands among all of them; made by whoever starts the processes.
+
+    Attributes:
+        rank, world_size: global.
+        local_rank: which GPU of its host it uses.
+        master_addr, master_port: where rank 0 listens for the rendezvous.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+
+
+def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None = None) -> Ranks:
+    """Join the process group, make Megatron's groups by the layout in ``config``, seed the generators.
+
+    A collective of any of these groups fails after ``--distributed-timeout-minutes``.
+
+    Args:
+        virtual_stages: model chunks per pipeline rank, None without interleaving.
+    Returns:
+        This rank's place, and what the ranks work out together.
+    Raises:
+        UserError: the world size is not a multiple of tensor × pipeline × context parallel sizes.
+    """
+    chosen = device.select_gpu(rank_info.local_rank)
+    megatron = config.megatron
+    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    model_parallel = tensor * pipeline * megatron.context_parallel_size
+    if rank_info.world_size % model_parallel:
+        raise UserError(
+            f"{rank_info.world_size} trainer ranks cannot hold this layout",
+            why=f"tensor {tensor} × pipeline {pipeline} × context {megatron.context_parallel_size} = {model_parallel} "
+            f"ranks hold one copy of the model, and {rank_info.world_size} is no multiple of it",
+            fix="change --actor-num-nodes × --actor-num-gpus-per-node, or the parallel sizes",
+        )
+    if rank_info.master_addr.startswith("127."):  # beside NCCL's groups Megatron makes some of gloo
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo looks the host name up, which need not resolve
+    timeout = datetime.timedelta(minutes=config.cluster.distributed_timeout_minutes)
+    dist.init_process_group(
+        device.communication_backend(),
+        store=_store(rank_info, timeout),
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
+        timeout=timeout,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual_stages,
+        context_parallel_size=megatron.context_parallel_size,
+        expert_model_parallel_size=megatron.expert_model_parallel_size,
+        expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
+        distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,
+    )
+    for group in parallel_state._global_process_group_list or ():
+        if group is not None and dist.get_backend(group) == "gloo":  # one of which it makes with torch's default
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    seed_generators(config.train.seed)
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    is_first_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
+    return Ranks(
+        device=chosen,
+        replicas=parallel_state.get_data_parallel_group(),
+        has_output=is_last,
+        speaks_for_shard=is_last and is_first_tensor and parallel_state.get_context_parallel_rank() == 0,
+        is_reporting=is_last
+        and is_first_tensor
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+    )
+
+
+def _store(info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
+    """What the ranks meet at: held by rank 0, or by torchrun where that has started the ranks."""
+    address, port = info.master_addr, info.master_port
+    if info.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.TCPStore(address, port, info.world_size, is_master=False, timeout=timeout)
+    else:
+        store = listening_store(address, port, info.world_size, timeout.total_seconds())
+    return dist.PrefixStore("default_pg", store)
+
+
+def shut_down() -> None:
+    """Leave all groups; a process may `initialise` again afterwards, also with another layout."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train_layout(config: Config) -> TrainLayout:
+    """What packing must know of the layout."""
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    # Megatron's schedule goes through virtual stages by groups of micro-batches, and stops at a part of one
+    group = config.megatron.transformer.get("microbatch_group_size_per_vp_stage")
+    return TrainLayout(
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        micro_batch_multiple=(group or config.megatron.pipeline_model_parallel_size) if virtual else 1,
+    )
+
+
+def context_group() -> ContextGroup:
+    """The ranks that share a micro-batch with this one."""
+    group = parallel_state.get_context_parallel_group()
+    return ContextGroup(group.rank(), group.size(), group)

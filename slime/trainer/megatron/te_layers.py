@@ -1,0 +1,162 @@
+"""Transformer Engine's layers, with ``--transformer-impl transformer_engine``.
+
+The block is the local one with each part replaced by Transformer Engine's of the same role: linear layers, norms, and
+the core of attention on packed sequences (``thd``). Norms and linear layers stay apart, where Megatron's own
+Transformer Engine spec fuses them (``LayerNormLinear``): so every parameter keeps the name it has locally, and
+converters, checkpoints and weight sync need not know which implementation runs.
+
+FP8 flags (``--fp8-format``, ``--fp8-recipe``, …) are fields of `TransformerConfig` and reach these layers through it.
+
+Made for megatron-core 0.16 and the Transformer Engine that it is made for (2.9 to 2.11).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+
+from slime.config.config import Config
+from slime.config.te_flags import INSTALL, is_installed, missing
+from slime.errors import UserError
+from slime.trainer.megatron.attention import PackedAttention
+from slime.trainer.megatron.layers import RMSNorm
+from slime.trainer.megatron.packed import PackedSequences
+
+
+def check(config: Config) -> None:
+    """On the trainer's host, which need not be the driver's.
+
+    Raises:
+        UserError: a flag needs Transformer Engine, and it is not installed here.
+    """
+    error = missing(vars(config.flat()), installed=is_installed())
+    if error is not None:
+        raise error
+
+
+def is_used(config: Config) -> bool:
+    return config.train.transformer_impl == "transformer_engine"
+
+
+def transformer_arguments(config: Config) -> dict[str, Any]:
+    """Fields of `TransformerConfig` that say which implementation runs."""
+    if not is_used(config):
+        return {"transformer_impl": "local"}
+    return {
+        "transformer_impl": "transformer_engine",
+        # Megatron sets Transformer Engine's environment variables by it when the model is built
+        "attention_backend": AttnBackend[config.train.attention_backend],
+    }
+
+
+def replace_parts(block: TransformerBlockSubmodules, parts: dict[type, type] | None = None) -> None:
+    """Put Transformer Engine's parts into a block spec of local ones, in place.
+
+    Args:
+        parts: local class → replacement; default: Transformer Engine's.
+    """
+    parts = parts or _parts()
+    seen: set[int] = set()
+
+    def walk(spec: Any) -> None:
+        if id(spec) in seen or not (isinstance(spec, ModuleSpec) or _is_submodules(spec)):
+            return
+        seen.add(id(spec))
+        if isinstance(spec, ModuleSpec):
+            spec.module = _replaced(spec.module, parts)
+            walk(spec.submodules)
+            return
+        for field in dataclasses.fields(spec):
+            value = getattr(spec, field.name)
+            if isinstance(value, list):
+                for item in value:
+                    walk(item)
+            else:
+                setattr(spec, field.name, _replaced(value, parts))
+                walk(value)
+
+    walk(block)
+
+
+def _is_submodules(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _replaced(value: Any, parts: dict[type, type]) -> Any:
+    return parts.get(value, value) if isinstance(value, type) else value
+
+
+def _check_usable() -> None:
+    """Megatron takes one that it cannot import for none, and says so layer by layer.
+
+    Raises:
+        UserError: with what went wrong.
+    """
+    from megatron.core.extensions import transformer_engine as extension
+
+    if extension.HAVE_TE:
+        return
+    try:
+        importlib.import_module("transformer_engine.pytorch.fp8")  # what Megatron looks for
+        problem = "it could be imported only now"
+    except (ImportError, OSError, RuntimeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise UserError("Transformer Engine is installed but cannot be used", why=problem, fix=INSTALL)
+
+
+@functools.cache
+def _parts() -> dict[type, type]:
+    _check_usable()
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TENorm,
+        TERowParallelLinear,
+    )
+
+    return {
+        ColumnParallelLinear: TEColumnParallelLinear,
+        RowParallelLinear: TERowParallelLinear,
+        RMSNorm: TENorm,
+        PackedAttention: _attention_class(),
+    }
+
+
+@functools.cache
+def _attention_class() -> type:
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class TEPackedAttention(TEDotProductAttention):
+        """Transformer Engine's attention in the place, and with the call, of `PackedAttention`."""
+
+        one_head_size = False
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+            """query [T, heads, dim], key [T, groups, dim], value [T, groups, own dim] → [T, heads, own dim]."""
+            described = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=sequences.cu_seqlens_q,
+                cu_seqlens_kv=sequences.cu_seqlens_kv,
+                max_seqlen_q=sequences.max_seqlen_q,
+                max_seqlen_kv=sequences.max_seqlen_kv,
+            )
+            context = sequences.context
+            if context is None:
+                out = super().forward(query, key, value, None, AttnMaskType.padding_causal, None, described)
+                return out.view(*query.shape[:2], value.size(-1))
+            # each rank has whole sequences for some heads: its own context parallelism must stay out of it
+            described.local_cp_size = 1
+            heads = context.to_heads(query, key, value)
+            self.num_gqa_groups_per_partition = heads[1].size(1)  # fewer than it was built for; it checks
+            out = super().forward(*heads, None, AttnMaskType.padding_causal, None, described)
+            return context.to_tokens(out.view(*heads[0].shape[:2], value.size(-1)))
+
+    return TEPackedAttention

@@ -1,0 +1,186 @@
+"""Peak memory of each phase of an update, and what to say when memory runs out.
+
+    with memory.phase("forward_backward"):      records perf/forward_backward_peak_memory_gb; an allocation that fails
+        ...                                     inside becomes an `OutOfMemory` with peaks, batch and remedies
+
+On a GPU the peak is what torch's allocator had handed out at most; without one it is the resident size of the process.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.memory.remedies import remedies
+from slime.samples.batch import TrainBatch
+
+_GB = 1e9
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+#: What libraries write instead of raising torch.OutOfMemoryError or MemoryError.
+_WORDS = re.compile(
+    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|can't allocate memory|CUDNN_STATUS_ALLOC_FAILED|cannot allocate memory",
+    re.IGNORECASE,
+)
+
+
+class OutOfMemory(UserError):
+    """An allocation failed in a trainer rank. The run cannot go on: other ranks wait for this one."""
+
+
+@dataclass(frozen=True)
+class LargestMicroBatch:
+    """The micro-batch with the most tokens of a rank's rollout; the likeliest to have been under way.
+
+    Attributes:
+        lengths: tokens of its samples, prompt and response, longest first.
+        sample_indices: of these samples, in the same order.
+        whole_step: it is all that this rank has of its optimizer step.
+    """
+
+    lengths: list[int]
+    sample_indices: list[int]
+    whole_step: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @staticmethod
+    def of(batch: TrainBatch) -> LargestMicroBatch:
+        totals = batch.total_lengths
+        found = [(samples, len(step.micro_batches) == 1) for step in batch.steps for samples in step.micro_batches]
+        largest, whole = max(found, key=lambda one: sum(totals[i] for i in one[0]), default=([], False))
+        order = sorted(largest, key=lambda i: -totals[i])
+        return LargestMicroBatch([totals[i] for i in order], [batch.sample_indices[i] for i in order], whole)
+
+    def __str__(self) -> str:
+        count = len(self.lengths)
+        lengths = ", ".join(map(str, self.lengths[:8])) + (", …" if count > 8 else "")
+        named = ", ".join(map(str, self.sample_indices[:8])) + (", …" if count > 8 else "")
+        plural = "sample" if count == 1 else "samples"
+        return f"{self.num_tokens} tokens in {count} {plural} (lengths {lengths}; index {named})"
+
+
+class PhaseMemory:
+    """Peak memory in bytes by phase, of this process.
+
+    Args:
+        device: the trainer's.
+        batch: what is trained on; None outside of an update.
+
+    Example:
+        >>> meter = PhaseMemory(config, torch.device("cpu"))  # doctest: +SKIP
+        >>> with meter.phase("log_probs"):  # doctest: +SKIP
+        ...     pass
+        >>> meter.peaks  # doctest: +SKIP
+        {'log_probs': 1073741824.0}
+    """
+
+    def __init__(self, config: Config, device: torch.device, batch: TrainBatch | None = None) -> None:
+        self.config, self.device, self.batch = config, device, batch
+        self.peaks: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record the peak inside the block, the largest of several blocks of one name.
+
+        Raises:
+            OutOfMemory: an allocation failed inside, on the device or on the host.
+        """
+        _reset_peak(self.device)
+        try:
+            yield
+        except (MemoryError, RuntimeError, UserError) as error:
+            cause = error.__cause__ or error if isinstance(error, UserError) else error  # in a hook, it is told as such
+            if not is_out_of_memory(cause):
+                raise
+            self._note(name)
+            raise out_of_memory(cause, name, self) from error
+        self._note(name)
+
+    def _note(self, name: str) -> None:
+        self.peaks[name] = max(self.peaks.get(name, 0.0), _peak(self.device))
+
+    def metrics(self, peaks: list[float] | None = None) -> dict[str, float]:
+        """``perf/<phase>_peak_memory_gb``, of ``peaks`` in the order of ``self.peaks`` where given."""
+        values = list(self.peaks.values()) if peaks is None else peaks
+        return {f"perf/{name}_peak_memory_gb": value / _GB for name, value in zip(self.peaks, values)}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Did an allocation fail, whichever library says so?
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shape mismatch"))
+        (True, False)
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
+
+
+def out_of_memory(error: BaseException, phase: str, memory: PhaseMemory) -> OutOfMemory:
+    """The report: peaks by phase, the largest micro-batch, remedies with this run's values."""
+    config = memory.config
+    peaks = ", ".join(
+        f"{name} {peak / _GB:.2f} GB" + (" (here)" if name == phase else "") for name, peak in memory.peaks.items()
+    )
+    what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = [what, f"peak memory by phase: {peaks}", _device_use(memory.device)]
+    largest = None
+    if memory.batch is not None:
+        largest = LargestMicroBatch.of(memory.batch)
+        lines.append(f"largest micro-batch of this rank: {largest}")
+    where = "GPU memory" if memory.device.type == "cuda" and not isinstance(error, MemoryError) else "host memory"
+    lengths, whole = (largest.lengths, largest.whole_step) if largest is not None else ([], False)
+    ways = remedies(config, phase, lengths, whole_step=whole, on_gpu=memory.device.type == "cuda")
+    return OutOfMemory(
+        f"out of {where} in {phase}",
+        why="\n       ".join(line for line in lines if line),
+        fix="one or more of these, the first ones cost least:\n       " + "\n       ".join(ways),
+    )
+
+
+def _device_use(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"resident memory of this process: {psutil.Process().memory_info().rss / _GB:.2f} GB"
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device)
+    used = torch.cuda.memory_allocated(device)
+    others = max(0, total - free - held)
+    return (
+        f"GPU of {total / _GB:.1f} GB: {used / _GB:.2f} GB in tensors and {(held - used) / _GB:.2f} GB cached by this "
+        f"process, {others / _GB:.2f} GB held by others, {free / _GB:.2f} GB free"
+    )
+
+
+# -- where the numbers come from -------------------------------------------------------------------------------------
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        _CLEAR_REFS.write_text("5")  # the high-water mark of resident memory starts again
+    except OSError:  # a container may forbid it; then the peak is that of the process so far
+        return
+
+
+def _peak(device: torch.device) -> float:
+    """Bytes."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    found = re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE) if _STATUS.exists() else None
+    kilobytes = found.group(1) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(kilobytes) * 1024

@@ -1,0 +1,226 @@
+"""NaN or Inf in a step: the error that stops the run, what is kept of the step, and how it is written into the crash
+folder, where people and programs can read it:
+
+samples.jsonl   one line per sample of the step: text, reward, lengths, what is not finite
+step.json       micro-batches with their losses, and the parameters whose gradients are not finite
+step.pt         every tensor: ``torch.load(path)``; the format of --save-debug-train-data
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from torch import Tensor
+
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.files import json_safe
+from slime.log import get_logger
+from slime.samples.batch import TrainBatch
+from slime.trainer.dumps import Shard, joined, save_whole, shard_of
+from slime.trainer.ranks import Ranks
+from slime.trainer.records import MicroBatchResult, RolloutTensors, StepOutcome
+
+logger = get_logger(__name__)
+
+_TEXT_LIMIT = 20_000
+
+
+class NonFiniteTraining(UserError):
+    """A loss or gradient is NaN or Inf. Nothing was applied: the weights are those before the step.
+
+    What the step was is kept on every rank (`Trainer.failed_step`), for whoever writes the crash folder.
+
+    Attributes:
+        sample_indices: of the samples whose loss is not finite, over all ranks; empty when only gradients are not.
+        parameters: names of the gradients that are not finite, over all ranks.
+    """
+
+    def __init__(
+        self, rollout_id: int, step: int, grad_norm: float, sample_indices: list[int], parameters: list[str]
+    ) -> None:
+        self.sample_indices, self.parameters = sample_indices, parameters
+        if sample_indices:
+            shown = ", ".join(map(str, sample_indices[:16])) + (", …" if len(sample_indices) > 16 else "")
+            why = f"the loss is not finite in the micro-batches of the samples with index {shown}"
+        else:
+            why = f"the losses are finite but the gradient norm is {grad_norm}: the overflow is in the backward pass"
+            if parameters:
+                rest = f" and {len(parameters) - 4} more" if len(parameters) > 4 else ""
+                why += f"; not finite: the gradient of {', '.join(parameters[:4])}{rest}"
+        super().__init__(
+            f"training stopped at rollout {rollout_id}, step {step}: NaN or Inf",
+            why=why,
+            fix="look at the step's samples and tensors in the run's crash folder; lower --lr, check rewards and "
+            "--eps-clip; or skip such steps with --no-check-for-nan-in-loss-and-grad",
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_non_finite, (self.args, self.sample_indices, self.parameters)
+
+
+def _restore_non_finite(args: tuple[Any, ...], sample_indices: list[int], parameters: list[str]) -> NonFiniteTraining:
+    error = NonFiniteTraining.__new__(NonFiniteTraining)
+    UserError.__init__(error, *args)
+    error.sample_indices, error.parameters = sample_indices, parameters
+    return error
+
+
+@dataclass
+class FailedStep:
+    """What a rank keeps of a step with NaN or Inf until the driver has fetched it.
+
+    Attributes:
+        rank: data-parallel.
+        shard: the step's samples; None on ranks that another one speaks for (tensor and context parallel peers, inner
+            pipeline stages).
+        micro_batches: sample indices and metrics of each micro-batch, in order; [] where ``shard`` is None.
+        parameters: (name, entries that are NaN or Inf, entries) of each gradient that is not finite on this rank.
+    """
+
+    rollout_id: int
+    step_id: int
+    rank: int
+    grad_norm: float
+    shard: Shard | None = None
+    micro_batches: list[dict[str, Any]] = field(default_factory=list)
+    parameters: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+def failed_step(
+    ranks: Ranks,
+    batch: TrainBatch,
+    data: RolloutTensors,
+    results: Sequence[MicroBatchResult],
+    step_id: int,
+    outcome: StepOutcome,
+    parameters: list[tuple[str, int, int]],
+) -> FailedStep:
+    """What explains the step, on the CPU: this rank's samples with every tensor of theirs, losses, bad gradients."""
+    rank = ranks.replica
+    step = FailedStep(batch.rollout_id, step_id, rank, outcome.grad_norm, parameters=parameters)
+    if ranks.speaks_for_shard:
+        current: list[Tensor | None] = [None] * len(batch.tokens)
+        for result in results:
+            for i, values in result.by_sample(batch.response_lengths):
+                current[i] = values
+        step.shard = shard_of(batch, data, rank, step_id, training_log_probs=current)
+        step.micro_batches = [
+            {
+                "sample_indices": [batch.sample_indices[i] for i in result.samples],
+                **{name: value.item() for name, value in result.metrics.items()},
+            }
+            for result in results
+        ]
+    return step
+
+
+# -- into the crash folder -------------------------------------------------------------------------------------------
+
+
+def keep_failed_step(
+    error: BaseException, folder: Path, config: Config, ask_ranks: Callable[[], Sequence[FailedStep]]
+) -> None:
+    """Write the step of a `NonFiniteTraining` into ``folder``, and name the files in the error; of others nothing."""
+    from slime.prompts.tokenizer import load_tokenizer
+
+    if not isinstance(error, NonFiniteTraining):
+        return
+    try:
+        assert config.checkpoint.hf_checkpoint is not None
+        files = write_failed_step(folder, ask_ranks(), load_tokenizer(config.checkpoint.hf_checkpoint))
+    except (OSError, UserError) as problem:  # the failure itself is what must be seen
+        logger.error("could not write the failed step to %s: %s", folder, problem)
+        return
+    error.add_note(f"the step's samples: {files[0]}; losses and gradients: {files[1]}; tensors: {files[2]}")
+
+
+def write_failed_step(folder: Path, ranks: Sequence[FailedStep], tokenizer: Any | None) -> list[Path]:
+    """Write the three files.
+
+    Args:
+        folder: made if need be.
+        ranks: of all trainer ranks.
+        tokenizer: for the samples' text; None leaves it out.
+    Returns:
+        The files, the one to read first coming first.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    first = ranks[0]
+    speaking = [rank for rank in ranks if rank.shard is not None]
+    record = joined(first.rollout_id, [rank.shard for rank in speaking if rank.shard is not None])
+    micro_batches = [
+        {"data_parallel_rank": rank.rank, "micro_batch": k, **micro_batch}
+        for rank in speaking
+        for k, micro_batch in enumerate(rank.micro_batches)
+    ]
+    bad_micro_batches = [m for m in micro_batches if not _is_finite(m.get("loss"))]
+    parameters = _parameters(ranks)
+    record |= {"step": first.step_id, "micro_batches": micro_batches, "parameters": parameters}
+    names = ("samples.jsonl", "step.json", "step.pt")
+    lines, summary, tensors = (folder / name for name in names)
+    of_sample = {index: m["micro_batch"] for m in micro_batches for index in m["sample_indices"]}
+    lines.write_bytes(
+        b"".join(orjson.dumps(_readable(_line(s, of_sample, tokenizer))) + b"\n" for s in record["samples"])
+    )
+    details = {
+        "rollout_id": first.rollout_id,
+        "step": first.step_id,
+        "grad_norm": first.grad_norm,
+        "micro_batches_not_finite": bad_micro_batches,
+        "parameters_not_finite": parameters,
+        "micro_batches": micro_batches,
+    }
+    summary.write_bytes(orjson.dumps(_readable(details), option=orjson.OPT_INDENT_2))
+    save_whole(record, tensors)
+    return [lines, summary, tensors]
+
+
+def _parameters(ranks: Sequence[FailedStep]) -> list[dict[str, Any]]:
+    """Gradients that are not finite, the worst rank's count of each."""
+    found: dict[str, tuple[int, int]] = {}
+    for rank in ranks:
+        for name, bad, total in rank.parameters:
+            found[name] = max(found.get(name, (0, total)), (bad, total))
+    return [{"name": name, "not_finite": bad, "entries": total} for name, (bad, total) in sorted(found.items())]
+
+
+def _line(sample: dict[str, Any], micro_batch_of: dict[int, int], tokenizer: Any | None) -> dict[str, Any]:
+    tensors = {name: value for name, value in sample.items() if isinstance(value, Tensor) and name != "tokens"}
+    line: dict[str, Any] = {name: value for name, value in sample.items() if not isinstance(value, Tensor)}
+    line["micro_batch"] = micro_batch_of.get(sample["sample_index"])
+    line["not_finite"] = sorted(name for name, value in tensors.items() if not bool(torch.isfinite(value).all())) + (
+        [] if _is_finite(sample["reward"]) else ["reward"]
+    )
+    mask = sample.get("loss_mask")
+    line["trained_tokens"] = int(mask.sum()) if mask is not None else None
+    for name in ("training_log_probs", "rollout_log_probs", "ref_log_probs", "advantages"):
+        if name in tensors and tensors[name].numel():
+            values = tensors[name]
+            line[name] = {"mean": values.mean().item(), "min": values.min().item(), "max": values.max().item()}
+    if tokenizer is not None:
+        tokens, split = sample["tokens"].tolist(), sample["total_length"] - sample["response_length"]
+        line["prompt"] = str(tokenizer.decode(tokens[:split]))[-_TEXT_LIMIT:]
+        line["response"] = str(tokenizer.decode(tokens[split:]))[:_TEXT_LIMIT]
+    return line
+
+
+def _readable(value: Any) -> Any:
+    """JSON types, with NaN and infinities by name: here they are what one looks for."""
+    if isinstance(value, dict):
+        return {str(key): _readable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_readable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json_safe(value)
+
+
+def _is_finite(value: Any) -> bool:
+    return value is None or math.isfinite(value)

@@ -1,0 +1,41 @@
+"""The examples do what they say: each is run as a stranger would, on a toy model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
+
+
+def test_the_script(models: dict[str, Path], tmp_path: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "first_run.py"), str(models["qwen3"]), "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ": finished, reward" in done.stdout and "the model: outputs/" in done.stdout
+    (model,) = (tmp_path / "outputs").glob("run-*/model/config.json")
+    assert model.is_file()
+
+
+def test_the_notebook(
+    models: dict[str, Path], tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**environment, "MODEL": str(models["qwen3"]), "STEPS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(ROOT / "examples" / "first_run.ipynb", as_version=4)
+    kernel = {"metadata": {"path": str(tmp_path)}}  # its working directory
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=kernel).execute()
+    *_, last = notebook.cells
+    assert "model" in last.outputs[0]["data"]["text/plain"] and (tmp_path / "outputs").is_dir()

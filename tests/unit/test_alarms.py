@@ -1,0 +1,152 @@
+"""Alarms about runs that cannot learn: what sets them off, what does not, and that each is said once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from slime.config import make_config
+from slime.errors import UserError
+from slime.files import read_lines
+from slime.observe.alarms import CHECKS, AlarmWatch, find_alarms
+from slime.observe.report import write_report
+from slime.observe.run_folder import RunFolder
+from slime.observe.sinks import Sinks
+from tests.support.metrics_page import documented_names
+
+
+def step(number: int, low: float = 0.0, high: float = 1.0, flat: float = 0.5, **others: Any) -> dict[str, Any]:
+    """A step with rewards from ``low`` to ``high``, a share ``flat`` of whose groups have no contrast."""
+    row = {"rollout/reward/min": low, "rollout/reward/max": high, "rollout/zero_std/ratio": flat}
+    row |= {"rollout/num_samples": 16.0, "train/grad_norm": 0.3, "step": number}
+    return {**row, **{name.replace("__", "/"): value for name, value in others.items()}}
+
+
+def names(rows: list[dict[str, Any]]) -> list[str]:
+    return [alarm.name for alarm in find_alarms(rows)]
+
+
+def steps(count: int, **same: Any) -> list[dict[str, Any]]:
+    return [step(number, **same) for number in range(1, count + 1)]
+
+
+CONSTANT = {"low": 0.25, "high": 0.25, "flat": 1.0, "train__grad_norm": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "said"),
+    [
+        ("constant_reward", steps(3, **CONSTANT), "every reward of the last 3 steps is 0.25"),
+        ("no_contrast", steps(3, flat=1.0, train__grad_norm=0.0), "no group had two different rewards"),
+        ("no_contrast", steps(3, flat=1.0), "no group had"),  # an entropy bonus gives a gradient
+        ("zero_gradient", steps(1, train__grad_norm=0.0), "rewards go from 0 to 1, and yet train/grad_norm is 0"),
+        ("zero_gradient", [{"step": i, "train/grad_norm": 0.0} for i in range(3)], "in the last 3 steps"),
+        ("late_rewards", steps(1, rollout__reward_timeout=16.0, rollout__reward_crash=0.0), "16 calls ran into"),
+        ("late_rewards", steps(12, **CONSTANT, rollout__reward_timeout=16.0), "these count as 0"),
+        ("late_rewards", steps(1, rollout__reward_crash=2.0), "2 ended their process, for 16 samples"),
+        ("failing_samples", steps(3, rollout__num_failed_groups=1.0), "(3 in all)"),
+    ],
+)
+def test_a_run_that_cannot_learn_says_so(name: str, rows: list[dict[str, Any]], said: str) -> None:
+    (alarm,) = find_alarms(rows)
+    assert alarm.name == name and said in alarm.detail and alarm.fix
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        steps(20),
+        steps(2, **CONSTANT),
+        [*steps(2, **CONSTANT), step(3)],
+        [*steps(2, **CONSTANT), {"step": 2, "eval/held-out": 0.0}, step(3)],
+        steps(2, flat=1.0, train__grad_norm=0.0),  # by chance
+        steps(9, rollout__reward_timeout=1.0, rollout__reward_crash=0.0),
+        [step(1, rollout__num_failed_groups=1.0), *steps(2, rollout__num_failed_groups=0.0)],
+        [{"step": 0, "eval/held-out": 0.5}],
+        [],
+    ],
+)
+def test_a_run_that_learns_is_left_alone(rows: list[dict[str, Any]]) -> None:
+    assert names(rows) == []
+
+
+def test_an_alarm_is_new_once_and_again_when_it_has_come_back() -> None:
+    watch = AlarmWatch()
+    flat, fine = step(0, **CONSTANT), step(0)
+    seen = [watch.look(row) for row in (flat, flat, flat, flat, fine, flat, flat, flat)]
+    assert [len(new) for new, _ in seen] == [0, 0, 1, 0, 0, 0, 0, 1]
+    assert [metrics.get("alarm/constant_reward") for _, metrics in seen] == [None, None, 1, 1, 0, None, None, 1]
+    resumed = AlarmWatch([flat, flat, flat])
+    assert resumed.look(flat) == ([], {"alarm/constant_reward": 1.0}), "its console said so before the resume"
+
+
+def test_console_metrics_and_page_say_it(tmp_path: Path) -> None:
+    config = make_config(output_dir=str(tmp_path), run_name="flat")
+    run = RunFolder.create(config)
+    console = Console(record=True, width=400, force_terminal=False, file=(tmp_path / "out").open("w"))
+    with Sinks(config, run, console) as sinks:
+        sinks.begin(0, 4)
+        for number in range(1, 5):
+            row = step(number, **CONSTANT)
+            sinks.log(row.pop("step"), row)
+    assert console.export_text().count("warning: The reward is constant: every reward of the last 3 steps is 0.25") == 1
+    assert [row.get("alarm/constant_reward") for row in read_lines(run.metrics_path)] == [None, None, 1.0, 1.0]
+    assert "The reward is constant" in write_report(run.path).read_text()
+
+
+def test_every_alarm_is_documented() -> None:
+    assert {f"alarm/{check.__name__}" for check in CHECKS} <= documented_names()
+
+
+# -- what is refused before it runs --------------------------------------------------------------------------------
+
+RUN = ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--n-samples-per-prompt 1", "grpo learns nothing from one sample per prompt"),
+        ("--global-batch-size 4", "pass --n-samples-per-prompt 8"),
+        ("--n-samples-per-prompt 1 --advantage-estimator gspo", "gspo learns nothing"),
+        ("--n-samples-per-prompt 2 --use-kl-loss", "pass --kl-loss-coef 0.01 too"),
+    ],
+)
+def test_flags_with_which_nothing_can_be_learnt_are_refused(words: str, said: str) -> None:
+    from slime.config import parse_args
+
+    with pytest.raises(UserError, match=said):
+        parse_args([*RUN, *words.split()])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--n-samples-per-prompt 1 --advantage-estimator reinforce_plus_plus --normalize-advantages",
+        "--n-samples-per-prompt 1 --custom-advantage-function-path a.b",
+        "--n-samples-per-prompt 1 --custom-generate-function-path a.b",
+        "--n-samples-per-prompt 1 --debug-rollout-only",
+        "--n-samples-per-prompt 1 --loss-type sft_loss",
+    ],
+)
+def test_one_sample_per_prompt_where_something_else_makes_the_difference(words: str) -> None:
+    from slime.config import parse_args
+
+    assert parse_args([*RUN, *words.split()]).rollout.n_samples_per_prompt == 1
+
+
+def test_a_kl_that_is_only_measured_is_said_to_be() -> None:
+    from slime.config import parse_args
+
+    config = parse_args([*RUN, *["--n-samples-per-prompt", "2", "--use-kl-loss", "--kl-loss-coef", "0"]])
+    assert any("only measures the KL" in warning for warning in config.warnings)
+
+
+def test_the_estimators_that_need_groups_are_those_with_a_baseline() -> None:
+    from slime.algorithms.estimators import ESTIMATORS
+    from slime.config.resolve import GROUP_RELATIVE
+
+    assert {name for name, row in ESTIMATORS.items() if row.baseline is not None} == GROUP_RELATIVE

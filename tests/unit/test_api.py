@@ -1,0 +1,242 @@
+"""`slime.train` from Python: what is passed on to the driver, and what the handle tells of a run folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slime import api
+from slime.config import make_config
+from slime.errors import RunFailed, UserError
+from slime.hook_loading import load_function, save_function
+from slime.observe.run_folder import RunFolder
+from slime.rollout.rewards.by_name import RewardByName
+from slime.rollout.rewards.pool import RewardPool
+from slime.samples.types import Sample
+from tests.support.embedded_models import save_tiny_model
+from tests.support.processes import wait_until
+
+ROWS = [{"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": "3"}]
+SAMPLE = Sample(prompt="1+1=", response="2", label="2", metadata={"bonus": 3})
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What would be started; nothing is."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(api.TrainingRun, "_start", lambda self, command, log: started.append(command))
+    return started
+
+
+def settings_of(tmp_path: Path, commands: list[list[str]], *arguments: Any, **flags: Any) -> dict[str, Any]:
+    api.train(*arguments, name="r", output_dir=tmp_path, **flags)
+    (command,) = commands
+    assert command[1:5] == ["-m", "slime", "train", "--config"]
+    settings = yaml.safe_load(Path(command[5]).read_text())
+    make_config(**settings)  # every one is a flag
+    return settings
+
+
+def test_rows_functions_and_flags_are_passed_on(tmp_path: Path, commands: list[list[str]]) -> None:
+    settings = settings_of(
+        tmp_path, commands, Path("models/tiny"), ROWS, lambda response, label: response == label,
+        eval_data=ROWS[:1], num_rollout=3, rollout_batch_size=2, rollout_stop=("a", "b"),
+    )  # fmt: skip
+    assert settings["hf_checkpoint"] == "models/tiny" and settings["rollout_stop"] == ["a", "b"]
+    assert (settings["input_key"], settings["label_key"]) == ("question", "answer")
+    assert [json.loads(line) for line in Path(settings["prompt_data"]).read_text().splitlines()] == ROWS
+    assert settings["eval_prompt_data"][0] == "eval" and settings["save"] == "{run}/checkpoints"
+    pool = RewardPool(make_config(custom_rm_path=settings["custom_rm_path"]))
+    assert asyncio.run(pool.score(SAMPLE)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "flag", "value"),
+    [("math", "rm_type", "math"), ("a.b", "custom_rm_path", "a.b"), ("f.py:g", "custom_rm_path", "f.py:g")],
+)
+def test_rewards_by_name(tmp_path: Path, commands: list[list[str]], reward: str, flag: str, value: str) -> None:
+    settings = settings_of(tmp_path, commands, "m", ROWS, reward, input_key="question")
+    assert settings[flag] == value and settings["input_key"] == "question"
+
+
+def test_a_data_set_is_as_good_as_a_list(tmp_path: Path, commands: list[list[str]]) -> None:
+    import datasets
+
+    settings = settings_of(tmp_path, commands, "m", datasets.Dataset.from_list(ROWS), "math")
+    assert [json.loads(line) for line in Path(settings["prompt_data"]).read_text().splitlines()] == ROWS
+
+
+@pytest.mark.parametrize("data", [[], {"a": 1}, 5, ["text"], [{"a": object()}]])
+def test_data_that_is_no_data(tmp_path: Path, commands: list[list[str]], data: Any) -> None:
+    with pytest.raises(UserError, match="data"):
+        api.train("m", data, "math", name="r", output_dir=tmp_path)
+    assert commands == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags", "said"),
+    [
+        ((None, ROWS), {}, "model is a NoneType"),
+        (("m", ROWS, 5), {}, "reward is a int"),
+        (("m", ROWS, dict), {}, "the reward cannot be called"),
+        (("m", ROWS, lambda completion: 1.0), {}, "response, label, prompt, metadata, sample"),
+        (("m", ROWS, lambda respone, label: 1.0), {}, "response, label, prompt, metadata, sample"),
+        (("m", ROWS, "math"), {"num_rollouts": 1}, "did you mean --num-rollout"),
+        (("m", ROWS, "math"), {"num_rollout": "many"}, "whole number"),
+        (("m", ROWS, "math"), {"name": "inputs"}, "cannot be called inputs"),
+    ],
+)
+def test_what_cannot_work_is_refused_here_and_leaves_nothing(
+    tmp_path: Path, commands: list[list[str]], arguments: Any, flags: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        api.train(*arguments, output_dir=tmp_path / "out", **flags)
+    assert commands == [] and not (tmp_path / "out").exists()
+
+
+def test_runs_without_a_name_get_one_of_their_own(tmp_path: Path, commands: list[list[str]]) -> None:
+    paths = {api.train("m", ROWS, "math", output_dir=tmp_path).path for _ in range(3)}
+    assert len(paths) == 3
+
+
+# -- functions ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda response, label: response == label, True),
+        (lambda sample: sample.response, "2"),
+        (lambda prompt, metadata: prompt + str(metadata["bonus"]), "1+1=3"),
+        (lambda args, sample, **rest: args, None),
+    ],
+)
+def test_a_reward_takes_what_its_parameters_are_called(function: Any, expected: Any) -> None:
+    assert RewardByName.of(function)(None, SAMPLE) == expected
+
+
+def test_functions_find_their_way_into_other_processes(tmp_path: Path) -> None:
+    assert save_function(settings_of, tmp_path / "f.pkl") == f"{__name__}:settings_of"
+    factor = 3
+    path = save_function(lambda x: factor * x, tmp_path / "g.pkl")
+    assert load_function(path)(2) == 6
+    with pytest.raises(UserError, match="cannot be handed to another process"):
+        stream = sys.stdout
+        save_function(lambda: stream, tmp_path / "h.pkl")
+    (tmp_path / "broken.pkl").write_bytes(pickle.dumps(1)[:-1])
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_function(f"{tmp_path}/broken.pkl:f")
+
+
+# -- the handle --------------------------------------------------------------------------------------------
+
+
+def test_the_handle_reads_a_run_folder(tmp_path: Path) -> None:
+    run = api.TrainingRun(tmp_path)
+    assert run.state == "starting" and run.metrics == [] and run.wait() is run
+    with pytest.raises(UserError, match="no samples of step -1"):
+        run.samples()
+    with pytest.raises(UserError, match="the run is starting; it exports the model when it ends"):
+        _ = run.model
+    (tmp_path / "run.json").write_text(json.dumps({"stages": {"": {"state": "running"}}}))
+    rows = [{"step": 0, "eval/e": 0.0}, {"step": 1, "rollout/raw_reward": 0.25}, {"step": 2, "rollout/raw_reward": 1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "samples").mkdir()
+    for rollout_id in (0, 1):
+        (tmp_path / "samples" / f"rollout_{rollout_id:06d}.jsonl").write_text(json.dumps({"response": str(rollout_id)}))
+    assert run.series("rollout/raw_reward") == [0.25, 1]
+    assert run.samples(1) == [{"response": "0"}] and run.samples(-1) == run.samples(2) == [{"response": "1"}]
+    with pytest.raises(UserError, match="steps 1 to 2"):
+        run.samples(3)
+    with hold(RunFolder(tmp_path)):
+        assert "running, reward 0.250 → 1.000 in 2 steps" in repr(run)
+    assert run.state == "interrupted"  # nobody writes to it any more
+    config = {"checkpoint": {"save_hf": str(tmp_path / "exports" / "{rollout_id}")}, "origins": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_tiny_model(tmp_path / "exports" / "7", "qwen3")
+    assert run.model == tmp_path / "exports" / "7"
+
+
+@contextlib.contextmanager
+def hold(folder: RunFolder) -> Iterator[None]:
+    """As the driver of a run does."""
+    descriptor = folder.lock()
+    yield
+    os.close(descriptor)
+
+
+def test_nothing_that_an_earlier_run_was_given_is_written_over(tmp_path: Path, commands: list[list[str]]) -> None:
+    for rows in (ROWS, ROWS[:1]):
+        api.train("m", rows, "math", name="r", output_dir=tmp_path)
+    first, second = (yaml.safe_load(Path(command[5]).read_text()) for command in commands)
+    assert first["run_name"] == second["run_name"] == "r"
+    assert (
+        len(Path(first["prompt_data"]).read_text().splitlines()) == 2 and first["prompt_data"] != second["prompt_data"]
+    )
+
+
+def started(tmp_path: Path, code: str) -> api.TrainingRun:
+    run = api.TrainingRun(tmp_path)
+    run._start([sys.executable, "-c", code], tmp_path / "driver.log")
+    return run
+
+
+def test_a_run_that_fails_says_what_the_driver_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "error: an earlier one\\nerror: there is no flag --a\\n  why: a reason\\n  fix: did you mean --b?"
+    run = started(tmp_path, f"import sys; print('{said}', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(RunFailed) as failed:
+        run.wait()
+    assert str(failed.value) == "there is no flag --a\n  why: a reason\n  fix: did you mean --b?"
+    assert run.state == "failed" and "did you mean --b" in capsys.readouterr().out
+    with pytest.raises(RunFailed, match="ended with status 3"):
+        started(tmp_path, "raise SystemExit(3)").wait()
+
+
+def test_stopping_lets_the_driver_save_first(tmp_path: Path) -> None:
+    code = """if True:
+        import pathlib, signal, sys, threading
+        def end(*_): pathlib.Path("saved").touch(); sys.exit(0)
+        signal.signal(signal.SIGTERM, end)
+        pathlib.Path("ready").touch()
+        threading.Event().wait()"""
+    run = started(tmp_path, code.replace('Path("', f'Path("{tmp_path}/'))
+    while not (tmp_path / "ready").exists():
+        assert run.wait(0.05).state != "failed"
+    run.stop()
+    assert (tmp_path / "saved").exists() and run.wait().state == "starting"
+
+
+def test_the_driver_says_its_last_words_also_when_the_caller_is_gone(tmp_path: Path) -> None:
+    """As a script does that gets SIGTERM, a notebook whose kernel is restarted, a host that is short of memory."""
+    driver = """if True:
+        import pathlib, signal, sys, threading
+        def end(*_):
+            print("saving", flush=True); print("saved", file=sys.stderr, flush=True)
+            pathlib.Path("saved").touch(); sys.exit(0)
+        signal.signal(signal.SIGTERM, end)
+        pathlib.Path("ready").touch()
+        threading.Event().wait()""".replace('Path("', f'Path("{tmp_path}/')
+    caller = f"""if True:
+        import sys, threading
+        from pathlib import Path
+        from slime import api
+        run = api.TrainingRun({str(tmp_path)!r})
+        run._start([sys.executable, "-c", {driver!r}], Path({str(tmp_path / "driver.log")!r}))
+        threading.Event().wait()"""
+    script = subprocess.Popen([sys.executable, "-c", caller])
+    wait_until((tmp_path / "ready").exists, "the driver is up")
+    script.kill()
+    script.wait()
+    wait_until((tmp_path / "saved").exists, "the driver has saved")
+    assert (tmp_path / "driver.log").read_text() == "saving\nsaved\n"

@@ -1,0 +1,174 @@
+"""What signals mean to a run, and what is done about an end that hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from slime import __main__ as command
+from slime import processes, stopping
+from slime.stopping import StopSignals
+
+
+@pytest.fixture
+def signals() -> Iterator[StopSignals]:
+    of_a_terminal = {
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGINT: signal.default_int_handler,
+    }
+    found = {number: signal.signal(number, handler) for number, handler in of_a_terminal.items()}  # nohup ignores two
+    try:
+        with StopSignals() as signals:
+            yield signals
+        assert of_a_terminal == {number: signal.getsignal(number) for number in of_a_terminal}
+    finally:
+        for number, handler in found.items():
+            signal.signal(number, handler)
+
+
+def send(number: signal.Signals) -> None:
+    """To this process; its handler has run when this returns."""
+    signal.raise_signal(number)
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The descriptors that were let go of; those of the test run stay."""
+    let_go: list[int] = []
+    ours = SimpleNamespace(**{**vars(os), "dup2": lambda source, target: let_go.append(target)})
+    monkeypatch.setattr(stopping, "os", ours)  # pytest itself calls the real one
+    return let_go
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_only_the_first_one_stops_the_run(signals: StopSignals, number: signal.Signals) -> None:
+    assert not signals.requested()
+    send(number)
+    assert signals.requested()
+    signals.taken_up()  # the save is waited for
+    send(number)
+    send(signal.SIGTERM)
+    assert not signals.requested()
+    with pytest.raises(SystemExit) as end:
+        signals.end_program()
+    assert end.value.code == 0
+
+
+def test_ctrl_c_with_nothing_to_lose_leaves_at_once(signals: StopSignals) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT)
+    assert not signals.requested() and not signals.insists
+
+
+def test_ctrl_c_saves_first_and_the_second_one_does_not(signals: StopSignals) -> None:
+    signals.would_lose = lambda: "rollout 12"
+    send(signal.SIGINT)
+    assert signals.requested() and not signals.insists
+    signals.taken_up()
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT)
+    assert signals.insists
+    with pytest.raises(KeyboardInterrupt):
+        signals.end_program()
+
+
+def test_ctrl_c_after_sigterm_leaves_at_once(signals: StopSignals) -> None:
+    signals.would_lose = lambda: "rollout 12"
+    send(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT)
+    assert signals.insists
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_the_end_takes_place_and_nothing_comes_after_it(
+    signals: StopSignals, number: signal.Signals, status: type[BaseException]
+) -> None:
+    signals.ending()
+    signals.end_if_asked()
+    for _ in range(3):
+        send(number)
+    assert signals.hurry.is_set() is (number == signal.SIGINT) and not signals.requested()
+    with pytest.raises(status):
+        signals.end_if_asked()
+
+
+def test_what_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            send(signal.SIGHUP)
+            assert not signals.requested()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_another_thread_has_no_signals() -> None:
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def run() -> None:
+        with StopSignals() as signals:
+            seen.append((signal.getsignal(signal.SIGTERM), signals.requested()))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [(before, False)]
+
+
+def test_a_terminal_that_goes_is_let_go_of_and_files_are_not(signals: StopSignals, terminal: list[int]) -> None:
+    send(signal.SIGHUP)
+    devices = [number for number in (0, 1, 2) if os.path.realpath(f"/proc/self/fd/{number}").startswith("/dev/")]
+    assert terminal == devices
+
+
+# -- an end that hangs -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Statuses with which the process would have been left."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    yield statuses
+    processes._hangs.clear()
+
+
+def test_what_ends_in_time_is_the_end(left: list[int]) -> None:
+    assert processes.end_within(60, lambda: None, threading.Event())
+    with pytest.raises(ZeroDivisionError):
+        processes.end_within(60, lambda: 1 / 0, threading.Event())
+    assert command.guarded(lambda: 3) == 3 and left == []
+
+
+def test_wandb_without_its_server_is_not_waited_for(left: list[int]) -> None:
+    processes.will_hang()
+    assert command.guarded(lambda: 2) == 2 and left == [2]
+
+
+@pytest.mark.parametrize("in_a_hurry", [False, True])
+def test_what_hangs_is_left_with_the_right_status(
+    in_a_hurry: bool, left: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "_HURRY_SECONDS", 0.0)
+    for_ever, hurry = threading.Event(), threading.Event()
+    if in_a_hurry:
+        hurry.set()
+    try:
+        assert not processes.end_within(3600.0 if in_a_hurry else 0.0, for_ever.wait, hurry)
+    finally:
+        for_ever.set()
+
+    def fails(error: BaseException) -> int:
+        raise error
+
+    for error, status in ((SystemExit(0), 0), (KeyboardInterrupt(), 130), (ZeroDivisionError(), 1)):
+        assert command.guarded(lambda error=error: fails(error)) == status == left[-1]
+    assert "ZeroDivisionError" in capsys.readouterr().err, "nobody else would print it"

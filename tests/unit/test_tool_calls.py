@@ -1,0 +1,220 @@
+"""Calls of tools in what models write: every family's way, whole and as it grows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.engines.embedded.engine import Engine, Hub
+from slime.engines.embedded.generate_request import Limits
+from slime.engines.embedded.generate_routes import ServerState
+from slime.engines.embedded.openai_request import OpenAIRequest, parse_chat, render_chat
+from slime.engines.embedded.openai_routes import _chat_choice, _chat_chunks
+from slime.engines.embedded.sequence import Sequence
+from slime.engines.request_fields import BadRequest
+from slime.engines.tool_calls import FORMATS, Call, Reply, tool_format
+from slime.models import FAMILIES
+from tests.support.embedded_models import EOS, VOCAB, byte_tokenizer
+
+TOOLS = ["weather", "add"]
+WEATHER = Call("weather", '{"city": "Zürich", "days": 2}')
+ADD = Call("add", '{"a": [1, 2]}')
+_DEEPSEEK_V3 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"city": "Zürich", "days": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n'
+    '{"a": [1, 2]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+_DEEPSEEK_V31 = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Zürich", "days": 2}<｜tool▁call▁end｜>'
+    '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": [1, 2]}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+#: (format, what a model writes: text before, then both calls)
+WRITTEN = [
+    (
+        "hermes",
+        'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {"a": [1, 2]}}\n</tool_call>',
+    ),
+    (
+        "glm45",
+        "Let me look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n"
+        "<tool_call>add\n<arg_key>a</arg_key><arg_value>[1, 2]</arg_value></tool_call>",
+    ),
+    ("deepseek", f"Let me look.{_DEEPSEEK_V3}"),
+    ("deepseek", f"Let me look.{_DEEPSEEK_V31}"),
+    (
+        "mistral",
+        'Let me look.[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}, '
+        '{"name": "add", "arguments": {"a": [1, 2]}}]',
+    ),
+    ("mistral", 'Let me look.[TOOL_CALLS]weather[ARGS]{"city": "Zürich", "days": 2}[TOOL_CALLS]add{"a": [1, 2]}'),
+    (
+        "llama",
+        '{"name": "weather", "parameters": {"city": "Zürich", "days": 2}}; '
+        '{"name": "add", "parameters": {"a": [1, 2]}}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), WRITTEN)
+def test_text_and_calls_of_a_whole_answer(name: str, text: str) -> None:
+    said = "" if name == "llama" else "Let me look."
+    assert FORMATS[name].read(text, TOOLS, ended=True) == Reply(said, (WEATHER, ADD))
+
+
+def test_glm4_writes_one_call_without_marks() -> None:
+    read = FORMATS["glm4"].read
+    assert read('\nweather\n{"city": "Zürich", "days": 2}', TOOLS, ended=True) == Reply("", (WEATHER,))
+    assert read("weather\nis what we talk about", TOOLS, ended=True) == Reply("weather\nis what we talk about")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "a < b, and <tool_box> is no mark "),
+        ("hermes", '<tool_call>{"name": "weather", "arg'),  # cut short
+        ("hermes", "<tool_call>weather please</tool_call>"),
+        ("llama", '{"name": "John", "age": 3}'),  # JSON that was asked for, not a call
+        ("llama", 'Use {"name": "weather", "parameters": {}}'),
+        ("glm4", "wea"),
+        ("mistral", "[TOOL_CALLS]nothing"),
+    ],
+)
+def test_what_is_no_call_is_text_to_the_last_character(name: str, text: str) -> None:
+    assert FORMATS[name].read(text, TOOLS, ended=True) == Reply(text)
+
+
+ANSWERS = st.one_of(
+    st.sampled_from(WRITTEN),
+    st.tuples(st.sampled_from(list(FORMATS)), st.text('<tool_cal>{"name": }[TOOLCS]weathr\n', max_size=40)),
+)
+
+
+@given(ANSWERS)
+def test_as_an_answer_grows_its_text_grows_and_calls_are_added(answer: tuple[str, str]) -> None:
+    """Pieces that were streamed add up to the answer, wherever it is cut into pieces."""
+    name, text = answer
+    replies = [FORMATS[name].read(text[:count], TOOLS, ended=False) for count in range(len(text) + 1)]
+    replies.append(FORMATS[name].read(text, TOOLS, ended=True))
+    for earlier, later in pairwise(replies):
+        assert later.text.startswith(earlier.text)
+        assert later.calls[: len(earlier.calls)] == earlier.calls
+
+
+@given(ANSWERS)
+def test_arguments_are_json_objects(answer: tuple[str, str]) -> None:
+    for call in FORMATS[answer[0]].read(answer[1], TOOLS, ended=True).calls:
+        assert isinstance(json.loads(call.arguments), dict)
+
+
+def test_every_family_has_a_format_and_templates_decide_first(tmp_path: Path) -> None:
+    assert {family for row in FORMATS.values() for family in row.families} == {family.name for family in FAMILIES}
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert tool_format(tmp_path) is None  # without a chat template there are no turns, and no tools
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert tool_format(tmp_path) is FORMATS["llama"]
+    (tmp_path / "chat_template.jinja").write_text("… <tool_call></tool_call> …")
+    assert tool_format(tmp_path) is FORMATS["hermes"]
+    (tmp_path / "chat_template.jinja").write_text("… <tool_call>name<arg_key> …")
+    assert tool_format(tmp_path) is FORMATS["glm45"]
+
+
+# -- in answers of the server ------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """In the place of the engine and its hub: the model writes this text, a token at a time."""
+
+    def __init__(self, text: str, reason: str = "stop") -> None:
+        self.ids, self.reason = byte_tokenizer().encode(text), reason
+
+    def write(self, sequence: Sequence, count: int) -> None:
+        sequence.output_ids[:] = self.ids[:count]
+
+    async def stream(self, engine: Engine, sequences: list[Sequence]) -> AsyncIterator[tuple[int, bool]]:
+        for count in range(1, len(self.ids) + 1):
+            self.write(sequences[0], count)
+            yield 0, False
+        sequences[0].finish_reason = {"type": self.reason}
+        yield 0, True
+
+
+def asked_for(body: dict[str, Any], name: str) -> OpenAIRequest:
+    tokenizer = byte_tokenizer()
+    limits = Limits(VOCAB, 512, frozenset({EOS}), tokenizer, random.Random(0))
+    messages = [{"role": "user", "content": "Hi"}]
+    return parse_chat({"messages": messages, "tools": SCHEMAS, **body}, limits, tokenizer, "tiny", FORMATS[name])
+
+
+def state_with(name: str, scripted: Scripted) -> ServerState:
+    state = object.__new__(ServerState)
+    state.tokenizer, state.tool_format = byte_tokenizer(), FORMATS[name]
+    state.hub, state.engine = cast(Hub, scripted), cast(Engine, None)
+    return state
+
+
+async def collect(chunks: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [chunk async for chunk in chunks]
+
+
+SCHEMAS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in TOOLS]
+
+
+@pytest.mark.parametrize(("name", "text"), WRITTEN)
+def test_the_server_answers_with_tool_calls_whole_and_streamed(name: str, text: str) -> None:
+    asked, scripted = asked_for({}, name), Scripted(text)
+    state = state_with(name, scripted)
+    chunks = asyncio.run(collect(_chat_chunks(asked, state)))
+    deltas = [chunk["delta"] for chunk in chunks]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert "".join(delta.get("content") or "" for delta in deltas) == ("" if name == "llama" else "Let me look.")
+    assert [call["index"] for call in calls] == [0, 1] and len({call["id"] for call in calls}) == 2
+    assert [Call(**call["function"]) for call in calls] == [WEATHER, ADD]
+    assert chunks[-1]["finish_reason"] == "tool_calls" and {chunk["finish_reason"] for chunk in chunks[:-1]} == {None}
+    whole = _chat_choice(0, asked, state)
+    assert [Call(**call["function"]) for call in whole["message"]["tool_calls"]] == [WEATHER, ADD]
+    assert whole["message"]["content"] == (None if name == "llama" else "Let me look.")
+    assert whole["finish_reason"] == "tool_calls" and all(call["type"] == "function" for call in calls)
+
+
+def test_with_tool_choice_none_and_without_tools_calls_stay_text() -> None:
+    text = WRITTEN[0][1]
+    for body in ({"tool_choice": "none"}, {"tools": None}):
+        asked = asked_for(body, "hermes")
+        choice_chunks = asyncio.run(collect(_chat_chunks(asked, state_with("hermes", Scripted(text)))))
+        assert "".join(chunk["delta"].get("content") or "" for chunk in choice_chunks) == text
+        assert choice_chunks[-1]["finish_reason"] == "stop"
+
+
+def test_a_call_that_is_cut_short_is_text_and_ends_as_the_answer_did() -> None:
+    asked, text = asked_for({}, "hermes"), 'So: <tool_call>{"name": "add", "argum'
+    chunks = asyncio.run(collect(_chat_chunks(asked, state_with("hermes", Scripted(text, "length")))))
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == text
+    assert chunks[-1]["finish_reason"] == "length"
+
+
+def test_marks_that_are_special_tokens_are_kept_in_the_text() -> None:
+    assert not asked_for({}, "mistral").generate.jobs[0].params.skip_special_tokens
+    assert asked_for({"tools": None}, "mistral").generate.jobs[0].params.skip_special_tokens
+    assert asked_for({}, "hermes").generate.jobs[0].params.skip_special_tokens
+
+
+def test_arguments_of_former_calls_reach_the_template_as_objects() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.city }}{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    body = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+    assert tokenizer.decode(render_chat(body, tokenizer)) == "Bern"
+    broken = {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}
+    with pytest.raises(BadRequest, match="arguments of a call are no valid JSON"):
+        render_chat(broken, tokenizer)
