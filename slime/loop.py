@@ -23,34 +23,35 @@ if TYPE_CHECKING:
 
 
 def train(session: Session) -> None:
-    """Train on ``session.rollout_ids``, in order; a rollout is one step of the run.
+    """Train on ``session.schedule.rollout_ids``, in order; a rollout is one step of the run.
 
     Raises:
         StopRequested: between two steps, after a SIGTERM.
     """
-    if session.evaluates_first:
+    schedule = session.schedule
+    if schedule.evaluates_first:
         session.log(session.evaluate(rollout_id=0))
 
     ahead = session.config.sync.async_buffer_size
-    to_start = iter(session.rollout_ids)
+    to_start = iter(schedule.rollout_ids)
     generating: deque[Generating] = deque()
 
     def start_up_to(count: int) -> None:
         while len(generating) < count and (next_id := next(to_start, None)) is not None:
             generating.append(session.start_generating(next_id))
 
-    for rollout_id in session.rollout_ids:
+    for rollout_id in schedule.rollout_ids:
         start_up_to(1)  # there is none yet, or there may be none ahead
         batch = session.collect(generating.popleft())
         start_up_to(ahead)
         metrics = session.train(batch)
 
-        if session.should_save(rollout_id):
+        if session.saving.is_due(rollout_id):
             session.save(rollout_id)
-        if session.should_push(rollout_id):
+        if schedule.pushes(rollout_id):
             session.wait_for(generating)  # a push is for a moment between two generations
             metrics |= session.update_weights()
-        if session.should_evaluate(rollout_id):
+        if schedule.evaluates(rollout_id):
             metrics |= session.evaluate(rollout_id)
         session.log(metrics)
         session.stop_if_asked()

@@ -1,4 +1,12 @@
-"""Everything of a run that lives in Ray, as plain blocking verbs for the drivers."""
+"""Everything of a run that lives in Ray, as plain blocking verbs for the drivers.
+
+cluster = Cluster(config, run_path)
+cluster.launch()
+batch = cluster.collect(cluster.start_generating(rollout_id))
+metrics = cluster.train(batch)
+cluster.update_weights()
+cluster.close()
+"""
 
 from __future__ import annotations
 
@@ -11,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_turns import EngineMemory, GpuTurns
 from slime.cluster.placement import Slots
@@ -19,6 +26,7 @@ from slime.cluster.ray_session import reserve, start_ray
 from slime.cluster.rollout_actor import RolloutHandle, RolloutResult
 from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_process
 from slime.cluster.waiting import StartNews, Watch, Worker, raise_failed, wait_for
+from slime.cluster.weight_push import WeightPush
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.wire.shared_memory import remove_stale
@@ -93,8 +101,7 @@ class Cluster:
         self._trainers: Trainers | None = None
         self._engines: Engines | None = None
         self._turns: GpuTurns | None = None
-        self._canary: Canary | None = None
-        self._connected: list[str] = []  # URLs that the trainer pushes to
+        self._weights: WeightPush | None = None  # where there are engines
         self._watches: list[Watch] = []
         self._progress: Watch | None = None
         engine_seconds = engine_of(config).startup_seconds if self.plan.num_engines else 0.0
@@ -154,9 +161,16 @@ class Cluster:
         if "source" in start.extra_state:
             saved_for = start.extra_state.get("rollout_id", start.start_rollout_id - 1)
             rollout.load_source(saved_for, start.extra_state["source"])
-        self._connect(int(start.extra_state.get("weight_version", 0)))
-        if engines is not None and trainers is not None and config.debug.check_canary and engines.answers_alone:
-            self._canary = Canary(config, engines.fleet)
+        if engines is not None:
+            checks = trainers is not None and config.debug.check_canary and engines.answers_alone
+            self._weights = WeightPush(
+                engines,
+                trainers,
+                self._turns,
+                Canary(config, engines.fleet) if checks else None,
+                tolerant=config.fault_tolerance.use_fault_tolerance,
+            )
+            self._weights.connect(int(start.extra_state.get("weight_version", 0)))
         self._watches = [group.watch() for group in (trainers, engines) if group is not None]
         self._progress = rollout.watch_progress(self._on_progress)
         clock.lap("connect")
@@ -195,7 +209,8 @@ class Cluster:
         """Stop engines and router, end actors, give the slots back, stop a Ray that was started here.
 
         Args:
-            politely: processes may finish what they do at their end; after a failure some may wait for dead ones.
+            politely: let the processes finish what they do at their end; false after a failure, when some of them may
+                hang, waiting for others that are gone.
         """
         if not ray.is_initialized():
             return
@@ -222,7 +237,8 @@ class Cluster:
 
     def start_generating(self, rollout_id: int) -> Generating:
         """Begin a rollout; collect it with `collect`."""
-        self._wake_engines()
+        if self._weights is not None:
+            self._weights.wake_engines()
         layout = self._trainers.layout if self._trainers is not None else TrainLayout()
         return Generating(rollout_id, _there(self._rollout).begin_rollout(rollout_id, layout))
 
@@ -257,24 +273,14 @@ class Cluster:
             self._trainers.set_run_length(num_rollout)
 
     def update_weights(self) -> dict[str, float]:
-        """Push the trainer's weights to the engines, which then say the same of the canary as the trainer.
-
-        Engines that were restarted come back with it. When one dies of it, the others are pushed to again.
-        """
-        engines = self._engines
-        if engines is None or self._trainers is None:
-            return {}
-        metrics = engines.again_without_dead(self._push, "a weight push")
-        if engines.table.those(State.RETURNING):
-            engines.again_without_dead(self._to_engines, "taking memory back")  # requests may come from now on
-            engines.admit()
-        return metrics
+        """Push the trainer's weights to the engines; those that were restarted come back with it (`WeightPush`)."""
+        return self._weights.push() if self._weights is not None else {}
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Metrics ``eval/…``; {} when there is nothing to evaluate."""
         if self._engines is None or not has_evaluation(self.config):
             return {}
-        self._wake_engines()
+        _there(self._weights).wake_engines()
         found: dict[str, float] = self._wait_rollout(_there(self._rollout).begin_evaluation(rollout_id), "evaluating")
         return found
 
@@ -305,84 +311,7 @@ class Cluster:
         if self._trainers is not None:
             self._trainers.settle_save(lambda: is_saved() or self._should_stop() or time.monotonic() > end)
 
-    # -- pushes and turns ----------------------------------------------------------------------------------
-
-    def _connect(self, version: int = 0) -> None:
-        """Introduce the engines that run to the trainer.
-
-        Args:
-            version: that the engines have; counts the first time only.
-        """
-        if self._engines is None or self._trainers is None:
-            return
-        layout = self._engines.layout
-        self._connected = [engine.url for engine in layout]
-        on_this_node = self._engines.nodes == {self._trainers.nodes[0]}
-        self._trainers.connect_engines(layout, version, on_this_node=on_this_node)
-
-    def _push(self) -> dict[str, float]:
-        engines, trainers = _there(self._engines), _there(self._trainers)
-        if self.config.fault_tolerance.use_fault_tolerance:
-            engines.ask()
-            self._bring_back()
-            if self._connected != [engine.url for engine in engines.table.policy]:
-                self._connect()
-        if self._turns is not None:
-            self._turns.to_push()
-        if self._canary is None:
-            return trainers.update_weights([])[0]
-        metrics, self._canary.expected = trainers.update_weights(self._canary.tokens)
-        self._to_engines()  # without their caches they answer nothing
-        return metrics | self._check_canary("a weight push")
-
-    def _check_canary(self, event: str) -> dict[str, float]:
-        """`Canary.check` of all engines that run; {} without a canary, or when none is left."""
-        engines, canary = _there(self._engines), self._canary
-        if canary is None:
-            return {}
-
-        def check() -> dict[str, float]:
-            if not engines.table.policy:
-                return {}
-            canary.fleet = engines.fleet
-            return canary.check(event)
-
-        return engines.again_without_dead(check, "the check of the canary")
-
-    def _bring_back(self) -> None:
-        """Between rollouts: restarted engines that are up count among those that pushes go to.
-
-        The others are waited for where trainer and engines take turns, since all stop for them; else only the first
-        one, and when no engine is left.
-        """
-        engines = _there(self._engines)
-        if not engines.table.away:
-            return
-        if self._turns is not None and self._turns.taken:
-            with self._turns.to_nobody():
-                engines.start_again()
-                engines.wait_for_restarts(for_all=True)
-                engines.table.taken_in()
-            return
-        if not engines.table.policy:
-            engines.wait_for_restarts(for_all=False)
-        engines.look()
-        engines.table.taken_in()
-
-    def _to_engines(self) -> bool:
-        return self._turns is not None and self._turns.to_engines()
-
-    def _wake_engines(self) -> None:
-        """Before they are asked anything. Those that were asleep must still compute what the trainer computed."""
-        engines = self._engines
-        if engines is None:
-            return
-        if self.config.fault_tolerance.use_fault_tolerance:
-            engines.ask()
-            if not engines.table.policy:
-                return  # whoever waits for the rollout brings them back
-        if engines.again_without_dead(self._to_engines, "taking memory back"):
-            self._check_canary("taking its memory back")
+    # -- turns and care --------------------------------------------------------------------------------------
 
     def _trainers_turn(self) -> contextlib.AbstractContextManager[None]:
         """The trainers have their memory from now on; in the context, errors are explained."""
@@ -396,7 +325,7 @@ class Cluster:
         """While a rollout is waited for, with --use-fault-tolerance."""
         engines.kill_hanging()
         if self._trainers is None:  # the weights that engines start with are right
-            self._bring_back()
+            _there(self._weights).take_in()
             engines.admit()
         elif not engines.table.policy:
             metrics = self.update_weights()

@@ -31,7 +31,20 @@ FLOORS = (
         "rollout",
         "memory",
     ),
-    *("checkpoints", "weights", "trainer", "cluster", "preflight", "stopping", "session", "loop", "api", "cli"),
+    *(
+        "checkpoints",
+        "weights",
+        "trainer",
+        "cluster",
+        "preflight",
+        "schedule",
+        "stopping",
+        "saving",
+        "session",
+        "loop",
+        "api",
+        "cli",
+    ),
     "__main__",
 )
 #: Of these everything may import, and they import nothing that is imported at once: names of the package itself.

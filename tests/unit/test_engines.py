@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +16,8 @@ from slime.cluster.engine_actor import Obituary
 from slime.cluster.engine_table import CACHE, GRAPHS, MOST_RESTARTS, WEIGHTS, Engine, EngineTable, State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_turns import EngineMemory, GpuTurns, Turn
-from slime.cluster.run_cluster import Cluster
 from slime.cluster.waiting import Worker
+from slime.cluster.weight_push import WeightPush
 from slime.config import make_config
 from slime.engines.api import EngineError
 from slime.errors import RunFailed, UserError
@@ -55,7 +54,7 @@ class Handle:
 class World:
     """Two engines, a router and a trainer, and what happens to them."""
 
-    def __init__(self, path: Path = Path(), *, tolerant: bool = True, **limits: Any) -> None:
+    def __init__(self, *, tolerant: bool = True, **limits: Any) -> None:
         self.log: list[str] = []
         self.dead: dict[str, Obituary] = {}
         self.starts: list[tuple[int, Future[str]]] = []
@@ -80,11 +79,8 @@ class World:
         engines.table = self.table = EngineTable([Engine(n, (f"engine-{n}",)) for n in (0, 1)])
         for n in (0, 1):
             self.table.launched(n, [f"http://engine-{n}/0"])
-        self.cluster = Cluster(config, path)
-        self.cluster._engines = engines
-        self.cluster._trainers = SimpleNamespace(  # type: ignore[assignment]
-            nodes=["n"], connect_engines=self.connect, update_weights=self.push
-        )
+        trainers: Any = SimpleNamespace(nodes=["n"], connect_engines=self.connect, update_weights=self.push)
+        self.weights = WeightPush(engines, trainers, None, None, tolerant=tolerant)
 
     @property
     def serving(self) -> set[int]:
@@ -134,12 +130,12 @@ def results(asked: Mapping[Any, Future[Any]], *_: Any, **__: Any) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def worlds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., World]:
+def worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
     """``worlds(…)``: a `World`, the latest one behind the router."""
     latest: list[World] = []
 
     def make(**given: Any) -> World:
-        latest.append(World(tmp_path, **given))
+        latest.append(World(**given))
         return latest[-1]
 
     async def remove(*given: Any) -> None:
@@ -169,12 +165,12 @@ def test_a_dead_engine_leaves_at_once_and_comes_back_with_a_push(
     world.engines.ask()
     assert world.log == ["out 1", "start 1"] and world.behind_router == {0}
     assert "engine-1 (pid 4711) was killed (SIGKILL); it is started again, 1 go on meanwhile" in caplog.text
-    world.cluster.update_weights()  # not up yet: the other one goes on alone
+    world.weights.push()  # not up yet: the other one goes on alone
     assert world.log[2:] == ["connect", "push"] and world.serving == {0}
     world.come_up()
     world.engines.look()
     assert world.behind_router == {0}, "no request before it has the weights"
-    world.cluster.update_weights()
+    world.weights.push()
     assert world.log[4:] == ["connect", "push", "router 1"] and world.serving == {0, 1}
     metrics = world.engines.metrics()
     assert metrics["rollout/engine_restarts"] == 1 and metrics["rollout/engine_restart_seconds"] >= 0
@@ -187,7 +183,7 @@ def test_late_news_of_the_former_server_are_no_death(worlds: Worlds) -> None:
     world.engines.heard("engine-1", former)
     world.engines.heard("engine-1", former)
     world.come_up()
-    world.cluster.update_weights()
+    world.weights.push()
     world.engines.heard("engine-1", former)
     assert world.table.num_lost == 1 and not world.table.away
 
@@ -228,7 +224,7 @@ def test_dying_too_often_ends_the_run_with_its_last_words(worlds: Worlds) -> Non
         world.die(0)
         world.engines.ask()
         world.come_up()
-        world.cluster.update_weights()
+        world.weights.push()
 
     for _ in range(3):
         for _ in range(MOST_RESTARTS):
@@ -261,7 +257,7 @@ def test_an_engine_that_the_router_refuses_is_lost_again(worlds: Worlds) -> None
     world.engines.ask()
     world.come_up()
     world.refused = True
-    world.cluster.update_weights()
+    world.weights.push()
     assert world.log[-2:] == ["out 0", "start 0"] and world.serving == {1}
 
 
@@ -277,7 +273,7 @@ def test_the_last_engine_is_waited_for(worlds: Worlds, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "ray", SimpleNamespace(wait=poll))
     world.die(0)
     world.die(1)
-    world.cluster.update_weights()
+    world.weights.push()
     assert world.behind_router == {0, 1} and len(polls) == 5
 
 
@@ -287,7 +283,7 @@ def test_the_first_of_all_is_enough(worlds: Worlds) -> None:
     world.die(1)
     world.engines.ask()
     world.starts[1][1].set_result("http://engine-1/1")
-    world.cluster.update_weights()
+    world.weights.push()
     assert world.behind_router == {1} and [engine.number for engine in world.table.away] == [0]
 
 
@@ -297,7 +293,7 @@ def test_waiting_ends_with_its_deadline_and_with_sigterm(worlds: Worlds) -> None
         world.die(0)
         world.die(1)
         with pytest.raises(ends or module.StopRequested) as caught:
-            world.cluster.update_weights()
+            world.weights.push()
         assert ends is None or "engine-0, engine-1 did not come up again" in str(caught.value)
 
 
@@ -324,7 +320,7 @@ def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(world
                 world.engines.ask()
                 if not world.table.policy:
                     world.come_up()
-                world.cluster.update_weights()
+                world.weights.push()
                 assert not world.table.away or any(not start.done() for _, start in world.starts)
             elif event == "rollout":
                 world.table.proved()
@@ -340,21 +336,21 @@ def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(world
 
 def test_a_restarted_engine_gets_weights_before_requests(worlds: Worlds) -> None:
     world = worlds()
-    world.cluster._connect()
-    world.cluster.update_weights()
+    world.weights.connect()
+    world.weights.push()
     world.die(0)
     world.engines.ask()
-    world.cluster.update_weights()
+    world.weights.push()
     world.come_up()
-    world.cluster.update_weights()
-    world.cluster.update_weights()
+    world.weights.push()
+    world.weights.push()
     without, back = ["out 0", "start 0", "connect", "push"], ["connect", "push", "router 0"]
     assert world.log == ["connect", "push", *without, *back, "push"]
 
 
 def test_a_push_that_an_engine_died_of_is_repeated_without_it(worlds: Worlds) -> None:
     world = worlds()
-    world.cluster._connect()
+    world.weights.connect()
 
     def die_at_first(number: int) -> None:
         if number == 1:
@@ -362,7 +358,7 @@ def test_a_push_that_an_engine_died_of_is_repeated_without_it(worlds: Worlds) ->
             raise UserError("connection refused")
 
     world.fails = die_at_first
-    assert world.cluster.update_weights() == {"perf/weight_version": 1.0}
+    assert world.weights.push() == {"perf/weight_version": 1.0}
     assert world.log == ["connect", "out 1", "start 1", "connect", "push"]
 
 
@@ -375,7 +371,7 @@ def test_a_push_that_fails_for_another_reason_ends_the_run(tolerant: bool, world
 
     world.fails = fail
     with pytest.raises(UserError, match="weights differ"):
-        world.cluster.update_weights()
+        world.weights.push()
     assert world.num_pushes == 1
 
 
@@ -405,7 +401,7 @@ def test_an_engine_starts_while_nobody_has_memory(turn: Turn, worlds: Worlds, mo
         log.append("wake")
         return {}
 
-    turns = world.cluster._turns = GpuTurns(release, resume, sleep, wake, offload_train=True, offload_rollout=True)
+    turns = world.weights._turns = GpuTurns(release, resume, sleep, wake, offload_train=True, offload_rollout=True)
     world.engines.restarts_at_once = False
     turns.before_trainer()
     if turn is not Turn.TRAINER:
@@ -417,7 +413,7 @@ def test_an_engine_starts_while_nobody_has_memory(turn: Turn, worlds: Worlds, mo
     assert log[-1] == "out 1", "it does not start beside others' memory"
     log.clear()
     monkeypatch.setattr(Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look()))
-    world.cluster.update_weights()
+    world.weights.push()
     everything = f"{GRAPHS} {CACHE} {WEIGHTS}"
     given_up = {
         Turn.TRAINER: ["sleep"],
@@ -473,7 +469,7 @@ def test_an_engine_that_dies_of_taking_its_memory_back_for_a_push(
     def note(*words: str) -> Callable[..., dict[str, float]]:
         return lambda *keep: log.append(words[any(keep)]) or {}  # type: ignore[func-returns-value]
 
-    turns = world.cluster._turns = GpuTurns(
+    turns = world.weights._turns = GpuTurns(
         memory.release, memory.resume, note("sleep", "sleep but for weights"), note("wake"),
         offload_train=True, offload_rollout=True,
     )  # fmt: skip
@@ -481,9 +477,9 @@ def test_an_engine_that_dies_of_taking_its_memory_back_for_a_push(
     monkeypatch.setattr(module, "_DEATH_OF_CONNECTION_SECONDS", 0.0)
     monkeypatch.setattr(Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look()))
     turns.before_trainer()
-    world.cluster._connect()
+    world.weights.connect()
     log.clear()
-    world.cluster.update_weights()
+    world.weights.push()
     everything, rest = f"{GRAPHS} {CACHE} {WEIGHTS}", f"{GRAPHS} {CACHE}"
     assert log == [
         *("sleep but for weights", f"engine-0 resume_ {WEIGHTS}", "out 1"),

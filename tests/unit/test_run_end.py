@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slime import saving
 from slime import session as module
 from slime.checkpoints.directory import partial_dir
 from slime.checkpoints.load_plan import LoadPlan
@@ -163,18 +164,18 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     monkeypatch.setattr(module, "Cluster", lambda *_, **__: Trainers(tmp_path, lambda _: None))
     monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)
     clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(saving, "time", clock)
 
     def run(num_rollout: int, seconds: float, **flags: Any) -> list[int]:
         given = {"num_rollout": num_rollout, "output_dir": str(tmp_path), "use_tensorboard": False, **flags}
         config = make_config(rollout_batch_size=1, **given)
         session = module.Session(config, StopSignals(), resuming=False)
-        session.num_rollout = num_rollout
+        session.schedule.begin(0, 0)
         found = []
         for rollout_id in range(num_rollout):
             clock.now += seconds
             session.trained(rollout_id, {})
-            if session.should_save(rollout_id):
+            if session.saving.is_due(rollout_id):
                 session.save(rollout_id)
                 found.append(rollout_id)
         session.sinks.close()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from slime.cluster.gpu_turns import GpuTurns
 from slime.cluster.run_cluster import Cluster
+from slime.cluster.weight_push import WeightPush
 from slime.config import make_config
 from slime.engines.api import EngineError
 from slime.engines.embedded.generate_request import Limits, parse_generate
@@ -298,22 +299,23 @@ def cluster(tmp_path: Path) -> tuple[Cluster, list[str]]:
         def explained(self) -> AbstractContextManager[None]:
             return nullcontext()
 
-    cluster._engines, cluster._canary = Engines(), Logged()  # type: ignore[assignment]
-    cluster._turns = GpuTurns(*[lambda *given: {}] * 4, offload_train=True, offload_rollout=True)  # type: ignore[arg-type, list-item]
+    turns = GpuTurns(*[lambda *given: {}] * 4, offload_train=True, offload_rollout=True)  # type: ignore[arg-type, list-item]
+    cluster._engines, cluster._turns = Engines(), turns  # type: ignore[assignment]
+    cluster._weights = WeightPush(cluster._engines, None, turns, Logged(), tolerant=False)  # type: ignore[arg-type]
     return cluster, log
 
 
 def test_engines_are_checked_when_they_wake_and_only_then(cluster: tuple[Cluster, list[str]]) -> None:
     it, log = cluster
-    assert it._turns is not None
+    assert it._turns is not None and it._weights is not None
     it._turns.before_trainer()
-    it._wake_engines()
+    it._weights.wake_engines()
     assert log == ["taking its memory back"]
-    it._wake_engines()
+    it._weights.wake_engines()
     assert len(log) == 1
     with it._trainers_turn():
         pass
-    it._wake_engines()
+    it._weights.wake_engines()
     assert len(log) == 2
 
 

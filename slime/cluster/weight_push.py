@@ -1,0 +1,124 @@
+"""The trainer's weights to the engines: who is connected, restarted engines that come back, and proof that it worked.
+
+A push is for a moment between two rollouts. Engines that were started again are taken in right before it, since only
+with it do they have the policy's weights, and requests go to them right after it.
+"""
+
+from __future__ import annotations
+
+from slime.cluster.engine_table import State
+from slime.cluster.engines import Engines
+from slime.cluster.gpu_turns import GpuTurns
+from slime.cluster.trainer_group import Trainers
+from slime.weights.canary import Canary
+
+
+class WeightPush:
+    """From the trainer ranks to all engines of the policy.
+
+    Args:
+        turns: whose turn the GPUs are; None where there are no trainers.
+        canary: a prompt that engines and trainer must score alike; None where it is not checked.
+        tolerant: engines that die are started again (--use-fault-tolerance).
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        trainers: Trainers | None,
+        turns: GpuTurns | None,
+        canary: Canary | None,
+        *,
+        tolerant: bool,
+    ) -> None:
+        self._engines, self._trainers, self._turns, self._canary = engines, trainers, turns, canary
+        self._tolerant = tolerant
+        self._connected: list[str] = []  # URLs of the engines that the trainer pushes to
+
+    def connect(self, version: int = 0) -> None:
+        """Introduce the engines that run to the trainer.
+
+        Args:
+            version: that the engines have; counts the first time only.
+        """
+        if self._trainers is None:
+            return
+        layout = self._engines.layout
+        self._connected = [engine.url for engine in layout]
+        on_this_node = self._engines.nodes == {self._trainers.nodes[0]}
+        self._trainers.connect_engines(layout, version, on_this_node=on_this_node)
+
+    def push(self) -> dict[str, float]:
+        """Push to the engines, which then say the same of the canary as the trainer. When one dies of it, the others
+        are pushed to again."""
+        engines = self._engines
+        if self._trainers is None:
+            return {}
+        metrics = engines.again_without_dead(self._push_once, "a weight push")
+        if engines.table.those(State.RETURNING):
+            engines.again_without_dead(self._to_engines, "taking memory back")  # requests may come from now on
+            engines.admit()
+        return metrics
+
+    def _push_once(self) -> dict[str, float]:
+        engines, trainers, canary = self._engines, self._trainers, self._canary
+        assert trainers is not None
+        if self._tolerant:
+            engines.ask()
+            self.take_in()
+            if self._connected != [engine.url for engine in engines.table.policy]:
+                self.connect()
+        if self._turns is not None:
+            self._turns.to_push()
+        if canary is None:
+            return trainers.update_weights([])[0]
+        metrics, canary.expected = trainers.update_weights(canary.tokens)
+        self._to_engines()  # without their caches they answer nothing
+        return metrics | self._check_canary("a weight push")
+
+    def _check_canary(self, event: str) -> dict[str, float]:
+        """`Canary.check` of all engines that run; {} without a canary, or when none is left."""
+        engines, canary = self._engines, self._canary
+        if canary is None:
+            return {}
+
+        def check() -> dict[str, float]:
+            if not engines.table.policy:
+                return {}
+            canary.fleet = engines.fleet
+            return canary.check(event)
+
+        return engines.again_without_dead(check, "the check of the canary")
+
+    def take_in(self) -> None:
+        """Between rollouts: restarted engines that are up count among those that pushes go to.
+
+        The others are waited for where trainer and engines take turns, since all stop for them; else only the first
+        one, and when no engine is left.
+        """
+        engines = self._engines
+        if not engines.table.away:
+            return
+        if self._turns is not None and self._turns.taken:
+            with self._turns.to_nobody():
+                engines.start_again()
+                engines.wait_for_restarts(for_all=True)
+                engines.table.taken_in()
+            return
+        if not engines.table.policy:
+            engines.wait_for_restarts(for_all=False)
+        engines.look()
+        engines.table.taken_in()
+
+    def wake_engines(self) -> None:
+        """Before they are asked anything. Those that were asleep must still compute what the trainer computed."""
+        engines = self._engines
+        if self._tolerant:
+            engines.ask()
+            if not engines.table.policy:
+                return  # whoever waits for the rollout brings them back
+        if engines.again_without_dead(self._to_engines, "taking memory back"):
+            self._check_canary("taking its memory back")
+
+    def _to_engines(self) -> bool:
+        return self._turns is not None and self._turns.to_engines()

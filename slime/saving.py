@@ -1,0 +1,150 @@
+"""What is kept of a run: its checkpoints, the models that people take from it, and what becomes of both at its end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
+from slime.cluster.run_cluster import Cluster
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.log import get_logger
+from slime.observe.run_folder import RunFolder
+from slime.observe.sinks import Sinks
+from slime.schedule import Schedule
+from slime.stopping import StopSignals
+
+logger = get_logger(__name__)
+
+#: How long a run that failed waits for the checkpoint that is being written; the processes may be in any state.
+_SETTLE_SECONDS = 600.0
+#: Without --save-interval: a step may take minutes, and a tenth of the run half a day.
+_AGAIN_SECONDS = 1800.0
+
+
+class Saving:
+    """Of one run.
+
+    Attributes:
+        last: the newest rollout that was handed over to be written; with --async-save not yet written.
+        model: the newest Hugging Face directory of this launch.
+    """
+
+    def __init__(self, config: Config, run: RunFolder, sinks: Sinks, cluster: Cluster, schedule: Schedule) -> None:
+        self._flags, self._run, self._sinks, self._cluster = config.checkpoint, run, sinks, cluster
+        self._schedule = schedule
+        self._begun: int | None = None
+        self._at = time.monotonic()
+        self.last: int | None = None
+        self.model: Path | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Something of this run's training is written."""
+        return self._cluster.has_trainers and bool(self._flags.save or self._flags.save_hf)
+
+    # -- when ----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The launch is over: time counts from now on."""
+        self._at = time.monotonic()
+        if self._flags.save and self._cluster.has_trainers and self._schedule.num_rollout:
+            logger.info("checkpoints: %s", self._when())
+
+    @property
+    def _is_timed(self) -> bool:
+        return self._flags.save is not None and self._flags.save_interval is None
+
+    def _when(self) -> str:
+        """For people."""
+        flags, interval = self._flags, self._schedule.save_interval
+        often = "after every rollout" if interval == 1 else f"every {interval} rollouts"
+        timed = f" or {_AGAIN_SECONDS / 60:.0f} minutes" if self._is_timed and interval != 1 else ""
+        kept = f"the newest {flags.save_retain} are kept" if flags.save_retain else "all are kept"
+        return f"{often}{timed}, in {flags.save}; {kept}"
+
+    def is_due(self, rollout_id: int) -> bool:
+        if not self.keeps or self.last == rollout_id:
+            return False
+        interval = self._schedule.save_interval
+        is_last = rollout_id + 1 == self._schedule.num_rollout
+        if is_last or (interval is not None and self._schedule.is_due(rollout_id, interval)):
+            return True
+        return self._is_timed and time.monotonic() - self._at > _AGAIN_SECONDS
+
+    # -- saving --------------------------------------------------------------------------------------------
+
+    def save(self, rollout_id: int, weight_version: int) -> None:
+        """Checkpoint after training on a rollout; with --async-save the writing goes on beside the next steps."""
+        self._begun = rollout_id
+        with self._sinks.phase("save_model"):
+            self._cluster.save(rollout_id, weight_version)
+        self.last, self._at = rollout_id, time.monotonic()
+        if self._flags.save_hf:
+            self.model = Path(self._flags.save_hf.format(rollout_id=rollout_id))
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, and write the model as it is now where no --save-hf has done so."""
+        flags = self._flags
+        if self.last is not None and flags.async_save:
+            with self._sinks.phase("save_model"):
+                self._cluster.finish_saving()
+        if flags.save and flags.export_model and not flags.save_hf and self.last is not None:
+            with self._sinks.phase("save_model"):
+                self._cluster.export(self._run.model)
+            self.model = self._run.model
+
+    # -- a run that ends early -------------------------------------------------------------------------------
+
+    def would_lose(self, trained: int | None) -> str:
+        """What a run that ended now would lose ("rollout 12"), "" for nothing.
+
+        Args:
+            trained: the rollout that was trained on last; None for none.
+        """
+        if trained is None or not self.keeps:
+            return ""
+        root = self._flags.save
+        on_disk = self.last == trained and (root is None or is_saved(Path(root), trained))
+        return "" if on_disk else f"rollout {trained}"
+
+    def settle(self, signals: StopSignals) -> None:
+        """Give the checkpoint that --async-save is writing time to become whole."""
+        flags, rollout_id = self._flags, self.last
+        if not (flags.async_save and flags.save) or rollout_id is None or is_saved(Path(flags.save), rollout_id):
+            return
+        root = Path(flags.save)
+        logger.warning(
+            "the checkpoint of rollout %d is still being written: waiting for it, %.0f s at most; Ctrl-C gives it up",
+            rollout_id, _SETTLE_SECONDS,
+        )  # fmt: skip
+        signals.taken_up()
+        try:
+            self._cluster.settle_save(lambda: is_saved(root, rollout_id), _SETTLE_SECONDS)
+        except KeyboardInterrupt:
+            logger.warning("the checkpoint of rollout %d is given up", rollout_id)
+        except UserError as problem:
+            logger.error("the checkpoint of rollout %d is lost: %s", rollout_id, problem)
+
+    def discard_unfinished(self) -> None:
+        """Remove what there is of a checkpoint that nobody writes any more."""
+        if self._flags.save is not None and self._begun is not None:
+            final = Path(self._flags.save) / iteration_name(self._begun)
+            if discard_partial(final):
+                logger.warning("%s was not finished; what there was of it is removed", final)
+
+    # -- for people ------------------------------------------------------------------------------------------
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, also of an earlier launch."""
+        return newest_whole(Path(self._flags.save)) if self._flags.save else None
+
+    def to_go_on(self) -> str:
+        """Where a run that failed can go on from, and how; "" for one that saves no checkpoints."""
+        root, newest = self._flags.save, self.newest()
+        if root is None or not self._cluster.has_trainers:
+            return ""
+        if newest is None:
+            return f"there is no whole checkpoint in {root} yet"
+        return f"newest whole checkpoint: {newest}; to go on from it: the same command with --load {root}"

@@ -1,0 +1,92 @@
+"""What of a run is due when, in rollouts: how long it is, and after which one it pushes, evaluates and saves."""
+
+from __future__ import annotations
+
+import math
+
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.placement import PlacementPlan, has_evaluation
+
+
+class Schedule:
+    """Of one launch. ``rollout_id`` is the rollout that was trained on last, from 0 in the run's first launch.
+
+    Attributes:
+        start_rollout_id: the first rollout of this launch.
+        num_rollout: of the run; known after `begin`.
+        num_prompts: of an epoch; 0 where nobody needs to know.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._has_engines = PlacementPlan.of(config).num_engines > 0
+        self.start_rollout_id = self.num_rollout = self.num_prompts = 0
+
+    def begin(self, start_rollout_id: int, num_prompts: int) -> None:
+        """Once the data is read and the checkpoint is found.
+
+        Raises:
+            UserError: --num-epoch with data of unknown length, or of less than one rollout.
+        """
+        self.start_rollout_id, self.num_prompts = start_rollout_id, num_prompts
+        self.num_rollout = self._count()
+
+    def _count(self) -> int:
+        rollout = self._config.rollout
+        if rollout.num_rollout is not None:
+            return rollout.num_rollout
+        if not self.num_prompts:
+            raise UserError(
+                "--num-epoch needs the number of prompts, which a streamed data set does not tell",
+                fix="pass --num-rollout, or leave --streaming-data out",
+            )
+        assert self._config.data.num_epoch is not None
+        if self._per_epoch == 0:
+            raise UserError(
+                f"the data has {self.num_prompts} prompts, less than one --rollout-batch-size"
+                f" of {rollout.rollout_batch_size}",
+                fix="lower --rollout-batch-size, or pass --num-rollout (prompts are then used again in a new epoch)",
+            )
+        return self._per_epoch * self._config.data.num_epoch
+
+    @property
+    def _per_epoch(self) -> int:
+        return self.num_prompts // self._config.rollout.rollout_batch_size
+
+    @property
+    def rollout_ids(self) -> range:
+        """Of this launch; training on a rollout is a step of the run."""
+        return range(self.start_rollout_id, self.num_rollout)
+
+    @property
+    def evaluates_first(self) -> bool:
+        """Evaluate before training: on a fresh start unless switched off, and always when nothing is trained."""
+        if self.num_rollout == 0:
+            return True
+        return self.start_rollout_id == 0 and not self._config.eval.skip_eval_before_train
+
+    def pushes(self, rollout_id: int) -> bool:
+        """Every --update-weights-interval rollouts, and before every evaluation."""
+        due = (rollout_id + 1) % self._config.sync.update_weights_interval == 0
+        return self._has_engines and (due or self.evaluates(rollout_id))
+
+    def evaluates(self, rollout_id: int) -> bool:
+        """Every --eval-interval rollouts, or else after the last: whoever gives evaluation data wants to know what
+        training has brought."""
+        return has_evaluation(self._config) and self.is_due(
+            rollout_id, self._config.eval.eval_interval or self.num_rollout
+        )
+
+    @property
+    def save_interval(self) -> int | None:
+        """Rollouts between two checkpoints; None: there is one after the last alone."""
+        flags = self._config.checkpoint
+        return flags.save_interval or (math.ceil(self.num_rollout / 10) if flags.save else None)
+
+    def is_due(self, rollout_id: int, interval: int) -> bool:
+        """Every ``interval`` rollouts, at the end of each epoch, and after the last."""
+        number = rollout_id + 1
+        per_epoch = self._per_epoch if self.num_prompts else 0
+        epoch_end = bool(per_epoch) and number % per_epoch == 0 and self._config.data.num_epoch is not None
+        return number == self.num_rollout or epoch_end or number % interval == 0
