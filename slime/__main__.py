@@ -9,12 +9,14 @@ import difflib
 import errno
 import importlib
 import os
+import platform
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from slime import __version__
 from slime.errors import UserError
 from slime.processes import leave_what_hangs, something_hangs
 
@@ -62,10 +64,11 @@ def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("--help", "-h", "help"):
         print(_usage())
         return 0 if words else UserError.exit_status
-    if words[0] == "--version":
-        from slime import __version__
+    if words[0] in ("--version", "version"):
+        from slime.observe.run_folder import package_versions
 
-        print(f"slime {__version__}")
+        print(f"slime {__version__}, Python {platform.python_version()}")
+        print(", ".join(f"{name} {version}" for name, version in package_versions().items()))
         return 0
     name, rest = words[0], words[1:]
     command = COMMANDS.get(name) or COMMANDS.get(name.replace("_", "-"))

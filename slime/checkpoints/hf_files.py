@@ -100,9 +100,10 @@ class HfReader:
         Returns:
             Tensors that are there and known not to be used.
         Raises:
-            UserError: tensors missing or unknown, named by layer.
+            UserError: tensors missing or unknown, named by layer, or of another shape than config.json makes them.
         """
-        expected, present = set(family.expected_hf_names(spec)), self.names()
+        shapes = dict(family.hf_tensors(spec))
+        expected, present = set(shapes), self.names()
         surplus = present - expected
         ignored = sorted(name for name in surplus if family.is_ignored(name, spec))
         unknown, missing = sorted(surplus - set(ignored)), sorted(expected - present)
@@ -120,7 +121,23 @@ class HfReader:
                 why="; ".join(_describe(missing, "missing", spec) + _describe(unknown, "unknown", spec)),
                 fix="download the missing files again; if config.json belongs to another model, replace it",
             )
+        self._check_shapes(shapes, family, spec)
         return ignored
+
+    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], family: ModelFamily, spec: ModelSpec) -> None:
+        """The rows of embeddings may be fewer or more than the vocabulary: they are padded and cut."""
+        wrong = []
+        for name, shape in shapes.items():
+            found = tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
+            if found != shape and not (shape[0] == spec.vocab_size and found[1:] == shape[1:]):
+                wrong.append(f"{name} is {list(found)} and would be {list(shape)}")
+        if wrong:
+            raise UserError(
+                f"{self.directory}: {len(wrong)} of {len(shapes)} weights are not of the shape that config.json gives"
+                f" a {family.name} model",
+                why="; ".join(wrong[:3]),
+                fix="config.json was edited, or belongs to another model: download both from the same revision",
+            )
 
     def _expected_files(self) -> dict[str, set[str] | None]:
         """File name → tensors the index promises in it (None: no index)."""

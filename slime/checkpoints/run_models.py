@@ -81,6 +81,12 @@ def newest_model(run_folder: Path) -> RunModel:
     return max(models, key=lambda model: model.written)
 
 
+def first_base(run_folder: Path) -> Path | None:
+    """The model that the run's first stage began with; None where it does not say."""
+    configs = list(stage_configs(run_folder).values())
+    return _base(run_folder, configs[0]) if configs else None
+
+
 def checkpoint_model(directory: Path) -> RunModel | None:
     """The newest whole checkpoint of a --save directory, or the one iteration that ``directory`` holds; None: neither.
     Its base is known where it lies in the folder of its run."""

@@ -9,7 +9,6 @@ Ctrl-C ends an answer early.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import json
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from slime.cli.arguments import Arguments
 from slime.cli.model_source import model_directory, model_name
 from slime.cli.serve import add_model_flags, serving
 from slime.engines.tool_calls import chat_template
@@ -52,9 +52,8 @@ def main(argv: list[str]) -> int:
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slime chat", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def _parser() -> Arguments:
+    parser = Arguments("slime chat", __doc__)
     add_model_flags(parser)
     add = parser.add_argument
     add("--system", help="system prompt")

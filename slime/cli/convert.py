@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.cli.arguments import Arguments
 from slime.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,12 +48,12 @@ def main(argv: list[str]) -> None:
         print(said)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slime convert", description=__doc__.splitlines()[0], allow_abbrev=False)
+def _parser() -> Arguments:
+    parser = Arguments("slime convert", __doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="{hf-to-megatron,megatron-to-hf,gguf-to-hf}")
 
     def add(name: str, summary: str, command: Callable[[argparse.Namespace], str]) -> Callable[..., None]:
-        sub = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        sub = commands.add_parser(name, help=summary, description=summary)
         sub.set_defaults(command=command)
 
         def flag(dest: str, meaning: str, **options: Any) -> None:

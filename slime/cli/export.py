@@ -6,16 +6,14 @@ ollama create sums -f <(echo FROM ./sums.gguf)          # or: llama-cli -m sums.
 
 from __future__ import annotations
 
-import argparse
-
 from slime.checkpoints.gguf_export import hf_to_gguf
+from slime.cli.arguments import Arguments
 from slime.cli.model_source import model_directory, model_name
 
 
 def main(argv: list[str]) -> int:
     """Write the file and say where it is. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="slime export", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Arguments("slime export", __doc__)
     add = parser.add_argument
     add("path", help="a run folder, a --save directory, a Hugging Face directory, or org/name on the hub")
     add("--gguf", required=True, metavar="FILE", help="the file to write")

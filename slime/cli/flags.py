@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import sys
 from pathlib import Path
 
+from slime.cli.arguments import Arguments
 from slime.config.config import Config
 from slime.config.flag import FlagSpec
 from slime.config.flags import all_flags, nearest, own_flags, spellings
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     Raises:
         UserError: no flag has the word in its name, or the folder is none of a run.
     """
-    parser = argparse.ArgumentParser(prog="slime flags", description="Look flags up.", allow_abbrev=False)
+    parser = Arguments("slime flags", "Look flags up.")
     parser.add_argument("name", nargs="?", help="a flag, or a word in the names of several; default: all flags")
     parser.add_argument("run_dir", nargs="?", help="a run folder: also show the flag's value there and its origin")
     asked = parser.parse_args([word if word == "--help" else word.removeprefix("--") for word in argv])

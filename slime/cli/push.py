@@ -6,16 +6,16 @@ slime push outputs/sums me/sums --card-only > README.md          look at the car
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
-from slime.checkpoints.run_models import is_run_folder
+from slime.checkpoints.run_models import first_base, is_run_folder
+from slime.cli.arguments import Arguments
 from slime.cli.model_source import model_directory, model_name
 from slime.errors import UserError
 from slime.hub import hub_token, upload
 from slime.observe.model_card import UNKNOWN, model_card
-from slime.observe.report.data import RunData, config_value, read_run
+from slime.observe.report.data import RunData, read_run
 
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -41,9 +41,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slime push", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def _parser() -> Arguments:
+    parser = Arguments("slime push", __doc__)
     add = parser.add_argument
     add("path", help="a run folder, a --save directory, or a Hugging Face directory")
     add("repo", help="org/name on the hub; made where it is not there")
@@ -68,8 +67,8 @@ def _card(name: str, run: RunData | None, directory: Path) -> str:
     own = directory / "README.md"
     if run is None and own.is_file():
         return own.read_text(encoding="utf-8")
-    base = config_value(run.stages[0].config, "hf_checkpoint") if run is not None and run.stages else None
-    return model_card(name, run, _licence(Path(base) / "README.md") if base else UNKNOWN)
+    base = first_base(run.path) if run is not None else None
+    return model_card(name, run, base, _licence(base / "README.md") if base else UNKNOWN)
 
 
 def _licence(card: Path) -> str:

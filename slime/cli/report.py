@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-
+from slime.cli.arguments import Arguments
 from slime.observe.report import write_comparison, write_report
 
 
 def main(argv: list[str]) -> int:
     """`slime report`."""
     about = "Write a run's report.html, or with several runs one page that compares them."
-    parser = argparse.ArgumentParser(prog="slime report", description=about, allow_abbrev=False)
+    parser = Arguments("slime report", about)
     parser.add_argument("run_dir", nargs="+", help="a run folder, e.g. outputs/demo")
     parser.add_argument(
         "--output", help="where to write; by default RUN_DIR/report.html, or comparison.html beside them"

@@ -7,7 +7,6 @@ slime reward --custom-rm-path my.reward --prompt-data outputs/run/samples/rollou
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import statistics
@@ -15,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from slime.cli.arguments import Arguments
 from slime.config import Config, make_config
 from slime.errors import UserError
 from slime.prompts.problems import RowProblem, missing_key
@@ -58,9 +58,8 @@ def _is_record(path: str) -> bool:
     return {"rollout_id", "prompt", "response", "label", "weight_versions"} <= row.keys()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slime reward", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def _parser() -> Arguments:
+    parser = Arguments("slime reward", __doc__)
     parser.add_argument("--prompt-data", required=True, help="rows to score; path@[a:b] takes a slice")
     parser.add_argument("--custom-rm-path", help="your function, package.module.function or file.py:function")
     parser.add_argument("--rm-type", help=f"a built-in one: {', '.join(RM_TYPES)}")

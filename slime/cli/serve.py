@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slime.cli.arguments import Arguments
 from slime.cli.convert import PRECISIONS
 from slime.cli.model_source import model_directory, model_name
 from slime.cluster.server_process import ServerDied, ServerProcess
@@ -51,9 +52,8 @@ def main(argv: list[str]) -> int:
         raise RunFailed(f"the server {server.how_it_ended()}", why=server.log_tail(), fix=f"its log: {server.log_path}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slime serve", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def _parser() -> Arguments:
+    parser = Arguments("slime serve", __doc__)
     add_model_flags(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=30000, help="port to listen on; 0 picks a free one (default 30000)")

@@ -10,7 +10,7 @@ from slime.files import without_secrets
 from slime.hub import hub_name
 from slime.observe.console import eval_scores
 from slime.observe.report.charts import number
-from slime.observe.report.data import RunData, Stage, config_value, flags_with_origins, is_supervised
+from slime.observe.report.data import RunData, Stage, flags_with_origins, is_supervised
 
 _CHOSEN = ("flag", "yaml")
 #: Flags that say where files of this machine are: no part of the recipe.
@@ -18,15 +18,16 @@ _PLACES = ("output_dir", "run_name", "stage", "save", "save_hf", "load", "ref_lo
 UNKNOWN = "unknown"
 
 
-def model_card(name: str, run: RunData | None, licence: str = UNKNOWN) -> str:
+def model_card(name: str, run: RunData | None, base_model: Path | None = None, licence: str = UNKNOWN) -> str:
     """The card as Markdown, with the hub's YAML head.
 
     Args:
         name: of the model, for people.
         run: what taught it; None: only the name and the licence are known.
+        base_model: the directory that the run began with; the hub's own copies have a name there.
         licence: the hub's identifier of the base model's.
     """
-    base = _base(run)
+    base = (hub_name(str(base_model)) or base_model.name) if base_model is not None else ""
     head = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": licence}
     if base and "/" in base:
         head["base_model"] = base
@@ -43,12 +44,6 @@ def model_card(name: str, run: RunData | None, licence: str = UNKNOWN) -> str:
     if versions := _versions(run):
         lines += ["## Made with", "", versions, ""]
     return "\n".join(lines)
-
-
-def _base(run: RunData | None) -> str:
-    """The model of the first stage: its name on the hub, or that of its directory."""
-    path = config_value(run.stages[0].config, "hf_checkpoint") if run is not None and run.stages else None
-    return (hub_name(path) or Path(path).name) if path else ""
 
 
 def _stage(stage: Stage, several: bool) -> list[str]:

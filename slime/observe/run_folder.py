@@ -208,7 +208,7 @@ class RunFolder:
                 pid=os.getpid(),
                 host=platform.node(),
                 argv=command_line(sys.argv),
-                packages=_package_versions(),
+                packages=package_versions(),
             )
         elif state == "launched":
             entry["launched"], state = time.time(), "running"
@@ -247,7 +247,7 @@ class RunFolder:
             "time": time.time(),
             "host": platform.node(),
             "python": platform.python_version(),
-            "packages": _package_versions(),
+            "packages": package_versions(),
             "argv": command_line(sys.argv),
         }
         try:
@@ -266,7 +266,7 @@ class RunFolder:
         return folder
 
 
-def _package_versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     versions = {}
     for name in _REPORTED_PACKAGES:
         try:

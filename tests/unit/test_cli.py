@@ -32,9 +32,19 @@ def test_usage_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("slime ")
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("slime ") and "torch " in told and "sglang " in told
+
+
+@pytest.mark.parametrize("name", ["chat", "serve", "export", "push", "report", "reward", "convert"])
+def test_a_command_without_arguments_says_how_it_is_called(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: slime {name}: the following arguments are required: ")
+    assert f"why: it is called as slime {name} " in told and f"fix: slime {name} --help" in told
 
 
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,6 +158,22 @@ def write_run(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_base_model_that_was_named_from_where_the_run_began(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    base = tmp_path / "models" / "my-base"
+    base.mkdir(parents=True)
+    (base / "README.md").write_text("---\nlicense: mit\n---\n")
+    config = json.loads((folder / "config.json").read_text())
+    config["checkpoint"]["hf_checkpoint"] = "models/my-base"
+    (folder / "config.json").write_text(json.dumps(config))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = run([sys.executable, "-m", "slime", "push", str(folder), "me/sums", "--card-only"], elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert "license: mit" in done.stdout and "`my-base` after reinforcement learning" in done.stdout
+    assert "base_model" not in done.stdout, "the hub does not know it"
+
+
 def test_push_without_a_token_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     done = run([sys.executable, "-m", "slime", "push", str(tmp_path / "nothing"), "me/sums"], tmp_path)
     assert done.returncode == 2 and "there is no token to write to me/sums with" in done.stderr

@@ -84,6 +84,27 @@ def test_missing_layers_and_unknown_tensors(tmp_path: Path) -> None:
     assert "1 tensor unknown" in str(caught.value) and "extra.weight" in str(caught.value)
 
 
+@pytest.mark.parametrize("names_only", [True, False])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"hidden_size": 2 * CONFIG["hidden_size"]}, "model.embed_tokens.weight is "),
+        ({"intermediate_size": CONFIG["intermediate_size"] + 8}, "mlp.gate_proj.weight is "),
+        ({"num_key_value_heads": CONFIG["num_attention_heads"]}, "self_attn.k_proj.weight is "),
+    ],
+)  # fmt: skip
+def test_a_config_that_was_edited(sharded: Path, changed: dict[str, int], said: str, *, names_only: bool) -> None:
+    spec = FAMILY.model_spec({**CONFIG, **changed})
+    with pytest.raises(UserError, match="not of the shape that config") as caught:
+        HfReader(sharded, names_only=names_only).verify(FAMILY, spec)
+    assert said in caught.value.why
+
+
+def test_embeddings_may_have_other_rows_than_the_vocabulary(sharded: Path) -> None:
+    spec = FAMILY.model_spec({**CONFIG, "vocab_size": CONFIG["vocab_size"] - 1})
+    assert HfReader(sharded).verify(FAMILY, spec) == []
+
+
 def test_what_a_family_does_not_use_is_counted(tmp_path: Path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
     save_file({**TENSORS, **extra}, tmp_path / "model.safetensors")
