@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from slime.errors import UserError
 
 _MEMINFO = Path("/proc/meminfo")
@@ -103,6 +105,11 @@ def node_ip() -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"
+
+
+def own_addresses() -> set[str]:
+    """Every address of this host's network interfaces."""
+    return {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
 
 
 def slime_command() -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slime.cluster.rollout_actor import RolloutResult
 from slime.cluster.run_cluster import Cluster, Generating
+from slime.cluster.silence import stopped_parts
 from slime.cluster.waiting import StopRequested
 from slime.config.config import Config
 from slime.host import slime_command
@@ -61,6 +62,7 @@ class Session:
         self._not_logged: dict[str, float] = {}
         self._state = "failed"
         signals.would_lose = lambda: self.saving.would_lose(self._last_trained)
+        signals.blocks, signals.gives_up = self._who_blocks_the_end, self._give_up
 
     # -- start and end ---------------------------------------------------------------------------------
 
@@ -180,10 +182,22 @@ class Session:
         self.signals.taken_up()  # the save must be waited for
         self._state = "stopped"
         self.log(self._not_logged)
+        if silent := self.cluster.who_is_silent():
+            lost = self.saving.would_lose(self._last_trained)
+            logger.error("%s: leaving without a save%s", silent, f", {lost} is lost" if lost else "")
+            return
         if self._last_trained is not None and self.saving.last != self._last_trained and self.saving.keeps:
             self.save(self._last_trained)
             logger.info("saved rollout %d before leaving", self._last_trained)
         self.saving.finish()
+
+    def _who_blocks_the_end(self) -> str:
+        """Parts that are stopped; where a checkpoint is being written they may be those that nobody needs for it."""
+        return "" if self.sinks.open_phase == "save_model" else ", ".join(stopped_parts().values())
+
+    def _give_up(self, who: str) -> None:
+        logger.error("%s is stopped and keeps the run from ending: it ends without it, what is not saved is lost", who)
+        self.run.set_state("stopped")
 
     def interrupted(self) -> None:
         """After Ctrl-C: leave, but not without a checkpoint that is nearly there."""

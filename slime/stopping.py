@@ -7,14 +7,20 @@
     once the end began   the end takes place, and faster after Ctrl-C; nothing may come after it
 
 A signal that was ignored when the run began (`nohup`, a background job) stays so.
+
+A part of the run that is stopped (SIGSTOP) may keep the driver from ever looking at a signal: a call into Ray waits for
+a frozen daemon inside of C++. So a thread hears of signals, too; where somebody ``blocks`` the end for ten seconds, it
+ends the program without them.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import stat
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,18 +29,26 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
+#: From the first signal, for an end that goes its way; kill signals of schedulers come half a minute after SIGTERM.
+_BLOCKED_SECONDS = 10.0
+_LOOK_SECONDS = 0.5
+
 
 class StopSignals:
     """The signals of a run, while used as a context manager in the main thread; in another one there are none.
 
     Attributes:
         would_lose: says what was trained and is not on the disk ("rollout 12"), "" for nothing.
+        blocks: says who is in the way of an end ("pid 4711 (raylet) is stopped"), "" for nobody; asked by a thread.
+        gives_up: called by that thread before it ends the program, with who is in the way.
         insists: there was a Ctrl-C when the run had been asked to stop before.
         hurry: set by Ctrl-C during the end.
     """
 
     def __init__(self) -> None:
         self.would_lose: Callable[[], str] = lambda: ""
+        self.blocks: Callable[[], str] = lambda: ""
+        self.gives_up: Callable[[str], None] = lambda who: None
         self.insists = False
         self.hurry = threading.Event()
         self._asked = threading.Event()
@@ -42,6 +56,10 @@ class StopSignals:
         self._interrupted = False
         self._ending = False
         self._before: dict[int, Any] = {}
+        self._is_over = threading.Event()
+        self._before_pipe = -1
+        self._pipe: tuple[int, int] | None = None
+        """The kernel's word that a signal came, whatever the main thread does: its reading and its writing end."""
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -51,11 +69,18 @@ class StopSignals:
                 if before is not signal.SIG_IGN:
                     self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's
                     signal.signal(number, handler)
+            self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._before_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            threading.Thread(target=self._stand_by, name="stop", args=(self._pipe[0],), daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._is_over.set()
         for number, before in self._before.items():
             signal.signal(number, before)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._before_pipe)
+            os.close(self._pipe[1])  # the thread closes the other one
 
     # -- what the run asks -----------------------------------------------------------------------------
 
@@ -79,6 +104,28 @@ class StopSignals:
         """After the end of a run that reached its goal: what came meanwhile also stops what would come next."""
         if self._interrupted or self._asked.is_set():
             self.end_program()
+
+    # -- the thread ------------------------------------------------------------------------------------
+
+    def _stand_by(self, pipe: int) -> None:
+        try:
+            if not self._hears(pipe):
+                return
+            end = time.monotonic() + _BLOCKED_SECONDS
+            while not self._is_over.wait(_LOOK_SECONDS):
+                if time.monotonic() > end and (who := self.blocks()):
+                    self.gives_up(who)
+                    os._exit(1)
+        finally:
+            os.close(pipe)
+
+    def _hears(self, pipe: int) -> bool:
+        """Wait for one of the signals; false at the end of the context."""
+        while True:
+            select.select([pipe], [], [])
+            numbers = set(os.read(pipe, 64))
+            if not numbers or numbers & set(self._before):
+                return bool(numbers)
 
     # -- handlers --------------------------------------------------------------------------------------
 

@@ -132,9 +132,10 @@ class RolloutActor:
         self.recorder.record_evaluation(rollout_id, output.data)
         return dict(output.metrics or {})
 
-    async def progress(self) -> dict[str, float]:
-        """Counters of what is under way (``done``, ``target``, ``tokens``), for the live display."""
-        return self.loop.progress() if self.loop is not None else {}
+    async def progress(self) -> tuple[dict[str, float], str]:
+        """Counters of what is under way (``done``, ``target``, ``tokens``), for the live display; and, where nothing
+        moves, who waits for whom."""
+        return (self.loop.progress(), self.loop.waits()) if self.loop is not None else ({}, "")
 
     async def mark_consumed(self, rollout_id: int) -> None:
         """Training has taken the groups of ``rollout_id``: a resumed run will not draw them again."""
@@ -158,6 +159,7 @@ class RolloutHandle:
 
     Attributes:
         worker: for messages, and to wait for its answers.
+        counters, waits: of what is under way, and who waits for whom where nothing moves; from `watch_progress`.
     """
 
     def __init__(self, config: Config, run_path: Path) -> None:
@@ -166,6 +168,8 @@ class RolloutHandle:
         self._loads_dump = bool(config.debug.load_debug_rollout_data)
         self._answer_seconds = config.cluster.distributed_timeout_minutes * 60.0
         self.worker = Worker("rollout", self._actor.process.remote())
+        self.counters: dict[str, float] = {}
+        self.waits = ""
 
     def begin_setup(self) -> ray.ObjectRef:
         """To be: the number of prompts per epoch, see `RolloutActor.setup`."""
@@ -196,8 +200,17 @@ class RolloutHandle:
         self._answer(self._actor.load_source.remote(rollout_id, state), "restoring the data position")
 
     def watch_progress(self, show: Callable[[dict[str, float]], None]) -> Watch:
-        """Calls ``show`` with the counters of what is under way."""
-        return Watch({self.worker: self._actor.progress.remote}, lambda name, counters: show(counters))
+        """Calls ``show`` with the counters of what is under way; `counters` and `waits` are what was said last."""
+
+        def hear(name: str, said: tuple[dict[str, float], str]) -> None:
+            self.counters, self.waits = said
+            show(self.counters)
+
+        return Watch({self.worker: self._actor.progress.remote}, hear)
+
+    def ping(self) -> ray.ObjectRef:
+        """To be: its `Process`, soon."""
+        return self._actor.process.remote()
 
     def close(self, timeout: float) -> None:
         ray.wait([self._actor.close.remote()], timeout=timeout)

@@ -24,12 +24,14 @@ from slime.cluster.gpu_turns import EngineMemory, GpuTurns
 from slime.cluster.placement import Slots
 from slime.cluster.ray_session import reserve, start_ray
 from slime.cluster.rollout_actor import RolloutHandle, RolloutResult
+from slime.cluster.silence import stopped_parts
 from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_process
-from slime.cluster.waiting import StartNews, Watch, Worker, raise_failed, wait_for
+from slime.cluster.waiting import StartNews, StopRequested, Watch, Worker, raise_failed, wait_for
 from slime.cluster.weight_push import WeightPush
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.wire.shared_memory import remove_stale
+from slime.errors import RunFailed
 from slime.log import get_logger
 from slime.memory.check import check_memory_of_cluster
 from slime.placement import PlacementPlan, has_evaluation
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 T = TypeVar("T")
 
+_PING_SECONDS = 5.0
 _POLITE_SECONDS, _HASTY_SECONDS = 5.0, 2.0  # for all processes together
 
 
@@ -298,6 +301,20 @@ class Cluster:
             with self._trainers_turn():
                 self._trainers.export(directory)
 
+    def who_is_silent(self) -> str:
+        """Who could not take part in a save, "" for nobody: asked before one that must not take for ever."""
+        stopped = ", ".join(stopped_parts().values())
+        if stopped and self._turns is not None and self._turns.taken:
+            return f"{stopped}, which would have to give its memory up"
+        asked = self._trainers.ping() if self._trainers is not None else {}
+        if self._rollout is not None:
+            asked[self._rollout.worker] = self._rollout.ping()
+        try:
+            wait_for(asked, "asking who still answers", _PING_SECONDS)
+        except RunFailed as error:
+            return error.what + (f"; stopped: {stopped}" if stopped else "")
+        return ""
+
     def finish_saving(self) -> None:
         """Wait for the checkpoint that --async-save may still be writing."""
         if self._trainers is not None:
@@ -346,16 +363,19 @@ class Cluster:
             if self._progress is not None:
                 self._progress.look()
 
-        asked, limit = {_there(self._rollout).worker: ref}, self.config.rollout.rollout_timeout
+        rollout, limit = _there(self._rollout), self.config.rollout.rollout_timeout
+        signs = (lambda: rollout.counters), (lambda: rollout.waits)
         with self._explained():
-            return wait_for(asked, what, limit, self._should_stop, poll)[0]
+            return wait_for({rollout.worker: ref}, what, limit, self._should_stop, poll, *signs)[0]
 
     def _look(self) -> None:
-        """Whoever died ends the wait for the others."""
+        """Whoever died ends the wait for the others; and where some part is stopped, so does a SIGTERM."""
         for watch in self._watches:
             watch.look()
         if self._engines is not None:
             self._engines.look()
+        if self._should_stop() and stopped_parts():
+            raise StopRequested("while parts of it are stopped")
 
     def _explained(self) -> contextlib.AbstractContextManager[None]:
         return self._engines.explained() if self._engines is not None else contextlib.nullcontext()

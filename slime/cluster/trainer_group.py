@@ -301,6 +301,10 @@ class Trainers:
     def finish_saving(self) -> None:
         self._ask(lambda actor: actor.finish_saving.remote(), "finishing the checkpoint")
 
+    def ping(self) -> dict[Worker, ray.ObjectRef]:
+        """To be: where each rank lives, as soon as it has nothing else to do."""
+        return {worker: actor.process.remote() for worker, actor in self._actors.items()}
+
     def failed_step(self) -> list[FailedStep]:
         """What each rank that was not waiting for others kept of a step with NaN or Inf."""
         parts = self._ask(lambda a: a.failed_step.remote(), "asking for the step that failed", _AT_HAND_SECONDS)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
+from slime.cluster.silence import Silence
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 
@@ -85,20 +86,26 @@ def wait_for(
     timeout: float,
     should_stop: Callable[[], bool] = lambda: False,
     on_poll: Callable[[], None] = lambda: None,
+    sign: Callable[[], object] = lambda: None,
+    words: Callable[[], str] = str,
 ) -> list[Any]:
-    """The answers, in the order of ``asked``. The first failure is raised at once, the others are not waited for.
+    """The answers, in the order of ``asked``. The first failure is raised at once, the others are not waited for. While
+    nothing is heard, lines name who is waited for (`slime.cluster.silence`).
 
     Args:
         what: "training", "pushing weights"; names the wait in errors.
         timeout: seconds for all of them together.
         should_stop: asked about twice a second; when true, `StopRequested` is raised.
         on_poll: called as often, e.g. to refresh a progress display; what it raises ends the wait.
+        sign: anything that changes while there is progress.
+        words: what is known of those who are waited for, besides.
     Raises:
         UserError: an actor raised one. DeadlinePassed, ActorDied, StopRequested; others as the actor raised them.
     """
     end = time.monotonic() + timeout
     worker_of = {ref: worker for worker, ref in asked.items()}
     pending = list(worker_of)
+    silence = Silence(what)
     while pending:
         if should_stop():
             raise StopRequested(what)
@@ -114,6 +121,7 @@ def wait_for(
             except Exception as error:
                 _raise_cause(error, pending, what, worker_of)
         on_poll()
+        silence.look([worker_of[ref] for ref in pending], (len(pending), sign()), words)
     return [_fetch(ref, what, worker) for worker, ref in asked.items()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,7 @@ async def evaluate(
     *,
     max_failed_fraction: float,
     stall_timeout: float,
-    on_start: Callable[[Tasks], None] = lambda tasks: None,
+    on_start: Callable[[Tasks, Sequence[Watchdog]], None] = lambda tasks, watchdogs: None,
 ) -> RolloutFnEvalOutput:
     """Generate and score all sets concurrently.
 
@@ -115,7 +115,7 @@ async def evaluate(
         make_runner: gives each set a runner with its own sampling parameters.
         max_failed_fraction: of a set's prompts; more failures end the evaluation, fewer are left out of the numbers
             and counted as ``eval/<name>/num_failed``.
-        on_start: given what `progress_of` counts.
+        on_start: given what `progress_of` counts, and those who know what is waited for.
     Raises:
         UserError: too many failures, a stall, or a mistake in user code.
     """
@@ -126,7 +126,7 @@ async def evaluate(
         runner = make_runner(item.dataset)
         watchdogs.append(Watchdog(runner.state.client, runner, stall_timeout))
         tasks |= {asyncio.create_task(runner.run(run)): run for run in runs[item.dataset.name]}
-    on_start(tasks)
+    on_start(tasks, watchdogs)
     try:
         await _wait(tasks, watchdogs)
     finally:

@@ -15,7 +15,7 @@ import contextlib
 import contextvars
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -41,6 +41,7 @@ from slime.rollout.generate import (
 )
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards.pool import RewardPool
+from slime.rollout.watchdog import Watchdog
 from slime.samples.groups import groups_from_nested
 from slime.samples.types import Group, Sample
 
@@ -89,6 +90,7 @@ class RolloutLoop:
         self._rewards: RewardPool | None = None
         self._progress: Callable[[], dict[str, float]] = dict
         """Counters of the rollout or evaluation under way, or of the last one."""
+        self._waits: Callable[[], str] = str
         self._one_at_a_time = asyncio.Lock()
 
     # -- life ----------------------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ class RolloutLoop:
             )
             bind_state(state)
             _LOOP.set(self)
-            self._progress = dict  # a function of the user's own tells nothing
+            self._progress, self._waits = dict, str  # a function of the user's own tells nothing
             yield state
 
     # -- training ------------------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ class RolloutLoop:
             max_failed_fraction=self.config.rollout.rollout_max_failed_fraction,
             stall_timeout=self.config.rollout.rollout_stall_timeout,
         )
-        self._progress = collector.progress
+        self._progress, self._waits = collector.progress, lambda: collector.watchdog.words
         state.client.counters.take()
         async with self._load_snapshots(state.client) as loads:
             collected = await collector.collect()
@@ -247,6 +249,10 @@ class RolloutLoop:
         one."""
         return self._progress()
 
+    def waits(self) -> str:
+        """Who waits for whom, where nothing has moved for a while; else ""."""
+        return self._waits()
+
     # -- evaluation ----------------------------------------------------------------------------------------
 
     async def evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:
@@ -278,8 +284,9 @@ class RolloutLoop:
                 own, self.rewards, rollout_id=rollout_id, evaluation=True, group_rm=self.config.reward.group_rm
             )
 
-        def started(tasks: Tasks) -> None:
+        def started(tasks: Tasks, watchdogs: Sequence[Watchdog]) -> None:
             self._progress = lambda: progress_of(tasks)
+            self._waits = lambda: next((watchdog.words for watchdog in watchdogs if watchdog.words), "")
 
         output = await evaluate(
             self._eval_sets,

@@ -17,6 +17,8 @@ _WAITS_FOR = {
     Activity.REWARD: "the reward function",
 }
 _NUM_SHOWN = 5
+#: After so long `Watchdog.words` tell who waits; the driver says them when nothing has been heard for a minute.
+_WORDS_SECONDS = 30.0
 
 
 class RolloutStalled(UserError):
@@ -31,12 +33,16 @@ class Watchdog:
 
     Args:
         limit: seconds.
+
+    Attributes:
+        words: who waits for whom, while nothing has moved for half a minute; else "".
     """
 
     def __init__(self, client: RolloutClient, runner: GroupRunner, limit: float) -> None:
         self._client, self._runner, self.limit = client, runner, limit
         self._started = self._engines_moved = time.monotonic()
         self._last_loads: dict[str, tuple[int, int]] | None = None
+        self.words = ""
 
     @property
     def interval(self) -> float:
@@ -50,13 +56,17 @@ class Watchdog:
             RolloutStalled: see the class.
         """
         moved = max(self._client.last_progress, self._runner.last_progress, self._started, self._engines_moved)
-        if time.monotonic() - moved < self.limit:
+        self.words = ""
+        if time.monotonic() - moved < min(_WORDS_SECONDS, self.limit):
             return
         loads = await self._client.worker_loads()
         if loads != self._last_loads and any(requests > 0 for requests, _ in loads.values()):
             self._last_loads, self._engines_moved = loads, time.monotonic()
             return
-        raise self.report(groups, loads, time.monotonic() - moved)
+        stalled = self.report(groups, loads, time.monotonic() - moved)
+        if time.monotonic() - moved >= self.limit:
+            raise stalled
+        self.words = "; ".join(line.strip() for line in stalled.why.splitlines())
 
     def report(self, groups: Iterable[GroupRun], loads: dict[str, tuple[int, int]], seconds: float) -> RolloutStalled:
         """Who waits for whom: the samples, the oldest requests, and what the engines say."""

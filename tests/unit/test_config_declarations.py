@@ -27,7 +27,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "config": ("config/resolve.py", "config/checks.py", "config/checks_train.py", "config/make.py"),
     "driver": (
         "cli", "cluster", "engines/health.py", "memory", "observe", "checkpoints/load_plan.py", "loop.py",
-        "placement.py", "preflight.py", "session.py",
+        "placement.py", "preflight.py", "saving.py", "schedule.py", "session.py",
     ),
     "rollout": ("cluster/rollout_actor.py", "rollout", "prompts", "samples", "observe/recorder.py"),
     "trainer": ("trainer", "weights", "checkpoints", "models", "samples"),

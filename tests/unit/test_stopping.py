@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +16,8 @@ import pytest
 from slime import __main__ as command
 from slime import processes, stopping
 from slime.stopping import StopSignals
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -172,3 +177,25 @@ def test_what_hangs_is_left_with_the_right_status(
     for error, status in ((SystemExit(0), 0), (KeyboardInterrupt(), 130), (ZeroDivisionError(), 1)):
         assert command.guarded(lambda error=error: fails(error)) == status == left[-1]
     assert "ZeroDivisionError" in capsys.readouterr().err, "nobody else would print it"
+
+
+_BLOCKED = """
+import os, signal, sys, time
+from slime import stopping
+
+stopping._BLOCKED_SECONDS = 0.2
+with stopping.StopSignals() as signals:
+    signals.blocks = lambda: {who!r}
+    signals.gives_up = lambda who: os.write(1, f"gave up on {{who}}".encode())
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3)
+print("ended by itself")
+"""
+
+
+@pytest.mark.parametrize(("who", "status", "said"), [("pid 7", 1, "gave up on pid 7"), ("", 0, "ended by itself\n")])
+def test_an_end_that_somebody_blocks_takes_place(who: str, status: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BLOCKED.format(who=who)], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert (done.returncode, done.stdout) == (status, said), done.stderr
