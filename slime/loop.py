@@ -28,10 +28,19 @@ def train(session: Session) -> None:
     Raises:
         StopRequested: between two steps, after a SIGTERM.
     """
-    schedule = session.schedule
-    if schedule.evaluates_first:
+    if session.schedule.evaluates_first:
         session.log(session.evaluate(rollout_id=0))
+    while True:
+        try:
+            return train_on(session)
+        except Exception as error:
+            if not session.begin_again(error):  # with --max-restarts, when trainer ranks were lost
+                raise
 
+
+def train_on(session: Session) -> None:
+    """The steps from where the run stands."""
+    schedule = session.schedule
     ahead = session.config.sync.async_buffer_size
     to_start = iter(schedule.rollout_ids)
     generating: deque[Generating] = deque()

@@ -47,8 +47,8 @@ class Saving:
     # -- when ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The launch is over: time counts from now on."""
-        self._at = time.monotonic()
+        """The launch is over, or the trainer began again: time counts from now on."""
+        self._at, self._begun, self.last = time.monotonic(), None, None
         if self._flags.save and self._cluster.has_trainers and self._schedule.num_rollout:
             logger.info("checkpoints: %s", self._when())
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from slime.cluster.launch import Generating
 from slime.cluster.rollout_actor import RolloutResult
-from slime.cluster.run_cluster import Cluster, Generating
+from slime.cluster.run_cluster import Cluster
 from slime.cluster.silence import stopped_parts
 from slime.cluster.waiting import StopRequested
 from slime.config.config import Config
@@ -60,6 +62,7 @@ class Session:
         self._memory = Measured(MemoryPlan.of(config)) if is_on_gpu(config) else None
         self._last_trained: int | None = None
         self._not_logged: dict[str, float] = {}
+        self._restarts = 0
         self._state = "failed"
         signals.would_lose = lambda: self.saving.would_lose(self._last_trained)
         signals.blocks, signals.gives_up = self._who_blocks_the_end, self._give_up
@@ -167,6 +170,37 @@ class Session:
 
     def save(self, rollout_id: int) -> None:
         self.saving.save(rollout_id, self.weight_version)
+
+    def begin_again(self, error: Exception) -> bool:
+        """After trainer ranks were lost: start them again from the newest checkpoint, and go on from there. The metrics
+        of the steps since then are dropped, as they will be logged again.
+
+        Returns:
+            False when it is something else that has failed, or --max-restarts are used up.
+        """
+        most = self.config.fault_tolerance.max_restarts
+        if not self.cluster.lost_trainers(error) or self._restarts >= most:
+            return False
+        self._restarts += 1
+        logger.error("%s", error)
+        logger.warning("the trainer is started again, %d of %d times (--max-restarts)", self._restarts, most)
+        began = time.monotonic()
+        with self.sinks.phase("launch"):
+            self.saving.settle(self.signals)
+            self.saving.discard_unfinished()
+            first = self.cluster.restart_trainers(self.weight_version)
+        schedule = self.schedule
+        schedule.begin(first, schedule.num_prompts)
+        if self.config.rollout.num_rollout is None:
+            self.cluster.set_run_length(schedule.num_rollout)
+        self.sinks.begin(first, schedule.num_rollout, time.monotonic() - began)
+        self._last_trained, self._not_logged = None, {}
+        self.saving.begin()
+        self._trained_at_push.clear()
+        self.update_weights()
+        self.cluster.turns()
+        logger.warning("going on with rollout %d", first)
+        return True
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         with self.sinks.phase("evaluate"):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -76,6 +76,26 @@ def resolve_load(config: Config) -> LoadPlan:
             return _weights_only("hf", root, f"Hugging Face weights from {root}", config.rollout.start_rollout_id)
         raise _nothing_there(root, "--load")
     return _fresh(config, "no --load")
+
+
+def going_on(config: Config) -> Config:
+    """The configuration with which a run goes on from the newest of its own checkpoints: what said where its first
+    launch began counts no more. Before the first checkpoint it is the same.
+
+    Raises:
+        UserError: the run saves no checkpoints.
+    """
+    flags = config.checkpoint
+    if flags.save is None:
+        raise UserError(
+            "the run cannot go on: it saves no checkpoints",
+            why="it was started without --save",
+            fix="start it anew with --save {run}/checkpoints",
+        )
+    if read_tracker(Path(flags.save)) is None:
+        return config
+    own = replace(flags, load=flags.save, ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
+    return replace(config, checkpoint=own, rollout=replace(config.rollout, start_rollout_id=None))
 
 
 def resolve_reference(config: Config) -> LoadPlan:

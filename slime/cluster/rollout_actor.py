@@ -145,9 +145,18 @@ class RolloutActor:
         """The data position for the checkpoint of ``rollout_id``; a source of the user's own writes its file."""
         return save_source(self.source, self.config, rollout_id)
 
-    async def load_source(self, rollout_id: int, state: dict[str, Any]) -> None:
-        """Go on where `save_source` was called for ``rollout_id`` and returned ``state``."""
-        load_source(self.source, self.config, rollout_id, state)
+    async def load_source(self, config: Config, rollout_id: int, state: dict[str, Any]) -> None:
+        """Go on where `save_source` was called for ``rollout_id`` and returned ``state``.
+
+        Args:
+            config: that of the launch; where trainers were started again, it says what they load.
+        """
+        self._groups_of.clear()
+        load_source(self.source, config, rollout_id, state)
+
+    async def source_state(self) -> dict[str, Any]:
+        """The data position without a checkpoint, for a run that may have to begin again before it has one."""
+        return self.source.state_dict()
 
     async def close(self) -> None:
         if self.loop is not None:
@@ -196,8 +205,12 @@ class RolloutHandle:
         state: dict[str, Any] = self._answer(ref, "asking for the data position")
         return state
 
-    def load_source(self, rollout_id: int, state: dict[str, Any]) -> None:
-        self._answer(self._actor.load_source.remote(rollout_id, state), "restoring the data position")
+    def load_source(self, config: Config, rollout_id: int, state: dict[str, Any]) -> None:
+        self._answer(self._actor.load_source.remote(config, rollout_id, state), "restoring the data position")
+
+    def source_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._answer(self._actor.source_state.remote(), "asking for the data position")
+        return state
 
     def watch_progress(self, show: Callable[[dict[str, float]], None]) -> Watch:
         """Calls ``show`` with the counters of what is under way; `counters` and `waits` are what was said last."""

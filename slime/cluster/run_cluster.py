@@ -13,20 +13,30 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
+from slime.checkpoints.load_plan import going_on
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_turns import EngineMemory, GpuTurns
+from slime.cluster.launch import Clock, Generating, Launch
 from slime.cluster.placement import Slots
 from slime.cluster.ray_session import reserve, start_ray
 from slime.cluster.rollout_actor import RolloutHandle, RolloutResult
 from slime.cluster.silence import stopped_parts
 from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_process
-from slime.cluster.waiting import StartNews, StopRequested, Watch, Worker, raise_failed, wait_for
+from slime.cluster.waiting import (
+    ConnectionBroken,
+    Lost,
+    StartNews,
+    StopRequested,
+    Watch,
+    Worker,
+    raise_failed,
+    wait_for,
+)
 from slime.cluster.weight_push import WeightPush
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
@@ -46,29 +56,6 @@ T = TypeVar("T")
 
 _PING_SECONDS = 5.0
 _POLITE_SECONDS, _HASTY_SECONDS = 5.0, 2.0  # for all processes together
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the drivers must know once everything runs.
-
-    Attributes:
-        start_rollout_id: the first rollout of this launch.
-        num_prompts: prompts per epoch, for --num-epoch; 0 when unknown (streaming) or not needed.
-        seconds: time by part of the launch.
-    """
-
-    start_rollout_id: int
-    num_prompts: int
-    seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Generating:
-    """A rollout that was started and not yet collected."""
-
-    rollout_id: int
-    ref: ray.ObjectRef
 
 
 class Cluster:
@@ -105,6 +92,9 @@ class Cluster:
         self._engines: Engines | None = None
         self._turns: GpuTurns | None = None
         self._weights: WeightPush | None = None  # where there are engines
+        self._generating: dict[int, Generating] = {}
+        """Begun and not collected, by rollout."""
+        self._source_at_launch: dict[str, Any] = {}
         self._watches: list[Watch] = []
         self._progress: Watch | None = None
         engine_seconds = engine_of(config).startup_seconds if self.plan.num_engines else 0.0
@@ -118,7 +108,7 @@ class Cluster:
         Raises:
             UserError: bad data, a model that does not load, too few GPUs, an engine that does not start.
         """
-        config, clock = self.config, _Clock()
+        config, clock = self.config, Clock()
         self._started_ray = start_ray(config, num_local_slots=self.plan.total)
         clock.lap("ray")
         slots = self._slots = reserve(self.plan, config.cluster.placement_timeout, self._should_stop)
@@ -139,7 +129,7 @@ class Cluster:
 
             return wait_for(asked, what, self._start_seconds, self._should_stop, look)
 
-        engines, trainers = self._make_engines(slots), self._make_trainers(slots)
+        engines, trainers = self._make_engines(slots), self._make_trainers(slots, config)
         starting = engines.begin_start() if engines is not None else {}
         coming_up.update(starting)
         if engines is not None and self._turns is not None and self._turns.taken:
@@ -161,23 +151,72 @@ class Cluster:
                 engines.put_routers_in_front(wait(starting, "starting"))
                 clock.lap("engines")
             rollout.connect(engines.router_url, engines.router_urls)
+        self._load_source(config, start)
+        if config.fault_tolerance.max_restarts:
+            self._source_at_launch = rollout.source_state()
+        self._introduce(int(start.extra_state.get("weight_version", 0)))
+        self._progress = rollout.watch_progress(self._on_progress)
+        clock.lap("connect")
+        return Launch(start.start_rollout_id, num_prompts, clock.seconds)
+
+    def _load_source(self, config: Config, start: TrainerStart) -> None:
         if "source" in start.extra_state:
             saved_for = start.extra_state.get("rollout_id", start.start_rollout_id - 1)
-            rollout.load_source(saved_for, start.extra_state["source"])
+            _there(self._rollout).load_source(config, saved_for, start.extra_state["source"])
+
+    def _introduce(self, version: int) -> None:
+        """Trainer and engines to each other, and both to the driver.
+
+        Args:
+            version: of the weights that the engines have.
+        """
+        engines, trainers = self._engines, self._trainers
         if engines is not None:
-            checks = trainers is not None and config.debug.check_canary and engines.answers_alone
+            checks = trainers is not None and self.config.debug.check_canary and engines.answers_alone
             self._weights = WeightPush(
                 engines,
                 trainers,
                 self._turns,
-                Canary(config, engines.fleet) if checks else None,
-                tolerant=config.fault_tolerance.use_fault_tolerance,
+                Canary(self.config, engines.fleet) if checks else None,
+                tolerant=self.config.fault_tolerance.use_fault_tolerance,
             )
-            self._weights.connect(int(start.extra_state.get("weight_version", 0)))
+            self._weights.connect(version)
         self._watches = [group.watch() for group in (trainers, engines) if group is not None]
-        self._progress = rollout.watch_progress(self._on_progress)
-        clock.lap("connect")
-        return Launch(start.start_rollout_id, num_prompts, clock.seconds)
+
+    def restart_trainers(self, version: int) -> int:
+        """Kill what is left of the trainer ranks and start all of them again from the newest checkpoint; engines and
+        rollout actor stay. What is being generated is waited for, and thrown away: the data stands where the checkpoint
+        says.
+
+        Args:
+            version: of the weights that the engines have, so that the numbers of pushes go on.
+        Returns:
+            The rollout to go on with.
+        Raises:
+            UserError: as `launch`.
+        """
+        config, slots = going_on(self.config), _there(self._slots)
+        _there(self._trainers).close(0.0)
+        remove_stale()
+        self._watches = [self._engines.watch()] if self._engines is not None else []
+        for generating in list(self._generating.values()):
+            self.collect(generating)
+        trainers = self._make_trainers(slots, config)
+        assert trainers is not None
+        if self._turns is not None and self._turns.taken:
+            self._turns.before_trainer()
+        setting_up = trainers.begin_setup(self._should_stop)
+
+        def look() -> None:
+            raise_failed(setting_up, "while the trainer came up again")
+
+        found = wait_for(setting_up, "setting up again", self._start_seconds, self._should_stop, look)
+        start = trainers.agreed_start(found)
+        if "source" not in start.extra_state:
+            start.extra_state["source"] = self._source_at_launch
+        self._load_source(config, start)
+        self._introduce(version)
+        return start.start_rollout_id
 
     def _make_engines(self, slots: Slots) -> Engines | None:
         if not self.plan.num_engines:
@@ -187,13 +226,13 @@ class Cluster:
         self._engines = Engines(self.config, self.plan, slots, self.run_path, threads, *limits)
         return self._engines
 
-    def _make_trainers(self, slots: Slots) -> Trainers | None:
+    def _make_trainers(self, slots: Slots, config: Config) -> Trainers | None:
         """And whose turn it is, where engines share the GPUs."""
         if not self.plan.num_train:
             return None
-        flags = self.config.cluster
+        flags = config.cluster
         threads = threads_per_process(min(self.plan.num_train, flags.actor_num_gpus_per_node), self._take_turns)
-        trainers = self._trainers = Trainers(self.config, self.plan, slots, self.run_path, threads, self._look)
+        trainers = self._trainers = Trainers(config, self.plan, slots, self.run_path, threads, self._look)
         if self._engines is not None:
             shares = flags.colocate and (slots.on_gpu or engine_of(self.config).releases_without_gpu)
             memory = EngineMemory(self._engines.table, self._engines.fleet_of, self._engines.explained)
@@ -243,10 +282,14 @@ class Cluster:
         if self._weights is not None:
             self._weights.wake_engines()
         layout = self._trainers.layout if self._trainers is not None else TrainLayout()
-        return Generating(rollout_id, _there(self._rollout).begin_rollout(rollout_id, layout))
+        begun = Generating(rollout_id, _there(self._rollout).begin_rollout(rollout_id, layout))
+        self._generating[rollout_id] = begun
+        return begun
 
     def collect(self, generating: Generating) -> RolloutResult:
+        """Wait for a rollout; asked again, it is there."""
         result: RolloutResult = self._wait_rollout(generating.ref, "generating")
+        self._generating.pop(generating.rollout_id, None)
         if self._engines is not None:
             self._engines.table.proved()
         return result
@@ -294,6 +337,11 @@ class Cluster:
         if self._trainers is not None:
             with self._trainers_turn():
                 self._trainers.save(rollout_id, state)
+
+    def lost_trainers(self, error: Exception) -> bool:
+        """Whether it tells that trainer ranks died, do not answer, or lost each other."""
+        ranks = self._trainers.names if self._trainers is not None else set()
+        return isinstance(error, ConnectionBroken) or (isinstance(error, Lost) and bool(ranks & set(error.names)))
 
     def export(self, directory: Path) -> None:
         """The trainer's weights as a Hugging Face directory."""
@@ -384,15 +432,3 @@ class Cluster:
 def _there(part: T | None) -> T:
     assert part is not None, "launch comes first"
     return part
-
-
-class _Clock:
-    """Seconds since the last lap, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name], self._last = now - self._last, now

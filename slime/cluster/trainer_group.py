@@ -204,6 +204,11 @@ class Trainers:
         # collectives inside have the process group's time-out; this outer one only catches what that cannot see
         self._answer_seconds, self._work_seconds = limit, max(3600.0, 4 * limit)
 
+    @property
+    def names(self) -> set[str]:
+        """Of the ranks, as errors name them."""
+        return {worker.name for worker in self._actors}
+
     # -- coming up ---------------------------------------------------------------------------------------------
 
     def begin_setup(self, should_stop: Callable[[], bool]) -> dict[Worker, ray.ObjectRef]:

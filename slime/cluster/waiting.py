@@ -26,12 +26,30 @@ class StopRequested(Exception):
     """The run was asked to stop (SIGTERM) while it waited; what was under way is abandoned."""
 
 
-class DeadlinePassed(RunFailed):
+class Lost(RunFailed):
+    """Actors are gone, or as good as that.
+
+    Attributes:
+        names: of the actors; () where nobody could tell.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def of(self, *workers: Worker) -> Lost:
+        self.names = tuple(worker.name for worker in workers)
+        return self
+
+
+class DeadlinePassed(Lost):
     """An actor did not answer in time."""
 
 
-class ActorDied(RunFailed):
+class ActorDied(Lost):
     """An actor's process ended."""
+
+
+class ConnectionBroken(Lost):
+    """Actors that work together lost each other, and none of them has said why."""
 
 
 class Process(NamedTuple):
@@ -211,13 +229,13 @@ class StartNews:
         return f"; {path}: {lines[-1][:160]}" if lines else ""
 
 
-def _deadline_passed(silent: list[Worker], what: str, timeout: float) -> DeadlinePassed:
+def _deadline_passed(silent: list[Worker], what: str, timeout: float) -> Lost:
     process = next((worker.process for worker in silent if worker.process is not None), None)
     dump = f"py-spy dump --pid {process.pid}, on {process.host}," if process else "py-spy dump --pid <its pid>"
     return DeadlinePassed(
         f"{what}: no answer within {timeout:.0f} s from {', '.join(map(str, silent))}",
         fix=f"look into its log; {dump} shows where it hangs",
-    )
+    ).of(*silent)
 
 
 def _raise_cause(
@@ -235,7 +253,21 @@ def _raise_cause(
             raise cause from error
         except Exception as other:
             logger.debug("%s failed too: %s", worker_of[ref], other)
+    silent = [worker_of[ref] for ref in pending if ref not in late]
+    if _is_broken_connection(error):
+        others = f"no answer from {', '.join(map(str, silent))}" if silent else "each of them waited for another one"
+        raise ConnectionBroken(
+            f"{what}: processes that work together lost each other; {others}",
+            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+            fix="look into the logs of all of them, and at their hosts: memory, network, a process that was stopped",
+        ).of(*silent) from error
     raise error
+
+
+def _is_broken_connection(error: Exception) -> bool:
+    """torch's words for a peer that does not answer, of which only NCCL's have a type of their own."""
+    text = f"{type(error).__name__} {error}".lower()
+    return any(word in text for word in ("gloo", "nccl", "distbackenderror", "diststoreerror", "tcpstore"))
 
 
 def _fetch(ref: ray.ObjectRef, what: str, worker: Worker) -> Any:
@@ -251,7 +283,7 @@ def _fetch(ref: ray.ObjectRef, what: str, worker: Worker) -> Any:
             why=str(error).strip().splitlines()[0] if str(error).strip() else "Ray's memory monitor killed the process",
             fix="lower --max-tokens-per-gpu or --micro-batch-size, put fewer processes on a host, or raise Ray's "
             "threshold (RAY_memory_usage_threshold)",
-        ) from error
+        ).of(worker) from error
     except RayActorError as error:
         if worker.name == "rollout":  # where rewards, generate functions and filters run
             why = "its process ended without a word: by os._exit or a crash in a function of yours or a library that it"
@@ -260,4 +292,4 @@ def _fetch(ref: ray.ObjectRef, what: str, worker: Worker) -> Any:
         else:
             why = "its process ended without a word: killed, perhaps by the kernel for lack of memory (see dmesg)"
             fix = "look into its log; when memory ran out, lower --max-tokens-per-gpu or --micro-batch-size"
-        raise ActorDied(f"{worker} died ({what})", why=why, fix=fix) from error
+        raise ActorDied(f"{worker} died ({what})", why=why, fix=fix).of(worker) from error

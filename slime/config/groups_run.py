@@ -94,6 +94,9 @@ class FaultToleranceConfig:
     """Seconds without a good answer to a health check after which an engine counts as hung, and is killed."""
     rollout_health_check_first_wait: float = flag(0.0, range=finite(0), needs=on("use_fault_tolerance"))
     """Seconds before the first health check of each rollout, for engines that compile on first use."""
+    max_restarts: int = flag(0, range=finite(0), needs=on("save"))
+    """Times that trainer ranks which died, or answer no more, are started again from the newest checkpoint, while the
+    engines stay; the steps since then are done again. Without it that ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import threading
 import time
 import urllib.request
@@ -88,3 +89,13 @@ def _note_environment(who: str) -> None:
     partial = file.with_suffix(f".{threading.get_ident()}")
     partial.write_text(text)
     partial.rename(file)  # whole or not at all
+
+
+def die_once(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
+    """--custom-megatron-before-train-step-hook-path: the trainer rank kills itself, or stops, before it trains on the
+    rollout that a file beside --save names, die-<k> or stop-<k>; once."""
+    for word, number in (("die", signal.SIGKILL), ("stop", signal.SIGSTOP)):
+        marker = Path(args.save).parent / f"{word}-{rollout_id}"
+        if marker.exists():
+            marker.unlink()
+            os.kill(os.getpid(), number)

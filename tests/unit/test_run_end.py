@@ -15,7 +15,8 @@ from slime import session as module
 from slime.checkpoints.directory import partial_dir
 from slime.checkpoints.load_plan import LoadPlan
 from slime.cluster import trainer_group, waiting
-from slime.cluster.run_cluster import Cluster, Launch
+from slime.cluster.launch import Launch
+from slime.cluster.run_cluster import Cluster
 from slime.cluster.waiting import Worker
 from slime.config import make_config
 from slime.errors import UserError

@@ -1,0 +1,43 @@
+"""What the driver knows of a launch, and of what is under way."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import ray
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the drivers must know once everything runs.
+
+    Attributes:
+        start_rollout_id: the first rollout of this launch.
+        num_prompts: prompts per epoch, for --num-epoch; 0 when unknown (streaming) or not needed.
+        seconds: time by part of the launch.
+    """
+
+    start_rollout_id: int
+    num_prompts: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Generating:
+    """A rollout that was started and not yet collected."""
+
+    rollout_id: int
+    ref: ray.ObjectRef
+
+
+class Clock:
+    """Seconds since the last lap, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self._last = now - self._last, now

@@ -1,0 +1,72 @@
+"""--max-restarts: trainer ranks that are lost start again from the newest checkpoint, and the run ends as if they had
+never been."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.cluster.silence import stopped_parts
+from slime.cluster.waiting import ActorDied
+from tests.support.runs import Run, RunResult
+
+pytestmark = pytest.mark.slow
+
+_DIES = ("--custom-megatron-before-train-step-hook-path", "tests.support.hold.die_once")
+
+
+@pytest.fixture(scope="module")
+def broken(run: Run, deterministic: Any, outputs: Path) -> RunResult:
+    """The unbroken run's flags. The trainer dies before the first checkpoint, and again after the second one."""
+    for rollout_id in (0, 4):
+        (outputs / f"die-{rollout_id}").touch()
+    flags = ["--colocate", "--num-rollout", 6, "--save-interval", 2, "--save", outputs / "broken-checkpoints"]
+    result = run("broken", *deterministic("broken"), *flags, *_DIES, "--max-restarts", 2)
+    assert not list(outputs.glob("die-*")), "it died twice"
+    return result
+
+
+def without_versions(rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """A restart pushes once more."""
+    return {step: {name: value for name, value in row.items() if "version" not in name} for step, row in rows.items()}
+
+
+def test_every_step_is_that_of_the_unbroken_run(broken: RunResult, unbroken: RunResult) -> None:
+    """Samples, loss and gradient norm, bit for bit; each logged once."""
+    assert [row["step"] for row in broken.rows if "rollout/raw_reward" in row] == [1, 2, 3, 4, 5, 6]
+    assert without_versions(broken.steps()) == without_versions(unbroken.steps())
+    for rollout_id in range(6):
+        assert broken.tokens(rollout_id) == unbroken.tokens(rollout_id)
+
+
+def test_versions_go_on(broken: RunResult) -> None:
+    versions = broken.series("perf/weight_version")
+    assert versions == sorted(set(versions)) and versions[-1] == 8 + 1, "6 steps, 1 at the launch, 2 restarts"
+
+
+def test_once_too_often_is_an_error(run: Run, deterministic: Any, outputs: Path) -> None:
+    (outputs / "die-1").touch()
+    with pytest.raises(ActorDied, match=r"trainer-0 \(pid \d+ on [^)]*\) died \(training\)"):
+        run(
+            "once", *deterministic("once"), *("--colocate", "--num-rollout", 2, "--save", outputs / "once-ckpt"), *_DIES
+        )  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("driver", ["train", "train_async"])
+def test_a_rank_that_is_frozen_is_named_and_replaced(
+    driver: str, run: Run, deterministic: Any, outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks wait for each other; nobody hears of the frozen one but by the process group's deadline."""
+    name = f"frozen-{driver}"
+    (outputs / "stop-2").touch()
+    flags = ["--num-rollout", 4, "--save-interval", 1, "--save", outputs / f"{name}-ckpt", "--max-restarts", 1]
+    flags += ["--actor-num-gpus-per-node", 2, "--distributed-timeout-minutes", 0.4]
+    result = run(name, *deterministic(name), *flags, *_DIES, driver=driver)
+    assert sorted(result.steps()) == [1, 2, 3, 4]
+    told = capsys.readouterr().err
+    assert re.search(r"training: processes that work together lost each other; no answer from trainer-[01] \(pid", told)
+    assert stopped_parts() == {}, "the frozen one is gone, and with it what it held"
