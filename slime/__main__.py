@@ -38,6 +38,7 @@ COMMANDS: dict[str, Command] = {
     "train-async": Command(
         "slime.cli.train", "main_async", "the same with rollouts generated ahead of training", "train_async"
     ),
+    "resume": Command("slime.cli.resume", "main", "go on with a run that was stopped, failed or lost its host"),
     "chat": Command("slime.cli.chat", "main", "talk to a model in the terminal: a run's newest, or any directory"),
     "serve": Command("slime.cli.serve", "main", "a model behind OpenAI's API"),
     "export": Command("slime.cli.export", "main", "a model as a GGUF file, for llama.cpp and Ollama"),

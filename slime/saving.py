@@ -9,6 +9,7 @@ from slime.checkpoints.directory import discard_partial, is_saved, iteration_nam
 from slime.cluster.run_cluster import Cluster
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.host import slime_command
 from slime.log import get_logger
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
@@ -147,4 +148,4 @@ class Saving:
             return ""
         if newest is None:
             return f"there is no whole checkpoint in {root} yet"
-        return f"newest whole checkpoint: {newest}; to go on from it: the same command with --load {root}"
+        return f"newest whole checkpoint: {newest}; to go on from it: {slime_command()} resume {self._run.path}"

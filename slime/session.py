@@ -273,19 +273,21 @@ class Session:
                 lines.append("  model: not kept, as neither --save nor --save-hf is given")
         lines.append(f"  report: {self.run.report_path}")
         if self._state == "stopped" and flags.save and saving.last is not None:
-            again = "" if flags.load == flags.save else f" with --load {flags.save}"
-            lines.append(f"  next: the same command{again} goes on from there")
+            lines.append(f"  next: {slime_command()} resume {self.run.path}")
         elif saving.model:
             lines.append(f"  next: {slime_command()} chat {self.run.path}")
         print("\n".join(lines), file=sys.stderr)
 
 
 @contextmanager
-def open_session(config: Config) -> Iterator[Session]:
+def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]:
     """A launched `Session`; on the way out the engines, actors and sinks are closed whatever happened.
 
     `StopSignals` says what ends the loop from outside; after SIGTERM the process exits with status 0. Any failure
     leaves a ``crash/`` folder and propagates.
+
+    Args:
+        resuming: the run folder is there, whether or not there is a checkpoint.
     """
     setup_logging("driver", config.observe.log_level)
     config = from_the_hub(config)
@@ -293,7 +295,7 @@ def open_session(config: Config) -> Iterator[Session]:
     if not joins_cluster(config):
         check_memory(config)  # the nodes of a cluster tell how large their GPUs are once it is joined
     with StopSignals() as signals:
-        session = Session(config, signals, resuming=plan.is_resume or _saves_where_it_loads(config))
+        session = Session(config, signals, resuming=resuming or plan.is_resume or _saves_where_it_loads(config))
         try:
             try:
                 session.launch()

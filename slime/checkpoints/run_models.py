@@ -157,5 +157,10 @@ def _where(run_folder: Path, config: dict[str, Any], path: str) -> Path:
     output_dir = Path(config.get("observe", {}).get("output_dir") or "outputs")
     if Path(path).is_absolute() or output_dir.is_absolute():
         return Path(path)
-    started = run_folder.resolve().parents[len(output_dir.parts)]
+    started = started_from(run_folder, output_dir)
     return started / path if started.joinpath(path.split("{")[0]).exists() else Path(path)
+
+
+def started_from(run_folder: Path, output_dir: Path) -> Path:
+    """The directory in which a run was started whose --output-dir is relative."""
+    return run_folder.resolve().parents[len(output_dir.parts)]

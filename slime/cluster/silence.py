@@ -134,8 +134,17 @@ def _is_here(worker: Waited) -> bool:
 
 
 def _cpu_seconds(pid: int) -> float:
+    """Of a process and its children: an engine's actor only watches its server."""
+    total = 0.0
     try:
-        times = psutil.Process(pid).cpu_times()
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
-        return 0.0
-    return times.user + times.system
+        return total
+    for one in family:
+        try:
+            times = one.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    return total

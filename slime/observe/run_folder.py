@@ -208,6 +208,7 @@ class RunFolder:
                 pid=os.getpid(),
                 host=platform.node(),
                 argv=command_line(sys.argv),
+                cwd=os.getcwd(),
                 packages=package_versions(),
             )
         elif state == "launched":
@@ -219,7 +220,7 @@ class RunFolder:
 
     def read_summary(self) -> dict[str, Any]:
         """``run.json``: ``{"name", "stages": {stage or "": {"state", "started", "ended", "pid", "host", "argv",
-        "packages"}}}``."""
+        "cwd", "packages"}}}``."""
         summary = read_object(self.path / "run.json")
         return summary if isinstance(summary.get("stages"), dict) else {"name": self.path.name, "stages": {}}
 

@@ -125,7 +125,7 @@ def test_a_terminal_that_closes_and_one_ctrl_c_save_what_was_trained(
     driver.signal(number, group=True)
     check_stopped(driver, status)
     assert (driver.path / "checkpoints" / "iter_0000000").is_dir() and (driver.path / "model").is_dir()
-    assert f"  next: the same command with --load {driver.path}/checkpoints goes on from there" in driver.stderr
+    assert f" resume {driver.path}\n" in driver.stderr
 
 
 @pytest.mark.full

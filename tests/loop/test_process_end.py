@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.processes import Driver, StartHeld, World, wait_held, wait_until
+from tests.support.processes import PATIENCE, Driver, StartHeld, World, wait_held, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -135,15 +139,24 @@ def check_interrupted(driver: Driver) -> None:
     assert state_of(driver) == "stopped" and (driver.path / "report.html").exists()
 
 
-def test_kill_9_of_the_driver(begin: Start, hold: Path) -> None:
-    (hold / "hold-0").touch()
-    driver = begin("killed")
-    wait_held(driver, hold, 0)
+def test_kill_9_of_the_driver_and_resume(begin: Start, hold: Path, tmp_path: Path) -> None:
+    (hold / "hold-1").touch()
+    driver = begin("killed", "--save-interval", 1)
+    wait_held(driver, hold, 1)
     ports = driver.ports()
     driver.signal(signal.SIGKILL)
     assert driver.end() == -signal.SIGKILL
     driver.leaves_nothing()
     check_closed(ports)
+
+    (hold / "hold-1").unlink()
+    command = [sys.executable, "-m", "slime", "resume", str(driver.path)]
+    given: dict[str, Any] = {"env": {**os.environ, "SLIME_TEST_HOLD": str(hold)}, "cwd": tmp_path, "timeout": PATIENCE}
+    resumed = subprocess.run(command, capture_output=True, text=True, **given)
+    assert resumed.returncode == 0, resumed.stderr
+    assert driver.steps() == [1, 2] and state_of(driver) == "finished"
+    again = subprocess.run(command, capture_output=True, text=True, **given)
+    assert again.returncode == 2 and "killed is finished" in again.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from slime.cluster import silence as module
@@ -119,3 +120,17 @@ def test_an_idle_one_is_told_and_so_is_one_that_is_gone(
         clock.now = float(second)
         silence.look([worker("trainer-0", sleeper.pid)])
     assert [line.rpartition(": ")[2] for line in lines_of(caplog)] == ["idle)", "idle)"]
+
+
+def test_an_actor_works_when_its_server_does() -> None:
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    with subprocess.Popen([sys.executable, "-c", script], process_group=0) as process:
+        try:
+            end = time.monotonic() + 20
+            while module._cpu_seconds(process.pid) < 0.5 and time.monotonic() < end:
+                time.sleep(0.05)
+            assert module._cpu_seconds(process.pid) >= 0.5
+            own = psutil.Process(process.pid).cpu_times()
+            assert own.user + own.system < 0.5
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,74 @@
+"""`slime resume`: go on with a run that was stopped, that failed or whose host went down, from its newest checkpoint.
+
+slime resume outputs/sums
+slime resume outputs/demo --stage sft             one stage of several, by default the newest
+
+Everything is as in the launch before: flags, data, run folder. To change a flag, repeat the command of the run with the
+other flag and --load set to its --save.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from slime.checkpoints.load_plan import going_on
+from slime.checkpoints.run_models import is_run_folder, started_from
+from slime.cli.arguments import Arguments
+from slime.config import Config
+from slime.errors import UserError
+from slime.observe.run_folder import RunFolder
+
+
+def main(argv: list[str]) -> None:
+    """Run the rest of a run.
+
+    Raises:
+        UserError: no run folder, one that was moved, a run that is finished, or one that saves no checkpoints.
+    """
+    parser = Arguments("slime resume", __doc__)
+    parser.add_argument("run_dir", help="a run folder, outputs/<run>")
+    parser.add_argument("--stage", help="of a run with several; default: the newest")
+    asked = parser.parse_args(argv)
+    folder = Path(asked.run_dir)
+    if not is_run_folder(folder):
+        raise UserError(f"{folder} is not a run folder", why="it has no config.json of a run", fix="pass outputs/<run>")
+    run = _stage_of(folder, asked.stage)
+    if run.state() == "finished":
+        raise UserError(
+            f"{folder}{f' (stage {run.stage})' if run.stage else ''} is finished",
+            fix="to train longer, repeat its command with a larger --num-rollout and --load set to its --save",
+        )
+    config = Config.load(run.config_path)
+    _go_to_where_it_began(folder, run, config)
+    from slime.loop import train  # imports Ray
+    from slime.session import open_session
+
+    with open_session(going_on(config), resuming=True) as session:
+        train(session)
+
+
+def _stage_of(folder: Path, stage: str | None) -> RunFolder:
+    stages = RunFolder(folder).read_summary()["stages"]
+    if stage is not None and stage not in stages:
+        raise UserError(
+            f"{folder} has no stage {stage}", fix=f"its stages: {', '.join(filter(None, stages)) or 'none'}"
+        )
+    newest = max(stages, key=lambda name: stages[name].get("started") or 0.0, default="")
+    return RunFolder(folder, (stage if stage is not None else newest) or None)
+
+
+def _go_to_where_it_began(folder: Path, run: RunFolder, config: Config) -> None:
+    """Relative paths of the run's flags count from there, and the user's modules are found there."""
+    here, output_dir = folder.resolve(), Path(config.observe.output_dir)
+    began = run.read_summary()["stages"].get(run.stage or "", {}).get("cwd")
+    if began is not None and Path(began).is_dir():
+        os.chdir(began)
+    elif not output_dir.is_absolute():
+        os.chdir(started_from(here, output_dir))
+    if (output_dir / config.observe.run_name).resolve() != here:
+        raise UserError(
+            f"{here} was moved",
+            why=f"its run was started as {output_dir / config.observe.run_name} in {Path.cwd()}",
+            fix="move it back, or repeat its command with the new places",
+        )

@@ -1,0 +1,73 @@
+"""`slime resume`: which run it means, and what it refuses before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime.__main__ import main
+from slime.checkpoints.load_plan import going_on
+from slime.config import make_config
+from slime.errors import UserError
+from tests.support.checkpoint_dirs import complete
+
+
+@pytest.fixture
+def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "outputs"
+
+
+def write_run(outputs: Path, state: str = "failed", stage: str | None = None, save: str | None = "{run}/ckpt") -> Path:
+    config = make_config(output_dir="outputs", run_name="sums", stage=stage, save=save, num_rollout=4)
+    folder = outputs / "sums"
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save(folder / (f"config.{stage}.json" if stage else "config.json"))
+    summary = folder / "run.json"
+    stages = json.loads(summary.read_text())["stages"] if summary.exists() else {}
+    stages[stage or ""] = {"state": state, "started": float(len(stages) + 1)}
+    summary.write_text(json.dumps({"name": "sums", "stages": stages}))
+    return folder
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["resume", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_resumed(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is not a run folder" in refused(capsys, "nowhere")
+    folder = write_run(outputs, "finished")
+    assert "sums is finished" in refused(capsys, str(folder))
+    write_run(outputs, save=None)
+    assert "it saves no checkpoints" in refused(capsys, str(folder))
+    assert "has no stage grpo" in refused(capsys, str(folder), "--stage", "grpo")
+
+
+def test_the_newest_stage_is_meant(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(outputs, "failed", "sft")
+    write_run(outputs, "finished", "grpo")
+    assert "(stage grpo) is finished" in refused(capsys, str(folder))
+
+
+def test_a_run_that_was_moved(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moved = outputs / "others"
+    write_run(outputs).rename(moved)
+    told = refused(capsys, str(moved))
+    assert "others was moved" in told and "outputs/sums" in told
+
+
+def test_what_said_where_the_first_launch_began_counts_no_more(tmp_path: Path) -> None:
+    given = {"save": str(tmp_path / "own"), "load": str(tmp_path / "other"), "ckpt_step": 7, "finetune": True}
+    config = make_config(num_rollout=4, start_rollout_id=3, **given)
+    assert going_on(config) == config, "before the first checkpoint it begins there again"
+    complete(tmp_path / "own", 5)
+    (tmp_path / "own" / "latest_checkpointed_iteration.txt").write_text("5")
+    again = going_on(config)
+    flags = again.checkpoint
+    assert (flags.load, flags.ckpt_step, flags.finetune) == (flags.save, None, False)
+    assert again.rollout.start_rollout_id is None
+    with pytest.raises(UserError, match="saves no checkpoints"):
+        going_on(make_config(num_rollout=4))
