@@ -192,8 +192,14 @@ def _log_probs(url: str, answer: Mapping[str, Any], tokens: Sequence[int]) -> li
         EngineError: the answer is about other tokens.
     """
     entries = answer["meta_info"].get("input_token_logprobs") or []
-    if [entry[1] for entry in entries] != list(tokens):
-        raise EngineError(url, f"asked for log-probs of {len(tokens)} given tokens, answered {entries!s:.200}")
+    told = [entry[1] for entry in entries]
+    if told != list(tokens):
+        place = next((n for n, (mine, own) in enumerate(zip(told, tokens)) if mine != own), min(len(told), len(tokens)))
+        raise EngineError(
+            url,
+            f"asked for log-probs of {len(tokens)} given tokens, answered those of {len(told)}; the first difference is"
+            f" at place {place}: {told[place : place + 4]} for {list(tokens[place : place + 4])}",
+        )
     return [math.nan if entry[0] is None else float(entry[0]) for entry in entries[1:]]
 
 
