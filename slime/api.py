@@ -3,7 +3,8 @@
     import slime
 
     rows = [{"prompt": "What is 17 + 5?", "label": "22"}, …]
-    run = slime.train(model="path/to/model", data=rows, reward=lambda response, label: response.strip() == label)
+    exact = lambda response, label: response.strip() == label
+    run = slime.train(model="path/to/model", data=rows, reward=exact, num_rollout=100)
     run.series("rollout/raw_reward"), run.samples(-1)[0]["response"], run.model
 
 The run is what ``slime train`` would be, a driver process of its own: nothing of Ray or Megatron-core comes into this
