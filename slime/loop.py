@@ -23,24 +23,30 @@ if TYPE_CHECKING:
 
 
 def train(session: Session) -> None:
-    """Train on ``session.schedule.rollout_ids``, in order; a rollout is one step of the run.
+    """Train on ``session.schedule.rollout_ids``, in order; a rollout is one step of the run. With --max-restarts, what
+    has been lost with trainer ranks since the newest checkpoint is done again.
 
     Raises:
         StopRequested: between two steps, after a SIGTERM.
     """
-    if session.schedule.evaluates_first:
-        session.log(session.evaluate(rollout_id=0))
+    is_lost = False
     while True:
         try:
+            if is_lost:
+                session.begin_again()
             return train_on(session)
         except Exception as error:
-            if not session.begin_again(error):  # with --max-restarts, when trainer ranks were lost
+            is_lost = session.may_begin_again(error)
+            if not is_lost:
                 raise
 
 
 def train_on(session: Session) -> None:
     """The steps from where the run stands."""
     schedule = session.schedule
+    if schedule.evaluates_first:
+        session.log(session.evaluate(rollout_id=0))
+
     ahead = session.config.sync.async_buffer_size
     to_start = iter(schedule.rollout_ids)
     generating: deque[Generating] = deque()

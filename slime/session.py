@@ -12,6 +12,7 @@ from slime.cluster.launch import Generating
 from slime.cluster.rollout_actor import RolloutResult
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.silence import stopped_parts
+from slime.cluster.trainer_group import TrainerActor
 from slime.cluster.waiting import StopRequested
 from slime.config.config import Config
 from slime.host import slime_command
@@ -171,19 +172,19 @@ class Session:
     def save(self, rollout_id: int) -> None:
         self.saving.save(rollout_id, self.weight_version)
 
-    def begin_again(self, error: Exception) -> bool:
-        """After trainer ranks were lost: start them again from the newest checkpoint, and go on from there. The metrics
-        of the steps since then are dropped, as they will be logged again.
-
-        Returns:
-            False when it is something else that has failed, or --max-restarts are used up.
-        """
+    def may_begin_again(self, error: Exception) -> bool:
+        """Whether trainer ranks were lost, and --max-restarts are not used up; counts them."""
         most = self.config.fault_tolerance.max_restarts
         if not self.cluster.lost_trainers(error) or self._restarts >= most:
             return False
         self._restarts += 1
         logger.error("%s", error)
         logger.warning("the trainer is started again, %d of %d times (--max-restarts)", self._restarts, most)
+        return True
+
+    def begin_again(self) -> None:
+        """Start lost trainer ranks from the newest checkpoint, and go on from there. The metrics of the steps since are
+        dropped, as they will be logged again."""
         began = time.monotonic()
         with self.sinks.phase("launch"):
             self.saving.settle(self.signals)
@@ -200,7 +201,6 @@ class Session:
         self.update_weights()
         self.cluster.turns()
         logger.warning("going on with rollout %d", first)
-        return True
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         with self.sinks.phase("evaluate"):
@@ -216,18 +216,23 @@ class Session:
         self.signals.taken_up()  # the save must be waited for
         self._state = "stopped"
         self.log(self._not_logged)
+        if self._last_trained is None or not self.saving.keeps:
+            return
         if silent := self.cluster.who_is_silent():
             lost = self.saving.would_lose(self._last_trained)
             logger.error("%s: leaving without a save%s", silent, f", {lost} is lost" if lost else "")
             return
-        if self._last_trained is not None and self.saving.last != self._last_trained and self.saving.keeps:
+        if self.saving.last != self._last_trained:
             self.save(self._last_trained)
             logger.info("saved rollout %d before leaving", self._last_trained)
         self.saving.finish()
 
     def _who_blocks_the_end(self) -> str:
-        """Parts that are stopped; where a checkpoint is being written they may be those that nobody needs for it."""
-        return "" if self.sinks.open_phase == "save_model" else ", ".join(stopped_parts().values())
+        """Parts that are stopped; while a checkpoint is being written, only those that write it."""
+        stopped = list(stopped_parts().values())
+        if self.sinks.open_phase == "save_model":
+            stopped = [part for part in stopped if TrainerActor.__name__ in part]
+        return ", ".join(stopped)
 
     def _give_up(self, who: str) -> None:
         logger.error("%s is stopped and keeps the run from ending: it ends without it, what is not saved is lost", who)
@@ -272,7 +277,7 @@ class Session:
             if not (flags.save or flags.save_hf):
                 lines.append("  model: not kept, as neither --save nor --save-hf is given")
         lines.append(f"  report: {self.run.report_path}")
-        if self._state == "stopped" and flags.save and saving.last is not None:
+        if self._state == "stopped" and saving.newest():
             lines.append(f"  next: {slime_command()} resume {self.run.path}")
         elif saving.model:
             lines.append(f"  next: {slime_command()} chat {self.run.path}")

@@ -19,7 +19,7 @@ _TITLES = {
     "trainer": "ray::TrainerActor",
     "rollout actor": "ray::RolloutActor",
     "engine": "slime.engines.embedded",
-    "router": "router",
+    "router": "sglang::router",
     "raylet": "raylet/raylet",
     "GCS": "gcs_server",
 }
