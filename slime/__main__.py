@@ -49,6 +49,8 @@ COMMANDS: dict[str, Command] = {
     "convert": Command("slime.cli.convert", "main", "convert checkpoints between Hugging Face and Megatron"),
 }
 
+_VERSION = "version"
+
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `slime` command; returns the exit status."""
@@ -65,7 +67,9 @@ def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("--help", "-h", "help"):
         print(_usage())
         return 0 if words else UserError.exit_status
-    if words[0] in ("--version", "version"):
+    if words[0] in ("--version", _VERSION):
+        if words[1:]:
+            raise UserError(f"slime version takes no {words[1]!r}", fix="slime version")
         from slime.observe.run_folder import package_versions
 
         print(f"slime {__version__}, Python {platform.python_version()}")
@@ -77,7 +81,7 @@ def _dispatch(words: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         raise UserError(
             f"there is no command {name!r}",
-            why=f"the commands are: {', '.join(COMMANDS)}",
+            why=f"the commands are: {', '.join([*COMMANDS, _VERSION])}",
             fix=f"did you mean `slime {near[0]}`?" if near else "",
         )
     if command.entry and any(word in ("--help", "-h") for word in rest):
@@ -93,6 +97,7 @@ def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = ["usage: slime COMMAND [arguments]      (slime COMMAND --help tells more)", ""]
     lines += [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    lines += [f"  {_VERSION:<{width}}  the versions of slime, Python and what slime stands on"]
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@
 
     rows = [{"prompt": "What is 17 + 5?", "label": "22"}, …]
     exact = lambda response, label: response.strip() == label
-    run = slime.train(model="path/to/model", data=rows, reward=exact, num_rollout=100)
+    run = slime.train(model="path/to/model", data=rows, reward=exact)
     run.series("rollout/raw_reward"), run.samples(-1)[0]["response"], run.model
 
 The run is what ``slime train`` would be, a driver process of its own: nothing of Ray or Megatron-core comes into this
@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ _INPUTS = "inputs"
 _ERROR = re.compile(
     r"(?:^|\n)error: (?P<what>(?:(?!\nerror: ).)*?)(?:\n  why: (?P<why>.*?))?(?:\n  fix: (?P<fix>.*))?$", re.DOTALL
 )
+#: Of the command line, in a message.
+_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])")
 #: A driver that was told to end saves first; one that cannot is killed.
 _STOP_SECONDS = 600.0
 
@@ -70,7 +72,8 @@ def train(
     Args:
         model: a Hugging Face directory, ``--hf-checkpoint``.
         data: prompts: the path of a file, a list of dicts, or a `datasets.Dataset`. Columns named as usual (prompt,
-            question, messages …; label, answer …) are found; ``input_key`` and ``label_key`` name others.
+            question, messages …; label, answer …) are found; ``input_key`` and ``label_key`` name others. All of it is
+            gone through once, unless ``num_rollout`` (steps) or ``num_epoch`` says how long.
         reward: a function, also one that is defined in a notebook or in ``__main__``; the name of a built-in one
             ("math"), or the path of a function. A function takes what its parameters are called, of ``response``,
             ``label``, ``prompt``, ``metadata`` and ``sample``, or ``(args, sample, **kwargs)`` as in `slime.hooks`.
@@ -99,10 +102,14 @@ def train(
         settings["custom_rm_path" if "." in reward or ":" in reward else "rm_type"] = reward
     elif reward is not None:
         raise UserError(f"reward is a {type(reward).__name__}", fix="pass a function, or the name of a built-in reward")
+    if {"num_rollout", "num_epoch"}.isdisjoint(flags):
+        settings["num_epoch"] = 1
     settings |= flags
-    _check_flags(settings)
     rows = {"train": _rows(data)} | ({"eval": _rows(eval_data)} if eval_data is not None else {})
-    settings |= _keys(rows["train"], flags)
+    with _python_words():
+        _check_flags(settings)
+        settings |= _keys(rows["train"], settings)
+    _check_name(Path(output_dir), name, flags)
 
     inputs = _claim(Path(output_dir) / _INPUTS, name)
     name = name or inputs.name
@@ -134,6 +141,7 @@ class TrainingRun:
         self._process: subprocess.Popen[bytes] | None = None
         self._printer: threading.Thread | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._is_awaited = False
 
     # -- what there is ---------------------------------------------------------------------------------
 
@@ -210,20 +218,25 @@ class TrainingRun:
         """
         if self._process is None:
             return self
+        assert self._printer is not None
+        self._is_awaited = True
         try:
             self._process.wait(timeout)
+            self._printer.join()
         except subprocess.TimeoutExpired:
             return self
         except KeyboardInterrupt:
+            self._is_awaited = False
             self.stop()
             raise
-        assert self._printer is not None
-        self._printer.join()
+        finally:
+            self._is_awaited = False
         if self._process.returncode:
             said = "".join(self._last_lines).strip()
             if (told := _ERROR.search(said)) is None:
                 raise RunFailed(f"the run {self.path} ended with status {self._process.returncode}", why=said)
-            raise RunFailed(told["what"], why=told["why"] or "", fix=told["fix"] or "")
+            with _python_words():
+                raise RunFailed(told["what"], why=told["why"] or "", fix=told["fix"] or "")
         return self
 
     def stop(self) -> None:
@@ -266,12 +279,15 @@ class TrainingRun:
     def _print(self, log: Path) -> None:
         """Lines of the driver appear where prints of this process do, a notebook's cell included."""
         assert self._process is not None
+        is_error = False
         with open(log, encoding="utf-8", errors="replace") as lines:
             while True:
                 has_ended = self._process.poll() is not None
                 while line := lines.readline():
                     self._last_lines.append(line)
-                    print(line, end="", flush=True)
+                    is_error = is_error or (self._is_awaited and line.startswith("error: "))  # which `wait` raises
+                    if not is_error:
+                        print(line, end="", flush=True)
                 if has_ended:
                     return
                 time.sleep(0.1)
@@ -286,6 +302,28 @@ def _check_flags(settings: Mapping[str, Any]) -> None:
     from slime.config.parse import given_by_name
 
     given_by_name({name: "a.function" if callable(value) else _plain(value) for name, value in settings.items()})
+
+
+@contextlib.contextmanager
+def _python_words() -> Iterator[None]:
+    """What is said of flags of the command line is said of arguments: ``input_key`` for --input-key."""
+    try:
+        yield
+    except UserError as error:
+        said = (_OPTION.sub(lambda option: option[1].replace("-", "_"), part) for part in error.args)
+        raise type(error)(*said) from error.__cause__
+
+
+def _check_name(output_dir: Path, name: str | None, flags: Mapping[str, Any]) -> None:
+    """Raises:
+    UserError: a run of this name has kept something, and this one is not to go on from it.
+    """
+    if name is None or not {"save", "load"}.isdisjoint(flags):
+        return
+    folder = output_dir / name
+    if (folder / "checkpoints").exists():
+        fix = f"choose another name, leave it out, or go on with that run: slime resume {folder}"
+        raise UserError(f"there is a run {folder} already", why="its checkpoints would be written over", fix=fix)
 
 
 def _claim(folder: Path, name: str | None) -> Path:
@@ -336,11 +374,11 @@ def _written(rows: str | list[dict[str, Any]], file: Path) -> str | Path:
     return file
 
 
-def _keys(rows: str | list[dict[str, Any]], flags: Mapping[str, Any]) -> dict[str, str]:
+def _keys(rows: str | list[dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, str]:
     """--input-key and --label-key by the columns of the first row, where they are not given.
 
     Raises:
-        UserError: there is no such file, or it has no rows.
+        UserError: there is no such file, it has no rows, or no column that is known for what is needed.
     """
     from slime.prompts.readers import iter_rows
 
@@ -348,9 +386,26 @@ def _keys(rows: str | list[dict[str, Any]], flags: Mapping[str, Any]) -> dict[st
     found = {}
     for flag, names in (("input_key", _INPUT_KEYS), ("label_key", _LABEL_KEYS)):
         column = next((name for name in names if name in first), None)
-        if flag not in flags and column is not None:
+        if flag not in settings and column is not None:
             found[flag] = column
+        elif flag not in settings and flag in _needed(settings):
+            raise UserError(
+                f"no column of the data is known for {_needed(settings)[flag]}",
+                why=f"the columns are: {', '.join(first)}; looked for: {', '.join(names)}",
+                fix=f"pass {flag}=, the name of the column",
+            )
     return found
+
+
+def _needed(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Flag of a column that the run cannot do without → what is in it."""
+    from slime.rollout.rewards.by_name import RewardByName
+
+    reward = settings.get("custom_rm_path")
+    labels = isinstance(reward, RewardByName) and "label" in reward.required
+    if settings.get("data_source_path") or settings.get("rollout_function_path"):  # which read the rows as they like
+        return {}
+    return {"input_key": "the prompts"} | ({"label_key": "the label that the reward takes"} if labels else {})
 
 
 def _by_name(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,18 +38,19 @@ def save_function(function: Any, file: Path) -> str:
         UserError: it refers to something that cannot be written, an open file or a lock.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    shown = getattr(function, "__name__", None) or type(function).__name__
     if module not in (None, "__main__") and name is not None and "<" not in name:
         return f"{module}:{name}"
     try:
         content = cloudpickle.dumps(function)
     except Exception as error:  # whatever the objects that it refers to raise is the message
         raise UserError(
-            f"{name or function!r} cannot be handed to another process",
+            f"{shown} cannot be handed to another process",
             why=f"{type(error).__name__}: {error}",
             fix="let it open files and connections itself, or put it into a module",
         ) from error
     write_atomically(file, content)
-    return f"{file.resolve()}:{name or type(function).__name__}"
+    return f"{file.resolve()}:{shown}"
 
 
 @functools.cache
@@ -314,7 +315,7 @@ async def call_hook(
             result = fn(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
     except SystemExit as error:  # would end the event loop, and everyone else would wait for ever
-        raise RuntimeError(f"it raised {error!r}") from error
+        raise RuntimeError(f"it raised {error!r}").with_traceback(error.__traceback__) from error
 
 
 async def _in_daemon_thread(call: Callable[[], Any]) -> Any:

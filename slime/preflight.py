@@ -40,9 +40,8 @@ ROWS = 2000
 #: Process slots that a host without GPUs offers at least, and per core: trainer and engines take turns.
 _MIN_SLOTS, _SLOTS_PER_CORE = 8, 4
 _CONNECT_SECONDS = 5.0
-
-#: Of HTTP/2, without settings: 3 bytes of length, type 4, flags, stream 0.
-_SETTINGS_FRAME = b"\0\0\0\4\0\0\0\0\0"
+#: What a health check of Ray's asks of the GCS.
+_CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
 def preflight(config: Config) -> LoadPlan:
@@ -369,28 +368,34 @@ def _check_answers(address: str) -> None:
             fix="pass --ray-address host:port or auto",
         )
     try:
-        speaks_http2 = _speaks_http2(host.strip("[]"), int(port))
+        answers = _gcs_answers(host.strip("[]"), int(port))
     except OSError as error:
         raise UserError(f"no Ray cluster answers at {address}", why=str(error), fix=fix) from error
-    if not speaks_http2:
+    if not answers:
         raise UserError(
             f"no Ray cluster answers at {address}",
-            why=f"somebody listens there, and gave no answer of Ray's within {_CONNECT_SECONDS:.0f} s",
+            why=f"somebody listens there, and gives no answer of Ray's (waited for {_CONNECT_SECONDS:.0f} s at most)",
             fix=f"the address is that of Ray's GCS (6379 by default), not of its dashboard; {fix}",
         )
 
 
-def _speaks_http2(host: str, port: int) -> bool:
-    """Does a gRPC server listen there, as Ray's GCS is one? It answers a greeting with its settings (RFC 9113, 3.4).
-    With Ray's TLS switched on it is enough that somebody listens."""
+def _gcs_answers(host: str, port: int) -> bool:
+    """Does Ray's GCS listen there? With Ray's TLS switched on it is enough that somebody does; one that wants Ray's
+    token is Ray as well.
+
+    Raises:
+        OSError: nobody listens.
+    """
     end = time.monotonic() + _CONNECT_SECONDS
-    with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as connection:
+    with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
             return True
-        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS_FRAME)
-        connection.settimeout(max(0.1, end - time.monotonic()))
+    import grpc
+
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
-            answer = connection.recv(len(_SETTINGS_FRAME))
-        except TimeoutError:
-            return False
-    return len(answer) > 3 and answer[3] == _SETTINGS_FRAME[3]
+            channel.unary_unary(_CHECK_ALIVE)(b"", timeout=max(0.1, end - time.monotonic()))
+        except grpc.RpcError as error:
+            return error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+    return True

@@ -34,6 +34,8 @@ logger = get_logger(__name__)
 
 #: Of all processes together, and of Ray; kill signals of schedulers come half a minute after SIGTERM.
 _CLOSE_SECONDS = 9.0
+#: What is wrong with a run as it ends: so much of it is in its last lines, the rest in the report.
+_MOST_WARNINGS = 2
 
 
 class Session:
@@ -276,6 +278,7 @@ class Session:
             lines += [f"  checkpoint: {newest}"] if newest else []
             if not (flags.save or flags.save_hf):
                 lines.append("  model: not kept, as neither --save nor --save-hf is given")
+        lines += [f"  warning: {alarm.title}: {alarm.detail}" for alarm in self.sinks.alarms[:_MOST_WARNINGS]]
         lines.append(f"  report: {self.run.report_path}")
         if self._state == "stopped" and saving.newest():
             lines.append(f"  next: {slime_command()} resume {self.run.path}")

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import difflib
+import itertools
+from typing import Any, NoReturn
 
 from slime.errors import UserError
+
+
+def at_least_one(text: str) -> int:
+    """The ``type=`` of a count.
+
+    Raises:
+        ArgumentTypeError: it is no whole number, or less than 1.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {text!r}")
+    return int(text)
 
 
 class Arguments(argparse.ArgumentParser):
@@ -23,6 +36,20 @@ class Arguments(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses a flag that is misspelt before its value is taken for an argument.
+
+        Raises:
+            UserError: there is no such flag; names the nearest.
+        """
+        known = self._option_string_actions
+        for word in [] if self._subparsers else itertools.takewhile(lambda word: word != "--", args or ()):
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                self.error(f"there is no flag {name}" + (f"; did you mean {near[0]}?" if near else ""))
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().removeprefix("usage:").split())

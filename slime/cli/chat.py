@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 import sys
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.cli.arguments import Arguments
+from slime.cli.arguments import Arguments, at_least_one
 from slime.cli.model_source import model_directory, model_name
 from slime.cli.serve import add_model_flags, serving
 from slime.engines.tool_calls import chat_template
@@ -60,7 +61,7 @@ def _parser() -> Arguments:
     add("--temperature", type=float, help="0: always the likeliest token (default: the engine's, 1)")
     add("--top-p", type=float, help="sample among the likeliest tokens of this probability together")
     add("--top-k", type=int, help="sample among so many of the likeliest tokens")
-    add("--max-tokens", type=int, default=1024, help="most tokens of an answer (default 1024)")
+    add("--max-tokens", type=at_least_one, default=1024, help="most tokens of an answer (default 1024)")
     add("--seed", type=int, help="the same seed gives the same answers")
     return parser
 
@@ -84,7 +85,12 @@ def _talk(conversation: Conversation, is_terminal: bool) -> None:
 def _lines(is_terminal: bool) -> Iterator[str]:
     """What is typed, or the lines of standard input; ends with them."""
     if not is_terminal:
-        yield from (line.strip() for line in sys.stdin)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # some locales pass on what they cannot read
+        try:
+            yield from (line.strip() for line in sys.stdin)
+        except UnicodeDecodeError as error:
+            raise UserError("a line of standard input is not UTF-8", why=str(error), fix="convert it first") from error
         return
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:

@@ -23,5 +23,5 @@ def main(argv: list[str]) -> int:
     flags = parser.parse_args(argv)
     directory = model_directory(flags.path, flags.hf_checkpoint)
     path = hf_to_gguf(directory, flags.gguf, flags.dtype, flags.pre_tokenizer, model_name(flags.path))
-    print(f"wrote {path} ({path.stat().st_size / 1e6:.0f} MB) from {directory}")
+    print(f"wrote {path} ({path.stat().st_size / 1e6:.3g} MB) from {directory}")
     return 0

@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status."""
     at = argv.index("--") if "--" in argv else len(argv)
     flags, extra = _parser().parse_args(argv[:at]), argv[at + 1 :]
-    signal.signal(signal.SIGTERM, _leave)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, _leave)
     directory, name = model_directory(flags.path, flags.hf_checkpoint), flags.name or model_name(flags.path)
     with serving(directory, name, engine=flags.engine, host=flags.host, port=flags.port, extra=extra) as server:
         print(_welcome(server.url, name, directory, server.log_path), flush=True)

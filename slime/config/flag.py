@@ -116,8 +116,8 @@ class Setting:
 
     @property
     def asked(self) -> str:
-        """``--loss-type policy_loss``, as one would write it."""
-        return f"{option_of(self.dest)} {self.values[0]}" if self.values else option_of(self.dest)
+        """``--loss-type policy_loss``, as one would write it; several values with "or" between them."""
+        return " ".join([option_of(self.dest), " or ".join(map(str, self.values))]).rstrip()
 
     def found(self, values: Mapping[str, Any]) -> str:
         """The same with the value that there is."""
@@ -155,8 +155,7 @@ class Need:
             >>> (on("eval_config") | unless("loss_type", "sft_loss")).words()
             'with --loss-type sft_loss and without --eval-config'
         """
-        present = [s.found(values) if values else " or ".join(map(str, (s.asked, *s.values[1:])))
-                   for s in self.settings if s.negated]  # fmt: skip
+        present = [s.found(values) if values else s.asked for s in self.settings if s.negated]
         absent = [setting.asked for setting in self.settings if not setting.negated]
         parts = ["with " + " and ".join(present)] if present else []
         parts += ["without " + " or ".join(absent)] if absent else []

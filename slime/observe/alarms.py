@@ -287,11 +287,13 @@ class AlarmWatch:
 
     Args:
         rows: of this stage, as an earlier process of the run logged them.
+    Attributes:
+        on: those of the newest row, the gravest first.
     """
 
     def __init__(self, rows: Rows = ()) -> None:
         self._rows = list(rows)
-        self._on = {alarm.name for alarm in find_alarms(rows)}
+        self.on = find_alarms(rows)
 
     def look(self, row: dict[str, Any]) -> tuple[list[Alarm], dict[str, float]]:
         """The alarms that ``row`` sets off, and the metrics of its step: ``alarm/<name>`` is 1 while it is on, and 0 in
@@ -299,8 +301,7 @@ class AlarmWatch:
         self._rows.append(row)
         if len(self._rows) > _MOST_ROWS:  # the older half by every second row: what was said of it has been said
             self._rows = [*self._rows[: _MOST_ROWS // 2 : 2], *self._rows[_MOST_ROWS // 2 :]]
-        found = find_alarms(self._rows)
-        before, self._on = self._on, {alarm.name for alarm in found}
-        gone = dict.fromkeys(before - self._on, 0.0)
-        metrics = {f"alarm/{name}": value for name, value in (dict.fromkeys(self._on, 1.0) | gone).items()}
-        return [alarm for alarm in found if alarm.name not in before], metrics
+        before, self.on = {alarm.name for alarm in self.on}, find_alarms(self._rows)
+        now = {alarm.name for alarm in self.on}
+        metrics = {f"alarm/{name}": float(name in now) for name in before | now}
+        return [alarm for alarm in self.on if alarm.name not in before], metrics

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from slime.files import read_lines
 from slime.log import get_logger
-from slime.observe.alarms import AlarmWatch
+from slime.observe.alarms import Alarm, AlarmWatch
 from slime.observe.chrome_trace import add_phases
 from slime.observe.console import ConsoleSink
 from slime.observe.jsonl_sink import JsonlSink, metrics_row
@@ -138,6 +138,11 @@ class Sinks:
             phases = self._timer.pop_events()
             if self._tracing:  # the rollout has ended, so the file of its samples is there (or ours to make)
                 add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", phases)
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """What is wrong with the run as it stands, the gravest first."""
+        return self._alarms.on
 
     # -- the end ---------------------------------------------------------------------------------------
 

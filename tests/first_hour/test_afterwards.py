@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -62,11 +63,19 @@ def test_chat_answers_a_question_per_line(run_folder: Path) -> None:
     assert "converting" not in system.stderr  # it was, once
 
 
-def test_serve_prints_what_to_call_and_ends_with_sigterm(run_folder: Path, tmp_path: Path) -> None:
+def test_chat_reads_utf8_alone(run_folder: Path) -> None:
+    command = [sys.executable, "-m", "slime", "chat", str(run_folder), "--max-tokens", "1"]
+    done = subprocess.run(command, input=b"caf\xe9\n", capture_output=True, timeout=180, env=ENVIRONMENT)
+    assert done.returncode == 2 and b"a line of standard input is not UTF-8" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_serve_prints_what_to_call_and_ends_with_a_signal(run_folder: Path, tmp_path: Path, number: int) -> None:
     port, output = free_port(), tmp_path / "said.txt"
     command = [sys.executable, "-m", "slime", "serve", str(run_folder), "--port", str(port), "--", "--max-slots", "2"]
+    environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
     with output.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=ENVIRONMENT)
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
     try:
         wait_until(lambda: "print(answer" in output.read_text() or process.poll() is not None, "the welcome")
         text, url = output.read_text(), f"http://127.0.0.1:{port}"
@@ -80,8 +89,8 @@ def test_serve_prints_what_to_call_and_ends_with_sigterm(run_folder: Path, tmp_p
         taken = slime("serve", run_folder, "--port", port)
         assert taken.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in taken.stderr
     finally:
-        process.terminate()
-        assert process.wait(60) == 0
+        process.send_signal(number)
+        assert process.wait(60) == 0 and not list(tmp_path.glob("slime-serve-*"))
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0  # nobody listens any more
 

@@ -103,6 +103,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
     tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )

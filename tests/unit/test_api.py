@@ -92,7 +92,13 @@ def test_data_that_is_no_data(tmp_path: Path, commands: list[list[str]], data: A
         (("m", ROWS, dict), {}, "the reward cannot be called"),
         (("m", ROWS, lambda completion: 1.0), {}, "response, label, prompt, metadata, sample"),
         (("m", ROWS, lambda respone, label: 1.0), {}, "response, label, prompt, metadata, sample"),
-        (("m", ROWS, "math"), {"num_rollouts": 1}, "did you mean --num-rollout"),
+        (("m", ROWS, "math"), {"num_rollouts": 1}, "did you mean num_rollout"),
+        (
+            ("m", [{"q": "1+1="}], "math"),
+            {},
+            "the columns are: q; looked for: prompt, question",
+        ),
+        (("m", [{"prompt": "1+1="}], lambda label: 1.0), {}, "the label that the reward takes"),
         (("m", ROWS, "math"), {"num_rollout": "many"}, "whole number"),
         (("m", ROWS, "math"), {"name": "inputs"}, "cannot be called inputs"),
     ],
@@ -126,14 +132,34 @@ def test_a_reward_takes_what_its_parameters_are_called(function: Any, expected: 
     assert RewardByName.of(function)(None, SAMPLE) == expected
 
 
+def test_a_label_that_has_a_default_is_not_needed(tmp_path: Path, commands: list[list[str]]) -> None:
+    def reward(response: str, label: str | None = None) -> float:
+        return float(label is None)
+
+    settings = settings_of(tmp_path, commands, "m", [{"prompt": "1+1="}], reward)
+    assert "label_key" not in settings and settings["num_epoch"] == 1  # once through the data
+
+
+def test_a_name_whose_run_has_kept_something(tmp_path: Path, commands: list[list[str]]) -> None:
+    (tmp_path / "r" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"slime resume {tmp_path}/r"):
+        api.train("m", ROWS, "math", name="r", output_dir=tmp_path)
+    assert commands == []
+    settings_of(tmp_path, commands, "m", ROWS, "math", load=str(tmp_path / "r" / "checkpoints"))
+
+
 def test_functions_find_their_way_into_other_processes(tmp_path: Path) -> None:
     assert save_function(settings_of, tmp_path / "f.pkl") == f"{__name__}:settings_of"
     factor = 3
     path = save_function(lambda x: factor * x, tmp_path / "g.pkl")
     assert load_function(path)(2) == 6
-    with pytest.raises(UserError, match="cannot be handed to another process"):
-        stream = sys.stdout
-        save_function(lambda: stream, tmp_path / "h.pkl")
+    stream = sys.stdout
+
+    def reward(response: str) -> float:
+        return float(stream.closed)
+
+    with pytest.raises(UserError, match=r"^reward cannot be handed to another process"):
+        save_function(RewardByName.of(reward), tmp_path / "h.pkl")
     (tmp_path / "broken.pkl").write_bytes(pickle.dumps(1)[:-1])
     with pytest.raises(UserError, match="cannot be loaded"):
         load_function(f"{tmp_path}/broken.pkl:f")
@@ -193,12 +219,12 @@ def started(tmp_path: Path, code: str) -> api.TrainingRun:
 
 
 def test_a_run_that_fails_says_what_the_driver_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = "error: an earlier one\\nerror: there is no flag --a\\n  why: a reason\\n  fix: did you mean --b?"
+    said = "error: an earlier one\\nerror: there is no flag --a-b\\n  why: a reason\\n  fix: did you mean --bc?"
     run = started(tmp_path, f"import sys; print('{said}', file=sys.stderr); sys.exit(2)")
     with pytest.raises(RunFailed) as failed:
         run.wait()
-    assert str(failed.value) == "there is no flag --a\n  why: a reason\n  fix: did you mean --b?"
-    assert run.state == "failed" and "did you mean --b" in capsys.readouterr().out
+    assert str(failed.value) == "there is no flag a_b\n  why: a reason\n  fix: did you mean bc?"
+    assert run.state == "failed" and capsys.readouterr().out == ""  # it is told once
     with pytest.raises(RunFailed, match="ended with status 3"):
         started(tmp_path, "raise SystemExit(3)").wait()
 

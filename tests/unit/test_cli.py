@@ -28,7 +28,7 @@ def slime(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_usage_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in COMMANDS)
+    assert all(name in text for name in [*COMMANDS, "version"])
     assert main([]) == 2
 
 
@@ -37,6 +37,7 @@ def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 0
     told = capsys.readouterr().out
     assert told.startswith("slime ") and "torch " in told and "sglang " in told
+    assert main([word, "extra"]) == 2 and "slime version takes no 'extra'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["chat", "serve", "export", "push", "report", "reward", "convert"])
@@ -45,6 +46,20 @@ def test_a_command_without_arguments_says_how_it_is_called(name: str, capsys: py
     told = capsys.readouterr().err
     assert told.startswith(f"error: slime {name}: the following arguments are required: ")
     assert f"why: it is called as slime {name} " in told and f"fix: slime {name} --help" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["chat", "--temprature", "0", "model"], "there is no flag --temprature; did you mean --temperature?"),
+        (["chat", "model", "--max-tokens", "0"], "argument --max-tokens: must be a whole number, at least 1, not '0'"),
+        (["convert", "hf-to-megatron", "--hf_model_pat=a"], "there is no flag --hf_model_pat; did you mean"),
+    ],
+)
+def test_a_wrong_flag_alone_is_blamed(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    told = capsys.readouterr().err.splitlines()[0]
+    assert said in told and "path" not in told.replace("model_path", "")
 
 
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

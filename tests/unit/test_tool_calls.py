@@ -150,8 +150,7 @@ class Scripted:
 
 
 def asked_for(body: dict[str, Any], name: str) -> OpenAIRequest:
-    tokenizer = byte_tokenizer()
-    limits = Limits(VOCAB, 512, frozenset({EOS}), tokenizer, random.Random(0))
+    tokenizer, limits = byte_tokenizer(), Limits(VOCAB, 512, frozenset({EOS}), None, random.Random(0))
     messages = [{"role": "user", "content": "Hi"}]
     return parse_chat({"messages": messages, "tools": SCHEMAS, **body}, limits, tokenizer, "tiny", FORMATS[name])
 
@@ -194,6 +193,15 @@ def test_with_tool_choice_none_and_without_tools_calls_stay_text() -> None:
         choice_chunks = asyncio.run(collect(_chat_chunks(asked, state_with("hermes", Scripted(text)))))
         assert "".join(chunk["delta"].get("content") or "" for chunk in choice_chunks) == text
         assert choice_chunks[-1]["finish_reason"] == "stop"
+
+
+def test_tools_that_the_template_does_not_show_are_refused() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": SCHEMAS}
+    with pytest.raises(BadRequest, match="has no place for tools"):
+        render_chat(body, tokenizer)
+    assert render_chat({**body, "tool_choice": "none"}, tokenizer) == tokenizer.encode("Hi")
 
 
 def test_a_call_that_is_cut_short_is_text_and_ends_as_the_answer_did() -> None:

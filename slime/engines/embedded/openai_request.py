@@ -46,6 +46,7 @@ _SAMPLING = _RENAMED | {
     name: name for name in SAMPLING_NAMES if name not in (*_RENAMED.values(), "spaces_between_special_tokens")
 }
 _HOTTEST = 2  # OpenAI's highest temperature
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _SHARED = ("model", "stream", "stream_options", "logprobs", "response_format", "rid")
 _CHAT = ("messages", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message")
 _COMPLETION = ("prompt", "echo", "best_of")
@@ -149,8 +150,13 @@ def render_chat(body: Mapping[str, Any], tokenizer: Any, *, text_arguments: bool
     if tokenizer is None or not tokenizer.chat_template:
         raise BadRequest("this model has no chat template; use /generate or /v1/completions")
     messages = required(body, "messages", LIST)
-    if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-        raise BadRequest("messages must be a list of objects with a role and content, at least one", "messages")
+    if not messages:
+        raise BadRequest("messages must have at least one message", "messages")
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
+    tools = _tools(body)
+    if tools and not shows_tools(tokenizer):
+        raise BadRequest("this model's chat template has no place for tools: it would not see them", "tools")
     flat = [message | {"content": _as_text(message.get("content"))} for message in messages]
     if not text_arguments:
         flat = [_with_objects(message) for message in flat]
@@ -161,7 +167,7 @@ def render_chat(body: Mapping[str, Any], tokenizer: Any, *, text_arguments: bool
     try:
         ids = tokenizer.apply_chat_template(
             flat,
-            tools=_tools(body),
+            tools=tools,
             add_generation_prompt=not continues,
             continue_final_message=continues,
             tokenize=True,
@@ -257,10 +263,32 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"tool_calls": read}
 
 
+def shows_tools(tokenizer: Any) -> bool:
+    """Whether the chat template says anything of tools; one of several templates may."""
+    found = tokenizer.chat_template
+    return any("tools" in template for template in (found.values() if isinstance(found, dict) else [found]))
+
+
+def _check_message(message: Any, where: str) -> None:
+    """Raises:
+    BadRequest: a role that OpenAI does not know, or nothing in it; names the message.
+    """
+    if not isinstance(message, dict):
+        raise BadRequest(f"{where} must be an object with a role and content", "messages")
+    role = message.get("role")
+    if role not in _ROLES:
+        raise BadRequest(f"the role of {where} must be one of {', '.join(_ROLES)}, not {role!r}", "messages")
+    if message.get("content") is None and not (role == "assistant" and message.get("tool_calls")):
+        raise BadRequest(f"{where} has no content", "messages")
+
+
 def _tools(body: Mapping[str, Any]) -> list[Any] | None:
     tools = optional(body, "tools", LIST, None)
-    if tools is not None and not all(isinstance(tool, dict) for tool in tools):
-        raise BadRequest("tools must be a list of objects", "tools")
+    for index, tool in enumerate(tools or []):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            form = '{"type": "function", "function": {"name": …, "parameters": …}}'
+            raise BadRequest(f"tools[{index}] must be {form}", "tools")
     return tools if body.get("tool_choice") != "none" else None
 
 

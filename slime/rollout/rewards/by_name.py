@@ -24,6 +24,13 @@ class RewardByName:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._names = tuple(inspect.signature(function).parameters)
+        self.__name__ = getattr(function, "__name__", type(function).__name__)  # what errors call it
+
+    @property
+    def required(self) -> set[str]:
+        """Names that have no default."""
+        parameters = inspect.signature(self._function).parameters.values()
+        return {parameter.name for parameter in parameters if parameter.default is parameter.empty}
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Callable[..., Any]:
