@@ -88,6 +88,20 @@ def load_function(path: str) -> Any:
     return target
 
 
+def file_of(path: str) -> Path | None:
+    """The file with the code of the function at ``path``, which is loaded; None for one that has none.
+
+    Raises:
+        UserError: as `load_function`.
+    """
+    named = Path(path.partition(":")[0])
+    if named.suffix in (".py", ".pkl"):
+        return named
+    module = inspect.getmodule(load_function(path))
+    file = getattr(module, "__file__", None)
+    return Path(file) if file else None
+
+
 def _saved_function(path: str, file: Path) -> Any:
     try:
         return cloudpickle.loads(file.read_bytes())

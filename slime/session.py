@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -48,6 +49,8 @@ class Session:
     def __init__(self, config: Config, signals: StopSignals, *, resuming: bool) -> None:
         self.config, self.signals = config, signals
         self.run = RunFolder.create(config, resuming=resuming)
+        if not resuming or config.checkpoint.ckpt_step is not None:  # it begins elsewhere than where the run stood
+            shutil.rmtree(self.run.journal, ignore_errors=True)
         setup_logging("driver", config.observe.log_level, self.run.path / "logs")
         self.sinks = Sinks(config, self.run)
         self.cluster = Cluster(

@@ -15,10 +15,12 @@ from urllib.parse import urlsplit
 
 import ray
 
+from slime.checkpoints.directory import saved_iterations
 from slime.cluster.waiting import Process, Watch, Worker, this_process, wait_for
 from slime.config.config import Config
 from slime.host import past_proxies
 from slime.log import get_logger, log_to_file_only
+from slime.observe.run_folder import RunFolder
 from slime.prompts.source import load_source, make_source, save_source
 from slime.samples.batch import TrainLayout
 from slime.samples.types import Group
@@ -49,6 +51,7 @@ class RolloutActor:
         self.config, self.run_path = config, run_path
         self._groups_of: dict[int, list[int]] = {}
         self.loop: Any = None  # a `RolloutLoop`, from `connect` on
+        self.journal: Any = None  # a `slime.rollout.journal.Journal`, where there is one
         log_to_file_only("rollout", run_path / "logs", config.observe.log_level)
 
     async def process(self) -> Process:
@@ -65,11 +68,14 @@ class RolloutActor:
     def _setup(self) -> int:
         from slime.observe.recorder import Recorder
         from slime.prompts.tokenizer import load_tokenizer
+        from slime.rollout.journal import open_journal
 
         assert self.config.checkpoint.hf_checkpoint is not None
         self.tokenizer = load_tokenizer(self.config.checkpoint.hf_checkpoint)
         self.source = make_source(self.config, self.tokenizer)
         self.recorder = Recorder(self.run_path, self.config, decode=lambda tokens: str(self.tokenizer.decode(tokens)))
+        folder = RunFolder(self.run_path, self.config.observe.stage or None).journal
+        self.journal = open_journal(self.config, folder)
         if self.config.debug.dump_details:  # so that the dumped tokens can be read anywhere
             self.tokenizer.save_pretrained(Path(self.config.debug.dump_details) / "tokenizer")
         data = self.config.data
@@ -86,7 +92,7 @@ class RolloutActor:
 
         # functions of the user's own ask the routers with clients that go by the environment
         os.environ.update(past_proxies(urlsplit(url).hostname or "" for url in (router_url, *router_urls.values())))
-        self.loop = RolloutLoop(self.config, self.tokenizer, self.source, router_url, router_urls)
+        self.loop = RolloutLoop(self.config, self.tokenizer, self.source, router_url, router_urls, self.journal)
         await self.loop.start()
 
     async def generate(self, rollout_id: int, layout: TrainLayout) -> RolloutResult:
@@ -142,8 +148,16 @@ class RolloutActor:
         self.source.mark_consumed(self._groups_of.pop(rollout_id, []))
 
     async def save_source(self, rollout_id: int) -> dict[str, Any]:
-        """The data position for the checkpoint of ``rollout_id``; a source of the user's own writes its file."""
+        """The data position for the checkpoint of ``rollout_id``; a source of the user's own writes its file. What
+        older checkpoints have passed goes from the journal."""
+        if self.journal is not None:
+            self.journal.drop(oldest_needed(self.config))
         return save_source(self.source, self.config, rollout_id)
+
+    async def forget(self, rollout_id: int) -> None:
+        """Training has failed on the groups of ``rollout_id``: whoever goes on from here has them generated anew."""
+        if self.journal is not None:
+            self.journal.forget(rollout_id, self._groups_of.get(rollout_id, []))
 
     async def load_source(self, config: Config, rollout_id: int, state: dict[str, Any]) -> None:
         """Go on where `save_source` was called for ``rollout_id`` and returned ``state``.
@@ -161,6 +175,15 @@ class RolloutActor:
     async def close(self) -> None:
         if self.loop is not None:
             await self.loop.close()
+        if self.journal is not None:
+            self.journal.close()
+
+
+def oldest_needed(config: Config) -> int:
+    """The first rollout whose file of the journal may still be asked for: by whoever goes on from the second newest checkpoint, should
+    the newest be damaged, and draws what was put back in the rollouts before it."""
+    there = saved_iterations(Path(config.checkpoint.save or ""))[-2:]
+    return there[0] - config.sync.async_buffer_size if len(there) == 2 else 0
 
 
 class RolloutHandle:
@@ -198,6 +221,9 @@ class RolloutHandle:
 
     def mark_consumed(self, rollout_id: int) -> None:
         self._answer(self._actor.mark_consumed.remote(rollout_id), "noting consumed prompts")
+
+    def forget(self, rollout_id: int) -> None:
+        self._answer(self._actor.forget.remote(rollout_id), "forgetting what cannot be trained on")
 
     def save_source(self, rollout_id: int) -> dict[str, Any]:
         """The data position that training has reached, for the checkpoint of ``rollout_id``."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,7 +41,7 @@ from slime.cluster.weight_push import WeightPush
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.wire.shared_memory import remove_stale
-from slime.errors import RunFailed
+from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 from slime.memory.check import check_memory_of_cluster
 from slime.placement import PlacementPlan, has_evaluation
@@ -299,10 +299,22 @@ class Cluster:
         """Train on a rollout; afterwards its prompts count as consumed."""
         metrics: dict[str, float] = {}
         if self._trainers is not None:
-            with self._trainers_turn():
+            with self._trainers_turn(), self._forgotten_on_failure(batch):
                 metrics = self._trainers.train(batch.shards)
         _there(self._rollout).mark_consumed(batch.rollout_id)
         return metrics
+
+    @contextlib.contextmanager
+    def _forgotten_on_failure(self, batch: RolloutResult) -> Iterator[None]:
+        """A batch that training fails of would be trained on for ever by those who go on; a loss of ranks says nothing
+        of it."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, StopRequested) and not self.lost_trainers(error):
+                with contextlib.suppress(UserError):  # the error at hand is the one to tell
+                    _there(self._rollout).forget(batch.rollout_id)
+            raise
 
     def turns(self) -> dict[str, float]:
         """What happened besides since the last call: handing memory over between trainer and engines

@@ -11,6 +11,7 @@ from slime.config.flag import (
     GENERATES,
     NONE_OR_SOME,
     POSITIVE,
+    SAMPLES,
     SOME,
     Interval,
     Process,
@@ -97,6 +98,9 @@ class FaultToleranceConfig:
     max_restarts: int = flag(0, range=finite(0), needs=on("save"))
     """Times that trainer ranks which died, or answer no more, are started again from the newest checkpoint, while the
     engines stay; the steps since then are done again. Without it that ends the run."""
+    journal: bool = derived("on with save", needs=(on("save"), SAMPLES), serves="rollout")
+    """Keep what is generated in the run folder until checkpoints have passed it, so that a run that goes on after a
+    crash generates nothing twice."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slime.config.draft import Draft, Given
-from slime.config.flag import GENERATES, FlagSpec, option_of
+from slime.config.flag import GENERATES, SAMPLES, FlagSpec, option_of
 from slime.errors import UserError
 from slime.host import num_cpus, num_gpus
 
@@ -190,6 +190,7 @@ def _checkpoints(draft: Draft) -> None:
             draft.values[dest] = draft[dest].replace("{run}", f"{draft['output_dir'].rstrip('/')}/{draft['run_name']}")
     if draft["save"] is not None and draft["save_interval"] is None:
         draft.derive("save_retain", 2, "2, as --save-interval is not given: the newest, and one to go back to")
+    draft.derive("journal", draft["save"] is not None and SAMPLES.holds(draft.values), "on with save")
 
 
 def _engine(draft: Draft) -> None:

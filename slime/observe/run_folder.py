@@ -84,6 +84,10 @@ class RunFolder:
         return self._of_stage("samples")
 
     @property
+    def journal(self) -> Path:
+        return self._of_stage("journal")
+
+    @property
     def trace(self) -> Path:
         return self._of_stage("trace")
 

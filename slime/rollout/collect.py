@@ -26,8 +26,9 @@ from slime.hooks import DataSource, DynamicFilter
 from slime.log import get_logger
 from slime.rollout.execution import Activity, GroupRun, GroupRunner
 from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
+from slime.rollout.journal import Journal, Kind, drawn_as
 from slime.rollout.watchdog import Watchdog
-from slime.samples.types import SampleStatus
+from slime.samples.types import Sample, SampleStatus
 
 logger = get_logger(__name__)
 
@@ -70,6 +71,7 @@ class Collector:
         group_size: samples per group, checked on what the source gives.
         max_failed_fraction: of ``target``; at least one group may fail.
         abort_timeout: seconds for engines and generate functions to stop at the end.
+        journal: what it has of a drawn group takes its place, and what becomes of each is written there.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class Collector:
         max_failed_fraction: float = 0.1,
         stall_timeout: float = 600.0,
         abort_timeout: float = 60.0,
+        journal: Journal | None = None,
     ) -> None:
+        self._journal = journal
         self.runner, self.source, self.client = runner, source, runner.state.client
         self.target, self.draw_size, self.group_size = target, draw_size, group_size
         self.dynamic_filter = dynamic_filter
@@ -158,7 +162,7 @@ class Collector:
                 fix="give more data, or lower --rollout-batch-size",
             )
         for samples in groups:
-            run = GroupRun.of(samples, order=len(self.drawn))
+            run = self._taken_up(samples)
             if len(run.executions) != self.group_size or any(sample.index is None for sample in run.samples):
                 raise UserError(
                     f"the data source gave a group of {len(run.executions)} samples",
@@ -169,6 +173,24 @@ class Collector:
             task = asyncio.create_task(self.runner.run(run))
             self._tasks[task] = run
             task.add_done_callback(self._finished.put_nowait)
+
+    def _taken_up(self, drawn: list[Sample]) -> GroupRun:
+        """A drawn group, as far as it has come before."""
+        if self._journal is None or not drawn:
+            return GroupRun.of(drawn, order=len(self.drawn))
+        key = drawn_as(drawn)
+        run = GroupRun.of(self._journal.restore(self._rollout_id, drawn, key), order=len(self.drawn))
+        run.drawn_as, run.is_noted = key, run.is_scored
+        return run
+
+    def _note(self, kind: Kind, run: GroupRun) -> None:
+        """What has become of a group, for those who go on after a crash."""
+        if self._journal is not None and not (kind is Kind.FINISHED and run.is_noted):
+            self._journal.note(kind, self._rollout_id, run.drawn_as, run.samples)
+
+    @property
+    def _rollout_id(self) -> int:
+        return self.runner.rollout_id or 0
 
     async def _wait_for_some(self) -> list[GroupRun]:
         """The groups that have finished since the last call, at least one."""
@@ -190,6 +212,7 @@ class Collector:
             self._discard_failed(run)
             return
         self._check_rewards(run)
+        self._note(Kind.FINISHED, run)
         output = await call_dynamic_filter(self.dynamic_filter, self.runner.state.args, run.samples)
         expected = self._num_expected()
         if should_drop_dynamic_filter_output(output, remaining_batch_size=expected, target_data_size=self.target):
@@ -286,6 +309,8 @@ class Collector:
         if run.is_generated and not self.deterministic:
             return
         if self.deterministic or not self.partial_rollout:
+            if run.order in self.verdicts:
+                self._note(Kind.FORGOTTEN, run)
             run.restart()
             return
         for execution in run.executions:
@@ -296,6 +321,8 @@ class Collector:
             for sample in execution.samples:
                 if sample.response_length:
                     sample.metadata.setdefault("start_rollout_id", self.runner.rollout_id)
+        if any(sample.response_length for sample in run.samples):
+            self._note(Kind.BEGUN, run)
 
     def progress(self) -> dict[str, float]:
         """``done`` and ``target`` in groups, ``tokens`` generated so far."""

@@ -99,10 +99,17 @@ class Execution:
 
 @dataclass
 class GroupRun:
-    """A drawn group on its way through the loop; ``order`` counts the draws of this rollout."""
+    """A drawn group on its way through the loop.
+
+    Attributes:
+        order: counts the draws of this rollout.
+        drawn_as: see `slime.rollout.journal.drawn_as`; is_noted: the journal has it as it is.
+    """
 
     executions: list[Execution]
     order: int = 0
+    drawn_as: int = 0
+    is_noted: bool = False
 
     @staticmethod
     def of(drawn: Sequence[Sample], order: int = 0) -> GroupRun:

@@ -39,6 +39,7 @@ from slime.rollout.generate import (
     current_state,
     rollout_sampling_params,
 )
+from slime.rollout.journal import Journal
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.watchdog import Watchdog
@@ -60,6 +61,7 @@ class RolloutLoop:
         source: where prompts come from (and unfinished ones go back to).
         base_url: the router, or a single engine.
         model_urls: routers of all models by name (--sglang-config), for `slime.rollout.plugin_api.get_model_url`.
+        journal: of what is generated for training; groups that it has are not generated.
     Raises:
         UserError: a hook or an evaluation set that cannot work.
 
@@ -76,8 +78,9 @@ class RolloutLoop:
         source: DataSource,
         base_url: str,
         model_urls: Mapping[str, str] | None = None,
+        journal: Journal | None = None,
     ) -> None:
-        self.config, self.tokenizer, self.source = config, tokenizer, source
+        self.config, self.tokenizer, self.source, self._journal = config, tokenizer, source, journal
         self.base_url = base_url.rstrip("/")
         self.args = config.flat()
         self.args.sglang_router_ip, self.args.sglang_router_port = _address(self.base_url)
@@ -210,6 +213,7 @@ class RolloutLoop:
             partial_rollout=rollout.partial_rollout,
             max_failed_fraction=self.config.rollout.rollout_max_failed_fraction,
             stall_timeout=self.config.rollout.rollout_stall_timeout,
+            journal=self._journal,
         )
         self._progress, self._waits = collector.progress, lambda: collector.watchdog.words
         state.client.counters.take()
@@ -222,9 +226,9 @@ class RolloutLoop:
             views = [run.samples for run in collected.finished]
             await call_user_function(rollout.rollout_all_samples_process_path, self.args, views, source)
         groups = [run.to_group() for run in collected.chosen]
-        return RolloutFnTrainOutput(
-            groups, _loop_metrics(collected, state) | load_metrics(loads) | self.rewards.metrics()
-        )
+        restored = self._journal.metrics() if self._journal is not None else {}
+        counted = _loop_metrics(collected, state) | load_metrics(loads) | self.rewards.metrics()
+        return RolloutFnTrainOutput(groups, counted | restored)
 
     @contextlib.asynccontextmanager
     async def _load_snapshots(self, client: RolloutClient) -> AsyncIterator[list[dict[str, int]]]:

@@ -99,3 +99,19 @@ def die_once(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: An
         if marker.exists():
             marker.unlink()
             os.kill(os.getpid(), number)
+
+
+# -- what is scored, and when ------------------------------------------------------------------------------
+
+
+def reward_and_count(args: Any, sample: Sample, **_: Any) -> float:
+    """Takes a moment, waits while <folder>/hold-sample-<index> exists, and appends "index pid time" to <folder>/scored
+    in one write, so that it is there whatever is killed next."""
+    folder, end = Path(os.environ["SLIME_TEST_HOLD"]), time.monotonic() + 60
+    time.sleep(0.05)
+    while (folder / f"hold-sample-{sample.index}").exists() and time.monotonic() < end:
+        (folder / f"held-sample-{sample.index}").touch()
+        time.sleep(0.05)
+    with open(folder / "scored", "ab", buffering=0) as file:
+        file.write(f"{sample.index} {os.getpid()} {time.time()}\n".encode())
+    return sum(token % 7 == 0 for token in sample.tokens[-sample.response_length :]) / max(1, sample.response_length)

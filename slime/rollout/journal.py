@@ -1,0 +1,308 @@
+"""The journal: what has been generated is in the run folder before it is trained on, so that no crash costs it.
+
+A checkpoint says which groups training has consumed; whoever goes on from it draws all others again, with the same
+indices and in the same order. What the journal has of such a group takes its place:
+
+    draw ─► in the journal? ─┬─ finished ─► is judged and trained on as it is, nothing is generated
+                             ├─ begun ────► goes on where it was (--partial-rollout)
+                             └─ no ───────► generated
+
+Along the weights that survive, each finished group is trained on once, and none is generated twice.
+
+A file per rollout, ``journal/rollout_000012.log``: records that are only ever appended,
+
+    length (uint32) │ checksum of the payload (XXH3, uint64) │ payload (pickle)
+
+the first of which says what the samples were made with. A file ends where a record is cut short or does not fit its
+checksum. Records are written at once, so that the death of every process loses none, and are forced to the disk every
+second, for the death of the host. Files go when two checkpoints have passed them.
+
+Like a checkpoint it holds what users put into their samples, and so it is a pickle: read only what you have written.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import pickle
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+import xxhash
+
+from slime.config.config import Config
+from slime.files import json_safe
+from slime.hook_loading import file_of
+from slime.log import get_logger
+from slime.samples.types import Sample
+
+logger = get_logger(__name__)
+
+_HEAD = struct.Struct("<IQ")
+_SYNC_SECONDS = 1.0
+#: Functions of the user's own that have a hand in a sample before it is judged.
+_MAKERS = ("custom_generate_function_path", "rollout_sample_hook_path", "custom_rm_path")
+#: Flags of these groups that say how long a run is or how it waits; samples are the same with others.
+_WITHOUT_MEANING = frozenset(
+    ("num_rollout", "num_epoch", "start_rollout_id", "rollout_stall_timeout", "num_data_workers", "rm_num_workers")
+)
+
+
+class Kind(enum.StrEnum):
+    """What a record says of a group."""
+
+    FINISHED = "finished"
+    BEGUN = "begun"  # put back as far as it was generated
+    FORGOTTEN = "forgotten"  # what was generated of it counts no more
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A record: of what kind, in which rollout it was made, and where it is."""
+
+    kind: Kind
+    rollout_id: int
+    drawn_as: int
+    offset: int
+
+
+class Journal:
+    """Of one run (or stage). Whatever fails in writing it is said once, and the run goes on without it.
+
+    Args:
+        folder: of its files; made when something is written.
+        made_with: what samples depend on; files that were written with something else are removed.
+    Attributes:
+        num_restored: groups that `restore` has found since the last call of `metrics`.
+    """
+
+    def __init__(self, folder: Path, made_with: str) -> None:
+        self._folder, self._made_with = folder, made_with
+        self._places: dict[int, list[_Place]] = {}
+        """By group, in the order in which they were written."""
+        self._files: dict[int, BinaryIO] = {}
+        """By rollout; positions are at the end."""
+        self._dirty: set[int] = set()
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._ended = threading.Event()
+        self._syncing: threading.Thread | None = None
+        self.num_restored = 0
+        self._read_all()
+
+    # -- reading -------------------------------------------------------------------------------------------
+
+    def _read_all(self) -> None:
+        removed = 0
+        for rollout_id, path in sorted(_files_in(self._folder).items()):
+            with path.open("r+b") as file:
+                records = list(_records(file))
+                if not records or records[0][1] != self._made_with:
+                    removed += len(records[1:])
+                    path.unlink()
+                    continue
+                for offset, (kind, group_index, drawn_as) in ((at, record[:3]) for at, record in records[1:]):
+                    place = _Place(Kind(kind), rollout_id, drawn_as, offset)
+                    self._places.setdefault(group_index, []).append(place)
+                file.truncate(file.tell())
+        if removed:
+            logger.warning(
+                "%d groups of the journal were generated with other flags, data or functions: they are left out",
+                removed,
+            )
+
+    def restore(self, rollout_id: int, drawn: list[Sample], key: int) -> list[Sample]:
+        """What the journal has of a drawn group in the place of it, or ``drawn`` where it has nothing.
+
+        Args:
+            rollout_id: that draws; what later rollouts have made of the group does not count yet.
+            key: `drawn_as` of it; where the journal has another, it is of other data.
+        """
+        index = drawn[0].group_index
+        noted = self._places.get(index, ()) if index is not None else ()
+        places = [place for place in noted if place.rollout_id <= rollout_id]
+        if not places or places[-1].kind is Kind.FORGOTTEN or places[-1].drawn_as != key:
+            return drawn
+        found = self._read(places[-1])
+        if found is None:
+            return drawn
+        self.num_restored += places[-1].kind is Kind.FINISHED
+        return [Sample.from_dict(item) for item in found]
+
+    def _read(self, place: _Place) -> list[dict[str, Any]] | None:
+        try:
+            with _path(self._folder, place.rollout_id).open("rb") as file:
+                file.seek(place.offset)
+                _, record = next(_records(file), (0, None))
+        except OSError as problem:
+            logger.warning("the journal of rollout %d cannot be read: %s", place.rollout_id, problem)
+            return None
+        return record[3] if record is not None else None
+
+    # -- writing -------------------------------------------------------------------------------------------
+
+    def note(self, kind: Kind, rollout_id: int, key: int, samples: Sequence[Sample]) -> None:
+        """Write down what has become of a group.
+
+        Args:
+            key: `drawn_as` of what was drawn.
+        """
+        index = samples[0].group_index
+        if not self._is_open or index is None:
+            return
+        content = [] if kind is Kind.FORGOTTEN else [sample.to_dict() for sample in samples]
+        try:
+            with self._lock:
+                file = self._file(rollout_id)
+                place = _Place(kind, rollout_id, key, file.tell())
+                _append(file, (kind.value, index, key, content))
+                self._dirty.add(rollout_id)
+        except Exception as problem:  # a full disk, or values of the user's that no pickle can hold
+            self._give_up(problem)
+            return
+        self._places.setdefault(index, []).append(place)
+
+    def forget(self, rollout_id: int, group_indices: Iterable[int]) -> None:
+        """What these groups of a rollout hold is not to be trained on, in this run or one that goes on from it."""
+        for index in group_indices:
+            if places := self._places.get(index):
+                self.note(Kind.FORGOTTEN, rollout_id, places[-1].drawn_as, [Sample(group_index=index)])
+
+    def _file(self, rollout_id: int) -> BinaryIO:
+        if rollout_id not in self._files:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file = _path(self._folder, rollout_id).open("ab", buffering=0)
+            self._files[rollout_id] = file
+            if not file.tell():
+                _append(file, self._made_with)
+            if self._syncing is None:
+                self._syncing = threading.Thread(target=self._sync_now_and_then, name="slime-journal", daemon=True)
+                self._syncing.start()
+        return self._files[rollout_id]
+
+    def _give_up(self, problem: Exception) -> None:
+        self._is_open = False
+        logger.error(
+            "the journal ends here, what is generated from now on is lost with a crash: %s: %s",
+            type(problem).__name__, problem,
+        )  # fmt: skip
+
+    def _sync_now_and_then(self) -> None:
+        while not self._ended.wait(_SYNC_SECONDS):
+            self._sync()
+
+    def _sync(self) -> None:
+        """Force to the disk what was written; others may write meanwhile."""
+        with self._lock:
+            files = [
+                os.dup(self._files[rollout_id].fileno()) for rollout_id in self._dirty if rollout_id in self._files
+            ]
+            self._dirty.clear()
+        for file in files:
+            try:
+                os.fsync(file)
+            except OSError as problem:
+                self._give_up(problem)
+            finally:
+                os.close(file)
+
+    # -- its size ------------------------------------------------------------------------------------------
+
+    def drop(self, before: int) -> None:
+        """Remove the files of rollouts before this one."""
+        with self._lock:
+            for rollout_id in [rollout_id for rollout_id in self._files if rollout_id < before]:
+                self._files.pop(rollout_id).close()
+        for rollout_id, path in _files_in(self._folder).items():
+            if rollout_id < before:
+                path.unlink(missing_ok=True)
+        self._places = {
+            index: kept
+            for index, places in self._places.items()
+            if (kept := [place for place in places if place.rollout_id >= before])
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Of a rollout: the groups that were not generated again."""
+        count, self.num_restored = self.num_restored, 0
+        return {"rollout/num_restored_groups": float(count)} if count else {}
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._syncing is not None:
+            self._syncing.join()
+        self._sync()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+# -- of a run ------------------------------------------------------------------------------------------------
+
+
+def open_journal(config: Config, folder: Path) -> Journal | None:
+    """The journal of a run, with what earlier launches left; None where there is none (--no-journal)."""
+    if not config.fault_tolerance.journal or config.debug.load_debug_rollout_data:
+        return None
+    return Journal(folder, _made_with(config))
+
+
+def _made_with(config: Config) -> str:
+    """What the samples of a run depend on, as far as one can see: flags of data, generation and reward, and the files
+    of the user's own functions."""
+    groups = (config.data, config.rollout, config.reward)
+    values = {name: json_safe(value) for group in groups for name, value in vars(group).items()}
+    for name in _WITHOUT_MEANING:
+        values.pop(name, None)
+    given = [values.get(name) or () for name in _MAKERS]
+    paths = [path for value in given for path in ([value] if isinstance(value, str) else value)]
+    files = [file.read_bytes() for path in paths if (file := file_of(path)) is not None]
+    told = orjson.dumps([values, str(config.checkpoint.hf_checkpoint)], option=orjson.OPT_SORT_KEYS)
+    return xxhash.xxh3_128_hexdigest(b"\0".join([told, *files]))
+
+
+def drawn_as(drawn: Sequence[Sample]) -> int:
+    """A number that tells a group of other data from this one."""
+    told = orjson.dumps([json_safe([s.index, s.prompt, s.label, s.tokens[: s.prompt_length]]) for s in drawn])
+    return xxhash.xxh3_64_intdigest(told)
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def _path(folder: Path, rollout_id: int) -> Path:
+    return folder / f"rollout_{rollout_id:06d}.log"
+
+
+def _files_in(folder: Path) -> dict[int, Path]:
+    """By rollout."""
+    return {int(path.stem.removeprefix("rollout_")): path for path in folder.glob("rollout_*.log")}
+
+
+def _append(file: BinaryIO, record: Any) -> None:
+    payload = pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
+    at, left = file.tell(), memoryview(_HEAD.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(at)  # what comes after half a record would not be found
+        raise
+
+
+def _records(file: BinaryIO) -> Iterator[tuple[int, Any]]:
+    """(offset, record) of all that are whole, from where the file stands; it then stands behind the last of them."""
+    at = file.tell()
+    while len(head := file.read(_HEAD.size)) == _HEAD.size:
+        length, checksum = _HEAD.unpack(head)
+        payload = file.read(length)
+        if len(payload) < length or xxhash.xxh3_64_intdigest(payload) != checksum:
+            break
+        yield at, pickle.loads(payload)
+        at = file.tell()
+    file.seek(at)

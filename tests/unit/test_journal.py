@@ -1,0 +1,188 @@
+"""The journal: what was written is there again, whatever became of the file's end, and takes the place of what is
+drawn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.cluster.rollout_actor import oldest_needed
+from slime.config import make_config
+from slime.rollout import journal as module
+from slime.rollout.journal import Journal, Kind, drawn_as, open_journal
+from slime.samples.types import Sample, SampleStatus
+from tests.support.checkpoint_dirs import complete
+
+
+def drawn(group: int, prompt: str = "1+1=") -> list[Sample]:
+    return [Sample(group_index=group, index=2 * group + k, prompt=prompt, tokens=[5, 6], label="2") for k in range(2)]
+
+
+def generated(group: int, tokens: tuple[int, ...] = (7, 8), **fields: Any) -> list[Sample]:
+    found = drawn(group)
+    for sample in found:
+        meta = {"weight_version": "3", "finish_reason": {"type": "stop"}}
+        sample.append_response_tokens(tokens=list(tokens), log_probs=[-0.5] * len(tokens), meta_info=meta, text="2")
+        sample.reward = 1.0
+        for name, value in fields.items():
+            setattr(sample, name, value)
+    return found
+
+
+def restored(journal: Journal, rollout_id: int, group: int, prompt: str = "1+1=") -> list[Sample]:
+    group_drawn = drawn(group, prompt)
+    return journal.restore(rollout_id, group_drawn, drawn_as(group_drawn))
+
+
+def note(journal: Journal, kind: Kind, rollout_id: int, samples: list[Sample]) -> None:
+    assert samples[0].group_index is not None
+    journal.note(kind, rollout_id, drawn_as(drawn(samples[0].group_index)), samples)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "journal"
+
+
+def test_samples_come_back_as_they_were(folder: Path) -> None:
+    first = Journal(folder, "flags")
+    samples = generated(4, metadata={"path": Path("/x"), "score": [0.1]}, reward={"total": 0.5}, rollout_id=9)
+    note(first, Kind.FINISHED, 1, samples)
+    samples[0].tokens.append(99)  # what happens to them afterwards is not what was judged
+    first.close()
+    again = Journal(folder, "flags")
+    found = restored(again, 1, 4)
+    assert found == generated(4, metadata={"path": Path("/x"), "score": [0.1]}, reward={"total": 0.5}, rollout_id=9)
+    assert found[0].status is SampleStatus.COMPLETED and found[0].token_spans[0].weight_version == 3
+    assert again.metrics() == {"rollout/num_restored_groups": 1} and again.metrics() == {}
+
+
+def test_what_a_group_became_later_does_not_count_yet(folder: Path) -> None:
+    """Rollout 1 put it back as far as it was, rollout 3 ended it; whoever goes on with rollout 1 lives through both."""
+    journal = Journal(folder, "flags")
+    note(journal, Kind.BEGUN, 1, generated(4, (7,)))
+    note(journal, Kind.FINISHED, 3, generated(4))
+    for each in (journal, Journal(folder, "flags")):
+        assert [len(restored(each, rollout_id, 4)[0].tokens) for rollout_id in range(5)] == [2, 3, 3, 4, 4]
+
+
+def test_what_is_forgotten_is_generated_again(folder: Path) -> None:
+    journal = Journal(folder, "flags")
+    note(journal, Kind.FINISHED, 1, generated(4))
+    note(journal, Kind.FINISHED, 1, generated(5))
+    journal.forget(1, [4, 77])
+    for each in (journal, Journal(folder, "flags")):
+        assert restored(each, 1, 4) == drawn(4) and restored(each, 1, 5) == generated(5)
+
+
+def test_other_data_and_other_flags_are_not_mixed_up(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(folder, "flags")
+    note(journal, Kind.FINISHED, 1, generated(4))
+    assert restored(journal, 1, 4, prompt="2+2=") == drawn(4, "2+2=")
+    assert restored(Journal(folder, "other flags"), 1, 4) == drawn(4)
+    assert "1 groups of the journal were generated with other flags" in caplog.text
+    assert not list(folder.iterdir())
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    records=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=8),
+    cut=st.integers(0, 10**6),
+    flip=st.one_of(st.none(), st.integers(0, 10**6)),
+    then=st.integers(0, 3),
+)
+def test_any_end_of_the_file_leaves_what_was_whole(
+    tmp_path_factory: pytest.TempPathFactory, records: list[tuple[int, int]], cut: int, flip: int | None, then: int
+) -> None:
+    """Cut off anywhere and a bit flipped anywhere, the records before that are found, and more can be written."""
+    folder = tmp_path_factory.mktemp("journal")
+    journal, ends = Journal(folder, "flags"), []
+    path = folder / "rollout_000002.log"
+    for group, length in records:
+        note(journal, Kind.FINISHED, 2, generated(group, tuple(range(length))))
+        ends.append(path.stat().st_size)
+    journal.close()
+    content = bytearray(path.read_bytes())
+    whole = cut % (len(content) + 1)
+    del content[whole:]
+    if flip is not None and content:
+        at = flip % len(content)
+        content[at] ^= 1 << (flip % 8)
+        whole = min(whole, at)
+    path.write_bytes(content)
+    expected = {group: length for (group, length), end in zip(records, ends) if end <= whole}
+    again = Journal(folder, "flags")
+    note(again, Kind.FINISHED, 2, generated(then, (1, 2, 3)))
+    again.close()
+    expected[then] = 3
+    last = Journal(folder, "flags")
+    assert {g: restored(last, 2, g)[0].response_length for g in range(4)} == {g: expected.get(g, 0) for g in range(4)}
+
+
+def test_files_go_when_two_checkpoints_have_passed_them(tmp_path: Path, folder: Path) -> None:
+    journal, root = Journal(folder, "flags"), tmp_path / "checkpoints"
+    config = make_config(save=str(root), rollout_batch_size=1)
+    for rollout_id in range(8):
+        note(journal, Kind.FINISHED, rollout_id, generated(rollout_id))
+        if rollout_id in (2, 4, 6):
+            complete(root, rollout_id)
+            journal.drop(oldest_needed(config))
+    assert sorted(path.name for path in folder.iterdir()) == [f"rollout_{k:06d}.log" for k in (4, 5, 6, 7)]
+    assert restored(journal, 9, 3) == drawn(3) and restored(journal, 9, 4) == generated(4)
+
+
+def test_what_cannot_be_written_does_not_end_the_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(folder, "flags")
+    note(journal, Kind.FINISHED, 1, generated(4))
+    note(journal, Kind.FINISHED, 1, generated(5, metadata={"stream": (x for x in ())}))
+    note(journal, Kind.FINISHED, 1, generated(6))
+    assert caplog.text.count("the journal ends here") == 1
+    assert restored(Journal(folder, "flags"), 1, 4) == generated(4)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.system(f"mount -t tmpfs -o size=64k none {folder}"):
+        pytest.skip("needs root to mount a small disk")
+    yield folder
+    os.system(f"umount -l {folder}")
+
+
+def test_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(small_disk / "journal", "flags")
+    for group in range(100):
+        note(journal, Kind.FINISHED, 1, generated(group, tuple(range(500))))
+    assert "No space left on device" in caplog.text and caplog.text.count("the journal ends here") == 1
+    journal.close()
+    again = Journal(small_disk / "journal", "flags")
+    count = sum(restored(again, 1, group) != drawn(group) for group in range(100))
+    assert 1 <= count < 100 and restored(again, 1, count - 1) == generated(count - 1, tuple(range(500)))
+
+
+def test_which_runs_have_one(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"rollout_batch_size": 1}
+    assert open_journal(make_config(**given), tmp_path) is None
+    assert open_journal(make_config(**given, save="x", journal=False), tmp_path) is None
+    kept = open_journal(make_config(**given, save="x"), tmp_path / "a")
+    assert kept is not None and not (tmp_path / "a").exists(), "nothing is written before there is something"
+
+
+def test_what_samples_are_made_with(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(args, sample): return 1.0\n")
+    flags: dict[str, Any] = {"rollout_batch_size": 1, "custom_rm_path": f"{reward}:score"}
+    base = module._made_with(make_config(**flags))
+    assert module._made_with(make_config(**flags, num_rollout=7, lr=1e-3)) == base
+    assert module._made_with(make_config(**flags, rollout_temperature=0.7)) != base
+    assert module._made_with(make_config(**flags, prompt_data="other.jsonl")) != base
+    reward.write_text("def score(args, sample): return 2.0\n")
+    assert module._made_with(make_config(**flags)) != base
