@@ -71,8 +71,8 @@ class Engines:
         table: which engine is in what state.
         nodes: where the policy's engines stand.
         router_urls: by model, the policy's among them.
-        restarts_at_once: what died starts again as soon as that is known; false where it must start alone on its GPU
-            (`start_again` is then called when nobody has memory).
+        restarts_at_once: what died starts again as soon as that is known; false while the trainer has the GPUs that it
+            shares with engines (`start_again` is called when it sleeps).
     """
 
     def __init__(

@@ -4,7 +4,9 @@
     push       trainer frees all but its weights ─► engines take memory for weights ─► push
     generate   trainer frees its weights ─► engines take memory for caches and graphs ─► generate
     train      engines release all ─► trainer takes its memory back ─► train, save
-    restart    engines release all, trainer frees all ─► dead engines start and release all ─► trainer takes its back
+    restart    dead engines start while the others generate, at the latest with the next rollout; before the trainer
+               takes its memory back they are up, and release all
+    no engine  trainer frees all ─► dead engines start and release all ─► trainer takes its memory back
 
 At no point does one side take memory before the other has given up what it can do without: the peak is the larger of
 the trainer alone, the engines alone, and both copies of the weights with one or two buckets between them.

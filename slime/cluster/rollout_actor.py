@@ -180,8 +180,8 @@ class RolloutActor:
 
 
 def oldest_needed(config: Config) -> int:
-    """The first rollout whose file of the journal may still be asked for: by whoever goes on from the second newest checkpoint, should
-    the newest be damaged, and draws what was put back in the rollouts before it."""
+    """The first rollout whose file of the journal may still be asked for: by whoever goes on from the second newest
+    checkpoint, should the newest be damaged, and draws what was put back in the rollouts before it."""
     there = saved_iterations(Path(config.checkpoint.save or ""))[-2:]
     return there[0] - config.sync.async_buffer_size if len(there) == 2 else 0
 

@@ -393,10 +393,8 @@ class Cluster:
 
     def _trainers_turn(self) -> contextlib.AbstractContextManager[None]:
         """The trainers have their memory from now on; in the context, errors are explained."""
-        engines, turns = self._engines, self._turns
-        if engines is not None and turns is not None and turns.taken:
-            engines.end_rollout()
-            engines.again_without_dead(turns.to_trainer, "giving memory up")
+        if self._weights is not None:
+            self._weights.to_trainer()
         return self._explained()
 
     def _care_for(self, engines: Engines) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
-from slime.cluster.gpu_turns import GpuTurns
+from slime.cluster.gpu_turns import GpuTurns, Turn
 from slime.cluster.trainer_group import Trainers
 from slime.weights.canary import Canary
 
@@ -66,6 +66,8 @@ class WeightPush:
         if self._tolerant:
             engines.ask()
             self.take_in()
+            if self._turns is not None and self._turns.turn is not Turn.TRAINER:  # an engine died of the push
+                self._turns.to_trainer()
             if self._connected != [engine.url for engine in engines.table.policy]:
                 self.connect()
         if self._turns is not None:
@@ -91,15 +93,12 @@ class WeightPush:
         return engines.again_without_dead(check, "the check of the canary")
 
     def take_in(self) -> None:
-        """Between rollouts: restarted engines that are up count among those that pushes go to.
-
-        The others are waited for where trainer and engines take turns, since all stop for them; else only the first
-        one, and when no engine is left.
-        """
+        """Between rollouts: restarted engines that are up count among those that pushes go to. Others are waited for
+        when no engine is left; where trainer and engines take turns, for all, which nobody may have memory beside."""
         engines = self._engines
         if not engines.table.away:
             return
-        if self._turns is not None and self._turns.taken:
+        if not engines.table.policy and self._turns is not None and self._turns.taken:
             with self._turns.to_nobody():
                 engines.start_again()
                 engines.wait_for_restarts(for_all=True)
@@ -121,4 +120,19 @@ class WeightPush:
             self._check_canary("taking its memory back")
 
     def _to_engines(self) -> bool:
-        return self._turns is not None and self._turns.to_engines()
+        took = self._turns is not None and self._turns.to_engines()
+        self._engines.restarts_at_once = True
+        self._engines.start_again()  # what died while the trainer had the GPUs
+        return took
+
+    def to_trainer(self) -> None:
+        """The trainer takes its memory back, where engines had it. Those that are starting come up first, since they
+        measure how much there is for them; what dies from now on starts when the trainer sleeps again."""
+        engines, turns = self._engines, self._turns
+        if turns is None or not turns.taken:
+            return
+        engines.restarts_at_once = False
+        engines.end_rollout()
+        engines.wait_for_restarts(for_all=True)
+        engines.table.taken_in()
+        engines.again_without_dead(turns.to_trainer, "giving memory up")

@@ -379,7 +379,9 @@ def test_a_push_that_fails_for_another_reason_ends_the_run(tolerant: bool, world
 
 
 @pytest.mark.parametrize("turn", [Turn.TRAINER, Turn.PUSH, Turn.ENGINES])
-def test_an_engine_starts_while_nobody_has_memory(turn: Turn, worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_starts_while_the_others_generate(
+    turn: Turn, worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = worlds()
     log, table = world.log, world.table
 
@@ -403,38 +405,59 @@ def test_an_engine_starts_while_nobody_has_memory(turn: Turn, worlds: Worlds, mo
 
     turns = world.weights._turns = GpuTurns(release, resume, sleep, wake, offload_train=True, offload_rollout=True)
     world.engines.restarts_at_once = False
+    monkeypatch.setattr(Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look()))
+    everything, rest = f"{GRAPHS} {CACHE} {WEIGHTS}", f"{GRAPHS} {CACHE}"
     turns.before_trainer()
     if turn is not Turn.TRAINER:
         turns.to_push()
     if turn is Turn.ENGINES:
-        turns.to_engines()
+        world.weights.wake_engines()
     world.die(1)
-    world.engines.ask()
-    assert log[-1] == "out 1", "it does not start beside others' memory"
     log.clear()
-    monkeypatch.setattr(Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look()))
+    world.engines.ask()
+    if turn is Turn.ENGINES:
+        assert log == ["out 1", "start 1"], "the trainer sleeps, and what died has left its GPU to itself"
+    else:
+        assert log == ["out 1"], "it does not start beside others' memory"
+        log.clear()
+        world.weights.push()  # to the survivor
+        woken = [f"engine-0 releases {WEIGHTS}", "wake"] if turn is Turn.PUSH else []
+        assert log == [*woken, "connect", "sleep but for weights", f"engine-0 resumes {WEIGHTS}", "push"]
+        log.clear()
+        world.weights.wake_engines()
+        assert log == ["sleep", f"engine-0 resumes {rest}", "start 1"]
+    log.clear()
+    world.weights.to_trainer()
+    assert log == [f"engine-0 releases {everything}", f"engine-1 releases {everything}", "wake"]
+    assert world.serving == {0}, "it has no weights yet"
+    log.clear()
     world.weights.push()
-    everything = f"{GRAPHS} {CACHE} {WEIGHTS}"
-    given_up = {
-        Turn.TRAINER: ["sleep"],
-        Turn.PUSH: [f"engine-0 releases {WEIGHTS}", "sleep"],
-        Turn.ENGINES: [f"engine-0 releases {everything}"],
-    }
     assert log == [
-        *given_up[turn],
-        "start 1",
-        f"engine-1 releases {everything}",
-        "wake",
-        "connect",
-        "sleep but for weights",
-        f"engine-0 resumes {WEIGHTS}",
-        f"engine-1 resumes {WEIGHTS}",
-        "push",
-        "sleep",
-        f"engine-0 resumes {GRAPHS} {CACHE}",
-        f"engine-1 resumes {GRAPHS} {CACHE}",
-        "router 1",
+        *("connect", "sleep but for weights", f"engine-0 resumes {WEIGHTS}", f"engine-1 resumes {WEIGHTS}", "push"),
+        *("sleep", f"engine-0 resumes {rest}", f"engine-1 resumes {rest}", "router 1"),
     ]
+
+
+def test_where_no_engine_is_left_it_starts_while_nobody_has_memory(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds()
+    log = world.log
+
+    def note(word: str) -> Callable[..., dict[str, float]]:
+        return lambda *_: log.append(word) or {}  # type: ignore[func-returns-value]
+
+    def no_memory(tags: Any) -> None: ...
+
+    turns = GpuTurns(no_memory, no_memory, note("sleep"), note("wake"), offload_train=True, offload_rollout=True)
+    world.weights._turns, world.engines.restarts_at_once = turns, False
+    monkeypatch.setattr(Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look()))
+    turns.before_trainer()
+    for number in (0, 1):
+        world.die(number)
+    world.weights.push()
+    expected = ["out 0", "out 1", "sleep", "start 0", "start 1", "wake", "connect", "sleep", "push", "sleep"]
+    assert log == [*expected, "router 0", "router 1"]
 
 
 class DyingFleet:
@@ -480,12 +503,10 @@ def test_an_engine_that_dies_of_taking_its_memory_back_for_a_push(
     world.weights.connect()
     log.clear()
     world.weights.push()
-    everything, rest = f"{GRAPHS} {CACHE} {WEIGHTS}", f"{GRAPHS} {CACHE}"
     assert log == [
         *("sleep but for weights", f"engine-0 resume_ {WEIGHTS}", "out 1"),
-        *(f"engine-0 release {WEIGHTS}", "sleep", "start 1", f"engine-1 release {everything}", "wake"),
-        *("connect", "sleep but for weights", f"engine-0 resume_ {WEIGHTS}", f"engine-1 resume_ {WEIGHTS}", "push"),
-        *("sleep", f"engine-0 resume_ {rest}", f"engine-1 resume_ {rest}", "router 1"),
+        *(f"engine-0 release {WEIGHTS}", "wake", "connect"),
+        *("sleep but for weights", f"engine-0 resume_ {WEIGHTS}", "push"),
     ]
 
 
