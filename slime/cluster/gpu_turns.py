@@ -27,7 +27,7 @@ from slime.log import get_logger
 logger = get_logger(__name__)
 
 _MEMORY_SECONDS = 300.0  # a copy of the weights to the host or back, and the end of the last requests
-_IDLE_SECONDS = 10.0  # for requests that were aborted to end
+_IDLE_SECONDS = 3.0  # for requests that were aborted to end; a rollout that was given up still sends some
 
 
 class Turn(Enum):
