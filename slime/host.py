@@ -97,16 +97,6 @@ def _number(path: Path) -> float | None:
 # -- address and ports ---------------------------------------------------------------------------------------------
 
 
-def node_ip() -> str:
-    """Address under which other nodes reach this one (loopback when the host has no route)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # a documentation address: chooses a route, sends nothing
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
-
-
 def own_addresses() -> set[str]:
     """Every address of this host's network interfaces."""
     return {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}

@@ -17,7 +17,7 @@ from slime.cluster.waiting import Process, Worker, this_process
 from slime.config.config import Config
 from slime.engines.router import register_workers
 from slime.errors import RunFailed, UserError
-from slime.host import PortReservation, node_ip, reserve_port
+from slime.host import PortReservation, reserve_port
 from slime.log import get_logger, log_to_file_only
 
 logger = get_logger(__name__)
@@ -72,7 +72,7 @@ class EngineActor:
 
     def rendezvous(self) -> str:
         """host:port where the nodes of this engine meet; held until the engine is stopped."""
-        host = node_ip()
+        host = ray.util.get_node_ip_address()
         self._held.append(reserve_port(host))
         return f"{host}:{self._held[-1].port}"
 
@@ -89,7 +89,7 @@ class EngineActor:
 
         if self._process is not None and self._process.is_alive():
             self._process.stop(grace=0)  # this node's part of an engine whose other part did not come up
-        host = node_ip()
+        host = ray.util.get_node_ip_address()
 
         def spec(port: int) -> LaunchSpec:
             assert self.part is not None
@@ -122,7 +122,7 @@ class EngineActor:
     def start_router(self, worker_urls: list[str], pairs: DisaggregatedWorkers | None = None) -> str:
         from slime.engines.router import disaggregated_router_command, router_command
 
-        host = node_ip()
+        host = ray.util.get_node_ip_address()
         if pairs is not None:
             return self._serve(lambda port: disaggregated_router_command(self.config, host, port, *pairs), host)
         url = self._serve(lambda port: router_command(self.config, host, port, worker_urls), host)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import services
+from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -79,7 +79,7 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     if _reaper is None or _reaper.poll() is not None:
         _reaper = start_reaper([sys.executable, "-m", "slime.engines.wire.shared_memory"])  # what killed trainers leave
     try:
-        with _as_a_guest():
+        with _as_a_guest(), _on_loopback(not config.cluster.listen_on_network):
             ray.init(
                 address="local",  # without it Ray joins whatever cluster was started on this host last
                 num_cpus=max(num_local_slots, os.cpu_count() or 1),
@@ -130,6 +130,22 @@ def _as_a_guest() -> Iterator[None]:
         services.ConsolePopen, ray_utils.set_sigterm_handler = kept  # type: ignore[misc]
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)  # over that of Ray's C++, which prints a stack
+
+
+@contextmanager
+def _on_loopback(wanted: bool) -> Iterator[None]:
+    """Ray and what goes by its addresses (engines, router, process groups) listen on loopback alone. Ray knows this as
+    its way on systems whose firewalls ask, and looks the variable up when it is imported: here, and in its daemons."""
+    if not wanted:
+        yield
+        return
+    name, before = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _environment(joined: bool) -> dict[str, str]:

@@ -26,7 +26,7 @@ from slime.cluster.waiting import (
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
-from slime.host import node_ip, reserve_port
+from slime.host import reserve_port
 from slime.log import get_logger, log_to_file_only
 from slime.placement import PlacementPlan
 from slime.samples.batch import TrainLayout
@@ -80,7 +80,7 @@ class TrainerActor:
     def address(self) -> tuple[str, int]:
         """Where rank 0 listens for the process group's rendezvous."""
         self._reservation = reserve_port()
-        return node_ip(), self._reservation.port
+        return ray.util.get_node_ip_address(), self._reservation.port
 
     def setup(self, master_addr: str, master_port: int, local_rank: int) -> TrainerStart:
         import torch

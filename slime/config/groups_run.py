@@ -61,6 +61,11 @@ class ClusterConfig:
     """Time-out of every process group but that of checkpoints, and of every step of a launch (docs/deadlines.md)."""
     train_env_vars: dict[str, Any] = flag({})
     """Environment variables of the trainer's processes, as JSON."""
+    listen_on_network: bool = flag(
+        False, needs=unless("ray_address", why="the processes of a cluster listen on the addresses of its nodes")
+    )
+    """Of a run that starts its own Ray: engines, router and Ray listen on the host's network address, for agents in
+    containers or on other hosts, instead of on loopback alone (docs/security.md)."""
     placement_timeout: float = flag(300.0, range=POSITIVE)
     """Seconds to wait for the cluster to have the GPUs that were asked for."""
     gpu_memory_gb: float | None = flag(None, range=POSITIVE)
