@@ -90,6 +90,8 @@ class Session:
         logger.info("what your own functions print is in %s", self.run.logs / "rollout.log")
         self.update_weights()
         self.cluster.turns()  # those of the launch belong to no step
+        if (behind := self.config.sync.staleness) and self.cluster.has_trainers and self.cluster.has_engines:
+            logger.info("samples are trained on at most %d rollouts after the weights that made them", behind)
         self.saving.begin()
 
     def close(self) -> None:
@@ -119,7 +121,17 @@ class Session:
 
     def start_generating(self, rollout_id: int) -> Generating:
         """Begin a rollout, which goes on beside the trainer; `collect` it."""
-        return self.cluster.start_generating(rollout_id)
+        return self.cluster.start_generating(rollout_id, self._oldest_version(rollout_id))
+
+    def _oldest_version(self, rollout_id: int) -> int:
+        """The oldest weights whose samples this rollout may have under --max-staleness; 0 where there is no bound."""
+        most = self.config.sync.max_staleness
+        if most is None or not self.cluster.has_trainers:
+            return 0
+        oldest = self.weight_version
+        while oldest > 1 and rollout_id - self._trained_when(oldest - 1) <= most:
+            oldest -= 1
+        return oldest
 
     def collect(self, generating: Generating) -> RolloutResult:
         """Wait for a rollout. The seconds are ``perf/rollout_time`` in lock step, else ``perf/train_wait_time``."""

@@ -95,8 +95,12 @@ class RolloutActor:
         self.loop = RolloutLoop(self.config, self.tokenizer, self.source, router_url, router_urls, self.journal)
         await self.loop.start()
 
-    async def generate(self, rollout_id: int, layout: TrainLayout) -> RolloutResult:
-        """One rollout, converted, packed and put into the object store, one shard per data-parallel rank."""
+    async def generate(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> RolloutResult:
+        """One rollout, converted, packed and put into the object store, one shard per data-parallel rank.
+
+        Args:
+            oldest_version: of weights; what older ones have begun is generated anew.
+        """
         from slime.samples.convert import to_train_batches
 
         started = time.perf_counter()
@@ -105,7 +109,7 @@ class RolloutActor:
 
             output = await sft_rollout(self.config, self.source, self.tokenizer, rollout_id)
         else:
-            output = await self.loop.generate_batch(rollout_id)
+            output = await self.loop.generate_batch(rollout_id, oldest_version)
         groups: list[Group] = output.samples
         metrics = dict(output.metrics or {})
         generated = time.perf_counter()
@@ -121,7 +125,7 @@ class RolloutActor:
         versions = Counter(v for batch in batches for v in batch.weight_versions if v is not None)
         return RolloutResult(rollout_id, shards, metrics, dict(versions))
 
-    async def load_dump(self, rollout_id: int, layout: TrainLayout) -> RolloutResult:
+    async def load_dump(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> RolloutResult:
         """The samples of ``--load-debug-rollout-data`` instead of generated ones."""
         from slime.rollout.debug_data import load_rollout
         from slime.samples.convert import to_train_batches
@@ -210,10 +214,10 @@ class RolloutHandle:
     def connect(self, router_url: str, router_urls: dict[str, str]) -> None:
         self._answer(self._actor.connect.remote(router_url, router_urls), "connecting to the router")
 
-    def begin_rollout(self, rollout_id: int, layout: TrainLayout) -> ray.ObjectRef:
+    def begin_rollout(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> ray.ObjectRef:
         """To be: a `RolloutResult`; generated, or read with --load-debug-rollout-data."""
         begin = self._actor.load_dump if self._loads_dump else self._actor.generate
-        return begin.remote(rollout_id, layout)
+        return begin.remote(rollout_id, layout, oldest_version)
 
     def begin_evaluation(self, rollout_id: int) -> ray.ObjectRef:
         """To be: metrics ``eval/…``."""

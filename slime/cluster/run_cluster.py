@@ -278,12 +278,12 @@ class Cluster:
     def has_trainers(self) -> bool:
         return self._trainers is not None
 
-    def start_generating(self, rollout_id: int) -> Generating:
-        """Begin a rollout; collect it with `collect`."""
+    def start_generating(self, rollout_id: int, oldest_version: int = 0) -> Generating:
+        """Begin a rollout with samples of these weights or newer ones; collect it with `collect`."""
         if self._weights is not None:
             self._weights.wake_engines()
         layout = self._trainers.layout if self._trainers is not None else TrainLayout()
-        begun = Generating(rollout_id, _there(self._rollout).begin_rollout(rollout_id, layout))
+        begun = Generating(rollout_id, _there(self._rollout).begin_rollout(rollout_id, layout, oldest_version))
         self._generating[rollout_id] = begun
         return begun
 

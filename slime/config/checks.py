@@ -90,6 +90,14 @@ def _is_so_anyway(draft: Draft, spec: FlagSpec) -> bool:
 def _entry(draft: Draft) -> None:
     has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
     is_whole = has_engines and not draft["debug_rollout_only"]
+    most, bound = draft["max_staleness"], draft["async_buffer_size"] + draft["update_weights_interval"] - 1
+    if most is not None and bound > most:
+        raise UserError(
+            f"--max-staleness {most} is less than what the other flags give: {bound}",
+            why=f"async_buffer_size {draft['async_buffer_size']} + update_weights_interval"
+            f" {draft['update_weights_interval']} - 1 = {bound}",
+            fix=f"pass --max-staleness {bound}, or lower one of the two",
+        )
     if draft["async_buffer_size"] > 0 and draft["colocate"] and is_whole:
         other = "train_async" if draft.entry == "train_async" else f"--async-buffer-size {draft['async_buffer_size']}"
         raise UserError(

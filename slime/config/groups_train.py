@@ -355,6 +355,11 @@ class CheckpointConfig:
 class SyncConfig:
     """Weights from trainer to engines."""
 
+    @property
+    def staleness(self) -> int:
+        """Most rollouts trained on since the push of the weights that generate one, as the flags have it."""
+        return self.async_buffer_size + self.update_weights_interval - 1
+
     SERVES: ClassVar[tuple[Process, ...]] = ("trainer",)
 
     update_weight_mode: Literal["full", "delta"] = flag("full", refused_values={"delta": _NO_DELTA}, serves="config")
@@ -373,6 +378,15 @@ class SyncConfig:
     )
     """Most rollouts finished or under way ahead of the trainer. 0 is lock step. A sample is trained on at most
     async_buffer_size + update_weights_interval - 1 rollouts after its weights were pushed."""
+    max_staleness: int | None = flag(
+        None,
+        range=NONE_OR_SOME,
+        needs=(SAMPLES, unless("debug_rollout_only", why="nothing is trained")),
+        serves="driver",
+    )
+    """Most rollouts that the trainer may have trained on since it pushed the weights that sampled a sample's first
+    token. Refused where the two flags above allow for more; what was put back in earlier rollouts and is too old by
+    then is generated anew."""
     update_weight_disk_dir: str | None = flag(None, needs=on("update_weight_transport", "disk"))
     """Directory for --update-weight-transport disk."""
     update_weight_disk_keep_files: bool = flag(False, needs=on("update_weight_transport", "disk"))

@@ -59,6 +59,7 @@ class Collected:
     num_failed: int = 0
     num_surplus: int = 0
     num_aborted: int = 0
+    num_stale: int = 0
     data_seconds: float = 0.0
 
 
@@ -72,6 +73,7 @@ class Collector:
         max_failed_fraction: of ``target``; at least one group may fail.
         abort_timeout: seconds for engines and generate functions to stop at the end.
         journal: what it has of a drawn group takes its place, and what becomes of each is written there.
+        oldest_version: of weights; what older ones have begun of a drawn group is generated anew.
     """
 
     def __init__(
@@ -89,8 +91,9 @@ class Collector:
         stall_timeout: float = 600.0,
         abort_timeout: float = 60.0,
         journal: Journal | None = None,
+        oldest_version: int = 0,
     ) -> None:
-        self._journal = journal
+        self._journal, self._oldest_version = journal, oldest_version
         self.runner, self.source, self.client = runner, source, runner.state.client
         self.target, self.draw_size, self.group_size = target, draw_size, group_size
         self.dynamic_filter = dynamic_filter
@@ -176,11 +179,16 @@ class Collector:
 
     def _taken_up(self, drawn: list[Sample]) -> GroupRun:
         """A drawn group, as far as it has come before."""
-        if self._journal is None or not drawn:
-            return GroupRun.of(drawn, order=len(self.drawn))
-        key = drawn_as(drawn)
-        run = GroupRun.of(self._journal.restore(self._rollout_id, drawn, key), order=len(self.drawn))
-        run.drawn_as, run.is_noted = key, run.is_scored
+        run = GroupRun.of(drawn, order=len(self.drawn))
+        if self._journal is not None and drawn:
+            key = drawn_as(drawn)
+            run = GroupRun.of(self._journal.restore(self._rollout_id, drawn, key), order=len(self.drawn))
+            run.drawn_as, run.is_noted = key, run.is_scored
+        version = run.to_group().oldest_weight_version()
+        if version is not None and version < self._oldest_version and not self.runner.mask_offpolicy:
+            self.result.num_stale += 1
+            run.is_noted = False
+            run.restart()
         return run
 
     def _note(self, kind: Kind, run: GroupRun) -> None:

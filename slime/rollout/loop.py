@@ -95,6 +95,7 @@ class RolloutLoop:
         """Counters of the rollout or evaluation under way, or of the last one."""
         self._waits: Callable[[], str] = str
         self._one_at_a_time = asyncio.Lock()
+        self._oldest_version = 0
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -162,13 +163,16 @@ class RolloutLoop:
 
     # -- training ------------------------------------------------------------------------------------------
 
-    async def generate_batch(self, rollout_id: int) -> RolloutFnTrainOutput:
+    async def generate_batch(self, rollout_id: int, oldest_version: int = 0) -> RolloutFnTrainOutput:
         """``rollout_batch_size`` groups with rewards, sorted by sample index, and their metrics.
 
+        Args:
+            oldest_version: of weights; what older ones have begun is generated anew.
         Raises:
             UserError: see `Collector.collect`; or what a custom rollout function returned does not fit.
         """
         async with self._session() as state:
+            self._oldest_version = oldest_version
             started = time.monotonic()
             custom = _custom_function(self.args.rollout_function_path)
             if custom is None:
@@ -180,7 +184,10 @@ class RolloutLoop:
                 )
                 assert isinstance(returned, RolloutFnTrainOutput)
                 output = returned
-            validate_groups(output.samples, self.args.rollout_function_path or "the rollout")
+            origin = self.args.rollout_function_path or "the rollout"
+            validate_groups(output.samples, origin)
+            if custom is not None:
+                _check_age(output.samples, origin, oldest_version)
             seconds = time.monotonic() - started
 
             def measure(samples: list[Sample]) -> dict[str, float]:
@@ -214,6 +221,7 @@ class RolloutLoop:
             max_failed_fraction=self.config.rollout.rollout_max_failed_fraction,
             stall_timeout=self.config.rollout.rollout_stall_timeout,
             journal=self._journal,
+            oldest_version=self._oldest_version,
         )
         self._progress, self._waits = collector.progress, lambda: collector.watchdog.words
         state.client.counters.take()
@@ -409,6 +417,22 @@ def validate_groups(groups: list[Group], origin: str) -> None:
     groups.sort(key=lambda group: min((s.index for s in group.samples if s.index is not None), default=group.index))
 
 
+def _check_age(groups: list[Group], origin: str, oldest_version: int) -> None:
+    """What a rollout function of the user's own returns must be new enough; the built-in one sees to that itself.
+
+    Raises:
+        UserError: a sample of older weights.
+    """
+    for group in groups:
+        version = group.oldest_weight_version()
+        if version is not None and version < oldest_version:
+            raise UserError(
+                f"{origin} returned group {group.index} with tokens of weights {version}",
+                why=f"--max-staleness allows for {oldest_version} and newer",
+                fix="leave older ones out (rollout_log_probs and token_spans tell), or raise --max-staleness",
+            )
+
+
 def _loop_metrics(collected: Collected, state: GenerateState) -> dict[str, float]:
     """What the collector and the client counted."""
     counts = state.client.counters.take()
@@ -416,6 +440,7 @@ def _loop_metrics(collected: Collected, state: GenerateState) -> dict[str, float
         "rollout/num_failed_groups": collected.num_failed,
         "rollout/num_surplus_groups": collected.num_surplus,
         "rollout/num_aborted_groups": collected.num_aborted,
+        "rollout/num_stale_groups": collected.num_stale,
         "rollout/prompt_too_long": state.counts["prompt_too_long"],
         "rollout/requests": counts["requests"],
         "rollout/retries": counts["retries"],

@@ -394,3 +394,8 @@ class Group:
     @property
     def num_executions(self) -> int:
         return len(self.executions)
+
+    def oldest_weight_version(self) -> int | None:
+        """Of all tokens that are trained on; None where none has one."""
+        versions = [sample.oldest_weight_version() for sample in self.samples]
+        return min((version for version in versions if version is not None), default=None)

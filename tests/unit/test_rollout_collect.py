@@ -43,6 +43,8 @@ class Setup:
     group_rm: bool = False
     drop_every: int = 0
     max_failed_fraction: float = 100.0
+    max_age: int | None = None
+    """In rollouts; the weights of rollout k have the version k + 1."""
 
     def make(self) -> tuple[FakeClient, FakeSource, FakeRewards]:
         client = FakeClient(self.turns, self.fail, self.max_concurrency)
@@ -57,6 +59,8 @@ class Setup:
         state = make_state(client, max_new_tokens=MAX_NEW_TOKENS)
         results = []
         for rollout_id in range(count):
+            if self.max_age is not None:
+                client.weight_version = rollout_id + 1
             runner = GroupRunner(state, rewards, rollout_id=rollout_id, group_rm=self.group_rm)
             collector = Collector(
                 runner,
@@ -68,6 +72,7 @@ class Setup:
                 deterministic=self.deterministic,
                 partial_rollout=self.partial_rollout,
                 max_failed_fraction=self.max_failed_fraction,
+                oldest_version=0 if self.max_age is None else rollout_id + 1 - self.max_age,
             )
             results.append(await collector.collect())
         return results
@@ -98,6 +103,7 @@ setups = st.builds(
     partial_rollout=st.booleans(),
     group_rm=st.booleans(),
     drop_every=st.sampled_from([0, 2, 3]),
+    max_age=st.sampled_from([None, 0, 1]),
 )
 
 
@@ -111,7 +117,9 @@ def test_no_sample_is_lost_or_duplicated(setup: Setup, deterministic: bool) -> N
     fates = Counter(chosen + back + source.discarded)
     assert fates == Counter(range(source.drawn))
     assert client.max_running <= setup.max_concurrency
-    for result in results:
+    for rollout_id, result in enumerate(results):
+        versions = [run.to_group().oldest_weight_version() or 0 for run in result.chosen]
+        assert setup.max_age is None or min(versions) >= rollout_id + 1 - setup.max_age
         assert len(result.chosen) == setup.target
         assert [s.index for r in result.chosen for s in r.samples] == sorted(
             s.index for r in result.chosen for s in r.samples
@@ -181,6 +189,14 @@ def test_partial_rollout_keeps_tokens_and_marks_where_they_began() -> None:
         ]
 
     asyncio.run(resume())
+
+
+def test_what_is_too_old_is_generated_anew() -> None:
+    """Surplus of the first rollout, which would be trained on in the second one without a request."""
+    setup = Setup(target=2, draw_size=4, turns=[1], max_age=0)
+    [first, second], *_ = run(setup, count=2)
+    assert (first.num_stale, second.num_stale) == (0, first.num_surplus) and first.num_surplus > 0
+    assert {run.to_group().oldest_weight_version() for run in second.chosen} == {2}
 
 
 def test_without_partial_rollout_aborted_groups_start_again_from_the_prompt() -> None:
