@@ -37,7 +37,7 @@ class Arguments(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses a flag that is misspelt before its value is taken for an argument.
 
         Raises:
@@ -49,7 +49,7 @@ class Arguments(argparse.ArgumentParser):
             if name.startswith("--") and name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 self.error(f"there is no flag {name}" + (f"; did you mean {near[0]}?" if near else ""))
-        return super().parse_known_args(args, namespace)
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().removeprefix("usage:").split())

@@ -53,13 +53,12 @@ def test_a_command_without_arguments_says_how_it_is_called(name: str, capsys: py
     [
         (["chat", "--temprature", "0", "model"], "there is no flag --temprature; did you mean --temperature?"),
         (["chat", "model", "--max-tokens", "0"], "argument --max-tokens: must be a whole number, at least 1, not '0'"),
-        (["convert", "hf-to-megatron", "--hf_model_pat=a"], "there is no flag --hf_model_pat; did you mean"),
     ],
 )
 def test_a_wrong_flag_alone_is_blamed(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     told = capsys.readouterr().err.splitlines()[0]
-    assert said in told and "path" not in told.replace("model_path", "")
+    assert said in told and "path" not in told
 
 
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

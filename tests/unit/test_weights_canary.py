@@ -289,7 +289,11 @@ def cluster(tmp_path: Path) -> tuple[Cluster, list[str]]:
 
     class Engines:
         fleet = None
-        table = SimpleNamespace(policy=[1])
+        table = SimpleNamespace(policy=[1], taken_in=lambda: None)
+
+        def start_again(self) -> None: ...
+
+        def wait_for_restarts(self, *, for_all: bool) -> None: ...
 
         def again_without_dead(self, work: Callable[[], Any], what: str) -> Any:
             return work()
