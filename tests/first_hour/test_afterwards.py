@@ -75,7 +75,9 @@ def test_serve_prints_what_to_call_and_ends_with_a_signal(run_folder: Path, tmp_
     command = [sys.executable, "-m", "slime", "serve", str(run_folder), "--port", str(port), "--", "--max-slots", "2"]
     environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
     with output.open("w") as stream:
+        heard = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the server would ignore it, as it should
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+        signal.signal(signal.SIGHUP, heard)
     try:
         wait_until(lambda: "print(answer" in output.read_text() or process.poll() is not None, "the welcome")
         text, url = output.read_text(), f"http://127.0.0.1:{port}"

@@ -71,7 +71,8 @@ def test_save_alone_saves_on_the_way_and_leaves_a_model(kept: Driver) -> None:
 
 
 def test_the_last_lines_name_the_model_the_report_and_what_is_next(kept: Driver) -> None:
-    ended, model, checkpoint, report, following = kept.stderr.splitlines()[-5:]
+    ended, model, checkpoint, warning, report, following = kept.stderr.splitlines()[-6:]
+    assert warning.startswith("  warning: Many responses are truncated: ")  # four tokens are few
     assert ended == "finished, 2 of 2 steps"
     assert model == f"  model: {kept.path / 'model'}"
     assert checkpoint == f"  checkpoint: {kept.path / 'checkpoints' / 'iter_0000001'}"
