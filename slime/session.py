@@ -214,7 +214,6 @@ class Session:
         self.sinks.begin(first, schedule.num_rollout, time.monotonic() - began)
         self._last_trained, self._not_logged = None, {}
         self.saving.begin()
-        self._trained_at_push.clear()
         self.update_weights()
         self.cluster.turns()
         logger.warning("going on with rollout %d", first)
