@@ -101,6 +101,8 @@ class Session:
             if not end_within(_CLOSE_SECONDS, lambda: self.cluster.close(politely=politely), self.signals.hurry):
                 logger.error("Ray did not end in time: the run ends without it, its processes are killed")
             self.saving.discard_unfinished()  # whoever wrote it is gone now
+            if self._state == "finished":
+                shutil.rmtree(self.run.journal, ignore_errors=True)
         finally:
             self.sinks.close(self._state)
             _write_report(self.run)

@@ -11,7 +11,7 @@ Along the weights that survive, each finished group is trained on once, and none
 
 A file per rollout, ``journal/rollout_000012.log``: records that are only ever appended,
 
-    length (uint32) │ checksum of the payload (XXH3, uint64) │ payload (pickle)
+    length (uint64) │ checksum of the payload (XXH3, uint64) │ payload (pickle)
 
 the first of which says what the samples were made with. A file ends where a record is cut short or does not fit its
 checksum. Records are written at once, so that the death of every process loses none, and are forced to the disk every
@@ -43,7 +43,7 @@ from slime.samples.types import Sample
 
 logger = get_logger(__name__)
 
-_HEAD = struct.Struct("<IQ")
+_HEAD = struct.Struct("<QQ")
 _SYNC_SECONDS = 1.0
 #: Functions of the user's own that have a hand in a sample before it is judged.
 _MAKERS = ("custom_generate_function_path", "rollout_sample_hook_path", "custom_rm_path")
@@ -100,21 +100,34 @@ class Journal:
     def _read_all(self) -> None:
         removed = 0
         for rollout_id, path in sorted(_files_in(self._folder).items()):
-            with path.open("r+b") as file:
-                records = list(_records(file))
-                if not records or records[0][1] != self._made_with:
-                    removed += len(records[1:])
-                    path.unlink()
-                    continue
-                for offset, (kind, group_index, drawn_as) in ((at, record[:3]) for at, record in records[1:]):
-                    place = _Place(Kind(kind), rollout_id, drawn_as, offset)
-                    self._places.setdefault(group_index, []).append(place)
-                file.truncate(file.tell())
+            try:
+                removed += self._read_file(rollout_id, path)
+            except OSError as problem:
+                logger.error(
+                    "the journal of rollout %d is lost, its groups are generated again: %s", rollout_id, problem
+                )
         if removed:
             logger.warning(
                 "%d groups of the journal were generated with other flags, data or functions: they are left out",
                 removed,
             )
+
+    def _read_file(self, rollout_id: int, path: Path) -> int:
+        """Note what is in a file; one that was made otherwise is removed.
+
+        Returns:
+            The number of records that were removed.
+        """
+        with path.open("r+b") as file:
+            records = _records(file)
+            _, made_with = next(records, (0, None))
+            if made_with != self._made_with:
+                path.unlink()
+                return sum(1 for _ in records)
+            for offset, (kind, group_index, key, _) in records:
+                self._places.setdefault(group_index, []).append(_Place(Kind(kind), rollout_id, key, offset))
+            file.truncate(file.tell())
+        return 0
 
     def restore(self, rollout_id: int, drawn: list[Sample], key: int) -> list[Sample]:
         """What the journal has of a drawn group in the place of it, or ``drawn`` where it has nothing.
@@ -138,11 +151,12 @@ class Journal:
         try:
             with _path(self._folder, place.rollout_id).open("rb") as file:
                 file.seek(place.offset)
-                _, record = next(_records(file), (0, None))
-        except OSError as problem:
-            logger.warning("the journal of rollout %d cannot be read: %s", place.rollout_id, problem)
+                _, record = next(_records(file))
+            found: list[dict[str, Any]] = pickle.loads(record[3])
+        except Exception as problem:  # a disk, or a class of the user's that is not there any more
+            logger.warning("a group of rollout %d cannot be read, it is generated again: %r", place.rollout_id, problem)
             return None
-        return record[3] if record is not None else None
+        return found
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -155,8 +169,9 @@ class Journal:
         index = samples[0].group_index
         if not self._is_open or index is None:
             return
-        content = [] if kind is Kind.FORGOTTEN else [sample.to_dict() for sample in samples]
         try:
+            kept = [] if kind is Kind.FORGOTTEN else [sample.to_dict() for sample in samples]
+            content = pickle.dumps(kept, protocol=pickle.HIGHEST_PROTOCOL)  # apart: most are never read
             with self._lock:
                 file = self._file(rollout_id)
                 place = _Place(kind, rollout_id, key, file.tell())
@@ -297,11 +312,13 @@ def _append(file: BinaryIO, record: Any) -> None:
 
 def _records(file: BinaryIO) -> Iterator[tuple[int, Any]]:
     """(offset, record) of all that are whole, from where the file stands; it then stands behind the last of them."""
-    at = file.tell()
+    at, size = file.tell(), os.fstat(file.fileno()).st_size
     while len(head := file.read(_HEAD.size)) == _HEAD.size:
         length, checksum = _HEAD.unpack(head)
+        if length > size - file.tell():  # cut short, or no length at all
+            break
         payload = file.read(length)
-        if len(payload) < length or xxhash.xxh3_64_intdigest(payload) != checksum:
+        if xxhash.xxh3_64_intdigest(payload) != checksum:
             break
         yield at, pickle.loads(payload)
         at = file.tell()

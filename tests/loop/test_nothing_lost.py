@@ -87,14 +87,15 @@ def test_what_was_finished_is_not_generated_again(begin: Callable[..., Driver], 
     driver.end()
     driver.leaves_nothing()
     (hold / "hold-sample-15").unlink()
+    journal = sorted(path.name for path in (driver.path / "journal").iterdir())
+    assert journal == ["rollout_000000.log", "rollout_000001.log"]
 
     driver = begin("killed", *flags)
     assert driver.end() == 0, driver.stderr
     assert scores.generated_twice() == [] and len(scores.by_group()) == 8
     rows = [row for row in driver.rows() if "rollout/raw_reward" in row]
     assert [row["rollout/num_restored_groups"] for row in rows] == [_GROUPS, _GROUPS - 1]
-    journal = sorted(path.name for path in (driver.path / "journal").iterdir())
-    assert journal == ["rollout_000000.log", "rollout_000001.log"]
+    assert not (driver.path / "journal").exists(), "a run that is finished needs it no more"
 
 
 # -- injections ----------------------------------------------------------------------------------------------

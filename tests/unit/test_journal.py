@@ -186,3 +186,22 @@ def test_what_samples_are_made_with(tmp_path: Path) -> None:
     assert module._made_with(make_config(**flags, prompt_data="other.jsonl")) != base
     reward.write_text("def score(args, sample): return 2.0\n")
     assert module._made_with(make_config(**flags)) != base
+
+
+def test_what_cannot_be_read_is_generated_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A class that has gone, and a file that is a folder."""
+    journal = Journal(folder, "flags")
+    note(journal, Kind.FINISHED, 1, generated(4, metadata={"x": Gone()}))
+    note(journal, Kind.FINISHED, 1, generated(5))
+    (folder / "rollout_000009.log").mkdir()
+    kept = globals().pop("Gone")
+    try:
+        again = Journal(folder, "flags")
+        assert restored(again, 1, 4) == drawn(4) and restored(again, 1, 5) == generated(5)
+    finally:
+        globals()["Gone"] = kept
+    assert "cannot be read, it is generated again" in caplog.text and "the journal of rollout 9 is lost" in caplog.text
+
+
+class Gone:
+    """Of the user's, and not there any more when the journal is read."""
