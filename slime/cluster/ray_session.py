@@ -73,6 +73,8 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     # Ray's own metrics and usage reporting cost processes and start-up time, and report to the outside.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
+    # Chosen anew like all others, where Ray has a fixed number, which one run of a host would get and the others not.
+    os.environ.setdefault("AUTOSCALER_METRIC_PORT", "0")
     # Workers that wait for tasks of a driver: ours are actors, each of which gets a worker of its own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     global _reaper
