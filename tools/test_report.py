@@ -32,8 +32,8 @@ ROOT = Path(__file__).parents[1]
 REPORT = "docs/test-report.md"
 #: A folder per state of the sources, in it a file of results per test file.
 RESULTS = ".cache/test-report"
-#: Longest time of a file: rare layouts start hundreds of trainers.
-MINUTES = 60.0
+#: Longest time of a file: rare layouts start hundreds of trainers, random kills hundreds of runs.
+MINUTES = 180.0
 
 
 @dataclass
