@@ -14,16 +14,19 @@ unexport PYTHONDONTWRITEBYTECODE
 
 install: $(STAMP)
 
+# Without --no-compile pip would compile every module of every package, one after the other, of which a run imports a third.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile
+
+# The largest package is compiled, by being imported, while pip fetches the others.
 $(RUNS): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e .
+	$(PIP_INSTALL) "$(TORCH)"
+	{ $(BIN)/python -c "import torch" 2>/dev/null & $(PIP_INSTALL) -e . && wait; }
 	@touch $(RUNS)
 
 # With what tests, lint and types need besides.
 $(STAMP): $(RUNS)
-	$(BIN)/python -m pip install --quiet -e ".[dev,wandb,gguf]"
+	$(PIP_INSTALL) -e ".[dev,wandb,gguf]"
 	@touch $(STAMP)
 
 demo: $(RUNS)

@@ -84,7 +84,8 @@ class Cluster:
         self.config, self.run_path = config, run_path
         self.plan = PlacementPlan.of(config)
         self._should_stop, self._on_progress, self._on_push = should_stop, on_progress, on_push
-        self._take_turns = config.sync.async_buffer_size == 0  # each may use all CPU cores
+        is_sft = config.algorithm.loss_type == "sft_loss"  # its engines, if any, evaluate
+        self._take_turns = is_sft or config.sync.async_buffer_size == 0  # each may use all CPU cores
         self._started_ray = False
         self._slots: Slots | None = None
         self._rollout: RolloutHandle | None = None

@@ -371,13 +371,14 @@ class SyncConfig:
     update_weights_interval: int = flag(1, range=SOME, needs=GENERATES, serves=("driver", "engine"))
     """Push the weights every so many rollouts."""
     async_buffer_size: int = derived(
-        "0 for train, 1 for train-async",
+        "0 for train, 1 for train-async and for supervised fine-tuning",
         range=NONE_OR_SOME,
         needs=unless("debug_rollout_only", why="nothing is trained", warns=True),
         serves="driver",
     )
     """Most rollouts finished or under way ahead of the trainer. 0 is lock step. A sample is trained on at most
-    async_buffer_size + update_weights_interval - 1 rollouts after its weights were pushed."""
+    async_buffer_size + update_weights_interval - 1 rollouts after its weights were pushed. Batches of supervised
+    fine-tuning depend on no weights: the next one is made while the trainer trains."""
     max_staleness: int | None = flag(
         None,
         range=NONE_OR_SOME,

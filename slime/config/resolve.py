@@ -52,6 +52,8 @@ def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", i
 
 
 def _overlap(draft: Draft) -> None:
+    if draft["loss_type"] == "sft_loss":
+        draft.derive("async_buffer_size", 1, "the data's own answers depend on no weights")
     draft.derive("async_buffer_size", int(draft.entry == "train_async"), f"slime {draft.entry.replace('_', '-')}")
 
 
