@@ -56,7 +56,7 @@ OLD_MODULES: dict[str, dict[str, str]] = {
     "slime.rollout.base_types": {
         "RolloutFnTrainOutput": f"{_HOOKS}:RolloutFnTrainOutput",
         "RolloutFnEvalOutput": f"{_HOOKS}:RolloutFnEvalOutput",
-        "call_rollout_fn": f"{_LOOP}:call_rollout_fn",
+        "call_rollout_fn": "slime.rollout.user_rollouts:call_rollout_fn",
     },
     "slime.rollout.data_source": {
         "DataSource": f"{_HOOKS}:DataSource",

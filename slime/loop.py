@@ -10,7 +10,8 @@ Asynchronous (``slime train-async``, --async-buffer-size N): up to N rollouts ar
 
     generate │ 0 │ 1 │ 2 │ 3 │ …                  rollout k is generated with the weights of the last push
     train        │ 0 │ 1 │ 2 │ …                  while rollout k - N … k - 1 is trained on
-    push             ▲   ▲   ▲                    between two generations, every --update-weights-interval rollouts
+    push             ▲   ▲   ▲                    between two generations, every --update-weights-interval rollouts;
+                                                  or in the midst of them: --update-weights-in-flight
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def train_on(session: Session) -> None:
         if session.saving.is_due(rollout_id):
             session.save(rollout_id)
         if schedule.pushes(rollout_id):
-            session.wait_for(generating)  # a push is for a moment between two generations
+            if not session.config.sync.update_weights_in_flight:
+                session.wait_for(generating)  # else answers go on with the new weights
             metrics |= session.update_weights()
         if schedule.evaluates(rollout_id):
             metrics |= session.evaluate(rollout_id)

@@ -351,6 +351,9 @@ class CheckpointConfig:
     """Adam without kept moments."""
 
 
+_TRAINS = unless("debug_rollout_only", why="nothing is trained", warns=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
     """Weights from trainer to engines."""
@@ -373,12 +376,24 @@ class SyncConfig:
     async_buffer_size: int = derived(
         "0 for train, 1 for train-async and for supervised fine-tuning",
         range=NONE_OR_SOME,
-        needs=unless("debug_rollout_only", why="nothing is trained", warns=True),
+        needs=_TRAINS,
         serves="driver",
     )
     """Most rollouts finished or under way ahead of the trainer. 0 is lock step. A sample is trained on at most
     async_buffer_size + update_weights_interval - 1 rollouts after its weights were pushed. Batches of supervised
     fine-tuning depend on no weights: the next one is made while the trainer trains."""
+    update_weights_in_flight: bool = flag(
+        False,
+        needs=(
+            SAMPLES,
+            _TRAINS,
+            on("async_buffer_size", why="in lock step nothing is generated while weights are pushed"),
+            unless("deterministic_rollout", why="which token is the first of new weights depends on timing"),
+        ),
+        serves="driver",
+    )
+    """Push the weights while answers are being generated, which go on with them, instead of waiting until the rollouts
+    under way have ended. Every token keeps the version that sampled it."""
     max_staleness: int | None = flag(
         None,
         range=NONE_OR_SOME,

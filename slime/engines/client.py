@@ -5,6 +5,7 @@
                            retries   lost connections and 5xx, with backoff, until ``retry_seconds`` have passed
                            deadline  one for each request, retries included
                            abort     of everything on every engine; requests made meanwhile come back as aborted
+                           beside    a second client for what goes on at the same time, with requests of its own
 
 A request may be sent again after a failure: nothing but the answer comes out of it, and in deterministic mode its
 seed makes the answer the same.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import random
 import time
 from collections.abc import Iterator
@@ -103,6 +105,8 @@ class RolloutClient:
         self._policy_urls = {self.base_url}
         """The router's, and those of the engines that it has named so far."""
         self._next_key = 0
+        self._company = [self]
+        """The clients of what goes on at the same time, this one among them."""
 
     async def __aenter__(self) -> RolloutClient:
         return self
@@ -114,6 +118,27 @@ class RolloutClient:
         for engine in self._engines.values():
             await engine.close()
         self._engines.clear()
+
+    @contextlib.contextmanager
+    def beside(self, *, own_slots: bool = False) -> Iterator[RolloutClient]:
+        """A client for another rollout at the same time: with counters, requests and aborts of its own.
+
+        Since engines can only abort everything, an abort of one cuts the others' requests short, too; whoever sent
+        them sends them again, from where they were (`slime.rollout.generate`).
+
+        Args:
+            own_slots: as many again, for what shall not queue behind the others' samples.
+        """
+        client = copy.copy(self)
+        client.counters, client.in_flight, client._aborting = ClientCounters(), {}, asyncio.Event()
+        client.last_progress = time.monotonic()
+        if own_slots:
+            client.slots = asyncio.Semaphore(self.max_concurrency)
+        self._company.append(client)
+        try:
+            yield client
+        finally:
+            self._company.remove(client)
 
     async def engine(self, url: str = "") -> EngineClient:
         """The shared connection pool of one base URL (default: the router's)."""
@@ -219,7 +244,7 @@ class RolloutClient:
         counts = {worker.url: 0 for worker in workers if worker.healthy}
         if not counts:
             raise EngineError(self.base_url, "the router has no healthy engine", 503)
-        for other in self.in_flight.values():
+        for other in (other for client in self._company for other in client.in_flight.values()):
             if other is not request and other.url in counts:
                 counts[other.url] += 1
         return min(counts, key=lambda url: counts[url])
@@ -255,7 +280,8 @@ class RolloutClient:
             self._aborting.clear()
 
     async def abort_all(self, timeout: float = 60.0) -> None:
-        """Stop every request on every engine; return when all of them are idle. Call inside `abort_scope`.
+        """Stop every request on every engine; return when all of them are idle, or, beside others' requests, when our
+        own have come back. Call inside `abort_scope`.
 
         The order to abort is repeated until then, since a request may still be on its way when the first arrives.
         An engine that does not answer does not hold up the end, as long as our own requests have all come back.
@@ -269,7 +295,8 @@ class RolloutClient:
         while True:
             states = await asyncio.gather(*(self._abort_worker(worker) for worker in workers))
             unanswered = sum(request.ends_with_rollout for request in self.in_flight.values())
-            if not unanswered and not any(count for count, _ in states):
+            alone = not any(client.in_flight for client in self._company if client is not self)
+            if not unanswered and not (alone and any(count for count, _ in states)):
                 break
             if time.monotonic() > end:
                 said = [f"{unanswered} requests unanswered"]

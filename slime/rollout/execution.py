@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
+from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
 from slime.errors import UserError
 from slime.hook_loading import accepted, call_hook, check_signature, load_function, user_frames, with_user_frames
@@ -42,6 +43,8 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+#: A generate function that asks the engines itself is called so often, when pushes of weights cut its answers short.
+_MOST_CUTS = 8
 
 
 class Rewards(Protocol):
@@ -255,8 +258,15 @@ class GroupRunner:
                 sample.status = SampleStatus.ABORTED
                 return
             execution.enter(Activity.GENERATING)
-            returned, origin = await self._call_generate(execution, sample)
-        self._accept(execution, returned, origin)
+            for _ in range(_MOST_CUTS):
+                returned, origin = await self._call_generate(execution, execution.samples[0])
+                self._accept(execution, returned, origin)
+                if self.state.client.aborting or not _was_cut(execution):
+                    break
+                execution.rewind()  # user code asked the engines itself, and a push of weights came between
+                execution.enter(Activity.GENERATING)
+            else:
+                raise EngineError(self.state.client.base_url, f"{origin} was cut short {_MOST_CUTS} times by aborts")
         if execution.is_generated:
             execution.enter(Activity.HOOKS)
             await self._run_hooks(execution)
@@ -402,6 +412,10 @@ def _set_rewards(samples: list[Sample], scores: list[Any] | None) -> None:
         )
     for sample, score in zip(samples, scores):
         sample.reward = score
+
+
+def _was_cut(execution: Execution) -> bool:
+    return any(sample.status is SampleStatus.ABORTED for sample in execution.samples)
 
 
 def _copy_of_prompt(sample: Sample) -> Sample:

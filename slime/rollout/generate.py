@@ -20,6 +20,7 @@ import contextvars
 import copy
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,8 @@ from slime.samples.types import Sample, SampleStatus
 logger = get_logger(__name__)
 
 _MASK64 = (1 << 64) - 1
-_MAX_RESUMES = 64
+#: A request may be cut short so often in a row without a token between.
+MOST_IDLE_CUTS = 64
 #: What SGLang and the embedded engine say to a prompt that fills the context.
 _NO_ROOM = ("context length", "the context holds")
 
@@ -51,10 +53,12 @@ class GenerateState:
         sampling_params: defaults of this rollout; each request gets a copy of its own.
         max_context_len: most tokens of prompt plus response, None for no limit but the engine's.
         deterministic: requests carry a seed made from ``rollout_seed`` and the sample's index.
+        oldest_version: of weights; what older ones have begun is generated anew.
         routed_experts: ask the engine which experts it used, for the trainer to use them again.
         loop: the event loop that everything runs on.
         processor: of images and other media; always None in this version, plugins look for it.
         counts: events worth a metric, e.g. "prompt_too_long".
+        progress, waits: see `slime.rollout.loop.RolloutLoop`; a rollout function of the user's own tells nothing.
     """
 
     args: Any
@@ -64,10 +68,13 @@ class GenerateState:
     max_context_len: int | None = None
     deterministic: bool = False
     rollout_seed: int = 0
+    oldest_version: int = 0
     routed_experts: bool = False
     loop: asyncio.AbstractEventLoop | None = None
     processor: Any = None
     counts: Counter[str] = field(default_factory=Counter)
+    progress: Callable[[], dict[str, float]] = dict
+    waits: Callable[[], str] = str
 
     @property
     def semaphore(self) -> asyncio.Semaphore:
@@ -180,21 +187,27 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
     Raises:
         RequestRefused: the engine refused the request for another reason than its length.
-        EngineError: no answer after retries, or aborted again and again.
+        EngineError: no answer after retries, or aborted again and again without a token between.
     """
     state = current_state(args)
     sample.tokens = sample.tokens or prompt_token_ids(state.tokenizer, sample)
     sample.session_id = sample.session_id or uuid.uuid4().hex
-    for attempt in range(_MAX_RESUMES):
+    idle = 0
+    while idle < MOST_IDLE_CUTS:
         params = _remaining_params(state, sample, sampling_params)
         if params is None:
             sample.status = SampleStatus.TRUNCATED
             return sample
-        await _pause(min(attempt, 10) * 0.05)  # whoever aborts us may still be at work
+        await _pause(min(idle, 10) * 0.05)  # whoever aborts us may still be at work
+        length = sample.response_length
         await _call_engine(state, sample, params)
         if sample.status is not SampleStatus.ABORTED or state.aborted:
             return sample
-    raise EngineError(state.client.base_url, f"sample {sample.index} was aborted {_MAX_RESUMES} times")
+        state.counts["continued"] += 1
+        idle = idle + 1 if sample.response_length == length else 0
+    raise EngineError(
+        state.client.base_url, f"sample {sample.index} was aborted {MOST_IDLE_CUTS} times without a token between"
+    )
 
 
 async def _pause(seconds: float) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import contextvars
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,8 +24,8 @@ from slime.engines.api import EngineClient, EngineError
 from slime.engines.client import RolloutClient
 from slime.engines.router import list_workers, wants_routing_key
 from slime.errors import UserError
-from slime.hook_loading import call_hook, call_user_function, failures_of, load_function
-from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutFunction, check_hooks
+from slime.hook_loading import call_user_function, load_function
+from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, check_hooks
 from slime.log import get_logger
 from slime.rollout.collect import Collected, Collector
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
@@ -42,9 +42,9 @@ from slime.rollout.generate import (
 from slime.rollout.journal import Journal
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards.pool import RewardPool
+from slime.rollout.user_rollouts import call_rollout_fn, check_age, validate_groups
 from slime.rollout.watchdog import Watchdog
-from slime.samples.groups import groups_from_nested
-from slime.samples.types import Group, Sample
+from slime.samples.types import Sample
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -55,7 +55,11 @@ _RETRY_SECONDS = {False: 60.0, True: 600.0}
 
 
 class RolloutLoop:
-    """Generates training batches and evaluates. One at a time; both on the event loop that called `start`.
+    """Generates training batches and evaluates, all on the event loop that called `start`.
+
+    Rollouts that were begun go on beside each other, and evaluations beside them: a rollout's last long answers leave
+    room that the next one's first prompts use. Deterministic rollouts and functions of the user's own, which may keep
+    state, take turns.
 
     Args:
         source: where prompts come from (and unfinished ones go back to).
@@ -91,11 +95,11 @@ class RolloutLoop:
         self._eval_sets: list[EvalSet] | None = None
         self._client: RolloutClient | None = None
         self._rewards: RewardPool | None = None
-        self._progress: Callable[[], dict[str, float]] = dict
-        """Counters of the rollout or evaluation under way, or of the last one."""
-        self._waits: Callable[[], str] = str
-        self._one_at_a_time = asyncio.Lock()
-        self._oldest_version = 0
+        self._under_way: list[GenerateState] = []
+        """Evaluations, then rollouts, the oldest first."""
+        self._last: GenerateState | None = None
+        """Of the one that ended last."""
+        self._starting, self._one_at_a_time = asyncio.Lock(), asyncio.Lock()
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -106,8 +110,11 @@ class RolloutLoop:
             EngineError: the router does not answer.
             UserError: evaluation data that cannot be used.
         """
-        if self._client is not None:
-            return
+        async with self._starting:
+            if self._client is None:
+                await self._start()
+
+    async def _start(self) -> None:
         config = self.config
         policy = config.engine.router.get("policy") or "cache_aware"
         async with EngineClient(self.base_url) as router:
@@ -139,27 +146,40 @@ class RolloutLoop:
         return self._rewards
 
     @contextlib.asynccontextmanager
-    async def _session(self) -> AsyncIterator[GenerateState]:
-        """The state of one rollout, bound for generate functions and for `generate_rollout`."""
-        async with self._one_at_a_time:
-            await self.start()
-            assert self._client is not None
-            rollout = self.config.rollout
-            state = GenerateState(
-                args=self.args,
-                tokenizer=self.tokenizer,
-                client=self._client,
-                sampling_params=rollout_sampling_params(self.config),
-                max_context_len=context_limit(rollout.rollout_max_context_len, self.config.train.seq_length),
-                deterministic=rollout.deterministic,
-                rollout_seed=rollout.rollout_seed,
-                routed_experts=self.config.train.use_rollout_routing_replay,
-                loop=asyncio.get_running_loop(),
-            )
-            bind_state(state)
-            _LOOP.set(self)
-            self._progress, self._waits = dict, str  # a function of the user's own tells nothing
-            yield state
+    async def _session(
+        self, *, alone: bool, evaluation: bool = False, oldest_version: int = 0
+    ) -> AsyncIterator[GenerateState]:
+        """The state of one rollout or evaluation, bound for generate functions and for `generate_rollout`.
+
+        Args:
+            alone: beside no other such one.
+        """
+        await self.start()
+        assert self._client is not None
+        turn = self._one_at_a_time if alone else contextlib.nullcontext()
+        async with turn:
+            with self._client.beside(own_slots=evaluation) as client:
+                rollout = self.config.rollout
+                state = GenerateState(
+                    args=self.args,
+                    tokenizer=self.tokenizer,
+                    client=client,
+                    sampling_params=rollout_sampling_params(self.config),
+                    max_context_len=context_limit(rollout.rollout_max_context_len, self.config.train.seq_length),
+                    deterministic=rollout.deterministic,
+                    rollout_seed=rollout.rollout_seed,
+                    oldest_version=oldest_version,
+                    routed_experts=self.config.train.use_rollout_routing_replay,
+                    loop=asyncio.get_running_loop(),
+                )
+                bind_state(state)
+                _LOOP.set(self)
+                self._under_way.insert(0 if evaluation else len(self._under_way), state)
+                try:
+                    yield state
+                finally:
+                    self._under_way.remove(state)
+                    self._last = state
 
     # -- training ------------------------------------------------------------------------------------------
 
@@ -171,10 +191,10 @@ class RolloutLoop:
         Raises:
             UserError: see `Collector.collect`; or what a custom rollout function returned does not fit.
         """
-        async with self._session() as state:
-            self._oldest_version = oldest_version
+        custom = _custom_function(self.args.rollout_function_path)
+        alone = custom is not None or self.config.rollout.deterministic
+        async with self._session(alone=alone, oldest_version=oldest_version) as state:
             started = time.monotonic()
-            custom = _custom_function(self.args.rollout_function_path)
             if custom is None:
                 output = await self.generate_built_in(rollout_id, state, self.source)
             else:
@@ -187,7 +207,7 @@ class RolloutLoop:
             origin = self.args.rollout_function_path or "the rollout"
             validate_groups(output.samples, origin)
             if custom is not None:
-                _check_age(output.samples, origin, oldest_version)
+                check_age(output.samples, origin, oldest_version)
             seconds = time.monotonic() - started
 
             def measure(samples: list[Sample]) -> dict[str, float]:
@@ -221,9 +241,9 @@ class RolloutLoop:
             max_failed_fraction=self.config.rollout.rollout_max_failed_fraction,
             stall_timeout=self.config.rollout.rollout_stall_timeout,
             journal=self._journal,
-            oldest_version=self._oldest_version,
+            oldest_version=state.oldest_version,
         )
-        self._progress, self._waits = collector.progress, lambda: collector.watchdog.words
+        state.progress, state.waits = collector.progress, lambda: collector.watchdog.words
         state.client.counters.take()
         async with self._load_snapshots(state.client) as loads:
             collected = await collector.collect()
@@ -257,13 +277,16 @@ class RolloutLoop:
             task.cancel()
 
     def progress(self) -> dict[str, float]:
-        """``done`` and ``target`` in prompts and ``tokens`` so far, of the rollout or evaluation under way or the last
-        one."""
-        return self._progress()
+        """``done`` and ``target`` in prompts and ``tokens`` so far, of the evaluation under way, of the oldest rollout
+        under way, or of the last one."""
+        return shown.progress() if (shown := self._shown()) else {}
 
     def waits(self) -> str:
         """Who waits for whom, where nothing has moved for a while; else ""."""
-        return self._waits()
+        return shown.waits() if (shown := self._shown()) else ""
+
+    def _shown(self) -> GenerateState | None:
+        return self._under_way[0] if self._under_way else self._last
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
@@ -273,10 +296,10 @@ class RolloutLoop:
         Raises:
             UserError: no evaluation set, too many failures, a stall, or a mistake in user code.
         """
-        async with self._session() as state:
+        path = self.args.eval_function_path
+        custom = _custom_function(path)
+        async with self._session(alone=custom is not None, evaluation=True) as state:
             started = time.monotonic()
-            path = self.args.eval_function_path
-            custom = _custom_function(path)
             if custom is None:
                 output = await self.evaluate_built_in(rollout_id, state)
             else:
@@ -297,8 +320,8 @@ class RolloutLoop:
             )
 
         def started(tasks: Tasks, watchdogs: Sequence[Watchdog]) -> None:
-            self._progress = lambda: progress_of(tasks)
-            self._waits = lambda: next((watchdog.words for watchdog in watchdogs if watchdog.words), "")
+            state.progress = lambda: progress_of(tasks)
+            state.waits = lambda: next((watchdog.words for watchdog in watchdogs if watchdog.words), "")
 
         output = await evaluate(
             self._eval_sets,
@@ -378,61 +401,6 @@ def _custom_function(path: str | None) -> Any:
     return None if fn in (generate_rollout, generate_rollout_async) else fn
 
 
-async def call_rollout_fn(
-    fn: RolloutFunction, args: Any, rollout_id: int, data_source: DataSource, *, evaluation: bool, path: str = ""
-) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a user's rollout function; a bare list (training) or dict (evaluation) is wrapped, samples become groups.
-
-    Raises:
-        UserError: it returned something else, or samples that do not fit `groups_from_nested`.
-    """
-    origin = path or str(fn)
-    with failures_of(f"'{origin}'"):
-        output = await call_hook(fn, args, rollout_id, data_source, in_thread=True, evaluation=evaluation)
-    if evaluation and isinstance(output, dict):
-        return RolloutFnEvalOutput(output)
-    if evaluation and isinstance(output, RolloutFnEvalOutput):
-        return output
-    if not evaluation and isinstance(output, list):
-        output = RolloutFnTrainOutput(output)
-    if not evaluation and isinstance(output, RolloutFnTrainOutput):
-        return RolloutFnTrainOutput(groups_from_nested(output.samples, origin), output.metrics)
-    wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
-    raise UserError(f"{origin} returned a {type(output).__name__}", fix=f"return a slime.hooks.{wanted.__name__}")
-
-
-def validate_groups(groups: list[Group], origin: str) -> None:
-    """Check what goes to training, and sort it by sample index.
-
-    Raises:
-        UserError: no groups, lengths that do not fit, samples without tokens.
-    """
-    if not groups:
-        raise UserError(f"{origin} returned no groups", fix="return rollout_batch_size groups of samples")
-    for group in groups:
-        for sample in group.samples:
-            sample.validate(origin)
-            if not sample.tokens:
-                raise UserError(f"{origin} returned a sample (index {sample.index}) without tokens")
-    groups.sort(key=lambda group: min((s.index for s in group.samples if s.index is not None), default=group.index))
-
-
-def _check_age(groups: list[Group], origin: str, oldest_version: int) -> None:
-    """What a rollout function of the user's own returns must be new enough; the built-in one sees to that itself.
-
-    Raises:
-        UserError: a sample of older weights.
-    """
-    for group in groups:
-        version = group.oldest_weight_version()
-        if version is not None and version < oldest_version:
-            raise UserError(
-                f"{origin} returned group {group.index} with tokens of weights {version}",
-                why=f"--max-staleness allows for {oldest_version} and newer",
-                fix="leave older ones out (rollout_log_probs and token_spans tell), or raise --max-staleness",
-            )
-
-
 def _loop_metrics(collected: Collected, state: GenerateState) -> dict[str, float]:
     """What the collector and the client counted."""
     counts = state.client.counters.take()
@@ -442,6 +410,7 @@ def _loop_metrics(collected: Collected, state: GenerateState) -> dict[str, float
         "rollout/num_aborted_groups": collected.num_aborted,
         "rollout/num_stale_groups": collected.num_stale,
         "rollout/prompt_too_long": state.counts["prompt_too_long"],
+        "rollout/continued_requests": state.counts["continued"],
         "rollout/requests": counts["requests"],
         "rollout/retries": counts["retries"],
         "perf/data_wait_time": collected.data_seconds,

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from slime.errors import UserError
 from slime.hooks import DataSource, RolloutFnTrainOutput
+from slime.rollout.continued import answered
 from slime.rollout.execution import GroupRun, GroupRunner
 from slime.rollout.generate import current_state
 from slime.rollout.loop import current_loop
@@ -32,7 +33,8 @@ async def post(
     """POST JSON and return the decoded answer.
 
     While an abort is under way, what is meant for the policy's router or engines is not sent and gets the empty "abort"
-    answer of ``/generate``; judges, tools and other models answer as ever.
+    answer of ``/generate``; judges, tools and other models answer as ever. An answer that a push of weights cuts short
+    is completed (`slime.rollout.continued`).
 
     Args:
         max_retries: 0 or 1 for a single try; otherwise the rollout's own retry rules hold.
@@ -45,7 +47,14 @@ async def post(
         raise UserError(f"http action {action!r} is not supported", fix="use 'post', or get()")
     origin, path = _split(url)
     state = current_state()
-    answer = await state.client.post(path, payload, url=origin, headers=headers, retry=max_retries > 1)
+
+    async def send(body: dict[str, Any]) -> Any:
+        return await state.client.post(path, body, url=origin, headers=headers, retry=max_retries > 1)
+
+    def count() -> None:
+        state.counts["continued"] += 1
+
+    answer = await answered(send, payload, lambda: state.aborted, count)
     return {"text": "", "output_ids": [], "meta_info": dict(_ABORTED_META)} if answer is None else answer
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +27,13 @@ import torch
 from safetensors.torch import load_file
 
 from slime.engines.api import GET_ROUTES, POST_ROUTES, EngineClient, EngineError
+from slime.engines.client import RolloutClient
 from slime.engines.router import list_workers, register_workers
 from slime.engines.wire.buckets import fingerprint, pack
 from slime.engines.wire.process_group import ExternalGroup
 from slime.engines.wire.shared_memory import Segment
+from slime.rollout.generate import GenerateState, bind_state, generate, sampling_params
+from slime.samples.types import Sample
 from tests.support.contract_servers import (
     CONTEXT,
     PROMPT,
@@ -350,6 +353,36 @@ def test_a_push_in_the_middle_is_told_apart_token_by_token(engine: Server, other
     meta = request.join()["meta_info"]
     (first, old), (second, new) = meta["token_weight_versions"]
     assert (first, old, new) == (0, "0", "5") and 0 < second < 240
+
+
+def test_answers_cut_by_a_push_go_on_with_exactly_the_new_weights(
+    engine: Server, model_dir: Path, other_dir: Path
+) -> None:
+    """What the new weights sample sees keys and values of theirs alone, also of the prompt and the old tokens."""
+    sample = Sample(tokens=list(PROMPT), index=0)
+
+    async def rollout() -> None:
+        async with RolloutClient(engine.url, max_concurrency=4) as client:
+            params = sampling_params(temperature=1.0, max_new_tokens=240, ignore_eos=True, skip_special_tokens=False)
+            bind_state(GenerateState(SimpleNamespace(), byte_tokenizer(), client, params))
+            await generate(None, sample, params)
+
+    def in_thread() -> dict[str, Any]:
+        asyncio.run(rollout())
+        return {}
+
+    request = Background(in_thread)
+    wait_until(lambda: num_running(engine) == 1)
+    engine.ok("/pause_generation", {"mode": "abort"})
+    push_by_shared_memory(engine, other_dir)
+    engine.ok("/flush_cache")
+    engine.ok("/continue_generation")
+    request.join()
+    assert sample.weight_versions == ["0", "5"] and sample.response_length == 240
+    bound = sample.token_spans[1].start
+    assert 0 < bound < 240
+    old, new = (logprobs_of(path, sample.tokens)[-240:] for path in (model_dir, other_dir))
+    assert sample.rollout_log_probs == pytest.approx(old[:bound] + new[bound:], abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["name", "shape", "segment"])

@@ -143,6 +143,33 @@ def test_an_abort_leaves_other_servers_alone() -> None:
     run(test)
 
 
+def test_an_abort_beside_another_rollout_waits_for_its_own_requests_alone() -> None:
+    async def test(engine: FakeEngine, base: RolloutClient) -> None:
+        with base.beside() as client, base.beside(own_slots=True) as other:
+            assert client.slots is base.slots and other.slots is not base.slots
+            engine.hold.clear()
+            mine = asyncio.create_task(client.generate([20], PARAMS))
+            while engine.in_flight < 1:
+                await asyncio.sleep(0.001)
+
+            async def sent_again() -> GenerateResult:
+                while (result := await other.generate([21], PARAMS)).finish_reason == "abort":
+                    assert not other.aborting
+                return result
+
+            theirs = asyncio.create_task(sent_again())
+            while engine.in_flight < 2:
+                await asyncio.sleep(0.001)
+            with client.abort_scope():
+                await client.abort_all(timeout=5)
+                assert (await mine).finish_reason == "abort" and not theirs.done()
+            engine.hold.set()
+            assert (await theirs).finish_reason != "abort"
+            assert client.counters.take()["requests"] == 1 and other.counters.requests > 1
+
+    run(test)
+
+
 def test_abort_ends_the_wait_between_tries() -> None:
     async def test(engine: FakeEngine, client: RolloutClient) -> None:
         client_module._FIRST_BACKOFF = 20.0

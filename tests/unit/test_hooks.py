@@ -23,7 +23,7 @@ from slime.hooks import (
     check_hooks,
 )
 from slime.rollout.filters import call_dynamic_filter
-from slime.rollout.loop import call_rollout_fn
+from slime.rollout.user_rollouts import call_rollout_fn
 from slime.samples.groups import groups_from_nested
 from slime.samples.types import Group, Sample
 

@@ -180,7 +180,71 @@ def test_progress_counts_groups_and_tokens() -> None:
     with_loop(test)
 
 
-def test_rollout_and_evaluation_take_turns(tmp_path: Path) -> None:
+def test_a_rollout_begins_while_the_last_answers_of_another_are_missing() -> None:
+    """Sixteen slots, eight samples each: the second rollout does not wait for the first one's slow sample."""
+
+    async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
+        slow: list[dict[str, Any]] = []
+
+        def delay(body: dict[str, Any]) -> float:
+            slow[:] = slow or [body]
+            return 30.0 if body is slow[0] else 0.0
+
+        engine.delay = delay
+        first, second = (asyncio.create_task(loop.generate_batch(rollout_id)) for rollout_id in (0, 1))
+        assert len((await second).samples) == 4 and not first.done()
+        assert loop.progress()["done"] == 3  # of the oldest rollout
+        first.cancel()
+
+    with_loop(test, deterministic_rollout=False, sglang_server_concurrency=16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "requests"),
+    [({"deterministic_rollout": True}, 8), ({"rollout_function_path": HOOKS + "async_rollout"}, 1)],
+    ids=["seeds", "own"],
+)
+def test_rollouts_that_must_not_meet_take_turns(flags: dict[str, Any], requests: int) -> None:
+    async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
+        engine.hold.clear()
+        tasks = [asyncio.create_task(loop.generate_batch(rollout_id)) for rollout_id in (0, 1)]
+        while engine.in_flight < requests:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert engine.in_flight == requests
+        engine.hold.set()
+        await asyncio.gather(*tasks)
+
+    with_loop(test, **flags)
+
+
+def test_what_a_push_cuts_short_goes_on_with_the_new_weights() -> None:
+    async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
+        engine.hold.clear()
+        task = asyncio.create_task(loop.generate_batch(0))
+        while engine.in_flight < 8:
+            await asyncio.sleep(0.001)
+        for event in list(engine._aborts):  # what a pause does
+            event.set()
+        while len(engine.bodies) == 8:
+            await asyncio.sleep(0.001)
+        engine.weight_version = 2
+        engine.hold.set()
+        output = await task
+        samples = [sample for group in output.samples for sample in group.samples]
+        cut = [sample for sample in samples if len(sample.token_spans) > 1]
+        assert cut and output.metrics["rollout/continued_requests"] == len(cut)
+        for sample in samples:
+            prompt = sample.tokens[: sample.prompt_length]
+            seed = sample_seed(42, sample.index)
+            assert sample.tokens[sample.prompt_length :] == answer(prompt, seed, 8)[0]
+        for sample in cut:
+            assert sample.weight_versions == ["1", "2"]
+
+    with_loop(test)
+
+
+def test_rollout_and_evaluation_go_on_beside_each_other(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"input": "x"}\n')
 
     async def test(loop: RolloutLoop, engine: FakeEngine) -> None:

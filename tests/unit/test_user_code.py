@@ -20,8 +20,8 @@ from slime.prompts.source import make_source, save_source
 from slime.rollout.collect import Collector
 from slime.rollout.execution import GroupRunner
 from slime.rollout.filters import call_dynamic_filter
-from slime.rollout.loop import call_rollout_fn
 from slime.rollout.rewards.pool import RewardPool
+from slime.rollout.user_rollouts import call_rollout_fn
 from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Group, Sample, SampleStatus
