@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
@@ -76,11 +77,11 @@ class Saving:
 
     # -- saving --------------------------------------------------------------------------------------------
 
-    def save(self, rollout_id: int, weight_version: int) -> None:
+    def save(self, rollout_id: int, weight_version: int, metrics: Mapping[str, float]) -> None:
         """Checkpoint after training on a rollout; with --async-save the writing goes on beside the next steps."""
         self._begun = rollout_id
         with self._sinks.phase("save_model"):
-            self._cluster.save(rollout_id, weight_version)
+            self._cluster.save(rollout_id, weight_version, metrics)
         self.last, self._at = rollout_id, time.monotonic()
         if self._flags.save_hf:
             self.model = Path(self._flags.save_hf.format(rollout_id=rollout_id))

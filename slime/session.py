@@ -47,7 +47,7 @@ class Session:
     """
 
     def __init__(self, config: Config, signals: StopSignals, *, resuming: bool) -> None:
-        self.config, self.signals = config, signals
+        self.config, self.signals, self._resuming = config, signals, resuming
         self.run = RunFolder.create(config, resuming=resuming)
         if not resuming or config.checkpoint.ckpt_step is not None:  # it begins elsewhere than where the run stood
             shutil.rmtree(self.run.journal, ignore_errors=True)
@@ -85,7 +85,8 @@ class Session:
         schedule.begin(launch.start_rollout_id, launch.num_prompts)
         if self.config.rollout.num_rollout is None:
             self.cluster.set_run_length(schedule.num_rollout)
-        self.sinks.begin(schedule.start_rollout_id, schedule.num_rollout, sum(launch.seconds.values()))
+        saved = launch.saved_metrics if self._resuming else {}
+        self.sinks.begin(schedule.start_rollout_id, schedule.num_rollout, sum(launch.seconds.values()), saved)
         logger.info("launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in launch.seconds.items()))
         logger.info("what your own functions print is in %s", self.run.logs / "rollout.log")
         self.update_weights()
@@ -189,7 +190,7 @@ class Session:
         return self._trained_at_push[first] - (first - version) * self.config.sync.update_weights_interval
 
     def save(self, rollout_id: int) -> None:
-        self.saving.save(rollout_id, self.weight_version)
+        self.saving.save(rollout_id, self.weight_version, self._not_logged)
 
     def may_begin_again(self, error: Exception) -> bool:
         """Whether trainer ranks were lost, and --max-restarts are not used up; counts them."""

@@ -16,11 +16,13 @@ class Launch:
         start_rollout_id: the first rollout of this launch.
         num_prompts: prompts per epoch, for --num-epoch; 0 when unknown (streaming) or not needed.
         seconds: time by part of the launch.
+        saved_metrics: of the step that the checkpoint holds, as far as they were known when it was written.
     """
 
     start_rollout_id: int
     num_prompts: int
     seconds: dict[str, float]
+    saved_metrics: dict[str, float]
 
 
 @dataclass(frozen=True)

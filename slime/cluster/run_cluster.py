@@ -159,7 +159,7 @@ class Cluster:
         self._introduce(int(start.extra_state.get("weight_version", 0)))
         self._progress = rollout.watch_progress(self._on_progress)
         clock.lap("connect")
-        return Launch(start.start_rollout_id, num_prompts, clock.seconds)
+        return Launch(start.start_rollout_id, num_prompts, clock.seconds, start.extra_state.get("metrics", {}))
 
     def _load_source(self, config: Config, start: TrainerStart) -> None:
         if "source" in start.extra_state:
@@ -344,10 +344,11 @@ class Cluster:
         found: dict[str, float] = self._wait_rollout(_there(self._rollout).begin_evaluation(rollout_id), "evaluating")
         return found
 
-    def save(self, rollout_id: int, weight_version: int) -> None:
-        """Checkpoint after training ``rollout_id``, with the data position that training has reached."""
+    def save(self, rollout_id: int, weight_version: int, metrics: Mapping[str, float]) -> None:
+        """Checkpoint after training ``rollout_id``, with the data position that training has reached and its metrics,
+        which are logged later."""
         source = _there(self._rollout).save_source(rollout_id)
-        state = {"source": source, "rollout_id": rollout_id, "weight_version": weight_version}
+        state = {"source": source, "rollout_id": rollout_id, "weight_version": weight_version, "metrics": dict(metrics)}
         if self._trainers is not None:
             with self._trainers_turn():
                 self._trainers.save(rollout_id, state)

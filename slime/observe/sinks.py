@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
@@ -52,6 +52,11 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+def _is_step(metrics: Mapping[str, Any]) -> bool:
+    """Whether they are of a rollout or of training, not of an evaluation alone."""
+    return any(name.startswith(("rollout/", "train/")) for name in metrics)
+
+
 class Sinks:
     """All sinks of a run, the driver's phases, and the lock on the run folder.
 
@@ -79,14 +84,23 @@ class Sinks:
 
     # -- while the run goes on -------------------------------------------------------------------------
 
-    def begin(self, first_step: int, total_steps: int, launch_seconds: float = 0.0) -> None:
+    def begin(
+        self, first_step: int, total_steps: int, launch_seconds: float = 0.0, saved: dict[str, float] | None = None
+    ) -> None:
         """Everything is up: `first_step` steps are done already (a checkpoint was loaded), `total_steps` is the goal.
 
         What an earlier process of this run logged beyond `first_step` is dropped: it will be logged again.
+
+        Args:
+            saved: of `first_step`, by its checkpoint; logged where that process was killed before it could.
         """
         self.rewind(first_step + 1 if first_step else 0)
         self._console.begin(first_step, total_steps, launch_seconds)
         logged = [row for row in read_lines(self._run.metrics_path) if row.get("stage") == self._run.stage]
+        if saved and not any(row["step"] == first_step and _is_step(row) for row in logged):
+            for sink in self._sinks:
+                sink.log(first_step, saved)
+            logged.append(metrics_row(first_step, saved, self._run.stage))
         self._alarms = AlarmWatch(logged)
         self._step_start = now()
 
@@ -121,7 +135,7 @@ class Sinks:
         rollout or a training step. Values given in `metrics` win. What is wrong with the run is said on the
         console, once, and logged as ``alarm/<name>``.
         """
-        is_step = any(name.startswith(("rollout/", "train/")) for name in metrics)
+        is_step = _is_step(metrics)
         end = now()
         merged: dict[str, float] = dict(self._timer.pop_metrics())
         if is_step:

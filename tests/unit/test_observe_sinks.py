@@ -106,6 +106,19 @@ def test_a_resumed_run_repeats_no_step(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in curves.Scalars("train/loss")] == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 30.0)]
 
 
+def test_a_step_whose_process_was_killed_behind_its_checkpoint_is_logged_from_there(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    run = RunFolder.create(config)
+    with Sinks(config, run, quiet()) as sinks:
+        sinks.log(1, {"train/loss": 1.0})
+        sinks.log(2, {"eval/a": 0.5})
+    for _ in range(2):  # the second time it is there
+        run = RunFolder.create(config, resuming=True)
+        with Sinks(config, run, quiet()) as sinks:
+            sinks.begin(2, 4, saved={"train/loss": 2.0})
+    assert [(row["step"], row["train/loss"]) for row in rows_of(run) if "train/loss" in row] == [(1, 1.0), (2, 2.0)]
+
+
 def test_a_fresh_begin_drops_what_an_attempt_without_checkpoint_logged(tmp_path: Path) -> None:
     config = config_for(tmp_path)
     run = RunFolder.create(config)

@@ -38,7 +38,7 @@ class Trainers:
         self.asked: list[float] = []
 
     def launch(self) -> Launch:
-        return Launch(0, 0, {})
+        return Launch(0, 0, {}, {})
 
     def update_weights(self) -> dict[str, float]:
         return {}
