@@ -90,9 +90,15 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )
-    except BaseException:  # Ctrl-C, for one: what is up of it by then is up
+    except BaseException as error:  # Ctrl-C, for one: what is up of it by then is up
         ray.shutdown()
-        raise
+        if not isinstance(error, Exception) or isinstance(error, (UserError, StopRequested)):
+            raise
+        raise UserError(
+            "Ray does not start on this host",
+            why=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            fix="begin again: a crowded host passes Ray's deadlines; its logs are in /tmp/ray/session_latest/logs",
+        ) from error
     return True
 
 

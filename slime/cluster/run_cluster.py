@@ -93,6 +93,7 @@ class Cluster:
         self._engines: Engines | None = None
         self._turns: GpuTurns | None = None
         self._weights: WeightPush | None = None  # where there are engines
+        self._canary: Canary | None = None
         self._generating: dict[int, Generating] = {}
         """Begun and not collected, by rollout."""
         self._source_at_launch: dict[str, Any] = {}
@@ -175,13 +176,13 @@ class Cluster:
         engines, trainers = self._engines, self._trainers
         if engines is not None:
             checks = trainers is not None and self.config.debug.check_canary and engines.answers_alone
-            self._weights = WeightPush(
-                engines,
-                trainers,
-                self._turns,
-                Canary(self.config, engines.fleet) if checks else None,
-                tolerant=self.config.fault_tolerance.use_fault_tolerance,
-            )
+            tolerant = self.config.fault_tolerance.use_fault_tolerance
+            if checks and self._canary is None:
+                with engines.explained("asking the engines what they serve"):
+                    self._canary = Canary(self.config, engines.fleet)
+            if tolerant:
+                engines.ask()  # who has died while the trainers came up
+            self._weights = WeightPush(engines, trainers, self._turns, self._canary, tolerant=tolerant)
             self._weights.connect(version)
         self._watches = [group.watch() for group in (trainers, engines) if group is not None]
 

@@ -32,21 +32,23 @@ class WeightPush:
         tolerant: bool,
     ) -> None:
         self._engines, self._trainers, self._turns, self._canary = engines, trainers, turns, canary
-        self._tolerant = tolerant
+        self._tolerant, self._version = tolerant, 0
         self._connected: list[str] = []  # URLs of the engines that the trainer pushes to
 
-    def connect(self, version: int = 0) -> None:
-        """Introduce the engines that run to the trainer.
+    def connect(self, version: int | None = None) -> None:
+        """Introduce the engines that run to the trainer; where none is left, those that come back are.
 
         Args:
-            version: that the engines have; counts the first time only.
+            version: that the engines have, the first time.
         """
         if self._trainers is None:
             return
+        self._version = self._version if version is None else version
         layout = self._engines.layout
         self._connected = [engine.url for engine in layout]
-        on_this_node = self._engines.nodes == {self._trainers.nodes[0]}
-        self._trainers.connect_engines(layout, version, on_this_node=on_this_node)
+        if layout:
+            on_this_node = self._engines.nodes == {self._trainers.nodes[0]}
+            self._trainers.connect_engines(layout, self._version, on_this_node=on_this_node)
 
     def push(self) -> dict[str, float]:
         """Push to the engines, which then say the same of the canary as the trainer. When one dies of it, the others
