@@ -552,6 +552,12 @@ def test_ordinary_curves_raise_none(key: str, series: list[float]) -> None:
     assert titles(rows_with(key, series)) == []
 
 
+def test_what_was_learnt_since_older_weights_made_a_sample_is_no_disagreement() -> None:
+    old = {"train/train_rollout_logprob_abs_diff": 0.5, "rollout/staleness/max": 1.0}
+    assert titles([step_row(1, **old)]) == []
+    assert titles([step_row(1, **{**old, "rollout/staleness/max": 0.0})]) == ["Trainer and engine disagree"]
+
+
 def test_uneven_engines_slow_data_and_nan() -> None:
     uneven = [step_row(1, **{f"rollout/engine_load/{i}": n for i, n in enumerate([100.0, 5.0, 5.0, 5.0])})]
     assert titles(uneven) == ["The engines are not loaded evenly"]
