@@ -209,12 +209,13 @@ class Session:
         with self.sinks.phase("launch"):
             self.saving.settle(self.signals)
             self.saving.discard_unfinished()
-            first = self.cluster.restart_trainers(self.weight_version)
-        schedule = self.schedule
+            start = self.cluster.restart_trainers(self.weight_version)
+        schedule, first = self.schedule, start.start_rollout_id
         schedule.begin(first, schedule.num_prompts)
         if self.config.rollout.num_rollout is None:
             self.cluster.set_run_length(schedule.num_rollout)
-        self.sinks.begin(first, schedule.num_rollout, time.monotonic() - began)
+        saved = start.extra_state.get("metrics")
+        self.sinks.begin(first, schedule.num_rollout, time.monotonic() - began, saved)
         self._last_trained, self._not_logged = None, {}
         self.saving.begin()
         self.update_weights()

@@ -186,7 +186,7 @@ class Cluster:
             self._weights.connect(version)
         self._watches = [group.watch() for group in (trainers, engines) if group is not None]
 
-    def restart_trainers(self, version: int) -> int:
+    def restart_trainers(self, version: int) -> TrainerStart:
         """Kill what is left of the trainer ranks and start all of them again from the newest checkpoint; engines and
         rollout actor stay. What is being generated is waited for, and thrown away: the data stands where the checkpoint
         says.
@@ -194,7 +194,7 @@ class Cluster:
         Args:
             version: of the weights that the engines have, so that the numbers of pushes go on.
         Returns:
-            The rollout to go on with.
+            The rollout to go on with, and what its checkpoint has besides the weights.
         Raises:
             UserError: as `launch`.
         """
@@ -219,7 +219,7 @@ class Cluster:
             start.extra_state["source"] = self._source_at_launch
         self._load_source(config, start)
         self._introduce(version)
-        return start.start_rollout_id
+        return start
 
     def _make_engines(self, slots: Slots) -> Engines | None:
         if not self.plan.num_engines:

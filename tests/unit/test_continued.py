@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,8 +38,12 @@ class Engine:
         return {"text": "".join(f"<{token}>" for token in tokens), "output_ids": tokens, "meta_info": meta}
 
 
+async def _no_sleep(seconds: float) -> None: ...
+
+
 def ask(engine: Engine, body: dict[str, Any], is_over: bool = False) -> dict[str, Any]:
-    return asyncio.run(answered(engine.send, body, lambda: is_over, lambda: None))
+    with mock.patch.object(asyncio, "sleep", _no_sleep):
+        return asyncio.run(answered(engine.send, body, lambda: is_over, lambda: None))
 
 
 @given(st.lists(st.integers(0, 6), max_size=5), st.integers(1, 20))
@@ -75,10 +80,7 @@ def test_a_rollout_that_ends_cuts_answers_for_good() -> None:
     assert is_cut(got) and len(engine.bodies) == 1
 
 
-def test_an_engine_that_only_aborts_is_not_asked_for_ever(monkeypatch: Any) -> None:
-    async def no_sleep(seconds: float) -> None: ...
-
-    monkeypatch.setattr(asyncio, "sleep", no_sleep)
+def test_an_engine_that_only_aborts_is_not_asked_for_ever() -> None:
     engine = Engine([0] * 999)
     assert is_cut(ask(engine, {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6}}))
     assert len(engine.bodies) == MOST_IDLE_CUTS
