@@ -46,7 +46,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [packages] = folder.glob("lib/python*/site-packages")
     (packages / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
-    subprocess.run(command, check=True, timeout=300)
+    done = in_folder(folder, *command, timeout=300)  # pip takes what lies on PYTHONPATH for installed
+    assert done.returncode == 0, done.stderr
     return folder / "bin"
 
 
