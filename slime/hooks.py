@@ -133,10 +133,11 @@ class GenerateFunction(Protocol):
 
     At the end of a rollout engines are told to abort: calls then come back with the finish reason "abort". Return the
     sample with ``Sample.Status.ABORTED`` (`slime.rollout.generate.generate` sets it), so that it is taken up again.
-    What raises because of the abort is put back as it was. Pushes in flight, and rollouts beside yours, cut answers short
-    as well: that `generate` and `post` go on by themselves, ``token_weight_versions`` of the answer says with whose
-    weights; a sample that comes back ABORTED is tried again, 8 times at most. Where the engine refuses a request that is longer than its
-    context, the sample is TRUNCATED with what it has; other exceptions fail the sample, and too many of them the run.
+    What raises because of the abort is put back as it was. Pushes in flight, and rollouts beside yours, cut answers
+    short as well: `generate` and `post` go on by themselves, and ``token_weight_versions`` of the answer says with
+    whose weights; a sample that comes back ABORTED is tried again, 8 times at most. Where the engine refuses a request
+    that is longer than its context, the sample is TRUNCATED with what it has; other exceptions fail the sample, and
+    too many of them the run.
     """
 
     def __call__(
