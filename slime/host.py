@@ -131,29 +131,33 @@ class PortReservation:
         self._lock.close()  # closing drops the lock; the empty file stays and is reused
 
 
-def reserve_port(host: str = "0.0.0.0") -> PortReservation:
+def reserve_port(host: str = "0.0.0.0", port: int | None = None) -> PortReservation:
     """Reserve a free TCP port on this node, by a lock file and a test of binding.
 
     It is held until `PortReservation.release`, so that of two servers that start at once each gets its own: guessing
     ports ends in "Max retries exceeded … /get_model_info" when several start on one host.
 
+    Args:
+        port: this one.
     Raises:
-        UserError: no free port was found.
+        UserError: no free port was found, or this one is taken.
     """
     folder = Path(tempfile.gettempdir()) / f"slime-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
-    for port in random.sample(range(_FIRST_PORT, _LAST_PORT), _PORT_TRIES):
-        lock = open(folder / f"{port}.lock", "w")  # noqa: SIM115  held open as the lock
+    tried = random.sample(range(_FIRST_PORT, _LAST_PORT), _PORT_TRIES) if port is None else [port]
+    for number in tried:
+        lock = open(folder / f"{number}.lock", "w")  # noqa: SIM115  held open as the lock
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((host, port))
+                probe.bind((host, number))
         except OSError:
             lock.close()
             continue
-        return PortReservation(port, lock)
+        return PortReservation(number, lock)
+    sought = f"between {_FIRST_PORT} and {_LAST_PORT} in {_PORT_TRIES} tries" if port is None else f"at {port}"
     raise UserError(
-        f"no free port of this host between {_FIRST_PORT} and {_LAST_PORT} in {_PORT_TRIES} tries",
+        f"no free port of this host {sought}",
         fix="end what holds them: ss -ltnp lists the listening processes",
     )

@@ -119,20 +119,22 @@ class EngineActor:
         self._bootstrap_port = self._held[-1].port
         return {"disaggregation_mode": kind, "disaggregation_bootstrap_port": self._bootstrap_port}
 
-    def start_router(self, worker_urls: list[str], pairs: DisaggregatedWorkers | None = None) -> str:
+    def start_router(
+        self, worker_urls: list[str], pairs: DisaggregatedWorkers | None = None, port: int | None = None
+    ) -> str:
         from slime.engines.router import disaggregated_router_command, router_command
 
         host = ray.util.get_node_ip_address()
         if pairs is not None:
-            return self._serve(lambda port: disaggregated_router_command(self.config, host, port, *pairs), host)
-        url = self._serve(lambda port: router_command(self.config, host, port, worker_urls), host)
+            return self._serve(lambda port: disaggregated_router_command(self.config, host, port, *pairs), host, port)
+        url = self._serve(lambda port: router_command(self.config, host, port, worker_urls), host, port)
         policy = self.config.engine.router.get("policy") or "cache_aware"
         asyncio.run(register_workers(url, worker_urls, timeout=60.0, policy=policy))
         return url
 
-    def _serve(self, make_spec: Callable, host: str) -> str:
+    def _serve(self, make_spec: Callable, host: str, port: int | None = None) -> str:
         for attempt in range(_PORT_TRIES):
-            self._port = reserve_port(host)
+            self._port = reserve_port(host, port)
             url = f"http://{host}:{self._port.port}"
             spec = make_spec(self._port.port)
             spec = dataclasses.replace(spec, env={**spec.env, "OMP_NUM_THREADS": str(self.num_threads)})
@@ -143,7 +145,7 @@ class EngineActor:
                 return url
             except ServerDied as died:
                 self._give_ports_back()
-                if died.is_port_clash and attempt + 1 < _PORT_TRIES:
+                if died.is_port_clash and port is None and attempt + 1 < _PORT_TRIES:
                     logger.warning("%s: one of its ports was taken meanwhile, trying others", self.name)
                     continue
                 raise UserError(
@@ -229,9 +231,15 @@ class EngineHandle:
         """
         return self._actor.start.remote(model_path, dist_init_addr)
 
-    def begin_router(self, worker_urls: list[str], pairs: DisaggregatedWorkers | None) -> ray.ObjectRef:
-        """To be: the URL of the router, with the workers behind it."""
-        return self._actor.start_router.remote(worker_urls, pairs)
+    def begin_router(
+        self, worker_urls: list[str], pairs: DisaggregatedWorkers | None, port: int | None = None
+    ) -> ray.ObjectRef:
+        """To be: the URL of the router, with the workers behind it.
+
+        Args:
+            port: its own, where it is started again.
+        """
+        return self._actor.start_router.remote(worker_urls, pairs, port)
 
     def bootstrap_port(self) -> ray.ObjectRef:
         """To be: see `EngineActor.bootstrap_port`."""

@@ -1,5 +1,5 @@
-"""All engines of a run and their routers: started, watched, restarted. The state of each engine is in
-`slime.cluster.engine_table`, its memory the business of `slime.cluster.gpu_turns`.
+"""All engines of a run: started, watched, restarted. The state of each engine is in `slime.cluster.engine_table`, its
+memory the business of `slime.cluster.gpu_turns`, the routers in front of them that of `slime.cluster.routers`.
 
 With --use-fault-tolerance an engine that dies, or hangs for --rollout-health-check-timeout, is taken out of the router
 and started again; the others go on meanwhile. It comes back with the next weight push, which is between rollouts; only
@@ -9,19 +9,19 @@ Without the flag, and for what cannot be restarted, a death ends the run.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import ray
 
-from slime.cluster.engine_actor import DisaggregatedWorkers, EngineHandle, Obituary, raise_obituary, with_pid
+from slime.cluster.engine_actor import EngineHandle, Obituary, raise_obituary, with_pid
 from slime.cluster.engine_table import MOST_RESTARTS, Engine, EngineTable, State
 from slime.cluster.placement import EnginePart, Slots, engine_parts
+from slime.cluster.routers import PAIR, Routers
 from slime.cluster.waiting import (
     POLL_SECONDS,
     ActorDied,
@@ -37,8 +37,6 @@ from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.health import HealthChecks
 from slime.engines.kinds import engine_of
-from slime.engines.launch import ServedModel
-from slime.engines.router import register_workers, remove_worker
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 from slime.placement import PlacementPlan
@@ -48,10 +46,6 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _COLOCATED_SHARE = 0.2
-_PAIR = ("prefill", "decode")
-_ROUTER_SECONDS = 10.0  # to take a worker out; generation is waited for meanwhile
-_JOIN_ROUTER_SECONDS = 60.0
-_START_ROUTER_SECONDS = 120.0
 _ASK_SECONDS = 10.0
 _AT_HAND_SECONDS = 60.0
 _LOOK_SECONDS = 0.25
@@ -69,8 +63,8 @@ class Engines:
 
     Attributes:
         table: which engine is in what state.
+        routers: in front of the engines of each model.
         nodes: where the policy's engines stand.
-        router_urls: by model, the policy's among them.
         restarts_at_once: what died starts again as soon as that is known; false while the trainer has the GPUs that it
             shares with engines (`start_again` is called when it sleeps).
     """
@@ -96,13 +90,8 @@ class Engines:
             for part in self._parts
         }
         self.nodes = {slots.places[part.slot].node for part in self._parts if part.model.is_policy}
-        self._models = {part.model.name: part.model for part in self._parts}
-        self._routers = {
-            name: EngineHandle(config, _router_name(model), run_path, 1, {"num_cpus": 0}, hosts)
-            for name, model in self._models.items()
-        }
+        self.routers = Routers(config, self._parts, self._handles, run_path, hosts, should_stop)
         self.table = EngineTable(_engine(own) for own in _by_number(self._parts).values())
-        self.router_urls: dict[str, str] = {}
         self.restarts_at_once = True
         self._tolerant = config.fault_tolerance.use_fault_tolerance
         self._health = HealthChecks.of(config) if self._tolerant else None
@@ -131,39 +120,12 @@ class Engines:
         url_of = dict(zip((part.name for part in self._parts), urls, strict=True))
         for engine in self.table.engines.values():
             self.table.launched(engine.number, [url_of[name] for name in engine.parts])
-        asked = {router.worker: self._begin_router(name, url_of) for name, router in self._routers.items()}
-        found = wait_for(asked, "starting", _START_ROUTER_SECONDS, self._should_stop)
-        self.router_urls = dict(zip(self._routers, found))
-        for name, url in self.router_urls.items():
-            logger.info("%d engine(s) of %s behind %s", len(self._first_parts(name)), name, url)
-
-    def _first_parts(self, model: str, kind: str | None = None) -> list[str]:
-        return [
-            part.name
-            for part in self._parts
-            if part.is_first and part.model.name == model and kind in (None, part.group.worker_type)
-        ]
-
-    def _begin_router(self, model: str, url_of: Mapping[str, str]) -> ray.ObjectRef:
-        prefill, decode = (self._first_parts(model, kind) for kind in _PAIR)
-        pairs = None
-        if prefill:
-            asked = {self._handles[name].worker: self._handles[name].bootstrap_port() for name in prefill}
-            ports = wait_for(asked, "asking for bootstrap ports", _AT_HAND_SECONDS, self._should_stop)
-            pairs = DisaggregatedWorkers(
-                [(url_of[name], port) for name, port in zip(prefill, ports)], [url_of[name] for name in decode]
-            )
-        return self._routers[model].begin_router([url_of[name] for name in self._first_parts(model)], pairs)
-
-    @property
-    def router_url(self) -> str:
-        """The policy's."""
-        return next(self.router_urls[name] for name, model in self._models.items() if model.is_policy)
+        self.routers.start(url_of)
 
     @property
     def answers_alone(self) -> bool:
         """Whether an engine can generate by itself; prefill and decode servers only do in pairs, behind the router."""
-        return all(part.group.worker_type not in _PAIR for part in self._parts if part.model.is_policy)
+        return all(part.group.worker_type not in PAIR for part in self._parts if part.model.is_policy)
 
     @property
     def layout(self) -> list[EngineSlots]:
@@ -195,7 +157,7 @@ class Engines:
 
     def watch(self) -> Watch:
         """Hears soon of a server process that has ended."""
-        handles = [*self._handles.values(), *self._routers.values()]
+        handles = [*self._handles.values(), *self.routers.handles.values()]
         return Watch({handle.worker: handle.obituary for handle in handles}, self.heard)
 
     def heard(self, name: str, obituary: Obituary | None, what: str = "") -> None:
@@ -204,12 +166,16 @@ class Engines:
         Args:
             what: was being done with it, for the message.
         Raises:
-            RunFailed: it is not restarted: without --use-fault-tolerance, the router, an engine of another model or of
-                a pair, or one that has died too often.
+            RunFailed: it is not restarted: without --use-fault-tolerance, an engine of another model or of a pair, or
+                who has died too often.
         """
         if obituary is None:
             return
         engine = self.table.find(name)
+        if engine is None and self._tolerant:
+            if self.routers.is_news(name, obituary):
+                self.routers.start_again(name, obituary.how, self._serving)
+            return
         if not self._tolerant or engine is None or not engine.can_restart:
             remedies = [] if self._tolerant else ["--use-fault-tolerance"]
             if engine is not None:
@@ -220,11 +186,22 @@ class Engines:
 
     def ask(self, what: str = "") -> None:
         """Hear now, instead of sooner or later, who has died. Raises as `heard`."""
+        self._hear_of_engines(what)
+        self._hear(self.routers.handles.values(), what)
+
+    def _hear_of_engines(self, what: str = "") -> None:
         running = [*self.table.policy, *self.table.others]
-        handles = [self._handles[part] for engine in running for part in engine.parts] + list(self._routers.values())
+        self._hear([self._handles[part] for engine in running for part in engine.parts], what)
+
+    def _hear(self, handles: Iterable[EngineHandle], what: str) -> None:
         asked = {handle.worker: handle.obituary() for handle in handles}
         for worker, obituary in zip(asked, wait_for(asked, "asking the engines", _ASK_SECONDS)):
             self.heard(worker.name, obituary, what)
+
+    def _serving(self) -> dict[str, str]:
+        """URLs by name of the engines that requests may go to; who has died with the router is none of them."""
+        self._hear_of_engines()
+        return {engine.name: engine.url for engine in self.table.those(State.SERVING)}
 
     def _lost(self, engine: Engine, how: str) -> None:
         """It is dead or hangs: end what is left of it, send no request there, and have it start again."""
@@ -234,7 +211,7 @@ class Engines:
         handles = [self._handles[part] for part in engine.parts]
         killed = {handle.worker: handle.kill(how) for handle in handles}
         try:
-            asyncio.run(remove_worker(self.router_url, url, _ROUTER_SECONDS))
+            self.routers.take_out(url)
         except EngineError as error:  # the router goes on sending requests there, which fail and are sent again
             logger.warning("%s is still behind the router: %s", engine.name, error)
         obituary: Obituary = wait_for(killed, "ending a dead engine", _AT_HAND_SECONDS)[0]
@@ -310,7 +287,10 @@ class Engines:
             self._health.begin()
 
     def kill_hanging(self) -> None:
-        """To be called now and then while the engines generate: those that hang are lost. Raises as `heard`."""
+        """To be called now and then while the engines generate: those that hang are lost, routers too. Raises as
+        `heard`."""
+        for name, how in self.routers.hanging().items():
+            self.routers.start_again(name, how, self._serving)
         if self._health is not None and self.table.policy:
             self._lose_hanging(self._health.silent(self.fleet), self._health.timeout)
 
@@ -381,12 +361,18 @@ class Engines:
         """Those taken in have the current weights: requests go there again. Who is refused by the router is lost."""
         for engine in self.table.those(State.RETURNING):
             try:
-                asyncio.run(register_workers(self.router_url, [engine.url], timeout=_JOIN_ROUTER_SECONDS))
+                self.ask()  # the router may be gone; then there is another one now
+                self.routers.put_behind(engine.url)
             except EngineError as error:
                 self._lost(engine, f"was refused by the router ({error})")
                 continue
             seconds = self.table.admitted(engine.number)
             logger.warning("%s is back after %.1f s as %s: it %s", engine.name, seconds, engine.url, engine.reason)
+
+    def proved(self) -> None:
+        """A rollout was completed with those that run."""
+        self.table.proved()
+        self.routers.proved()
 
     def metrics(self) -> dict[str, float]:
         """Restarts that were completed since the last call, the longest time that one of these engines was away, and
@@ -395,6 +381,7 @@ class Engines:
             return {}
         seconds = self.table.pop_seconds_away()
         found = {"rollout/engine_restarts": float(len(seconds)), "perf/engine_checks_time": self._checking_seconds}
+        found["rollout/router_restarts"] = float(self.routers.pop_restarts())
         self._checking_seconds = 0.0
         return found | ({"rollout/engine_restart_seconds": max(seconds)} if seconds else {})
 
@@ -402,7 +389,8 @@ class Engines:
         """Ask all to stop, then kill what is left."""
         for fleet in self._fleets.values():
             fleet.close()
-        handles = [*self._handles.values(), *self._routers.values()]
+        self.routers.close()
+        handles = [*self._handles.values(), *self.routers.handles.values()]
         refs = [handle.stop() for handle in handles]
         ray.wait(refs, num_returns=len(refs), timeout=timeout)
         for handle in handles:
@@ -418,10 +406,6 @@ def _by_number(parts: Sequence[EnginePart]) -> dict[int, list[EnginePart]]:
 
 def _engine(parts: Sequence[EnginePart]) -> Engine:
     first = parts[0]
-    can_restart = first.model.is_policy and first.group.worker_type not in _PAIR
+    can_restart = first.model.is_policy and first.group.worker_type not in PAIR
     names = tuple(part.name for part in parts)
     return Engine(first.place.number, names, is_policy=first.model.is_policy, can_restart=can_restart)
-
-
-def _router_name(model: ServedModel) -> str:
-    return "router" if model.is_policy else f"router-{model.name}"

@@ -150,10 +150,10 @@ class Cluster:
             start = trainers.agreed_start(wait(setting_up, "setting up"))
         clock.lap("trainer")
         if engines is not None:
-            if not engines.router_urls:
+            if not engines.routers.urls:
                 engines.put_routers_in_front(wait(starting, "starting"))
                 clock.lap("engines")
-            rollout.connect(engines.router_url, engines.router_urls)
+            rollout.connect(engines.routers.url, engines.routers.urls)
         self._load_source(config, start)
         if config.fault_tolerance.max_restarts:
             self._source_at_launch = rollout.source_state()
@@ -294,7 +294,7 @@ class Cluster:
         result: RolloutResult = self._wait_rollout(generating.ref, "generating")
         self._generating.pop(generating.rollout_id, None)
         if self._engines is not None:
-            self._engines.table.proved()
+            self._engines.proved()
         return result
 
     def train(self, batch: RolloutResult) -> dict[str, float]:

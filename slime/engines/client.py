@@ -18,7 +18,7 @@ import contextlib
 import copy
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,7 @@ class RolloutClient:
         request_timeout: seconds until a request is given up, retries included.
         retry_seconds: seconds after its first failure during which a request is sent again.
         send_routing_key: pass the session id in the header that the router's ``manual`` policy reads.
+        engine_urls: of the engines behind the router, as far as they are known.
 
     Attributes:
         in_flight: requests waiting for an answer, oldest first.
@@ -90,6 +91,7 @@ class RolloutClient:
         request_timeout: float = 14400.0,
         retry_seconds: float = 120.0,
         send_routing_key: bool = False,
+        engine_urls: Iterable[str] = (),
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.slots = asyncio.Semaphore(max_concurrency)
@@ -102,7 +104,7 @@ class RolloutClient:
         self.last_progress = time.monotonic()
         self._aborting = asyncio.Event()
         self._engines: dict[str, EngineClient] = {}
-        self._policy_urls = {self.base_url}
+        self._policy_urls = {self.base_url, *engine_urls}
         """The router's, and those of the engines that it has named so far."""
         self._next_key = 0
         self._company = [self]
@@ -290,7 +292,7 @@ class RolloutClient:
             EngineError: requests are still there after ``timeout`` seconds; names the engines and what they said.
         """
         end = time.monotonic() + timeout
-        workers = await self._workers()
+        workers = await self._workers_or_known()
         poll = _FIRST_POLL
         while True:
             states = await asyncio.gather(*(self._abort_worker(worker) for worker in workers))
@@ -308,6 +310,17 @@ class RolloutClient:
         for worker, (_, problem) in zip(workers, states):
             if problem:
                 logger.warning("abort: %s %s", worker.url, problem)
+
+    async def _workers_or_known(self) -> list[Worker]:
+        """Without the router, which may be dead, those that it has named so far."""
+        try:
+            return await self._workers()
+        except EngineError as error:
+            known = self._policy_urls - {self.base_url}
+            if not known:
+                raise
+            logger.warning("abort: %s; the engines are told without it", error)
+            return [Worker("", url, healthy=True) for url in sorted(known)]
 
     async def _abort_worker(self, worker: Worker) -> tuple[int, str]:
         """Order an abort; the number of requests that the worker still has, and what went wrong."""

@@ -47,10 +47,11 @@ class HealthChecks:
         self._open: dict[str, Future[Any]] = {}
 
     @staticmethod
-    def of(config: Config) -> HealthChecks:
+    def of(config: Config, path: str = "") -> HealthChecks:
+        """Args: path: another than that of the run's engines."""
         flags = config.fault_tolerance
         return HealthChecks(
-            engine_of(config).health_path,
+            path or engine_of(config).health_path,
             interval=flags.rollout_health_check_interval,
             timeout=flags.rollout_health_check_timeout,
             first_wait=flags.rollout_health_check_first_wait,

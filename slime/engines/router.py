@@ -41,6 +41,9 @@ POLICIES = {
 #: Requests of one session carry the same value; the ``manual`` policy sends them to the same engine.
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 
+#: Answers 200 as long as the router itself is well, whatever its workers are.
+LIVENESS_PATH = "/liveness"
+
 _LARGEST_PAYLOAD = 4 << 30  # the router's own limit of 512 MiB is too small for requests with many images
 
 #: Seconds in which the router says which workers it has: generation has hours, this must not hang with it.
@@ -109,7 +112,7 @@ def router_command(config: Config, host: str, port: int, worker_urls: list[str] 
     flags = {**router_flags(flags.pop("policy"), worker_urls or []), **flags}
     argv = [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
     given = {name: value for name, value in flags.items() if value is not None and value is not False}
-    return LaunchSpec([*argv, *to_argv(given)], health_path="/liveness", startup_timeout=60.0)
+    return LaunchSpec([*argv, *to_argv(given)], health_path=LIVENESS_PATH, startup_timeout=60.0)
 
 
 def disaggregated_router_command(

@@ -118,15 +118,16 @@ class RolloutLoop:
         config = self.config
         policy = config.engine.router.get("policy") or "cache_aware"
         async with EngineClient(self.base_url) as router:
-            num_engines = max(1, len(await list_workers(router)))
+            engine_urls = [worker.url for worker in await list_workers(router)]
         self._rewards = RewardPool(config, self.args)
         self._eval_sets = await asyncio.to_thread(self._read_eval_sets)
         self._client = RolloutClient(
             self.base_url,
-            max_concurrency=config.engine.sglang_server_concurrency * num_engines,
+            max_concurrency=config.engine.sglang_server_concurrency * max(1, len(engine_urls)),
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             retry_seconds=_RETRY_SECONDS[config.fault_tolerance.use_fault_tolerance],
             send_routing_key=wants_routing_key(policy),
+            engine_urls=engine_urls,
         )
 
     async def close(self) -> None:

@@ -108,6 +108,21 @@ def test_requests_of_an_engine_that_hangs_are_sent_again(begin: Start, hold: Pat
     driver.leaves_nothing()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_the_router_is_started_again(begin: Start, hold: Path, number: signal.Signals) -> None:
+    """In the middle of a rollout; the requests of the next ones go through another process at the same address."""
+    (hold / "hold-0").touch()
+    driver = begin(f"router-{number.name}", *FAST_CHECKS, "--num-rollout", 3)
+    wait_held(driver, hold, 0)
+    [router] = driver.family("sglang::router")
+    router.send_signal(number)
+    wait_while_running(driver, lambda: "it was started again within" in driver.stderr, "another router")
+    assert [process.pid for process in driver.family("sglang::router")] != [router.pid]
+    (hold / "hold-0").unlink()
+    check_end(driver, [1, 2, 3], restarts=0)
+    assert sum(row.get("rollout/router_restarts", 0) for row in driver.rows()) == 1
+
+
 @pytest.mark.parametrize("script", ["train.py", "train_async.py"])
 def test_the_only_engine_hangs_in_the_middle_of_a_rollout(begin: Start, hold: Path, script: str) -> None:
     """Nothing can be generated without it, so it comes back before the rollout is over."""

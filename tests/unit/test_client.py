@@ -232,6 +232,33 @@ def test_a_router_that_does_not_answer_holds_up_no_abort(monkeypatch: pytest.Mon
     asyncio.run(main())
 
 
+def test_an_abort_reaches_the_engines_of_a_dead_router() -> None:
+    aborted: list[str] = []
+
+    async def abort(request: web.Request) -> web.Response:
+        aborted.append(request.path)
+        return web.json_response({})
+
+    async def loads(request: web.Request) -> web.Response:
+        return web.json_response({"loads": []})
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_post("/abort_request", abort)
+        app.router.add_get("/v1/loads", loads)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        engine = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with RolloutClient("http://127.0.0.1:9", max_concurrency=1, engine_urls=[engine]) as client:
+            with client.abort_scope():
+                await client.abort_all()
+        await runner.cleanup()
+
+    asyncio.run(main())
+    assert aborted == ["/abort_request"]
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -12,10 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slime.cluster import engines as module
+from slime.cluster import routers as routers_module
 from slime.cluster.engine_actor import Obituary
 from slime.cluster.engine_table import CACHE, GRAPHS, MOST_RESTARTS, WEIGHTS, Engine, EngineTable, State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_turns import EngineMemory, GpuTurns, Turn
+from slime.cluster.routers import Routers
 from slime.cluster.waiting import Worker
 from slime.cluster.weight_push import WeightPush
 from slime.config import make_config
@@ -42,13 +47,20 @@ class Handle:
 
     def kill(self, how: str) -> Future[Any]:
         self.world.log.append(f"out {self.name[-1]}")
-        return done(Obituary(how, "last words", "", pid=4711))
+        pid = self.world.dead[self.name].pid if self.name == "router" and self.name in self.world.dead else 4711
+        return done(Obituary(how, "last words", "", pid=pid))
 
     def begin_start(self, model_path: str, meeting: None) -> Future[Any]:
         self.world.log.append(f"start {self.name[-1]}")
         self.world.dead.pop(self.name, None)
         self.world.starts.append((int(self.name[-1]), Future()))
         return self.world.starts[-1][1]
+
+    def begin_router(self, urls: list[str], pairs: None, port: int | None) -> Future[Any]:
+        self.world.log.append(f"router at {port}")
+        self.world.behind_router = {int(url.split("-")[1][0]) for url in urls}
+        self.world.dead.pop(self.name, None)
+        return done(f"http://router:{port}")
 
 
 class World:
@@ -68,14 +80,22 @@ class World:
         engines._tolerant, engines._health, engines._fleets, engines._checking_seconds = tolerant, None, {}, 0.0
         engines._start_seconds = limits.get("start_seconds", 600.0)
         engines._should_stop = limits.get("should_stop", lambda: False)
-        engines._parts = [  # type: ignore[assignment]
-            SimpleNamespace(name=f"engine-{n}", place=SimpleNamespace(number=n, num_nodes=1), is_first=True, slots=(n,))
+        policy, group = SimpleNamespace(name="policy", is_policy=True), SimpleNamespace(worker_type="regular")
+        engines._parts = parts = [  # type: ignore[assignment]
+            SimpleNamespace(
+                name=f"engine-{n}", place=SimpleNamespace(number=n, num_nodes=1), is_first=True, slots=(n,),
+                model=policy, group=group,
+            )
             for n in (0, 1)
-        ]
+        ]  # fmt: skip
         engines._handles = {f"engine-{n}": Handle(self, f"engine-{n}") for n in (0, 1)}  # type: ignore[assignment, misc]
-        engines._routers = {"policy": Handle(self, "router")}  # type: ignore[assignment, dict-item]
-        engines._models = {"policy": SimpleNamespace(is_policy=True)}  # type: ignore[assignment, dict-item]
-        engines.router_urls = {"policy": "http://router"}
+        engines.routers = self.routers = Routers.__new__(Routers)
+        self.routers._parts, self.routers._models = parts, {"policy": policy}  # type: ignore[assignment, dict-item]
+        self.routers._engines, self.routers._should_stop = engines._handles, lambda: False
+        self.routers.handles = {"policy": Handle(self, "router")}  # type: ignore[dict-item]
+        self.routers.urls = {"policy": "http://router:4000"}
+        self.routers._health, self.routers._fleet, self.routers._restarts = None, None, 0
+        self.routers._last_pid, self.routers._deaths = {}, Counter()
         engines.table = self.table = EngineTable([Engine(n, (f"engine-{n}",)) for n in (0, 1)])
         for n in (0, 1):
             self.table.launched(n, [f"http://engine-{n}/0"])
@@ -147,8 +167,9 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
     monkeypatch.setattr(module, "ray", SimpleNamespace(wait=wait_at_once))
     monkeypatch.setattr(module, "wait_for", results)
     monkeypatch.setattr(module, "all_answered", lambda asked: all(ref.done() for ref in asked.values()))
-    monkeypatch.setattr(module, "remove_worker", remove)
-    monkeypatch.setattr(module, "register_workers", register)
+    monkeypatch.setattr(routers_module, "wait_for", results)
+    monkeypatch.setattr(routers_module, "remove_worker", remove)
+    monkeypatch.setattr(routers_module, "register_workers", register)
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(module, "_DEATH_SECONDS", 0.0)
     return make
@@ -174,7 +195,8 @@ def test_a_dead_engine_leaves_at_once_and_comes_back_with_a_push(
     assert world.log[4:] == ["connect", "push", "router 1"] and world.serving == {0, 1}
     metrics = world.engines.metrics()
     assert metrics["rollout/engine_restarts"] == 1 and metrics["rollout/engine_restart_seconds"] >= 0
-    assert world.engines.metrics() == {"rollout/engine_restarts": 0, "perf/engine_checks_time": 0}
+    none = {"rollout/engine_restarts": 0, "rollout/router_restarts": 0, "perf/engine_checks_time": 0}
+    assert world.engines.metrics() == none
 
 
 def test_late_news_of_the_former_server_are_no_death(worlds: Worlds) -> None:
@@ -188,9 +210,69 @@ def test_late_news_of_the_former_server_are_no_death(worlds: Worlds) -> None:
     assert world.table.num_lost == 1 and not world.table.away
 
 
-def test_what_cannot_be_restarted_ends_the_run(worlds: Worlds) -> None:
+def test_without_the_flag_the_death_of_the_router_ends_the_run(worlds: Worlds) -> None:
     with pytest.raises(RunFailed, match=r"router \(pid 7\) was killed"):
-        worlds().engines.heard("router", Obituary(KILLED, "its log", "http://router", pid=7))
+        worlds(tolerant=False).engines.heard("router", Obituary(KILLED, "its log", "http://router", pid=7))
+
+
+def test_a_router_that_dies_is_started_again_at_its_address(worlds: Worlds, caplog: pytest.LogCaptureFixture) -> None:
+    world = worlds()
+    former = world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=7)
+    world.engines.ask()
+    assert world.log == ["out r", "router at 4000"] and world.behind_router == {0, 1}
+    assert re.search(r"router \(pid 7\) was killed .* started again within .* http://router:4000", caplog.text)
+    world.engines.heard("router", former)
+    assert world.log == ["out r", "router at 4000"], "its end is told twice, by a watch and when it is asked for"
+    assert world.engines.metrics()["rollout/router_restarts"] == 1
+
+
+def test_who_died_with_the_router_is_not_behind_the_new_one(worlds: Worlds) -> None:
+    world = worlds()
+    world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=7)
+    world.die(1)
+    world.engines.heard("router", world.dead["router"])
+    assert world.behind_router == world.serving == {0}
+    world.come_up()
+    world.weights.push()
+    assert world.behind_router == world.serving == {0, 1}
+
+
+def test_a_router_that_dies_before_an_engine_comes_back_is_no_refusal(worlds: Worlds) -> None:
+    world = worlds()
+    world.die(1)
+    world.engines.ask()
+    world.come_up()
+
+    def die(number: int) -> None:
+        world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=7)
+
+    world.fails = die
+    world.weights.push()
+    assert world.serving == world.behind_router == {0, 1}
+
+
+def test_a_router_that_dies_too_often_ends_the_run(worlds: Worlds) -> None:
+    world = worlds()
+
+    def die(pid: int) -> None:
+        world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=pid)
+        world.engines.ask()
+
+    for pid in range(MOST_RESTARTS):
+        die(pid)
+    world.engines.proved()
+    for pid in range(10, 10 + MOST_RESTARTS):
+        die(pid)
+    with pytest.raises(RunFailed, match=r"router \(pid 20\) died 4 times .* was killed"):
+        die(20)
+
+
+def test_a_router_that_hangs_is_started_again(worlds: Worlds) -> None:
+    world = worlds()
+    world.routers._health = SimpleNamespace(timeout=3.0, silent=lambda fleet: ["http://router:4000"])  # type: ignore
+    world.routers._fleet = object()  # type: ignore[assignment]
+    world.engines.kill_hanging()
+    assert world.log == ["out r", "router at 4000"]
 
 
 def test_without_the_flag_a_death_ends_the_run_and_says_what_was_done(worlds: Worlds) -> None:
@@ -229,7 +311,7 @@ def test_dying_too_often_ends_the_run_with_its_last_words(worlds: Worlds) -> Non
     for _ in range(3):
         for _ in range(MOST_RESTARTS):
             die_and_return()
-        world.table.proved()
+        world.engines.proved()
     for _ in range(MOST_RESTARTS):
         die_and_return()
     world.die(0)
@@ -298,10 +380,10 @@ def test_waiting_ends_with_its_deadline_and_with_sigterm(worlds: Worlds) -> None
 
 
 @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.sampled_from(["die 0", "die 1", "come up", "look", "push", "rollout"]), max_size=30))
+@given(st.lists(st.sampled_from(["die 0", "die 1", "come up", "look", "push", "rollout", "die r"]), max_size=30))
 def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(worlds: Worlds, events: list[str]) -> None:
     world = worlds()
-    pushed = {engine.url for engine in world.table.policy}
+    pushed, pids = {engine.url for engine in world.table.policy}, itertools.count()
 
     def note(number: int) -> None:
         pushed.clear()
@@ -310,7 +392,10 @@ def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(world
     world.fails = note
     for event in events:
         try:
-            if event.startswith("die") and world.table.engines[int(event[-1])].runs:
+            if event == "die r":
+                world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=next(pids))
+                world.engines.ask()
+            elif event.startswith("die") and world.table.engines[int(event[-1])].runs:
                 world.die(int(event[-1]))
             elif event == "come up":
                 world.come_up()
@@ -323,7 +408,7 @@ def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(world
                 world.weights.push()
                 assert not world.table.away or any(not start.done() for _, start in world.starts)
             elif event == "rollout":
-                world.table.proved()
+                world.engines.proved()
         except RunFailed as failed:
             assert "died 4 times" in str(failed)
             return

@@ -1,0 +1,177 @@
+"""The routers of a run: started in front of each model's engines, and with --use-fault-tolerance started again at their
+old addresses, which everybody knows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import ray
+
+from slime.cluster.engine_actor import DisaggregatedWorkers, EngineHandle, Obituary, raise_obituary, with_pid
+from slime.cluster.engine_table import MOST_RESTARTS
+from slime.cluster.placement import EnginePart
+from slime.cluster.waiting import wait_for
+from slime.config.config import Config
+from slime.engines.fleet import EngineFleet
+from slime.engines.health import HealthChecks
+from slime.engines.launch import ServedModel
+from slime.engines.router import LIVENESS_PATH, register_workers, remove_worker
+from slime.log import get_logger
+
+logger = get_logger(__name__)
+
+PAIR = ("prefill", "decode")
+_REMOVE_SECONDS = 10.0  # to take a worker out; generation is waited for meanwhile
+_JOIN_SECONDS = 60.0
+_START_SECONDS = 120.0
+_AT_HAND_SECONDS = 60.0
+
+
+class Routers:
+    """One in front of the engines of each model.
+
+    Args:
+        parts: all engines' parts; handles: of their actors, by name.
+        hosts: of the run.
+        should_stop: polled while waiting; true ends the wait with `StopRequested`.
+
+    Attributes:
+        urls: by model.
+        handles: of the routers' actors, by model.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parts: Sequence[EnginePart],
+        handles: Mapping[str, EngineHandle],
+        run_path: Path,
+        hosts: Sequence[str],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._parts, self._engines, self._should_stop = parts, handles, should_stop
+        self._models = {part.model.name: part.model for part in parts}
+        self.handles = {
+            name: EngineHandle(config, _router_name(model), run_path, 1, {"num_cpus": 0}, hosts)
+            for name, model in self._models.items()
+        }
+        self.urls: dict[str, str] = {}
+        tolerant = config.fault_tolerance.use_fault_tolerance
+        self._health = HealthChecks.of(config, path=LIVENESS_PATH) if tolerant else None
+        self._fleet: EngineFleet | None = None
+        self._last_pid: dict[str, int | None] = {}
+        """Of the process that was lost last; its end may be heard of twice."""
+        self._deaths: Counter[str] = Counter()
+        self._restarts = 0
+
+    @property
+    def url(self) -> str:
+        """The policy's."""
+        return next(self.urls[name] for name, model in self._models.items() if model.is_policy)
+
+    def start(self, url_of: Mapping[str, str]) -> None:
+        """Args: url_of: of all engines, by the names of their parts."""
+        asked = {router.worker: self._begin(name, url_of) for name, router in self.handles.items()}
+        self.urls = dict(zip(self.handles, wait_for(asked, "starting", _START_SECONDS, self._should_stop)))
+        for name, url in self.urls.items():
+            logger.info("%d engine(s) of %s behind %s", len(self._first_parts(name)), name, url)
+
+    def _first_parts(self, model: str, kind: str | None = None) -> list[str]:
+        return [
+            part.name
+            for part in self._parts
+            if part.is_first and part.model.name == model and kind in (None, part.group.worker_type)
+        ]
+
+    def _begin(self, model: str, url_of: Mapping[str, str], port: int | None = None) -> ray.ObjectRef:
+        prefill, decode = (self._first_parts(model, kind) for kind in PAIR)
+        pairs = None
+        if prefill:
+            asked = {self._engines[name].worker: self._engines[name].bootstrap_port() for name in prefill}
+            ports = wait_for(asked, "asking for bootstrap ports", _AT_HAND_SECONDS, self._should_stop)
+            pairs = DisaggregatedWorkers(
+                [(url_of[name], port) for name, port in zip(prefill, ports)], [url_of[name] for name in decode]
+            )
+        behind = [url_of[name] for name in self._first_parts(model) if name in url_of]
+        return self.handles[model].begin_router(behind, pairs, port)
+
+    # -- the policy's engines behind it ------------------------------------------------------------------------
+
+    def take_out(self, url: str) -> None:
+        """No request goes to this engine any more. Raises EngineError: it is still there, or nobody answers."""
+        asyncio.run(remove_worker(self.url, url, _REMOVE_SECONDS))
+
+    def put_behind(self, url: str) -> None:
+        """Requests go to this engine, too. Raises EngineError: the router refuses it, or does not answer."""
+        asyncio.run(register_workers(self.url, [url], timeout=_JOIN_SECONDS))
+
+    # -- death and restart -------------------------------------------------------------------------------------
+
+    @property
+    def can_restart(self) -> bool:
+        return self._health is not None
+
+    def is_news(self, name: str, obituary: Obituary) -> bool:
+        """Whether the end of a router is that of its present process, not of a former one, heard late."""
+        return name not in self._last_pid or obituary.pid != self._last_pid[name]
+
+    def start_again(self, name: str, how: str, serving: Callable[[], Mapping[str, str]]) -> None:
+        """End what is left of a router and start it again. Requests are sent again meanwhile, and weight pushes go past
+        it.
+
+        Args:
+            name: of its actor; how: it ended.
+            serving: URLs of the engines to put behind it, by name; asked once the old one is gone.
+        Raises:
+            RunFailed: there were too many deaths since a rollout was last completed.
+            UserError: it does not come up.
+        """
+        model = next(model for model, router in self.handles.items() if router.worker.name == name)
+        router, url, began = self.handles[model], self.urls[model], time.monotonic()
+        [obituary] = wait_for({router.worker: router.kill(how)}, "ending a dead router", _AT_HAND_SECONDS)
+        self._last_pid[name] = obituary.pid
+        self._deaths[name] += 1
+        if self._deaths[name] > MOST_RESTARTS:
+            times = f"died {self._deaths[name]} times without a completed rollout between; the last time it {how}"
+            raise_obituary(name, obituary._replace(how=times), [])
+        asked = {router.worker: self._begin(model, serving(), urlsplit(url).port)}
+        wait_for(asked, "starting the router again", _START_SECONDS, self._should_stop)
+        self._restarts += 1
+        logger.warning(
+            "%s %s; it was started again within %.1f s at its old address, %s",
+            with_pid(name, obituary.pid), how, time.monotonic() - began, url,
+        )  # fmt: skip
+
+    def hanging(self) -> dict[str, str]:
+        """Ask all when it is time, and hear who has answered; never waits. Those that hang, and what is to be said of
+        them."""
+        if self._health is None:
+            return {}
+        if self._fleet is None:
+            self._fleet = EngineFleet(list(self.urls.values()))
+        silent = self._health.silent(self._fleet)
+        name_of = {self.urls[model]: router.worker.name for model, router in self.handles.items()}
+        return {name_of[url]: f"gave no sign of life for {self._health.timeout:.0f} s and was killed" for url in silent}
+
+    def proved(self) -> None:
+        """A rollout was completed."""
+        self._deaths.clear()
+
+    def pop_restarts(self) -> int:
+        """Since the last call."""
+        count, self._restarts = self._restarts, 0
+        return count
+
+    def close(self) -> None:
+        """The connections; its actors' handles are ended by whoever ends the engines'."""
+        if self._fleet is not None:
+            self._fleet.close()
+
+
+def _router_name(model: ServedModel) -> str:
+    return "router" if model.is_policy else f"router-{model.name}"
