@@ -142,6 +142,8 @@ class Routers:
         asked = {router.worker: self._begin(model, serving(), urlsplit(url).port)}
         wait_for(asked, "starting the router again", _START_SECONDS, self._should_stop)
         self._restarts += 1
+        if self._health is not None:
+            self._health.begin()  # what the former process was asked is not answered any more
         logger.warning(
             "%s %s; it was started again within %.1f s at its old address, %s",
             with_pid(name, obituary.pid), how, time.monotonic() - began, url,
