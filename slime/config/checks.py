@@ -98,6 +98,10 @@ def _entry(draft: Draft) -> None:
             f" {draft['update_weights_interval']} - 1 = {bound}",
             fix=f"pass --max-staleness {bound}, or lower one of the two",
         )
+    piece = draft["rollout_request_tokens"] if "rollout_request_tokens" in draft.given.values else None
+    longest = max(draft["rollout_max_response_len"], draft["eval_max_response_len"])
+    if piece is not None and piece >= longest:
+        draft.warnings.append(f"--rollout-request-tokens {piece} has no effect: answers have at most {longest} tokens")
     if draft["async_buffer_size"] > 0 and draft["colocate"] and is_whole:
         other = "train_async" if draft.entry == "train_async" else f"--async-buffer-size {draft['async_buffer_size']}"
         raise UserError(

@@ -117,6 +117,13 @@ class RolloutConfig:
         "rollout_max_context_len or seq_length minus 1 when set, else 1024", range=SOME
     )
     """Most new tokens per sample."""
+    rollout_request_tokens: int | None = derived(
+        "2048 with use_fault_tolerance, but for deterministic rollouts and rollout_stop; else no limit",
+        range=SOME,
+        needs=GENERATES & unless("rollout_stop", why="a stop string may begin in one request and end in the next"),
+    )
+    """Most new tokens to ask an engine for in one request: a longer answer takes several, so that an engine that dies
+    takes no more of it along. Requests with penalties, grammars or stop strings of their own are not divided."""
     rollout_skip_special_tokens: bool = flag(True, needs=GENERATES)
     """Leave special tokens, such as the one that ends a turn, out of the response text, which rewards read (never out
     of the tokens); off where a hook is written for the import paths of earlier versions, which kept them."""

@@ -146,6 +146,8 @@ def _data(draft: Draft) -> None:
 
 def _sampling(draft: Draft) -> None:
     draft.copy("over_sampling_batch_size", "rollout_batch_size")
+    if draft["use_fault_tolerance"] and not (draft["deterministic_rollout"] or draft["rollout_stop"]):
+        draft.derive("rollout_request_tokens", 2048, "use_fault_tolerance")
 
 
 def _evaluation(draft: Draft) -> None:

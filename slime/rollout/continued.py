@@ -1,10 +1,11 @@
-"""Answers that were cut short, by a push of weights or another rollout's end, and their rest, as one answer.
+"""Answers that take several requests, as one answer.
 
     request ─► answer, aborted ─► request for the rest ─► answer      joined: as if nothing had cut it, with the
                                                                       weight version of every token
 
-Engines abort what they are at before they take new weights. What has no token ids to go on from (text, chats, several
-prompts in one request) is asked anew.
+Engines abort what they are at before they take new weights, and when another rollout ends. And what an engine that dies
+was at is lost, so a long answer may be asked for piece by piece (--rollout-request-tokens). What has no token ids to go
+on from (text, chats, several prompts in one request) is asked anew, and never in pieces.
 """
 
 from __future__ import annotations
@@ -13,17 +14,28 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from slime.rollout.generate import MOST_IDLE_CUTS
-
 Body = dict[str, Any]
+#: A request may be cut short so often in a row without a token between.
+MOST_IDLE_CUTS = 64
 #: What SGLang gives when a request names none.
 _DEFAULT_NEW_TOKENS = 128
+#: Sampling parameters under which an answer in pieces is the same; seeds give each position of a sequence its own.
+_DIVISIBLE = {
+    *("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop_token_ids", "ignore_eos", "sampling_seed"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
+}
 #: Lists of an answer's ``meta_info`` with an entry per generated token.
 _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 
 
 async def answered(
-    send: Callable[[Body], Awaitable[Any]], body: Body, is_over: Callable[[], bool], on_cut: Callable[[], object]
+    send: Callable[[Body], Awaitable[Any]],
+    body: Body,
+    is_over: Callable[[], bool],
+    on_cut: Callable[[], object],
+    *,
+    tokenizer: Any = None,
+    most_tokens: int | None = None,
 ) -> Any:
     """The whole answer to a request for the policy, however often it is cut short.
 
@@ -31,23 +43,32 @@ async def answered(
         send: asks an engine; None when it was not asked, since the rollout ends.
         is_over: whether the rollout itself ends, which cuts answers short for good.
         on_cut: called for every cut.
+        tokenizer: reads the tokens of a joined answer; without one its text is that of its parts, and a character that
+            was cut in two is lost.
+        most_tokens: to be asked for at once.
     Returns:
         What ``send`` gave, or several such joined; cut short if ``is_over`` or nothing comes of asking again.
     """
     whole: Any = None
-    request, idle, number = body, 0, 0
+    request, idle, number = _first_piece(body, most_tokens), 0, 0
     while True:
         answer = await send(request)
-        whole = joined(whole, answer)
-        if answer is None or not is_cut(answer) or is_over():
+        whole = joined(whole, answer, tokenizer, body)
+        is_piece = answer is not None and _is_piece(answer, request, body, whole)
+        if answer is None or not (is_piece or is_cut(answer)):
             return whole
-        on_cut()
+        if is_over():
+            whole["meta_info"]["finish_reason"] = {"type": "abort"}
+            return whole
+        if not is_piece:
+            on_cut()
         idle = 0 if _tokens(answer) else idle + 1
         if idle == MOST_IDLE_CUTS:
             return whole
         rest = rest_of(body, whole)
         if rest is None:
             whole, rest = None, dict(body)
+        rest = _first_piece(rest, most_tokens)
         if not rest.get("sampling_params", {}).get("max_new_tokens", 1):
             whole["meta_info"]["finish_reason"] = {"type": "length", "length": len(_tokens(whole))}
             return whole
@@ -58,14 +79,55 @@ async def answered(
         await asyncio.sleep(min(idle, 10) * 0.05)
 
 
+def piece(params: Body, most_tokens: int | None) -> int:
+    """New tokens to ask for in the next request: what ``params`` wants, at most ``most_tokens`` where an answer may be
+    put together from several without a difference. Stop strings may lie across two; penalties and grammars count from
+    the first token.
+
+    Example:
+        >>> piece({"max_new_tokens": 900}, 512), piece({"max_new_tokens": 900, "stop": ["."]}, 512)
+        (512, 900)
+    """
+    wanted = int(params.get("max_new_tokens", _DEFAULT_NEW_TOKENS))
+    divides = most_tokens is not None and all(name in _DIVISIBLE or not value for name, value in params.items())
+    return min(wanted, most_tokens) if divides and most_tokens else wanted
+
+
+def _first_piece(body: Body, most_tokens: int | None) -> Body:
+    params = body.get("sampling_params") or {}
+    if most_tokens is None or body.get("stream") or not _is_ids(body.get("input_ids")) or not isinstance(params, dict):
+        return body
+    count = piece(params, most_tokens)
+    if count == params.get("max_new_tokens", _DEFAULT_NEW_TOKENS):
+        return body
+    return {**body, "sampling_params": {**params, "max_new_tokens": count}}
+
+
+def _is_piece(answer: Any, request: Body, body: Body, whole: Any) -> bool:
+    """Whether the request alone is over, as it asked for a piece, and not the answer."""
+    if request is body or not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
+        return False
+    asked = (request.get("sampling_params") or {}).get("max_new_tokens", _DEFAULT_NEW_TOKENS)
+    wanted = (body.get("sampling_params") or {}).get("max_new_tokens", _DEFAULT_NEW_TOKENS)
+    return _reason(answer) == "length" and len(_tokens(answer)) == asked and len(_tokens(whole)) < wanted
+
+
+def _reason(answer: Body) -> Any:
+    reason = (answer.get("meta_info") or {}).get("finish_reason") or {}
+    return reason.get("type") if isinstance(reason, dict) else reason
+
+
+def _is_ids(ids: Any) -> bool:
+    return isinstance(ids, list) and all(isinstance(token, int) for token in ids)
+
+
 def is_cut(answer: Any) -> bool:
     """Whether an answer of ``/generate`` or of the OpenAI endpoints, or one of several, was aborted."""
     if isinstance(answer, list):
         return any(is_cut(one) for one in answer)
     if not isinstance(answer, dict):
         return False
-    reason = (answer.get("meta_info") or {}).get("finish_reason") or {}
-    reasons = [reason.get("type") if isinstance(reason, dict) else reason]
+    reasons = [_reason(answer)]
     reasons += [choice.get("finish_reason") for choice in answer.get("choices") or () if isinstance(choice, dict)]
     return "abort" in reasons
 
@@ -73,7 +135,7 @@ def is_cut(answer: Any) -> bool:
 def rest_of(body: Body, answer: Any) -> Body | None:
     """The request for what an answer lacks; None where it can only be asked anew."""
     ids, tokens = body.get("input_ids"), _tokens(answer)
-    if not tokens or not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+    if not tokens or not isinstance(ids, list) or not _is_ids(ids):
         return None
     params = dict(body.get("sampling_params") or {})
     params["max_new_tokens"] = max(0, params.get("max_new_tokens", _DEFAULT_NEW_TOKENS) - len(tokens))
@@ -82,8 +144,12 @@ def rest_of(body: Body, answer: Any) -> Body | None:
     return {**body, "input_ids": [*ids, *tokens], "sampling_params": params}
 
 
-def joined(first: Any, rest: Any) -> Any:
+def joined(first: Any, rest: Any, tokenizer: Any = None, body: Body | None = None) -> Any:
     """An answer with what was asked for afterwards.
+
+    Args:
+        tokenizer, body: read the text anew, with the sampling parameters of the request; by default the texts are put
+            together.
 
     Example:
         >>> first = {"text": "a", "output_ids": [7], "meta_info": {"completion_tokens": 1, "weight_version": "3"}}
@@ -104,12 +170,23 @@ def joined(first: Any, rest: Any) -> Any:
     count = len(_tokens(first))
     later = [[start + count, version] for start, version in _versions(after)] if _tokens(rest) else []
     meta["token_weight_versions"] = [*_versions(before), *later]
-    return {
-        **rest,
-        "text": first.get("text", "") + rest.get("text", ""),
-        "output_ids": [*_tokens(first), *_tokens(rest)],
-        "meta_info": meta,
-    }
+    tokens = [*_tokens(first), *_tokens(rest)]
+    params = (body or {}).get("sampling_params") or {}
+    whole = text_of(tokenizer, tokens, params) if tokenizer is not None and keeps_text(params) else None
+    text = first.get("text", "") + rest.get("text", "") if whole is None else whole
+    return {**rest, "text": text, "output_ids": tokens, "meta_info": meta}
+
+
+def keeps_text(params: Body) -> bool:
+    """Whether the text of an answer is that of its tokens: nothing that ended it is taken off."""
+    ends = params.get("stop") or params.get("stop_token_ids") or not params.get("skip_special_tokens", True)
+    return bool(params.get("no_stop_trim")) or not ends
+
+
+def text_of(tokenizer: Any, tokens: list[int], params: Body) -> str:
+    """Of sampled tokens, as an engine would give it for a request with these sampling parameters."""
+    names = ("skip_special_tokens", "spaces_between_special_tokens")
+    return str(tokenizer.decode(tokens, **{name: bool(params.get(name, True)) for name in names}))
 
 
 def _versions(meta: Body) -> list[list[Any]]:

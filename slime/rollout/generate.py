@@ -33,13 +33,14 @@ from slime.legacy_paths import follows_old_plugin
 from slime.log import get_logger
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns
+from slime.rollout.continued import MOST_IDLE_CUTS, keeps_text, piece, text_of
 from slime.samples.types import Sample, SampleStatus
 
 logger = get_logger(__name__)
 
 _MASK64 = (1 << 64) - 1
-#: A request may be cut short so often in a row without a token between.
-MOST_IDLE_CUTS = 64
+#: What a tokenizer makes of a part of a character.
+_HALF = "\ufffd"
 #: What SGLang and the embedded engine say to a prompt that fills the context.
 _NO_ROOM = ("context length", "the context holds")
 
@@ -54,6 +55,7 @@ class GenerateState:
         max_context_len: most tokens of prompt plus response, None for no limit but the engine's.
         deterministic: requests carry a seed made from ``rollout_seed`` and the sample's index.
         oldest_version: of weights; what older ones have begun is generated anew.
+        request_tokens: most new tokens to ask for in one request; a longer answer takes several.
         routed_experts: ask the engine which experts it used, for the trainer to use them again.
         loop: the event loop that everything runs on.
         processor: of images and other media; always None in this version, plugins look for it.
@@ -69,6 +71,7 @@ class GenerateState:
     deterministic: bool = False
     rollout_seed: int = 0
     oldest_version: int = 0
+    request_tokens: int | None = None
     routed_experts: bool = False
     loop: asyncio.AbstractEventLoop | None = None
     processor: Any = None
@@ -182,8 +185,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """Generate (or go on generating) the response of ``sample``; returns the same sample.
 
     ``max_new_tokens`` counts the whole response: what is there already is taken off, so an aborted sample goes on
-    where it stopped. A request that somebody else aborts (a weight push, the engine itself) is resumed here. A prompt
-    that leaves no room is TRUNCATED with what it has; that is counted, never an error.
+    where it stopped. A request that somebody else aborts (a weight push, the engine itself) is resumed here, and a long
+    answer may be asked for in pieces (`GenerateState.request_tokens`). A prompt that leaves no room is TRUNCATED with
+    what it has; that is counted, never an error.
 
     Raises:
         RequestRefused: the engine refused the request for another reason than its length.
@@ -199,11 +203,14 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             sample.status = SampleStatus.TRUNCATED
             return sample
         await _pause(min(idle, 10) * 0.05)  # whoever aborts us may still be at work
-        length = sample.response_length
-        await _call_engine(state, sample, params)
+        length, asked = sample.response_length, piece(params, state.request_tokens)
+        await _call_engine(state, sample, {**params, "max_new_tokens": asked})
+        whole_piece = asked < params["max_new_tokens"] and sample.response_length - length == asked
+        if whole_piece and sample.status is SampleStatus.TRUNCATED:
+            sample.status = SampleStatus.ABORTED  # the request is over, the answer is not
         if sample.status is not SampleStatus.ABORTED or state.aborted:
             return sample
-        state.counts["continued"] += 1
+        state.counts["continued"] += not whole_piece
         idle = idle + 1 if sample.response_length == length else 0
     raise EngineError(
         state.client.base_url, f"sample {sample.index} was aborted {MOST_IDLE_CUTS} times without a token between"
@@ -233,6 +240,7 @@ def _remaining_params(state: GenerateState, sample: Sample, sampling_params: dic
 async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, Any]) -> None:
     """One ``/generate``; the answer goes into the sample."""
     assert sample.session_id is not None
+    before, text = _sampled_tail(sample), sample.response
     with span(sample, "generate", input_tokens=len(sample.tokens)) as generate_span:
         try:
             result = await state.client.generate(
@@ -253,6 +261,31 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
     if result.finish_reason not in ("stop", "length", "abort"):
         raise EngineError(state.client.base_url, f"answer with the unknown finish_reason {result.finish_reason!r}")
     append_result(sample, result)
+    if before and result.token_ids and keeps_text(params):
+        _read_anew(state, sample, params, before, text)
+
+
+def _sampled_tail(sample: Sample) -> list[int]:
+    """Tokens at the end of the response that were sampled one after the other; [] behind a tool's answer."""
+    start = sample.response_length
+    for token_span in reversed(sample.token_spans):
+        if token_span.weight_version is None or token_span.end != start:
+            break
+        start = token_span.start
+    return sample.tokens[sample.prompt_length + start :]
+
+
+def _read_anew(state: GenerateState, sample: Sample, params: dict[str, Any], before: list[int], text: str) -> None:
+    """Give an answer of several requests the text of all its tokens: a cut may have been within a character.
+
+    Args:
+        before: its tokens until the last request; text: of the response until then.
+    """
+    known = text_of(state.tokenizer, before, params).rstrip(_HALF)
+    text = text.rstrip(_HALF)
+    if text.endswith(known):  # else users' code has changed the text, and the answer's own parts must do
+        whole = text_of(state.tokenizer, _sampled_tail(sample), params)
+        sample.response = text[: len(text) - len(known)] + whole
 
 
 def is_too_long(refused: RequestRefused) -> bool:

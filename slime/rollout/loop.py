@@ -170,6 +170,7 @@ class RolloutLoop:
                     deterministic=rollout.deterministic,
                     rollout_seed=rollout.rollout_seed,
                     oldest_version=oldest_version,
+                    request_tokens=rollout.rollout_request_tokens,
                     routed_experts=self.config.train.use_rollout_routing_replay,
                     loop=asyncio.get_running_loop(),
                 )

@@ -27,6 +27,10 @@ class FakeTokenizer:
         assert not add_special_tokens
         return [ord(character) for character in text]
 
+    def decode(self, tokens: list[int], **kwargs: Any) -> str:
+        """As the fake client words its answers."""
+        return "".join(chr(97 + token % 26) for token in tokens)
+
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
         assert kwargs["tokenize"] and kwargs["add_generation_prompt"] and not kwargs["return_dict"]
         return self.encode("".join(f"{m['role']}:{m['content']};" for m in messages), add_special_tokens=False)
@@ -79,7 +83,7 @@ class FakeClient(RolloutClient):
             raise EngineError("http://engine-0", "engine is down", 503)
         meta = {"finish_reason": {"type": reason}, "weight_version": str(self.weight_version)}
         meta |= {"prompt_tokens": len(input_ids), "cached_tokens": 1, "completion_tokens": len(tokens)}
-        text = "".join(chr(97 + token % 26) for token in tokens)
+        text = FakeTokenizer().decode(tokens)
         return GenerateResult(tokens, [-0.5] * len(tokens), text, reason, meta)
 
 
@@ -149,7 +153,7 @@ def hook_args(**flags: Any) -> argparse.Namespace:
 def make_state(client: Any, *, max_new_tokens: int = 8, deterministic: bool = True, **kwargs: Any) -> GenerateState:
     return GenerateState(
         args=kwargs.pop("args", None) or hook_args(),
-        tokenizer=FakeTokenizer(),
+        tokenizer=kwargs.pop("tokenizer", None) or FakeTokenizer(),
         client=client,
         sampling_params=sampling_params(temperature=1.0, max_new_tokens=max_new_tokens),
         deterministic=deterministic,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RequestRefused, RolloutClient
 from slime.errors import UserError
+from slime.rollout.continued import answered
 from slime.rollout.execution import GroupRun, GroupRunner
 from slime.rollout.generate import (
     append_result,
@@ -31,11 +32,11 @@ from tests.support.fake_rollout import FakeClient, FakeRewards, FakeTokenizer, h
 HOOKS = "tests.support.rollout_hooks."
 
 
-def generate_once(sample: Sample, client: Any = None, **kwargs: Any) -> Sample:
+def generate_once(sample: Sample, client: Any = None, more_params: dict[str, Any] | None = None, **kw: Any) -> Sample:
     async def main() -> Sample:
-        state = make_state(client or FakeClient(), **kwargs)
+        state = make_state(client or FakeClient(), **kw)
         bind_state(state)
-        return await generate(state.args, sample, state.params_for(sample))
+        return await generate(state.args, sample, state.params_for(sample) | (more_params or {}))
 
     return asyncio.run(main())
 
@@ -121,6 +122,57 @@ def test_a_resumed_sample_equals_an_uninterrupted_one(cuts: list[int], index: in
     covered = [position for span in sample.token_spans for position in range(span.start, span.end)]
     assert covered == list(range(sample.response_length))
     sample.validate()
+
+
+@given(st.integers(0, 60), st.integers(1, 24), st.integers(1, 9))
+def test_an_answer_in_pieces_equals_a_whole_one(index: int, limit: int, most: int) -> None:
+    whole = generate_once(sample_at(index), max_new_tokens=limit)
+    client = FakeClient()
+    in_pieces = generate_once(sample_at(index), client, max_new_tokens=limit, request_tokens=most)
+    for name in ("tokens", "response", "response_length", "rollout_log_probs", "loss_mask", "status"):
+        assert getattr(in_pieces, name) == getattr(whole, name), name
+    asked = [call["params"]["max_new_tokens"] for call in client.calls]
+    assert max(asked) <= most and len(asked) == max(1, -(-whole.response_length // most))
+
+
+@pytest.mark.parametrize("params", [{"stop": ["."]}, {"repetition_penalty": 1.1}, {"min_new_tokens": 3}])
+def test_what_counts_from_the_first_token_is_asked_for_at_once(params: dict[str, Any]) -> None:
+    client = FakeClient()
+    generate_once(sample_at(), client, more_params=params, request_tokens=2)
+    assert [call["params"]["max_new_tokens"] for call in client.calls] == [8]
+
+
+class Bytes:
+    """A tokenizer with one token per byte, and an engine that cuts answers anywhere."""
+
+    def decode(self, tokens: list[int], **kwargs: Any) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+@given(st.text(min_size=1, max_size=12), st.integers(1, 5), st.booleans())
+def test_a_cut_within_a_character_loses_nothing(text: str, most: int, is_own_request: bool) -> None:
+    tokens = list(text.encode())
+
+    class Engine(FakeClient):
+        async def generate(self, input_ids: list[int], params: dict[str, Any], **_: Any) -> GenerateResult:  # type: ignore[override]
+            there = len(input_ids) - 2
+            piece = tokens[there : there + params["max_new_tokens"]]
+            reason = "stop" if there + len(piece) == len(tokens) else "length"
+            meta = {"finish_reason": {"type": reason}, "weight_version": "1"}
+            return GenerateResult(piece, [-0.5] * len(piece), Bytes().decode(piece), reason, meta)
+
+        async def send(self, body: dict[str, Any]) -> dict[str, Any]:
+            got = await self.generate(body["input_ids"], body["sampling_params"])
+            return {"text": got.text, "output_ids": got.token_ids, "meta_info": dict(got.meta_info)}
+
+    if is_own_request:
+        body = {"input_ids": [20, 7], "sampling_params": {"max_new_tokens": 99}}
+        more: dict[str, Any] = {"tokenizer": Bytes(), "most_tokens": most}
+        got = asyncio.run(answered(Engine().send, body, lambda: False, lambda: None, **more))["text"]
+    else:
+        given = {"max_new_tokens": 99, "request_tokens": most, "tokenizer": Bytes()}
+        got = generate_once(sample_at(), Engine(), **given).response
+    assert got == text
 
 
 def test_weight_versions_of_tokens_follow_the_engines_spans() -> None:
