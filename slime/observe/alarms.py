@@ -169,7 +169,8 @@ def reward_collapse(rows: Rows) -> list[Alarm]:
         Alarm(
             "The reward has collapsed",
             f"mean reward fell from {best:.3f} at its best to {final:.3f}, about where it began ({windows[0]:.3f})",
-            "read the worst samples; lower --lr, or stay near the reference with --use-kl-loss --kl-loss-coef 0.01",
+            "read the worst samples; lower --lr, or stay near the reference with --use-kl-loss --kl-loss-coef 0.01"
+            " --kl-loss-type low_var_kl",
         )
     ]
 

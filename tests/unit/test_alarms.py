@@ -112,7 +112,7 @@ RUN = ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "3",
         ("--n-samples-per-prompt 1", "grpo learns nothing from one sample per prompt"),
         ("--global-batch-size 4", "pass --n-samples-per-prompt 8"),
         ("--n-samples-per-prompt 1 --advantage-estimator gspo", "gspo learns nothing"),
-        ("--n-samples-per-prompt 2 --use-kl-loss", "pass --kl-loss-coef 0.01 too"),
+        ("--n-samples-per-prompt 2 --use-kl-loss", "pass --kl-loss-coef 0.01 --kl-loss-type low_var_kl too"),
     ],
 )
 def test_flags_with_which_nothing_can_be_learnt_are_refused(words: str, said: str) -> None:
@@ -143,6 +143,17 @@ def test_a_kl_that_is_only_measured_is_said_to_be() -> None:
 
     config = parse_args([*RUN, *["--n-samples-per-prompt", "2", "--use-kl-loss", "--kl-loss-coef", "0"]])
     assert any("only measures the KL" in warning for warning in config.warnings)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_warned"),
+    [("", True), ("--kl-loss-type low_var_kl", False), ("--kl-loss-type k2", False), ("--use-unbiased-kl", False)],
+)
+def test_a_kl_loss_that_pulls_nowhere_is_warned_of(words: str, is_warned: bool) -> None:
+    from slime.config import parse_args
+
+    config = parse_args([*RUN, "--use-kl-loss", "--kl-loss-coef", "0.1", "--n-samples-per-prompt", "2", *words.split()])
+    assert any("--kl-loss-type low_var_kl" in warning for warning in config.warnings) == is_warned
 
 
 def test_the_estimators_that_need_groups_are_those_with_a_baseline() -> None:
