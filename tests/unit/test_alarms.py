@@ -83,6 +83,41 @@ def test_an_alarm_is_new_once_and_again_when_it_has_come_back() -> None:
     assert resumed.look(flat) == ([], {"alarm/constant_reward": 1.0}), "its console said so before the resume"
 
 
+FLAT = {"flat": 1.0, "train__grad_norm": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (steps(1, **CONSTANT), "in the only step every group had the same reward"),
+        ([*steps(2, **FLAT), {"step": 2, "eval/held-out": 0.0}], "in all 2 steps every group had the same reward"),
+        (steps(3, **FLAT), "in the last 3 steps no group had two different rewards"),  # and that once
+    ],
+)
+def test_a_run_that_ends_without_any_contrast_says_so_however_short(rows: list[dict[str, Any]], said: str) -> None:
+    watch = AlarmWatch(rows)
+    (alarm,) = watch.at_the_end()
+    assert said in alarm.detail and alarm.fix
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        steps(2),
+        [step(1, **FLAT), step(2)],
+        [{"step": 1, "train/loss": 0.5}],  # without rewards
+    ],
+)
+def test_a_short_run_with_some_contrast_ends_without_a_word(rows: list[dict[str, Any]]) -> None:
+    assert AlarmWatch(rows).at_the_end() == []
+
+
+def test_rewards_that_never_come_are_all_that_is_said() -> None:
+    (alarm,) = AlarmWatch(steps(1, **CONSTANT, rollout__reward_timeout=16.0)).at_the_end()
+    assert alarm.name == "late_rewards"
+
+
 def test_console_metrics_and_page_say_it(tmp_path: Path) -> None:
     config = make_config(output_dir=str(tmp_path), run_name="flat")
     run = RunFolder.create(config)
