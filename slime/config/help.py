@@ -236,12 +236,14 @@ over both, and may carry names of your own for hooks. A switch that a YAML file 
 `--no-<name>`. A value that begins with two dashes is written `--flag=--value`.
 
 A run needs a model, data, a reward and its length (`slime train --help` opens with them); the rest has defaults.
-Three of them are not those of the reference system, where GRPO without a word learns nothing: a run has 32 prompts
-(`--rollout-batch-size` was required), 8 samples of each where the estimator compares them (it was 1), and shuffles
-them (it did not). Scripts keep their meaning where they say more: `--rollout-batch-size` with `--global-batch-size`
-gives the samples by the equation, one where one fits. What compares no samples has one. `--no-rollout-shuffle`, a
-stream, a data source or a rollout function of your own keep their order, and so does the resume of a run that was not
-shuffled.
+Some of them are not those of the reference system. GRPO without a word learns nothing there: here a run has 32
+prompts (`--rollout-batch-size` was required), 8 samples of each where the estimator compares them (it was 1), and
+shuffles them (it did not). Responses come without special tokens (`--no-rollout-skip-special-tokens`) and labels as
+text (`--label-type raw`), except where a hook imports a path of the reference system's; `--save` alone keeps the
+newest two checkpoints (`--save-retain`) and leaves the model as a Hugging Face directory (`--no-export-model`).
+Scripts keep their meaning where they say more: `--rollout-batch-size` with `--global-batch-size` gives the samples by
+the equation, one where one fits. What compares no samples has one. `--no-rollout-shuffle`, a stream, a data source or
+a rollout function of your own keep their order, and so does the resume of a run that was not shuffled.
 
 An empty default means unset, or off for a switch. *Italics* are defaults that follow from other values; the run
 folder's `config.json` says for each value where it came from.
