@@ -324,4 +324,4 @@ class AlarmWatch:
 
     def at_the_end(self) -> list[Alarm]:
         """What is wrong with a run of which no row will come any more, the gravest first."""
-        return [*self.on, *never_any_contrast(self._rows)]
+        return [*never_any_contrast(self._rows), *self.on]
