@@ -21,7 +21,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 $(RUNS): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) "$(TORCH)"
-	{ $(BIN)/python -c "import torch" 2>/dev/null & $(PIP_INSTALL) -e . && wait; }
+	{ $(BIN)/python -c "import torch" 2>/dev/null & $(PIP_INSTALL) -e ".[gguf]" && wait; }
 	@touch $(RUNS)
 
 # With what tests, lint and types need besides.

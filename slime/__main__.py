@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from slime import __version__
 from slime.errors import UserError
@@ -105,8 +106,8 @@ def guarded(action: Callable[[], int]) -> int:
     """Run ``action()`` and turn its end into an exit status: the one place where errors become text.
 
     A `UserError` is printed in its few lines, with a traceback only when SLIME_DEBUG=1, and gives 2 (1 for a
-    `RunFailed`); Ctrl-C gives 130; a closed pipe (``slime flags | head``) ends quietly. Everything else is a defect,
-    keeps its traceback and gives 1.
+    `RunFailed`); Ctrl-C gives 130; a closed pipe (``slime flags | head``) ends quietly; a package that slime imports
+    and that is not installed gives 2. Everything else is a defect, keeps its traceback and gives 1.
     """
     try:
         status = _status_of(action)
@@ -140,11 +141,40 @@ def _status_of(action: Callable[[], int]) -> int:
         lines = [f"the disk is full: {OSError.__str__(error)}", "  fix: free disk space, or write somewhere else"]
         print("error: " + "\n".join([*lines, *_notes(error)]), file=sys.stderr)
         return UserError.exit_status
+    except ModuleNotFoundError as error:
+        missing = _not_installed(error)
+        if missing is None or os.environ.get("SLIME_DEBUG") == "1":
+            raise
+        print(f"error: {missing}", file=sys.stderr)
+        return UserError.exit_status
     except KeyboardInterrupt:
         if os.environ.get("SLIME_DEBUG") == "1":
             raise
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _not_installed(error: ModuleNotFoundError) -> UserError | None:
+    """What to say of an import of slime's own that this Python has no package for; None: it is something else's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    package = Path(__file__).parent
+    importer = trace.tb_frame.f_code.co_filename if trace is not None else ""
+    name = (error.name or "").partition(".")[0]
+    if name in ("", package.name) or package not in Path(importer).parents:
+        return None
+    environment, what = package.parent / ".venv", "slime-rl"
+    if (package.parent / "pyproject.toml").is_file():
+        what = f"-e {package.parent}"
+    fix = f"in a virtual environment: pip install {what}"
+    if (environment / "bin" / "activate").is_file() and Path(sys.prefix).resolve() != environment.resolve():
+        fix = f". {environment}/bin/activate"  # which make has filled
+    return UserError(
+        f"the module {name} is not installed for {sys.executable}",
+        why="slime imports it, and was not installed for this Python, or not with all that it needs",
+        fix=fix,
+    )
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -1,12 +1,12 @@
-"""The pictures of docs/images, made anew.
+"""The pictures of a run in docs/images, made anew; behind `make demo`:
 
+    python tools/make_pictures.py all outputs/<run>           # the three below
     python tools/make_pictures.py console                     # console.svg: the live table over a recorded run
+    python tools/make_pictures.py chat outputs/<run>          # chat.svg: a conversation with its model, held for it
     python tools/make_pictures.py report outputs/<run>        # report.png: the first screen of its report.html
-    python tools/make_pictures.py chat session.txt            # chat.svg: a terminal session
 
-A session is recorded by ``script --quiet --command 'slime chat outputs/<run>' session.txt`` (without the first and last
-line that `script` adds). report.png needs Chromium (``apt-get install chromium``) and Pillow; elsewhere open the report
-in a window of 1280 × 915 and take the picture by hand.
+report.png needs Chromium (``apt-get install chromium``) and Pillow; elsewhere open the report in a window of 1280 × 915
+and take the picture by hand.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
+import pty
 import re
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
+import termios
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -35,6 +40,9 @@ _COLUMNS, _STEPS_SHOWN = 92, 27
 _WINDOW = (1280, 915)
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _SECONDS = 120
+#: What the demo's model is asked. It knows no more than one question, so each begins anew.
+QUESTIONS = ("31+6=", "/reset", "87+4=", "/reset", "52+7=")
+_PROMPT = "\n> "
 
 
 def terminal_svg(content: RenderableType, title: str) -> str:
@@ -89,22 +97,67 @@ def report_png(run_dir: Path, picture: Path) -> None:
         Image.open(shot).convert("RGB").quantize(64).save(picture, optimize=True)
 
 
+def held(command: Sequence[str], questions: Sequence[str], seconds: float = _SECONDS) -> str:
+    """What a terminal shows while someone types ``questions`` into ``command``, each at a prompt, and leaves.
+
+    Args:
+        seconds: of silence, after which the command is killed.
+    Raises:
+        SystemExit: it was silent for so long, or ended before it was asked everything.
+    """
+    ours, theirs = pty.openpty()
+    settings = termios.tcgetattr(theirs)
+    settings[3] &= ~termios.ECHO  # lines that are typed are added below, where they belong
+    termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    environment = {**os.environ, "TERM": "dumb", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    shown, left, said = "", list(questions), b""
+    try:
+        while True:
+            if not select.select([ours], [], [], seconds)[0]:
+                sys.exit(f"{command[0]} was silent for {seconds:.0f} s; it had shown:\n{shown}")
+            try:
+                piece = os.read(ours, 4096)
+            except OSError:  # a terminal that nobody holds any more
+                break
+            said += piece
+            shown = said.decode("utf-8", "ignore").replace("\r", "")
+            if not shown.endswith(_PROMPT):
+                continue
+            if not left:
+                return shown.removesuffix(_PROMPT).rstrip("\n")
+            line = left.pop(0)
+            os.write(ours, f"{line}\n".encode())
+            said += f"{line}\n".encode()
+        sys.exit(f"{' '.join(command)} ended too early; it had shown:\n{shown}")
+    finally:
+        process.terminate()
+        process.wait(seconds)
+        os.close(ours)
+
+
+def chat_svg(run_dir: Path) -> str:
+    """A conversation with a run's model, as the terminal shows it."""
+    command = [sys.executable, "-m", "slime", "chat", str(run_dir), "--temperature", "0"]
+    typed = f"$ slime chat {run_dir}\n"
+    return terminal_svg(Text.from_ansi(typed + held(command, QUESTIONS)), "slime chat")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=["console", "report", "chat"])
-    parser.add_argument("source", nargs="?", type=Path, help="the run folder, or the recorded session")
+    parser.add_argument("picture", choices=["all", "console", "chat", "report"])
+    parser.add_argument("run", nargs="?", type=Path, help="the run folder: of all but the console, which is recorded")
     options = parser.parse_args(argv)
-    if options.source is None and options.picture != "console":
-        parser.error(f"{options.picture} needs a source")
-    picture = IMAGES / f"{options.picture}.{'png' if options.picture == 'report' else 'svg'}"
-    if options.picture == "report":
-        report_png(options.source, picture)
-    elif options.picture == "console":
-        picture.write_text(console_svg(options.source or RECORDED), encoding="utf-8")
-    else:
-        session = Text.from_ansi(options.source.read_text(encoding="utf-8").strip("\n"))
-        picture.write_text(terminal_svg(session, "slime chat"), encoding="utf-8")
-    print(f"{picture}: {picture.stat().st_size / 1000:.0f} kB")
+    if options.run is None and options.picture != "console":
+        parser.error(f"{options.picture} needs a run folder, e.g. that of `make demo`")
+    for name in ("console", "chat", "report") if options.picture == "all" else (options.picture,):
+        picture = IMAGES / f"{name}.{'png' if name == 'report' else 'svg'}"
+        if name == "report":
+            report_png(options.run, picture)
+        else:
+            picture.write_text(console_svg() if name == "console" else chat_svg(options.run), encoding="utf-8")
+        print(f"{picture}: {picture.stat().st_size / 1000:.0f} kB")
     return 0
 
 

@@ -192,7 +192,9 @@ class RewardConfig:
     SERVES: ClassVar[tuple[Process, ...]] = ("rollout",)
 
     rm_type: str | None = flag(
-        None, needs=GENERATES & unless("custom_rm_path", why="that function gives the rewards", warns=True)
+        None,
+        needs=GENERATES
+        & unless("custom_rm_path", why="that function gives the rewards, and alone could read it", warns=True),
     )
     """Built-in reward: math, dapo, deepscaler, f1, gpqa, remote_rm, random; metadata["rm_type"] wins."""
     custom_rm_path: str | None = flag(None, needs=GENERATES)

@@ -94,7 +94,8 @@ class AlgorithmConfig:
                 "grpo",
                 "gspo",
                 "cispo",
-                why="its advantage is the group-normalised reward alone; use --use-kl-loss --kl-loss-coef",
+                why="its advantage is the group-normalised reward alone; use --use-kl-loss --kl-loss-coef"
+                " --kl-loss-type low_var_kl",
             ),
         ),
     )
@@ -104,7 +105,8 @@ class AlgorithmConfig:
     kl_loss_coef: float = flag(0.0, range=_PENALTY, needs=(on("use_kl_loss"), _CUSTOM_MAY_READ))
     """Coefficient of the KL loss."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag("k1", needs=on("use_kl_loss") | on("kl_coef"))
-    """KL estimator (Schulman, http://joschu.net/blog/kl-approx.html)."""
+    """KL estimator (Schulman, http://joschu.net/blog/kl-approx.html). In the loss, k1 pulls nowhere on policy: the
+    expectation of its gradient is 0 there; use low_var_kl (k3, clamped) or k2."""
     use_unbiased_kl: bool = flag(False, needs=(on("use_kl_loss"), _CUSTOM_MAY_READ))
     """Weight the KL estimator by the importance ratio."""
     entropy_coef: float = flag(

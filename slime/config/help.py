@@ -24,7 +24,8 @@ _INTRO = {
 _METAVAR = {"int": "INT", "float": "FLOAT", "str": "TEXT", "json": "JSON", "int_or_list": "INT|LIST", "bool": ""}
 
 
-#: What a decent run says of itself, in the order in which one thinks of it: dest → placeholder and a few words.
+#: What a decent run says of itself, in the order in which one thinks of it: dest → placeholder and a few words. A
+#: dozen at most: whoever wants more has topics for it.
 BASICS = {
     "hf_checkpoint": ("DIR", "the model: a Hugging Face directory"),
     "prompt_data": ("FILE", "the data: JSONL, CSV or Parquet, a prompt a row"),
@@ -34,12 +35,10 @@ BASICS = {
     "rm_type": ("NAME", "a built-in reward: math, dapo, deepscaler, f1, gpqa, remote_rm"),
     "custom_rm_path": ("FILE.py:NAME", "or your own: a function (args, sample) -> number"),
     "num_rollout": ("N", "how long: steps, or --num-epoch N passes over the data"),
-    "rollout_batch_size": ("N", f"prompts of a step (default: {DEFAULT_PROMPTS})"),
-    "n_samples_per_prompt": ("N", f"samples of each prompt, to be compared (default: {DEFAULT_SAMPLES})"),
+    "rollout_batch_size": ("N", f"prompts of a step, {DEFAULT_SAMPLES} samples of each (default: {DEFAULT_PROMPTS})"),
     "rollout_max_response_len": ("N", "most new tokens of a sample (default: 1024)"),
-    "lr": ("X", "learning rate (default: 1e-6)"),
+    "colocate": ("", "trainer and engines take turns on the same GPUs, else each has its own"),
     "save": ("DIR", "checkpoints, and the model at the end; {run} is the run folder, --load DIR goes on"),
-    "eval_prompt_data": ("NAME FILE", "held-out prompts, tried every --eval-interval N steps"),
 }
 #: A run with them; the other settings are their defaults.
 EXAMPLE = """\
@@ -107,6 +106,8 @@ def _topics() -> list[str]:
 def _print_basics(entry: str, width: int, out: TextIO) -> None:
     print(f"{_INTRO[entry]}\n\nWhat a run is made of:\n", file=out)
     for dest, (placeholder, text) in BASICS.items():
+        if dest == "colocate" and entry != "train":
+            continue  # refused there
         print(f"  {f'{option_of(dest)} {placeholder}':<32}  {text}", file=out)
     example = EXAMPLE.replace("slime train", f"slime {entry.replace('_', '-')}")
     example = example if entry == "train" else example.replace(" --colocate", "")
@@ -235,12 +236,14 @@ over both, and may carry names of your own for hooks. A switch that a YAML file 
 `--no-<name>`. A value that begins with two dashes is written `--flag=--value`.
 
 A run needs a model, data, a reward and its length (`slime train --help` opens with them); the rest has defaults.
-Three of them are not those of the reference system, where GRPO without a word learns nothing: a run has 32 prompts
-(`--rollout-batch-size` was required), 8 samples of each where the estimator compares them (it was 1), and shuffles
-them (it did not). Scripts keep their meaning where they say more: `--rollout-batch-size` with `--global-batch-size`
-gives the samples by the equation, one where one fits. What compares no samples has one. `--no-rollout-shuffle`, a
-stream, a data source or a rollout function of your own keep their order, and so does the resume of a run that was not
-shuffled.
+Some of them are not those of the reference system. GRPO without a word learns nothing there: here a run has 32
+prompts (`--rollout-batch-size` was required), 8 samples of each where the estimator compares them (it was 1), and
+shuffles them (it did not). Responses come without special tokens (`--no-rollout-skip-special-tokens`) and labels as
+text (`--label-type raw`), except where a hook imports a path of the reference system's; `--save` alone keeps the
+newest two checkpoints (`--save-retain`) and leaves the model as a Hugging Face directory (`--no-export-model`).
+Scripts keep their meaning where they say more: `--rollout-batch-size` with `--global-batch-size` gives the samples by
+the equation, one where one fits. What compares no samples has one. `--no-rollout-shuffle`, a stream, a data source or
+a rollout function of your own keep their order, and so does the resume of a run that was not shuffled.
 
 An empty default means unset, or off for a switch. *Italics* are defaults that follow from other values; the run
 folder's `config.json` says for each value where it came from.

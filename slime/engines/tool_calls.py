@@ -211,12 +211,18 @@ def _mistral(text: str) -> Iterator[Call]:
             yield from map(_call, value if isinstance(value, list) else [value])
 
 
+_DEEPSEEK_BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+#: Where the marks of several are in a template, the first of them is meant.
 FORMATS: dict[str, ToolFormat] = {
     "glm45": ToolFormat(("<tool_call>",), _glm45, ("<tool_call>", "<arg_key>"), ("glm4_moe",), "glm45"),
     "hermes": ToolFormat(("<tool_call>",), _hermes, ("<tool_call>",), ("qwen2", "qwen3", "qwen3_moe"), "qwen25"),
-    "deepseek": ToolFormat(
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), _deepseek, ("<｜tool▁calls▁begin｜>",), ("deepseek_v3",),
+    "deepseek": ToolFormat(  # V3, R1
+        _DEEPSEEK_BEGINS, _deepseek, ("<｜tool▁calls▁begin｜>", "```json"), ("deepseek_v3",),
         "deepseekv3", special_marks=True, text_arguments=True,
+    ),
+    "deepseek31": ToolFormat(  # of the same family and other templates; SGLang reads each with a parser of its own
+        _DEEPSEEK_BEGINS, _deepseek, ("<｜tool▁calls▁begin｜>",), (),
+        "deepseekv31", special_marks=True, text_arguments=True,
     ),
     "mistral": ToolFormat(
         ("[TOOL_CALLS]",), _mistral, ("[TOOL_CALLS]",), ("mistral",), "mistral", special_marks=True

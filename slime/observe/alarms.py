@@ -23,6 +23,10 @@ _FLAT_STEPS = 3
 _LATE_SHARE = 0.1
 #: Rows that are looked at while a run goes on.
 _MOST_ROWS = 4000
+_CONTRAST_FIX = (
+    "raise --n-samples-per-prompt or --rollout-temperature, take prompts that the model sometimes gets right, or"
+    " --dynamic-sampling-filter-path slime.rollout.filters.check_reward_nonzero_std"
+)
 _ENGINE_KEY = re.compile(r"rollout/engine_load/(\d+)$")
 
 
@@ -94,11 +98,19 @@ def no_contrast(rows: Rows) -> list[Alarm]:
     if not _is_flat(rows) or _constant_reward(rows) is not None:
         return []
     detail = f"in the last {_FLAT_STEPS} steps no group had two different rewards: its advantages are 0"
-    fix = (
-        "raise --n-samples-per-prompt or --rollout-temperature, take prompts that the model sometimes gets right, or"
-        " --dynamic-sampling-filter-path slime.rollout.filters.check_reward_nonzero_std"
-    )
-    return [Alarm("No group has any contrast", detail, fix)]
+    return [Alarm("No group has any contrast", detail, _CONTRAST_FIX)]
+
+
+def never_any_contrast(rows: Rows) -> list[Alarm]:
+    """Of a run that has ended and was too short for `no_contrast` and `constant_reward`: none of its steps had any."""
+    steps = _trained(rows)
+    if not 0 < len(steps) < _FLAT_STEPS or any(row["rollout/zero_std/ratio"] < 1 for row in steps):
+        return []
+    if late_rewards(rows):
+        return []  # which says why
+    when = "in the only step" if len(steps) == 1 else f"in all {len(steps)} steps"
+    detail = f"{when} every group had the same reward for all of its samples: every advantage was 0"
+    return [Alarm("No step had any contrast", detail, _CONTRAST_FIX, "never_any_contrast")]
 
 
 def zero_gradient(rows: Rows) -> list[Alarm]:
@@ -169,7 +181,8 @@ def reward_collapse(rows: Rows) -> list[Alarm]:
         Alarm(
             "The reward has collapsed",
             f"mean reward fell from {best:.3f} at its best to {final:.3f}, about where it began ({windows[0]:.3f})",
-            "read the worst samples; lower --lr, or stay near the reference with --use-kl-loss --kl-loss-coef 0.01",
+            "read the worst samples; lower --lr, or stay near the reference with --use-kl-loss --kl-loss-coef 0.01"
+            " --kl-loss-type low_var_kl",
         )
     ]
 
@@ -308,3 +321,7 @@ class AlarmWatch:
         now = {alarm.name for alarm in self.on}
         metrics = {f"alarm/{name}": float(name in now) for name in before | now}
         return [alarm for alarm in self.on if alarm.name not in before], metrics
+
+    def at_the_end(self) -> list[Alarm]:
+        """What is wrong with a run of which no row will come any more, the gravest first."""
+        return [*never_any_contrast(self._rows), *self.on]

@@ -155,8 +155,8 @@ class Sinks:
 
     @property
     def alarms(self) -> list[Alarm]:
-        """What is wrong with the run as it stands, the gravest first."""
-        return self._alarms.on
+        """What is wrong with the run if it ends here, the gravest first."""
+        return self._alarms.at_the_end()
 
     # -- the end ---------------------------------------------------------------------------------------
 

@@ -71,8 +71,9 @@ def test_save_alone_saves_on_the_way_and_leaves_a_model(kept: Driver) -> None:
 
 
 def test_the_last_lines_name_the_model_the_report_and_what_is_next(kept: Driver) -> None:
-    ended, model, checkpoint, warning, report, following = kept.stderr.splitlines()[-6:]
-    assert warning.startswith("  warning: Many responses are truncated: ")  # four tokens are few
+    ended, model, checkpoint, flat, truncated, report, following = kept.stderr.splitlines()[-7:]
+    assert flat.startswith("  warning: No step had any contrast: in all 2 steps ")  # every reward is 1
+    assert truncated.startswith("  warning: Many responses are truncated: ")  # four tokens are few
     assert ended == "finished, 2 of 2 steps"
     assert model == f"  model: {kept.path / 'model'}"
     assert checkpoint == f"  checkpoint: {kept.path / 'checkpoints' / 'iter_0000001'}"
@@ -115,8 +116,13 @@ def test_ctrl_c_while_ray_starts(begin: Callable[..., Driver]) -> None:
     check_stopped(driver, 130)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 0), (signal.SIGINT, 130)], ids=["hangup", "ctrl-c"])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        pytest.param(signal.SIGHUP, 0, id="hangup"),
+        pytest.param(signal.SIGINT, 130, id="ctrl-c", marks=pytest.mark.full),  # test_process_end.py has one, too
+    ],
+)
 def test_a_terminal_that_closes_and_one_ctrl_c_save_what_was_trained(
     number: signal.Signals, status: int, begin: Callable[..., Driver], hold: Path
 ) -> None:

@@ -1,10 +1,13 @@
-"""The reward and the command of README.md, copied from its text and run as they stand there."""
+"""The reward, the command and the Python of README.md, copied from its text and run as they stand there."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,26 @@ def test_the_reward_and_the_command_learn_from_each_other(tmp_path: Path) -> Non
     assert all(re.fullmatch(r"\d", sample["response"]) and sample["response_length"] == 2 for sample in samples)
     assert {sample["reward"] for sample in samples} == {0.0, 1.0}
     assert all((sample["reward"] == 1.0) == (sample["response"] == sample["label"]) for sample in samples)
+
+
+@pytest.mark.slow
+def test_the_python_trains_and_prints(tmp_path: Path) -> None:
+    model = toy.write_answering_model(tmp_path / "model")
+    script = block("python", "import slime\n")
+    # of a toy: it answers behind "=", with a digit; its short context; one step, of a few samples
+    small = "num_rollout=1, rollout_batch_size=8, rollout_max_response_len=8, fp32=True"
+    for theirs, ours in (("path/to/model", str(model)), ('{b}?"', '{b}="'), ("(50)", "(4)"), ("num_rollout=50", small)):
+        assert theirs in script
+        script = script.replace(theirs, ours)
+    (tmp_path / "readme.py").write_text(script)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "readme.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = re.fullmatch(r"\[(0\.\d+)\] (\d) (\S+)", done.stdout.splitlines()[-1])
+    assert said and float(said[1]) > 0, done.stdout
+    assert (tmp_path / said[3] / "config.json").is_file()
 
 
 def test_the_agent_of_the_readme_is_a_generate_function(tmp_path: Path) -> None:

@@ -83,6 +83,41 @@ def test_an_alarm_is_new_once_and_again_when_it_has_come_back() -> None:
     assert resumed.look(flat) == ([], {"alarm/constant_reward": 1.0}), "its console said so before the resume"
 
 
+FLAT = {"flat": 1.0, "train__grad_norm": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (steps(1, **CONSTANT), "in the only step every group had the same reward"),
+        ([*steps(2, **FLAT), {"step": 2, "eval/held-out": 0.0}], "in all 2 steps every group had the same reward"),
+        (steps(3, **FLAT), "in the last 3 steps no group had two different rewards"),  # and that once
+    ],
+)
+def test_a_run_that_ends_without_any_contrast_says_so_however_short(rows: list[dict[str, Any]], said: str) -> None:
+    watch = AlarmWatch(rows)
+    (alarm,) = watch.at_the_end()
+    assert said in alarm.detail and alarm.fix
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        steps(2),
+        [step(1, **FLAT), step(2)],
+        [{"step": 1, "train/loss": 0.5}],  # without rewards
+    ],
+)
+def test_a_short_run_with_some_contrast_ends_without_a_word(rows: list[dict[str, Any]]) -> None:
+    assert AlarmWatch(rows).at_the_end() == []
+
+
+def test_rewards_that_never_come_are_all_that_is_said() -> None:
+    (alarm,) = AlarmWatch(steps(1, **CONSTANT, rollout__reward_timeout=16.0)).at_the_end()
+    assert alarm.name == "late_rewards"
+
+
 def test_console_metrics_and_page_say_it(tmp_path: Path) -> None:
     config = make_config(output_dir=str(tmp_path), run_name="flat")
     run = RunFolder.create(config)
@@ -112,7 +147,7 @@ RUN = ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "3",
         ("--n-samples-per-prompt 1", "grpo learns nothing from one sample per prompt"),
         ("--global-batch-size 4", "pass --n-samples-per-prompt 8"),
         ("--n-samples-per-prompt 1 --advantage-estimator gspo", "gspo learns nothing"),
-        ("--n-samples-per-prompt 2 --use-kl-loss", "pass --kl-loss-coef 0.01 too"),
+        ("--n-samples-per-prompt 2 --use-kl-loss", "pass --kl-loss-coef 0.01 --kl-loss-type low_var_kl too"),
     ],
 )
 def test_flags_with_which_nothing_can_be_learnt_are_refused(words: str, said: str) -> None:
@@ -143,6 +178,17 @@ def test_a_kl_that_is_only_measured_is_said_to_be() -> None:
 
     config = parse_args([*RUN, *["--n-samples-per-prompt", "2", "--use-kl-loss", "--kl-loss-coef", "0"]])
     assert any("only measures the KL" in warning for warning in config.warnings)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_warned"),
+    [("", True), ("--kl-loss-type low_var_kl", False), ("--kl-loss-type k2", False), ("--use-unbiased-kl", False)],
+)
+def test_a_kl_loss_that_pulls_nowhere_is_warned_of(words: str, is_warned: bool) -> None:
+    from slime.config import parse_args
+
+    config = parse_args([*RUN, "--use-kl-loss", "--kl-loss-coef", "0.1", "--n-samples-per-prompt", "2", *words.split()])
+    assert any("--kl-loss-type low_var_kl" in warning for warning in config.warnings) == is_warned
 
 
 def test_the_estimators_that_need_groups_are_those_with_a_baseline() -> None:

@@ -63,6 +63,25 @@ def test_kl_of_two_categoricals_is_the_mean_of_the_estimators() -> None:
     assert torch.isclose((behaviour * weighted).sum(), exact)
 
 
+@pytest.mark.parametrize(
+    ("kind", "weighted", "pulls"),
+    [("k1", False, False), ("k1", True, True), ("k2", False, True), ("k3", False, True), ("low_var_kl", False, True)],
+)
+def test_which_kl_loss_pulls_on_policy(kind: str, weighted: bool, pulls: bool) -> None:
+    """The expectation over the policy's own samples of the estimate's gradient by the logits."""
+    logits = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64).log().requires_grad_()
+    base = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64).log()
+    lp = logits.log_softmax(0)
+    ratio = lp - lp.detach() if weighted else None
+    (lp.detach().exp() * kl_estimate(lp, base, kind, ratio)).sum().backward()
+    assert logits.grad is not None
+    assert bool(logits.grad.abs().max() > 0.1) == pulls
+    if pulls:  # towards the base: the first token, which is too likely, loses
+        assert logits.grad[0] > 0 > logits.grad[1]
+    else:
+        assert torch.allclose(logits.grad, torch.zeros(3, dtype=torch.float64), atol=1e-12)
+
+
 def test_low_var_kl_is_clamped_after_the_ratio() -> None:
     lp, base = torch.tensor([-9.0]), torch.tensor([-1.0])
     assert kl_estimate(lp, base, "low_var_kl").item() == 10.0

@@ -100,8 +100,9 @@ def test_the_help_opens_with_an_example_that_is_accepted(
     command = text.split("For example:\n\n")[1].split("\n\n")[0].replace("\\\n", " ")
     usage, entry_word, *words = shlex.split(command)
     assert (usage, entry_word) == ("slime", name)
-    shown = {word for line in text.splitlines() for word in line.split() if word.startswith("--")}
-    assert {word for word in words if word.startswith("--")} - {"--colocate"} <= shown
+    example = {word for word in words if word.startswith("--")}
+    shown = set(re.findall(r"^  (--[\w-]+) ", text.split("For example:")[0], re.MULTILINE))
+    assert example <= shown and len(shown) <= 12 and ("--colocate" in shown) == (entry == "train")
     config = parse_args(words, entry)
     rollout = config.rollout
     assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, config.train.global_batch_size) == (32, 8, 256)
@@ -112,7 +113,7 @@ def test_what_the_help_says_of_defaults(capsys: pytest.CaptureFixture[str]) -> N
     main(["train", "--help"])
     values = parse_args(["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "1"]).values()
     said = re.findall(r"--([\w-]+) .*\(default: (.*)\)", capsys.readouterr().out)
-    assert len(said) == 5
+    assert len(said) == 3
     for option, default in said:
         value = values[option.replace("-", "_")]
         assert value == type(value)(default), option
@@ -153,6 +154,41 @@ def test_defects_keep_their_traceback() -> None:
 
     with pytest.raises(ValueError, match="a defect"):
         guarded(fail)
+
+
+@pytest.mark.parametrize("words", [["train.py"], ["train_async.py"], ["-m", "slime", "train"]])
+def test_a_python_without_the_requirements_is_told_what_to_install(words: list[str]) -> None:
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SLIME_DEBUG")}
+    command = [sys.executable, "-S", *words, "--help"]  # -S: nothing of site-packages
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env)
+    assert done.returncode == UserError.exit_status and done.stdout == ""
+    what, why, fix = done.stderr.splitlines()
+    assert what == f"error: the module psutil is not installed for {sys.executable}"
+    assert why.startswith("  why: ") and re.match(r"  fix: (\. |in a virtual environment: pip install -e )/", fix)
+
+
+def test_what_to_do_about_a_missing_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In an installation, in a checkout, in a checkout that has an environment; and only of slime's own imports."""
+    package = tmp_path / "slime"
+    monkeypatch.setattr("slime.__main__.__file__", str(package / "__main__.py"))
+
+    def fix(file: Path = package / "cli" / "x.py", name: str = "absent_package") -> str:
+        assert guarded(lambda: exec(compile(f"import {name}.part", str(file), "exec"))) == 2
+        return capsys.readouterr().err.splitlines()[-1].removeprefix("  fix: ")
+
+    assert fix() == "in a virtual environment: pip install slime-rl"
+    (tmp_path / "pyproject.toml").touch()
+    assert fix() == f"in a virtual environment: pip install -e {tmp_path}"
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    assert fix() == f". {tmp_path}/.venv/bin/activate"
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    assert fix() == f"in a virtual environment: pip install -e {tmp_path}"
+    for file, name in ((tmp_path / "theirs.py", "absent_package"), (package / "cli" / "x.py", "slime.absent")):
+        with pytest.raises(ModuleNotFoundError):  # a defect, of whoever wrote it
+            fix(file, name)
 
 
 def test_error_of_a_remote_process_shows_its_own_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -29,10 +30,28 @@ def test_a_terminal_picture_loads_nothing_and_keeps_hostile_text() -> None:
     assert "<script>&" in words(svg)
 
 
-def test_a_chat_is_made_of_a_recorded_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CHAT = """\
+import readline
+print("loading …")
+while True:
+    print(eval(input("\\n> ")))
+"""
+
+
+def test_a_conversation_is_held_in_a_terminal() -> None:
+    command = [sys.executable, "-c", CHAT]
+    assert make_pictures.held(command, ["2+3", "'a' * 3"]) == "loading …\n\n> 2+3\n5\n\n> 'a' * 3\naaa"
+    with pytest.raises(SystemExit, match=r"ended too early; it had shown:(.|\n)*ZeroDivisionError"):
+        make_pictures.held(command, ["1/0", "2+3"])
+
+
+def test_all_pictures_are_made_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_pictures, "IMAGES", tmp_path)
-    (tmp_path / "session.txt").write_text("\x1b[1myou:\x1b[0m 2+3=\n5\n")
-    assert make_pictures.main(["chat", str(tmp_path / "session.txt")]) == 0
-    assert "you: 2+3=" in words((tmp_path / "chat.svg").read_text())
+    monkeypatch.setattr(make_pictures, "held", lambda command, questions: f"talks to {command[4]}")
+    monkeypatch.setattr(make_pictures, "report_png", lambda run, picture: picture.write_text(str(run)))
+    assert make_pictures.main(["all", "outputs/demo"]) == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"console.svg", "chat.svg", "report.png"}
+    assert "$ slime chat outputs/demo talks to outputs/demo" in words((tmp_path / "chat.svg").read_text())
+    assert (tmp_path / "report.png").read_text() == "outputs/demo"
     with pytest.raises(SystemExit):
-        make_pictures.main(["chat"])
+        make_pictures.main(["all"])

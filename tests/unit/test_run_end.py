@@ -146,6 +146,30 @@ def test_a_save_in_the_foreground_is_not_waited_for(run: Run, tmp_path: Path) ->
     assert not list((tmp_path / "checkpoints").glob(".iter*"))
 
 
+def test_the_last_lines_of_two_steps_without_contrast_say_so(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning in the middle of such a run would be too early: it may be chance."""
+    flat = {
+        "rollout/zero_std/ratio": 1.0,
+        "rollout/reward/min": 0.0,
+        "rollout/reward/max": 0.0,
+        "rollout/num_samples": 4,
+    }
+    trained = module.Session.trained
+
+    def logs(self: module.Session, rollout_id: int, metrics: dict[str, float]) -> None:
+        trained(self, rollout_id, metrics)
+        self.log(flat)
+
+    monkeypatch.setattr(module.Session, "trained", logs)
+    with pytest.raises(KeyboardInterrupt):
+        run(KeyboardInterrupt(), times_out)
+    told = capsys.readouterr().err
+    assert "  warning: No step had any contrast: in the only step every group had the same reward" in told
+    assert told.count("warning: ") == 1
+
+
 # -- what is saved when ----------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,8 @@ WRITTEN = [
     ),
     ("deepseek", f"Let me look.{_DEEPSEEK_V3}"),
     ("deepseek", f"Let me look.{_DEEPSEEK_V31}"),
+    ("deepseek31", f"Let me look.{_DEEPSEEK_V3}"),
+    ("deepseek31", f"Let me look.{_DEEPSEEK_V31}"),
     (
         "mistral",
         'Let me look.[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}, '
@@ -127,6 +129,30 @@ def test_every_family_has_a_format_and_templates_decide_first(tmp_path: Path) ->
     assert tool_format(tmp_path) is FORMATS["hermes"]
     (tmp_path / "chat_template.jinja").write_text("… <tool_call>name<arg_key> …")
     assert tool_format(tmp_path) is FORMATS["glm45"]
+
+
+@pytest.mark.parametrize(
+    ("call", "parser"),
+    [
+        (
+            "tool['type'] + '<｜tool▁sep｜>' + name + '\\n' + '```json' + '\\n' + arguments + '\\n' + '```'",
+            "deepseekv3",
+        ),
+        ("name + '<｜tool▁sep｜>' + arguments", "deepseekv31"),
+        (None, "deepseekv3"),
+    ],
+)
+def test_deepseek_v3_and_v31_are_told_apart_by_their_templates(tmp_path: Path, call: str | None, parser: str) -> None:
+    """SGLang's parser of one reads nothing of what the other writes."""
+    taught = (
+        f"{{{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + {call} + '<｜tool▁call▁end｜>' }}}}"
+        if call
+        else "{{ bos }}"
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": taught}))
+    found = tool_format(tmp_path)
+    assert found is not None and found.sglang_parser == parser and found.special_marks
 
 
 # -- in answers of the server ------------------------------------------------------------------------------------------
