@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -33,7 +34,7 @@ from slime.cluster.waiting import (
     wait_for,
 )
 from slime.config.config import Config
-from slime.engines.api import EngineError
+from slime.engines.api import LOADS_PATH, EngineError, is_silent
 from slime.engines.fleet import EngineFleet
 from slime.engines.health import HealthChecks
 from slime.engines.kinds import engine_of
@@ -276,8 +277,22 @@ class Engines:
                     return work()
             except UserError as error:
                 if self.table.num_lost == lost:
+                    self._lose_silent()
+                if self.table.num_lost == lost:
                     raise
                 logger.warning("an engine died during %s, which is repeated: %s", what, error.what)
+
+    def _lose_silent(self) -> None:
+        """Lose the engines that do not answer a question that costs them nothing, whatever their memory and weights."""
+        if self._health is None or not self.table.policy:
+            return
+        fleet, seconds = self.fleet, self._health.timeout
+        asked = {url: fleet.start_get(url, LOADS_PATH, seconds) for url in fleet.urls}
+        futures.wait(asked.values(), seconds + _LOOK_SECONDS)
+        silent = {url for url, answer in asked.items() if not answer.done() or is_silent(answer.exception())}
+        for engine in self.table.policy:
+            if engine.can_restart and engine.url in silent:
+                self._lost(engine, f"gave no sign of life for {seconds:.0f} s and was killed")
 
     # -- hanging -----------------------------------------------------------------------------------------------
 

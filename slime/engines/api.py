@@ -37,6 +37,9 @@ POST_ROUTES = (
     "/v1/chat/completions",
 )
 
+#: Counts of requests and tokens; a question that an engine answers in any state, paused or asleep.
+LOADS_PATH = "/v1/loads?include=core"
+
 #: Dotted path of the function that SGLang engines are started with, to report what they hold.
 WEIGHT_PROBE = "slime.engines.sglang.weight_probe.report"
 
@@ -57,6 +60,11 @@ class EngineError(Exception):
 
     def __str__(self) -> str:
         return f"{self.url}: {self.what}"
+
+
+def is_silent(error: BaseException | None) -> bool:
+    """Whether an engine did not answer at all; a refusal is an answer."""
+    return isinstance(error, EngineError) and error.status is None
 
 
 @dataclass

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.engines.api import EngineClient, EngineError, GenerateResult
+from slime.engines.api import LOADS_PATH, EngineClient, EngineError, GenerateResult
 from slime.engines.router import ROUTING_KEY_HEADER, Worker, list_workers
 from slime.log import get_logger
 
@@ -327,7 +327,7 @@ class RolloutClient:
         try:
             engine = await self.engine(worker.url)
             await engine.request("POST", "/abort_request", {"abort_all": True}, timeout=10.0)
-            return num_requests(await engine.get("/v1/loads?include=core", timeout=10.0)), ""
+            return num_requests(await engine.get(LOADS_PATH, timeout=10.0)), ""
         except EngineError as error:
             return 0, error.what
 
@@ -343,7 +343,7 @@ class RolloutClient:
 
         async def load(worker: Worker) -> tuple[int, int]:
             try:
-                answer = await (await self.engine(worker.url)).get("/v1/loads?include=core", timeout=5.0)
+                answer = await (await self.engine(worker.url)).get(LOADS_PATH, timeout=5.0)
             except EngineError:
                 return -1, -1
             return num_requests(answer), sum(item.get("num_used_tokens", 0) for item in answer.get("loads", []))

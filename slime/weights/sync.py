@@ -88,6 +88,9 @@ class WeightSync:
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
         self._last_seconds = 0.0
+        faults = config.fault_tolerance
+        hangs = faults.rollout_health_check_timeout if faults.use_fault_tolerance else _CONTROL_SECONDS
+        self._control_seconds = min(hangs, _CONTROL_SECONDS)
 
     def connect(self, engines: Sequence[str | EngineSlots], *, on_this_node: bool = True) -> None:
         """Reach the engines and set the way of transfer up. Collective; call again when the engines change.
@@ -263,16 +266,16 @@ class WeightSync:
         if verify_all and self._num_pushes == 0:
             # what the push does not bring cannot pass for what it should have brought
             with self._phase("reset", version, seconds):
-                fleet.post("/weights_checker", {"action": "reset_tensors"}, _CONTROL_SECONDS)
+                fleet.post("/weights_checker", {"action": "reset_tensors"}, self._control_seconds)
         with self._phase("transfer", version, seconds):
             self._send(tensors, version)
             sent = _StageSent.of_all([_StageSent.from_json(said) for said in self._ranks.reports(self._stage_seconds)])
         with self._phase("flush", version, seconds):
-            fleet.flush_cache(_CONTROL_SECONDS)
+            fleet.flush_cache(self._control_seconds)
         with self._phase("check", version, seconds):
             self._compare(version, sent, verify_all)
         with self._phase("continue", version, seconds):
-            fleet.post("/continue_generation", {}, _CONTROL_SECONDS)
+            fleet.post("/continue_generation", {}, self._control_seconds)
         seconds["total"] = time.perf_counter() - begin
         amount, checked = sent.amount, tuple(sent.fingerprints)
         return Receipt(version, amount.num_tensors, amount.nbytes, seconds, self._transport.name, checked, verify_all)
@@ -280,10 +283,10 @@ class WeightSync:
     def _pause(self, fleet: EngineFleet) -> None:
         """Pause all, or leave none paused."""
         try:
-            fleet.post("/pause_generation", {"mode": "abort"}, _CONTROL_SECONDS)
+            fleet.post("/pause_generation", {"mode": "abort"}, self._control_seconds)
         except EngineError:
             try:
-                fleet.post("/continue_generation", {}, 10)
+                fleet.post("/continue_generation", {}, min(10.0, self._control_seconds))
             except EngineError:
                 logger.warning("not every engine could be continued after a failed pause", exc_info=True)
             raise

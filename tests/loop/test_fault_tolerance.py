@@ -108,6 +108,19 @@ def test_requests_of_an_engine_that_hangs_are_sent_again(begin: Start, hold: Pat
     driver.leaves_nothing()
 
 
+def test_an_engine_that_hangs_at_a_push_is_left_out(begin: Start, hold: Path) -> None:
+    """It freezes when it has generated all that it was asked for, and nobody looks at its health any more."""
+    (hold / "hold-0").touch()
+    driver = begin("hung-push", "--rollout-health-check-interval", 1000, "--rollout-health-check-timeout", 3)
+    wait_held(driver, hold, 0)
+    engines(driver)[0].send_signal(signal.SIGSTOP)
+    (hold / "hold-0").unlink()
+    assert driver.end() == 0, driver.stderr
+    assert driver.steps() == [1, 2] and "an engine died during a weight push, which is repeated" in driver.stderr
+    assert "gave no sign of life for 3 s and was killed; it is started again, 1 go on meanwhile" in driver.stderr
+    driver.leaves_nothing()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_the_router_is_started_again(begin: Start, hold: Path, number: signal.Signals) -> None:
     """In the middle of a rollout; the requests of the next ones go through another process at the same address."""

@@ -269,7 +269,8 @@ def test_a_router_that_dies_too_often_ends_the_run(worlds: Worlds) -> None:
 
 def test_a_router_that_hangs_is_started_again(worlds: Worlds) -> None:
     world = worlds()
-    world.routers._health = SimpleNamespace(timeout=3.0, silent=lambda fleet: ["http://router:4000"])  # type: ignore
+    silent = {"silent": lambda fleet: ["http://router:4000"], "begin": lambda: None}
+    world.routers._health = SimpleNamespace(timeout=3.0, **silent)  # type: ignore[assignment]
     world.routers._fleet = object()  # type: ignore[assignment]
     world.engines.kill_hanging()
     assert world.log == ["out r", "router at 4000"]
@@ -443,6 +444,33 @@ def test_a_push_that_an_engine_died_of_is_repeated_without_it(worlds: Worlds) ->
             raise UserError("connection refused")
 
     world.fails = die_at_first
+    assert world.weights.push() == {"perf/weight_version": 1.0}
+    assert world.log == ["connect", "out 1", "start 1", "connect", "push"]
+
+
+def test_a_push_that_an_engine_hangs_in_is_repeated_without_it(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process lives, so that nobody hears of a death; it does not answer a plain question either."""
+    world = worlds()
+    world.weights.connect()
+    silent = EngineError("http://engine-1/0", "gave no answer within 3 s")
+
+    class Fleet:
+        urls = ("http://engine-0/0", "http://engine-1/0")
+
+        def start_get(self, url: str, path: str, timeout: float) -> Future[Any]:
+            answer: Future[Any] = done({})
+            if url == silent.url:
+                answer = Future()
+                answer.set_exception(silent)
+            return answer
+
+    def hang_at_first(number: int) -> None:
+        if number == 1:
+            raise UserError("failed in the phase 'pause'")
+
+    world.engines._health = SimpleNamespace(timeout=3.0)  # type: ignore[assignment]
+    monkeypatch.setattr(Engines, "fleet", Fleet())
+    world.fails = hang_at_first
     assert world.weights.push() == {"perf/weight_version": 1.0}
     assert world.log == ["connect", "out 1", "start 1", "connect", "push"]
 
