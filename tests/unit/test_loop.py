@@ -43,6 +43,9 @@ class Session:
         self._at("evaluate")
         return {}
 
+    def may_start(self, rollout_id: int) -> bool:
+        return True
+
     def start_generating(self, rollout_id: int) -> int:
         return rollout_id
 
