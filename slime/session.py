@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from slime.cluster.launch import Generating
 from slime.cluster.rollout_actor import RolloutResult
@@ -35,8 +36,18 @@ logger = get_logger(__name__)
 
 #: Of all processes together, and of Ray; kill signals of schedulers come half a minute after SIGTERM.
 _CLOSE_SECONDS = 9.0
+#: More than that an evaluation under way does not hold up a run that was asked to stop and has saved.
+_EVALUATION_SECONDS = 5.0
 #: What is wrong with a run as it ends: so much of it is in its last lines, the rest in the report.
 _MOST_WARNINGS = 2
+
+
+class _Beside(NamedTuple):
+    """An evaluation that goes on beside training: of which step and weights."""
+
+    step: int
+    version: int
+    evaluating: Generating
 
 
 class Session:
@@ -66,6 +77,7 @@ class Session:
         self._memory = Measured(MemoryPlan.of(config)) if is_on_gpu(config) else None
         self._last_trained: int | None = None
         self._not_logged: dict[str, float] = {}
+        self._beside: _Beside | None = None
         self._restarts = 0
         self._state = "failed"
         signals.would_lose = lambda: self.saving.would_lose(self._last_trained)
@@ -120,6 +132,8 @@ class Session:
         for line in self._memory.look(metrics) if self._memory is not None else ():
             logger.warning("%s", line)
         self._not_logged = {}
+        if self._beside is not None and self._beside.evaluating.ends_within(0.0):
+            self.finish_evaluation()
 
     @property
     def _has_ages(self) -> bool:
@@ -194,6 +208,7 @@ class Session:
         if self.config.rollout.num_rollout is None:
             self.cluster.set_run_length(schedule.num_rollout)
         saved = start.extra_state.get("metrics")
+        self.finish_evaluation()  # its row goes with those that are dropped, where its step is done again
         self.sinks.begin(first, schedule.num_rollout, time.monotonic() - began, saved)
         self._last_trained, self._not_logged = None, {}
         self.saving.begin()
@@ -202,19 +217,49 @@ class Session:
         logger.warning("going on with rollout %d", first)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        with self.sinks.phase("evaluate"):
-            return self.cluster.evaluate(rollout_id)
+        """Metrics ``eval/…`` with the weights that the engines hold now. In asynchronous training {}: it is begun,
+        goes on beside the next steps, and is logged when it has ended, at the latest by `finish_evaluation`."""
+        if self.cluster.take_turns or self.step >= self.schedule.num_rollout:
+            with self.sinks.phase("evaluate"):
+                begun = self.cluster.begin_evaluation(rollout_id)
+                return self.cluster.collect_evaluation(begun) if begun is not None else {}
+        begun = self.cluster.begin_evaluation(rollout_id)
+        self._beside = _Beside(self.step, self.ages.version, begun) if begun is not None else None
+        return {}
+
+    def finish_evaluation(self) -> None:
+        """Wait for the evaluation that goes on beside training, if there is one, and log it under the step whose
+        weights it scored."""
+        if self._beside is None:
+            return
+        step, version, evaluating = self._beside
+        with self.sinks.phase("evaluation_wait"):
+            metrics = self.cluster.collect_evaluation(evaluating)
+        self._beside = None
+        if version != self.ages.version:
+            logger.warning("all engines died in the evaluation of step %d: the rest of it is of newer weights", step)
+        self.sinks.log_late(step, metrics)
 
     def finish(self) -> None:
         """All rollouts are trained on."""
+        self.finish_evaluation()
         self.saving.finish()
         self._state = "finished"
 
     def leave(self) -> None:
-        """After SIGTERM, or a first Ctrl-C: keep the last completed step, unless it is on disk already."""
+        """After SIGTERM, or a first Ctrl-C: keep the last completed step, unless it is on disk already, and the
+        evaluation that is nearly there."""
         self.signals.taken_up()  # the save must be waited for
         self._state = "stopped"
         self.log(self._not_logged)
+        self._save_last()
+        if self._beside is not None:
+            if self._beside.evaluating.ends_within(0.0 if stopped_parts() else _EVALUATION_SECONDS):
+                self.finish_evaluation()
+            else:
+                logger.warning("the evaluation of step %d had not ended and is given up", self._beside.step)
+
+    def _save_last(self) -> None:
         if self._last_trained is None or not self.saving.keeps:
             return
         if silent := self.cluster.who_is_silent():

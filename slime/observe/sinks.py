@@ -1,7 +1,8 @@
 """Where metrics go: console, ``metrics.jsonl``, TensorBoard, W&B. The driver holds one `Sinks` per run.
 
 ``step`` is the number of rollouts trained on so far: an evaluation before training is step 0, and rollout k with its
-training is step k + 1. Each step is logged once.
+training is step k + 1. Each step is logged once, and once more where an evaluation of its weights went on beside later
+ones.
 
 Example (what a driver does):
     sinks = Sinks(config, run)
@@ -152,6 +153,13 @@ class Sinks:
             phases = self._timer.pop_events()
             if self._tracing:  # the rollout has ended, so the file of its samples is there (or ours to make)
                 add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", phases)
+
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation that went on beside steps that have been logged: a row of its own, which readers add to that of
+        its step. It has no phases, and what is wrong with it is said with the next step."""
+        self._alarms.add(metrics_row(step, dict(metrics), self._run.stage))
+        for sink in self._sinks:
+            sink.log(step, dict(metrics))
 
     @property
     def alarms(self) -> list[Alarm]:

@@ -56,6 +56,8 @@ class Session:
         self._at(f"train {batch}")
         return {}
 
+    def finish_evaluation(self) -> None: ...
+
     def save(self, rollout_id: int) -> None:
         self.saved = rollout_id + 1
 

@@ -76,6 +76,8 @@ class Session:
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         return {}
 
+    def finish_evaluation(self) -> None: ...
+
     def log(self, metrics: dict[str, float]) -> None: ...
 
     def stop_if_asked(self) -> None: ...
@@ -120,6 +122,7 @@ def test_each_rollout_is_trained_on_once_in_order_and_in_time(
     assert all(begun <= most_begun for begun, most_begun in zip(session.begun_by, unpaced))
     if most is None:
         assert session.begun_by == unpaced
+        assert session.asked_by == [1, *(max(i + 1, unpaced[i - 1]) for i in range(1, len(rollouts)))]
 
 
 @pytest.mark.parametrize("flight", [False, True])
