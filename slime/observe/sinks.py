@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
+#: Phases in which the trainer has nothing to do.
+_TRAINER_WAITS = ("rollout", "train_wait", "generation_wait", "evaluation_wait")
+
+
 class Sink(Protocol):
     """One destination of metrics."""
 
@@ -133,14 +137,16 @@ class Sinks:
         """Send one step's metrics everywhere, with the times of the phases since the last call.
 
         ``perf/step_time`` is the wall-clock time since the last call without evaluation, added to rows that hold a
-        rollout or a training step. Values given in `metrics` win. What is wrong with the run is said on the
-        console, once, and logged as ``alarm/<name>``.
+        rollout or a training step; ``perf/trainer_wait_ratio`` is the part of it that the trainer spent waiting. Values
+        given in `metrics` win. What is wrong with the run is said on the console, once, and logged as ``alarm/<name>``.
         """
         is_step = _is_step(metrics)
         end = now()
         merged: dict[str, float] = dict(self._timer.pop_metrics())
         if is_step:
-            merged["perf/step_time"] = end - self._step_start - merged.get("perf/evaluate_time", 0.0)
+            seconds = merged["perf/step_time"] = end - self._step_start - merged.get("perf/evaluate_time", 0.0)
+            waited = sum(merged.get(f"perf/{phase}_time", 0.0) for phase in _TRAINER_WAITS)
+            merged |= {"perf/trainer_wait_ratio": waited / seconds} if seconds > 0 else {}
         merged.update(metrics)
         self._step_start = end
         alarms, on = self._alarms.look(metrics_row(step, merged, self._run.stage))

@@ -416,5 +416,6 @@ def _loop_metrics(collected: Collected, state: GenerateState) -> dict[str, float
         "rollout/requests": counts["requests"],
         "rollout/retries": counts["retries"],
         "perf/data_wait_time": collected.data_seconds,
+        "perf/engines_idle_ratio": state.client.busy.take_idle_ratio(),
     }
     return metrics | {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in collected.drops.items()}

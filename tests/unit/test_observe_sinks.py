@@ -18,6 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from slime.config import Config, make_config
 from slime.errors import UserError
+from slime.observe import phases as phases_module
+from slime.observe import sinks as sinks_module
 from slime.observe.alarms import Alarm
 from slime.observe.console import (
     ConsoleSink,
@@ -66,6 +68,26 @@ def test_one_object_per_step_with_step_time_and_stage(tmp_path: Path) -> None:
     assert "perf/step_time" not in rows[0] and rows[0]["eval/arithmetic"] == 0.25
     assert {"perf/rollout_time", "perf/train_time", "perf/step_time"} <= rows[1].keys()
     assert run.state() == "finished"
+
+
+def test_the_trainers_share_of_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the step without its evaluation: 1 s for a rollout, 2 s for generation to end, 3 s for another; of 12."""
+    seconds = 0.0
+    for asks in (sinks_module, phases_module):
+        monkeypatch.setattr(asks, "now", lambda: seconds)
+    config = config_for(tmp_path)
+    run = RunFolder.create(config)
+    with Sinks(config, run, quiet()) as sinks:
+        for name, took in {
+            "train_wait": 1, "train": 6, "generation_wait": 2, "evaluation_wait": 3, "evaluate": 20
+        }.items():  # fmt: skip
+            with sinks.phase(name):
+                seconds += took
+        sinks.log(1, {"train/loss": 1.0})
+        sinks.log(1, {"eval/a": 1.0})
+    first, second = rows_of(run)
+    assert (first["perf/step_time"], first["perf/trainer_wait_ratio"]) == (12.0, 0.5)
+    assert "perf/trainer_wait_ratio" not in second
 
 
 def test_nan_and_infinity_become_null_with_their_names(tmp_path: Path) -> None:
