@@ -152,9 +152,12 @@ class RolloutActor:
         """
         return (self.loop.progress(evaluation), self.loop.waits(evaluation)) if self.loop is not None else ({}, "")
 
-    async def mark_consumed(self, rollout_id: int) -> None:
-        """Training has taken the groups of ``rollout_id``: a resumed run will not draw them again."""
+    async def mark_consumed(self, rollout_id: int) -> dict[str, float]:
+        """Training has taken the groups of ``rollout_id``: a resumed run will not draw them again. Metrics of what was
+        asked of the engines since the last call."""
         self.source.mark_consumed(self._groups_of.pop(rollout_id, []))
+        trains_on_answers = self.config.algorithm.loss_type != "sft_loss"
+        return self.loop.take_idle() if self.loop is not None and trains_on_answers else {}
 
     async def save_source(self, rollout_id: int) -> dict[str, Any]:
         """The data position for the checkpoint of ``rollout_id``; a source of the user's own writes its file. What
@@ -229,8 +232,10 @@ class RolloutHandle:
         """To be: metrics ``eval/…``."""
         return self._actor.evaluate.remote(rollout_id)
 
-    def mark_consumed(self, rollout_id: int) -> None:
-        self._answer(self._actor.mark_consumed.remote(rollout_id), "noting consumed prompts")
+    def mark_consumed(self, rollout_id: int) -> dict[str, float]:
+        ref = self._actor.mark_consumed.remote(rollout_id)
+        metrics: dict[str, float] = self._answer(ref, "noting consumed prompts")
+        return metrics
 
     def forget(self, rollout_id: int) -> None:
         self._answer(self._actor.forget.remote(rollout_id), "forgetting what cannot be trained on")

@@ -302,8 +302,7 @@ class Cluster:
         if self._trainers is not None:
             with self._trainers_turn(), self._forgotten_on_failure(batch):
                 metrics = self._trainers.train(batch.shards)
-        _there(self._rollout).mark_consumed(batch.rollout_id)
-        return metrics
+        return metrics | _there(self._rollout).mark_consumed(batch.rollout_id)
 
     @contextlib.contextmanager
     def _forgotten_on_failure(self, batch: RolloutResult) -> Iterator[None]:

@@ -281,6 +281,10 @@ class RolloutLoop:
         where there is none, or where it is that of which is asked; or of the last one."""
         return shown.progress() if (shown := self._shown(evaluation)) else {}
 
+    def take_idle(self) -> dict[str, float]:
+        """``perf/engines_idle_ratio``: share of the time since the last call in which no engine had a request."""
+        return {"perf/engines_idle_ratio": self._client.busy.take_idle_ratio()} if self._client is not None else {}
+
     def waits(self, evaluation: bool = False) -> str:
         """Who waits for whom, where nothing has moved for a while; else ""."""
         return shown.waits() if (shown := self._shown(evaluation)) else ""
@@ -416,6 +420,5 @@ def _loop_metrics(collected: Collected, state: GenerateState) -> dict[str, float
         "rollout/requests": counts["requests"],
         "rollout/retries": counts["retries"],
         "perf/data_wait_time": collected.data_seconds,
-        "perf/engines_idle_ratio": state.client.busy.take_idle_ratio(),
     }
     return metrics | {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in collected.drops.items()}
