@@ -36,7 +36,7 @@ from slime.errors import RunFailed, UserError
 from slime.files import read_lines, write_atomically
 from slime.hook_loading import check_signature, save_function
 from slime.hub import local_data
-from slime.observe.report.data import is_held
+from slime.observe.report.data import is_held, rows_by_stage
 from slime.observe.run_folder import RunFolder
 from slime.processes import die_with_parent
 
@@ -156,7 +156,7 @@ class TrainingRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One dict per step so far (docs/metrics.md)."""
-        return read_lines(self.path / "metrics.jsonl")
+        return [row for rows in rows_by_stage(read_lines(self.path / "metrics.jsonl")).values() for row in rows]
 
     def series(self, name: str) -> list[float]:
         """The values of one metric, over the steps that have it."""

@@ -12,6 +12,9 @@ Asynchronous (``slime train-async``, --async-buffer-size N): up to N rollouts ar
     train        │ 0 │ 1 │ 2 │ …                  while rollout k - N … k - 1 is trained on
     push             ▲   ▲   ▲                    between two generations, every --update-weights-interval rollouts;
                                                   or in the midst of them: --update-weights-in-flight
+
+With --max-staleness a rollout whose samples would be too old by the time they are trained on begins after a push. An
+evaluation is waited for in lock step; otherwise it goes on beside the next steps, until the next push or save.
 """
 
 from __future__ import annotations
@@ -49,12 +52,12 @@ def train_on(session: Session) -> None:
         session.log(session.evaluate(rollout_id=0))
 
     ahead = session.config.sync.async_buffer_size
-    to_start = iter(schedule.rollout_ids)
+    to_start = deque(schedule.rollout_ids)
     generating: deque[Generating] = deque()
 
     def start_up_to(count: int) -> None:
-        while len(generating) < count and (next_id := next(to_start, None)) is not None:
-            generating.append(session.start_generating(next_id))
+        while to_start and len(generating) < count and session.may_start(to_start[0]):
+            generating.append(session.start_generating(to_start.popleft()))
 
     for rollout_id in schedule.rollout_ids:
         start_up_to(1)  # there is none yet, or there may be none ahead
@@ -62,13 +65,17 @@ def train_on(session: Session) -> None:
         start_up_to(ahead)
         metrics = session.train(batch)
 
-        if session.saving.is_due(rollout_id):
+        saves, pushes = session.saving.is_due(rollout_id), schedule.pushes(rollout_id)
+        if saves or pushes:
+            session.finish_evaluation()  # all of one version, and not lost to whoever goes on from the checkpoint
+        if saves:
             session.save(rollout_id)
-        if schedule.pushes(rollout_id):
+        if pushes:
             if not session.config.sync.update_weights_in_flight:
                 session.wait_for(generating)  # else answers go on with the new weights
             metrics |= session.update_weights()
         if schedule.evaluates(rollout_id):
             metrics |= session.evaluate(rollout_id)
+        start_up_to(ahead)  # what --max-staleness has held back until this push
         session.log(metrics)
         session.stop_if_asked()

@@ -1,8 +1,10 @@
-"""What of a run is due when, in rollouts: how long it is, and after which one it pushes, evaluates and saves."""
+"""What of a run is due when, in rollouts: how long it is, after which one it pushes, evaluates and saves, and how old
+samples become by that."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from slime.config.config import Config
 from slime.errors import UserError
@@ -90,3 +92,68 @@ class Schedule:
         per_epoch = self._per_epoch if self.num_prompts else 0
         epoch_end = bool(per_epoch) and number % per_epoch == 0 and self._config.data.num_epoch is not None
         return number == self.num_rollout or epoch_end or number % interval == 0
+
+
+class Ages:
+    """How old samples are: rollouts that the trainer has trained on since it pushed the weights that sampled them.
+
+    Attributes:
+        version: of the weights pushed last.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._trained_at_push: dict[int, int] = {}
+        self.version = 0
+
+    def pushed(self, version: int, trained: int) -> None:
+        """Weights with this number were pushed after ``trained`` rollouts of the run had been trained on."""
+        self.version = version
+        self._trained_at_push[version] = trained
+
+    def trained_when(self, version: int) -> int:
+        """Rollouts that had been trained on when ``version`` was pushed; before this launch, by the interval."""
+        if version in self._trained_at_push:
+            return self._trained_at_push[version]
+        first = min(self._trained_at_push)
+        return self._trained_at_push[first] - (first - version) * self._config.sync.update_weights_interval
+
+    def may_start(self, rollout_id: int) -> bool:
+        """Whether what this rollout samples first, were it begun now, would be trained on within --max-staleness."""
+        most = self._config.sync.max_staleness
+        return most is None or rollout_id - self.trained_when(self.version) <= most
+
+    def oldest_version(self, rollout_id: int) -> int:
+        """The oldest weights whose samples this rollout may have under --max-staleness; 0 where there is no bound."""
+        most = self._config.sync.max_staleness
+        if most is None:
+            return 0
+        oldest = self.version
+        while oldest > 1 and rollout_id - self.trained_when(oldest - 1) <= most:
+            oldest -= 1
+        return oldest
+
+    def metrics(self, versions: Mapping[int, int], trained: int) -> dict[str, float]:
+        """``rollout/staleness/…`` of a batch that is trained on after ``trained`` others.
+
+        Args:
+            versions: weight version → samples whose oldest token it sampled.
+
+        Example:
+            >>> ages = Ages(make_config(rollout_batch_size=1))
+            >>> ages.pushed(1, trained=0), ages.pushed(2, trained=1)
+            >>> ages.metrics({1: 1, 2: 3}, trained=1)
+            {'rollout/staleness/mean': 0.25, 'rollout/staleness/max': 1.0}
+        """
+        if not versions:
+            return {}
+        most, behind = (
+            self._config.sync.max_staleness,
+            {version: trained - self.trained_when(version) for version in versions},
+        )
+        mean = sum(behind[version] * count for version, count in versions.items()) / sum(versions.values())
+        found = {"rollout/staleness/mean": mean, "rollout/staleness/max": float(max(behind.values()))}
+        if most is not None:
+            too_old = sum(count for version, count in versions.items() if behind[version] > most)
+            found["rollout/staleness/num_too_old"] = float(too_old)
+        return found

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from slime.cluster.launch import Generating
 from slime.cluster.rollout_actor import RolloutResult
@@ -28,15 +29,25 @@ from slime.observe.sinks import Sinks
 from slime.preflight import from_the_hub, joins_cluster, preflight
 from slime.processes import end_within
 from slime.saving import Saving
-from slime.schedule import Schedule
+from slime.schedule import Ages, Schedule
 from slime.stopping import StopSignals
 
 logger = get_logger(__name__)
 
 #: Of all processes together, and of Ray; kill signals of schedulers come half a minute after SIGTERM.
 _CLOSE_SECONDS = 9.0
+#: More than that an evaluation under way does not hold up a run that was asked to stop and has saved.
+_EVALUATION_SECONDS = 5.0
 #: What is wrong with a run as it ends: so much of it is in its last lines, the rest in the report.
 _MOST_WARNINGS = 2
+
+
+class _Beside(NamedTuple):
+    """An evaluation that goes on beside training: of which step and weights."""
+
+    step: int
+    version: int
+    evaluating: Generating
 
 
 class Session:
@@ -62,12 +73,11 @@ class Session:
         )
         self.schedule = Schedule(config)
         self.saving = Saving(config, self.run, self.sinks, self.cluster, self.schedule)
-        self.weight_version = 0
-        self._trained_at_push: dict[int, int] = {}
-        """Weight version → rollouts that had been trained on when it was pushed."""
+        self.ages = Ages(config)
         self._memory = Measured(MemoryPlan.of(config)) if is_on_gpu(config) else None
         self._last_trained: int | None = None
         self._not_logged: dict[str, float] = {}
+        self._beside: _Beside | None = None
         self._restarts = 0
         self._state = "failed"
         signals.would_lose = lambda: self.saving.would_lose(self._last_trained)
@@ -91,8 +101,9 @@ class Session:
         logger.info("what your own functions print is in %s", self.run.logs / "rollout.log")
         self.update_weights()
         self.cluster.turns()  # those of the launch belong to no step
-        if (behind := self.config.sync.staleness) and self.cluster.has_trainers and self.cluster.has_engines:
-            logger.info("samples are trained on at most %d rollouts after the weights that made them", behind)
+        behind, paced = self.config.sync.staleness, self.config.sync.paced
+        if self._has_ages and (behind or paced):
+            logger.info("samples are trained on at most %d rollouts after the weights that made them%s", behind, paced)
         self.saving.begin()
 
     def close(self) -> None:
@@ -121,20 +132,21 @@ class Session:
         for line in self._memory.look(metrics) if self._memory is not None else ():
             logger.warning("%s", line)
         self._not_logged = {}
+        if self._beside is not None and self._beside.evaluating.ends_within(0.0):
+            self.finish_evaluation()
+
+    @property
+    def _has_ages(self) -> bool:
+        """Samples come from weights that are pushed."""
+        return self.cluster.has_trainers and self.cluster.has_engines
+
+    def may_start(self, rollout_id: int) -> bool:
+        """Whether a rollout may begin before the next push: its samples would be young enough (--max-staleness)."""
+        return not self._has_ages or self.ages.may_start(rollout_id)
 
     def start_generating(self, rollout_id: int) -> Generating:
         """Begin a rollout, which goes on beside the trainer; `collect` it."""
-        return self.cluster.start_generating(rollout_id, self._oldest_version(rollout_id))
-
-    def _oldest_version(self, rollout_id: int) -> int:
-        """The oldest weights whose samples this rollout may have under --max-staleness; 0 where there is no bound."""
-        most = self.config.sync.max_staleness
-        if most is None or not self.cluster.has_trainers:
-            return 0
-        oldest = self.weight_version
-        while oldest > 1 and rollout_id - self._trained_when(oldest - 1) <= most:
-            oldest -= 1
-        return oldest
+        return self.cluster.start_generating(rollout_id, self.ages.oldest_version(rollout_id) if self._has_ages else 0)
 
     def collect(self, generating: Generating) -> RolloutResult:
         """Wait for a rollout. The seconds are ``perf/rollout_time`` in lock step, else ``perf/train_wait_time``."""
@@ -153,7 +165,8 @@ class Session:
         """Train on a rollout: all its optimizer steps. The metrics may grow until they are logged, or the run is
         left."""
         with self.sinks.phase("train"):
-            metrics = batch.metrics | self.staleness(batch.versions) | self.cluster.train(batch)
+            ages = self.ages.metrics(batch.versions, self.step) if self._has_ages else {}
+            metrics = batch.metrics | ages | self.cluster.train(batch)
         self.trained(batch.rollout_id, metrics)
         return metrics
 
@@ -163,34 +176,14 @@ class Session:
     def update_weights(self) -> dict[str, float]:
         with self.sinks.phase("update_weights"):
             metrics = self.cluster.update_weights()
-        self._pushed(int(metrics.get("perf/weight_version", self.weight_version)))
+        self._pushed(int(metrics.get("perf/weight_version", self.ages.version)))
         return metrics
 
     def _pushed(self, version: int) -> None:
-        self.weight_version = version
-        self._trained_at_push[version] = self.step
-
-    def staleness(self, versions: dict[int, int]) -> dict[str, float]:
-        """How far the trainer has moved on since the weights that generated a batch, in rollouts trained on.
-
-        Args:
-            versions: weight version → samples that it generated (`RolloutResult.versions`).
-        """
-        if not versions or not self.cluster.has_trainers:
-            return {}
-        behind = {version: self.step - self._trained_when(version) for version in versions}
-        mean = sum(behind[version] * count for version, count in versions.items()) / sum(versions.values())
-        return {"rollout/staleness/mean": mean, "rollout/staleness/max": float(max(behind.values()))}
-
-    def _trained_when(self, version: int) -> int:
-        """Rollouts that had been trained on when ``version`` was pushed; before this launch, by the interval."""
-        if version in self._trained_at_push:
-            return self._trained_at_push[version]
-        first = min(self._trained_at_push)
-        return self._trained_at_push[first] - (first - version) * self.config.sync.update_weights_interval
+        self.ages.pushed(version, self.step)
 
     def save(self, rollout_id: int) -> None:
-        self.saving.save(rollout_id, self.weight_version, self._not_logged)
+        self.saving.save(rollout_id, self.ages.version, self._not_logged)
 
     def may_begin_again(self, error: Exception) -> bool:
         """Whether trainer ranks were lost, and --max-restarts are not used up; counts them."""
@@ -209,12 +202,13 @@ class Session:
         with self.sinks.phase("launch"):
             self.saving.settle(self.signals)
             self.saving.discard_unfinished()
-            start = self.cluster.restart_trainers(self.weight_version)
+            start = self.cluster.restart_trainers(self.ages.version)
         schedule, first = self.schedule, start.start_rollout_id
         schedule.begin(first, schedule.num_prompts)
         if self.config.rollout.num_rollout is None:
             self.cluster.set_run_length(schedule.num_rollout)
         saved = start.extra_state.get("metrics")
+        self.finish_evaluation()  # its row goes with those that are dropped, where its step is done again
         self.sinks.begin(first, schedule.num_rollout, time.monotonic() - began, saved)
         self._last_trained, self._not_logged = None, {}
         self.saving.begin()
@@ -223,19 +217,49 @@ class Session:
         logger.warning("going on with rollout %d", first)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        with self.sinks.phase("evaluate"):
-            return self.cluster.evaluate(rollout_id)
+        """Metrics ``eval/…`` with the weights that the engines hold now. In asynchronous training {}: it is begun,
+        goes on beside the next steps, and is logged when it has ended, at the latest by `finish_evaluation`."""
+        if self.cluster.take_turns or self.step >= self.schedule.num_rollout:
+            with self.sinks.phase("evaluate"):
+                begun = self.cluster.begin_evaluation(rollout_id)
+                return self.cluster.collect_evaluation(begun) if begun is not None else {}
+        begun = self.cluster.begin_evaluation(rollout_id)
+        self._beside = _Beside(self.step, self.ages.version, begun) if begun is not None else None
+        return {}
+
+    def finish_evaluation(self) -> None:
+        """Wait for the evaluation that goes on beside training, if there is one, and log it under the step whose
+        weights it scored."""
+        if self._beside is None:
+            return
+        step, version, evaluating = self._beside
+        with self.sinks.phase("evaluation_wait"):
+            metrics = self.cluster.collect_evaluation(evaluating)
+        self._beside = None
+        if version != self.ages.version:
+            logger.warning("all engines died in the evaluation of step %d: the rest of it is of newer weights", step)
+        self.sinks.log_late(step, metrics)
 
     def finish(self) -> None:
         """All rollouts are trained on."""
+        self.finish_evaluation()
         self.saving.finish()
         self._state = "finished"
 
     def leave(self) -> None:
-        """After SIGTERM, or a first Ctrl-C: keep the last completed step, unless it is on disk already."""
+        """After SIGTERM, or a first Ctrl-C: keep the last completed step, unless it is on disk already, and the
+        evaluation that is nearly there."""
         self.signals.taken_up()  # the save must be waited for
         self._state = "stopped"
         self.log(self._not_logged)
+        self._save_last()
+        if self._beside is not None:
+            if self._beside.evaluating.ends_within(0.0 if stopped_parts() else _EVALUATION_SECONDS):
+                self.finish_evaluation()
+            else:
+                logger.warning("the evaluation of step %d had not ended and is given up", self._beside.step)
+
+    def _save_last(self) -> None:
         if self._last_trained is None or not self.saving.keeps:
             return
         if silent := self.cluster.who_is_silent():

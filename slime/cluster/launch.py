@@ -27,10 +27,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Generating:
-    """A rollout that was started and not yet collected."""
+    """A rollout, or an evaluation, that was started and not yet collected."""
 
     rollout_id: int
     ref: ray.ObjectRef
+
+    def ends_within(self, seconds: float) -> bool:
+        """Well or not; waits no longer than that."""
+        return bool(ray.wait([self.ref], timeout=seconds)[0])
 
 
 class Clock:

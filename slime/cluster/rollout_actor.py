@@ -138,18 +138,26 @@ class RolloutActor:
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Metrics ``eval/…`` with the weights that the engines hold now."""
+        name = self.recorder.evaluation_name(rollout_id)  # now: a rollout may end before this evaluation does
         output = await self.loop.evaluate(rollout_id)
-        self.recorder.record_evaluation(rollout_id, output.data)
+        self.recorder.record_evaluation(name, rollout_id, output.data)
         return dict(output.metrics or {})
 
-    async def progress(self) -> tuple[dict[str, float], str]:
+    async def progress(self, evaluation: bool) -> tuple[dict[str, float], str]:
         """Counters of what is under way (``done``, ``target``, ``tokens``), for the live display; and, where nothing
-        moves, who waits for whom."""
-        return (self.loop.progress(), self.loop.waits()) if self.loop is not None else ({}, "")
+        moves, who waits for whom.
 
-    async def mark_consumed(self, rollout_id: int) -> None:
-        """Training has taken the groups of ``rollout_id``: a resumed run will not draw them again."""
+        Args:
+            evaluation: rather of an evaluation than of a rollout, where both are under way.
+        """
+        return (self.loop.progress(evaluation), self.loop.waits(evaluation)) if self.loop is not None else ({}, "")
+
+    async def mark_consumed(self, rollout_id: int) -> dict[str, float]:
+        """Training has taken the groups of ``rollout_id``: a resumed run will not draw them again. Metrics of what was
+        asked of the engines since the last call."""
         self.source.mark_consumed(self._groups_of.pop(rollout_id, []))
+        trains_on_answers = self.config.algorithm.loss_type != "sft_loss"
+        return self.loop.take_idle() if self.loop is not None and trains_on_answers else {}
 
     async def save_source(self, rollout_id: int) -> dict[str, Any]:
         """The data position for the checkpoint of ``rollout_id``; a source of the user's own writes its file. What
@@ -196,6 +204,7 @@ class RolloutHandle:
     Attributes:
         worker: for messages, and to wait for its answers.
         counters, waits: of what is under way, and who waits for whom where nothing moves; from `watch_progress`.
+        shows_evaluation: these are of an evaluation, where one goes on beside a rollout.
     """
 
     def __init__(self, config: Config, run_path: Path) -> None:
@@ -205,7 +214,7 @@ class RolloutHandle:
         self._answer_seconds = config.cluster.distributed_timeout_minutes * 60.0
         self.worker = Worker("rollout", self._actor.process.remote())
         self.counters: dict[str, float] = {}
-        self.waits = ""
+        self.waits, self.shows_evaluation = "", False
 
     def begin_setup(self) -> ray.ObjectRef:
         """To be: the number of prompts per epoch, see `RolloutActor.setup`."""
@@ -223,8 +232,10 @@ class RolloutHandle:
         """To be: metrics ``eval/…``."""
         return self._actor.evaluate.remote(rollout_id)
 
-    def mark_consumed(self, rollout_id: int) -> None:
-        self._answer(self._actor.mark_consumed.remote(rollout_id), "noting consumed prompts")
+    def mark_consumed(self, rollout_id: int) -> dict[str, float]:
+        ref = self._actor.mark_consumed.remote(rollout_id)
+        metrics: dict[str, float] = self._answer(ref, "noting consumed prompts")
+        return metrics
 
     def forget(self, rollout_id: int) -> None:
         self._answer(self._actor.forget.remote(rollout_id), "forgetting what cannot be trained on")
@@ -249,7 +260,7 @@ class RolloutHandle:
             self.counters, self.waits = said
             show(self.counters)
 
-        return Watch({self.worker: self._actor.progress.remote}, hear)
+        return Watch({self.worker: lambda: self._actor.progress.remote(self.shows_evaluation)}, hear)
 
     def ping(self) -> ray.ObjectRef:
         """To be: its `Process`, soon."""

@@ -36,12 +36,13 @@ from slime.cluster.waiting import (
     Worker,
     raise_failed,
     wait_for,
+    who_does_not_answer,
 )
 from slime.cluster.weight_push import WeightPush
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.wire.shared_memory import remove_stale
-from slime.errors import RunFailed, UserError
+from slime.errors import UserError
 from slime.log import get_logger
 from slime.memory.check import check_memory_of_cluster
 from slime.placement import PlacementPlan, has_evaluation
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 T = TypeVar("T")
 
-_PING_SECONDS = 5.0
 _POLITE_SECONDS, _HASTY_SECONDS = 5.0, 2.0  # for all processes together
 
 
@@ -68,8 +68,7 @@ class Cluster:
     Args:
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         on_progress: called with the rollout's counters while a rollout is waited for.
-        on_push: called with the version of weights that were pushed although nobody asked for it, since all engines
-            had died in the middle of a rollout.
+        on_push: called with the version of weights that were pushed unasked, as all engines had died in a rollout.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Cluster:
         self.plan = PlacementPlan.of(config)
         self._should_stop, self._on_progress, self._on_push = should_stop, on_progress, on_push
         is_sft = config.algorithm.loss_type == "sft_loss"  # its engines, if any, evaluate
-        self._take_turns = is_sft or config.sync.async_buffer_size == 0  # each may use all CPU cores
+        self.take_turns = is_sft or config.sync.async_buffer_size == 0  # each may use all CPU cores
         self._started_ray = False
         self._slots: Slots | None = None
         self._rollout: RolloutHandle | None = None
@@ -224,7 +223,7 @@ class Cluster:
     def _make_engines(self, slots: Slots) -> Engines | None:
         if not self.plan.num_engines:
             return None
-        threads = threads_per_process(self.plan.num_engines, self._take_turns)
+        threads = threads_per_process(self.plan.num_engines, self.take_turns)
         limits = self._start_seconds, self._should_stop
         self._engines = Engines(self.config, self.plan, slots, self.run_path, threads, *limits)
         return self._engines
@@ -234,7 +233,7 @@ class Cluster:
         if not self.plan.num_train:
             return None
         flags = config.cluster
-        threads = threads_per_process(min(self.plan.num_train, flags.actor_num_gpus_per_node), self._take_turns)
+        threads = threads_per_process(min(self.plan.num_train, flags.actor_num_gpus_per_node), self.take_turns)
         trainers = self._trainers = Trainers(config, self.plan, slots, self.run_path, threads, self._look)
         if self._engines is not None:
             shares = flags.colocate and (slots.on_gpu or engine_of(self.config).releases_without_gpu)
@@ -291,7 +290,7 @@ class Cluster:
 
     def collect(self, generating: Generating) -> RolloutResult:
         """Wait for a rollout; asked again, it is there."""
-        result: RolloutResult = self._wait_rollout(generating.ref, "generating")
+        result: RolloutResult = self._wait_rollout(generating.ref, "generating", self._should_stop)
         self._generating.pop(generating.rollout_id, None)
         if self._engines is not None:
             self._engines.proved()
@@ -303,8 +302,7 @@ class Cluster:
         if self._trainers is not None:
             with self._trainers_turn(), self._forgotten_on_failure(batch):
                 metrics = self._trainers.train(batch.shards)
-        _there(self._rollout).mark_consumed(batch.rollout_id)
-        return metrics
+        return metrics | _there(self._rollout).mark_consumed(batch.rollout_id)
 
     @contextlib.contextmanager
     def _forgotten_on_failure(self, batch: RolloutResult) -> Iterator[None]:
@@ -337,12 +335,17 @@ class Cluster:
         """Push the trainer's weights to the engines; those that were restarted come back with it (`WeightPush`)."""
         return self._weights.push() if self._weights is not None else {}
 
-    def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Metrics ``eval/…``; {} when there is nothing to evaluate."""
+    def begin_evaluation(self, rollout_id: int) -> Generating | None:
+        """With the weights that the engines hold now; None when there is nothing to evaluate."""
         if self._engines is None or not has_evaluation(self.config):
-            return {}
+            return None
         _there(self._weights).wake_engines()
-        found: dict[str, float] = self._wait_rollout(_there(self._rollout).begin_evaluation(rollout_id), "evaluating")
+        return Generating(rollout_id, _there(self._rollout).begin_evaluation(rollout_id))
+
+    def collect_evaluation(self, evaluating: Generating) -> dict[str, float]:
+        """Wait for an evaluation: metrics ``eval/…``. One that has ended is there, also after a SIGTERM."""
+        should_stop = (lambda: False) if evaluating.ends_within(0.0) else self._should_stop
+        found: dict[str, float] = self._wait_rollout(evaluating.ref, "evaluating", should_stop)
         return found
 
     def save(self, rollout_id: int, weight_version: int, metrics: Mapping[str, float]) -> None:
@@ -373,11 +376,8 @@ class Cluster:
         asked = self._trainers.ping() if self._trainers is not None else {}
         if self._rollout is not None:
             asked[self._rollout.worker] = self._rollout.ping()
-        try:
-            wait_for(asked, "asking who still answers", _PING_SECONDS)
-        except RunFailed as error:
-            return error.what + (f"; stopped: {stopped}" if stopped else "")
-        return ""
+        silent = who_does_not_answer(asked)
+        return silent + (f"; stopped: {stopped}" if silent and stopped else "")
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that --async-save may still be writing."""
@@ -412,7 +412,7 @@ class Cluster:
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _wait_rollout(self, ref: ray.ObjectRef, what: str) -> Any:
+    def _wait_rollout(self, ref: ray.ObjectRef, what: str, should_stop: Callable[[], bool]) -> Any:
         """The rollout loop has its own watchdog, which knows more than this outer deadline."""
         engines = self._engines
         if engines is not None:
@@ -426,9 +426,10 @@ class Cluster:
                 self._progress.look()
 
         rollout, limit = _there(self._rollout), self.config.rollout.rollout_timeout
+        rollout.shows_evaluation = what == "evaluating"
         signs = (lambda: rollout.counters), (lambda: rollout.waits)
         with self._explained():
-            return wait_for({rollout.worker: ref}, what, limit, self._should_stop, poll, *signs)[0]
+            return wait_for({rollout.worker: ref}, what, limit, should_stop, poll, *signs)[0]
 
     def _look(self) -> None:
         """Whoever died ends the wait for the others; and where some part is stopped, so does a SIGTERM."""

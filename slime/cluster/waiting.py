@@ -20,6 +20,7 @@ logger = get_logger(__name__)
 POLL_SECONDS = 0.5  # between two looks at what no answer tells: SIGTERM, who has died; an answer ends a wait at once
 _CAUSE_SECONDS = 3.0
 _FIRST_NEWS_SECONDS = 45.0
+_PING_SECONDS = 5.0
 
 
 class StopRequested(Exception):
@@ -146,6 +147,15 @@ def wait_for(
 def all_answered(asked: Asked) -> bool:
     """Well or not; never waits."""
     return len(ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)[0]) == len(asked)
+
+
+def who_does_not_answer(asked: Asked) -> str:
+    """For messages, when what was asked is at hand; "" when all answer."""
+    try:
+        wait_for(asked, "asking who still answers", _PING_SECONDS)
+    except RunFailed as error:
+        return error.what
+    return ""
 
 
 def raise_failed(asked: Asked, what: str) -> None:

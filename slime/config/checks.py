@@ -90,13 +90,13 @@ def _is_so_anyway(draft: Draft, spec: FlagSpec) -> bool:
 def _entry(draft: Draft) -> None:
     has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
     is_whole = has_engines and not draft["debug_rollout_only"]
-    most, bound = draft["max_staleness"], draft["async_buffer_size"] + draft["update_weights_interval"] - 1
-    if most is not None and bound > most:
+    most, interval = draft["max_staleness"], draft["update_weights_interval"]
+    if most is not None and most < interval - 1:
         raise UserError(
-            f"--max-staleness {most} is less than what the other flags give: {bound}",
-            why=f"async_buffer_size {draft['async_buffer_size']} + update_weights_interval"
-            f" {draft['update_weights_interval']} - 1 = {bound}",
-            fix=f"pass --max-staleness {bound}, or lower one of the two",
+            f"--max-staleness {most} is too little for --update-weights-interval {interval}",
+            why=f"the last of the {interval} rollouts between two pushes is trained on {interval - 1} rollouts after"
+            " the push before it, and the next push waits for it: it could never be begun",
+            fix=f"pass --max-staleness {interval - 1} or more, or --update-weights-interval {most + 1} or less",
         )
     piece = draft["rollout_request_tokens"] if "rollout_request_tokens" in draft.given.values else None
     longest = max(draft["rollout_max_response_len"], draft["eval_max_response_len"])

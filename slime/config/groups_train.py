@@ -363,7 +363,22 @@ class SyncConfig:
     @property
     def staleness(self) -> int:
         """Most rollouts trained on since the push of the weights that generate one, as the flags have it."""
+        most, bound = self.max_staleness, self._staleness_unpaced
+        return bound if most is None else min(most, bound)
+
+    @property
+    def _staleness_unpaced(self) -> int:
         return self.async_buffer_size + self.update_weights_interval - 1
+
+    @property
+    def paced(self) -> str:
+        """Where rollouts wait for a push before they begin: by what, and what the bound would be; else ""."""
+        if self.staleness == self._staleness_unpaced:
+            return ""
+        return (
+            f" (--max-staleness): fewer are ahead than --async-buffer-size {self.async_buffer_size} allows for,"
+            f" by which it would be {self._staleness_unpaced}"
+        )
 
     SERVES: ClassVar[tuple[Process, ...]] = ("trainer",)
 
@@ -382,8 +397,8 @@ class SyncConfig:
         serves="driver",
     )
     """Most rollouts finished or under way ahead of the trainer. 0 is lock step. A sample is trained on at most
-    async_buffer_size + update_weights_interval - 1 rollouts after its weights were pushed. Batches of supervised
-    fine-tuning depend on no weights: the next one is made while the trainer trains."""
+    async_buffer_size + update_weights_interval - 1 rollouts after its weights were pushed, less with --max-staleness.
+    Batches of supervised fine-tuning depend on no weights: the next one is made while the trainer trains."""
     update_weights_in_flight: bool = flag(
         False,
         needs=(
@@ -403,8 +418,9 @@ class SyncConfig:
         serves="driver",
     )
     """Most rollouts that the trainer may have trained on since it pushed the weights that sampled a sample's first
-    token. Refused where the two flags above allow for more; what was put back in earlier rollouts and is too old by
-    then is generated anew."""
+    token. Where async_buffer_size and update_weights_interval allow for more, a rollout begins only after the push that
+    makes its samples young enough: nothing is generated in vain, and no answer is left out for its length. What was put
+    back in earlier rollouts and is too old by then is generated anew."""
     update_weight_disk_dir: str | None = flag(None, needs=on("update_weight_transport", "disk"))
     """Directory for --update-weight-transport disk."""
     update_weight_disk_keep_files: bool = flag(False, needs=on("update_weight_transport", "disk"))

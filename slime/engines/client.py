@@ -18,7 +18,7 @@ import contextlib
 import copy
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,45 @@ class ClientCounters:
         return since
 
 
+class BusyClock:
+    """How much of the time some request was under way, over all clients that share it.
+
+    Args:
+        clock: seconds.
+
+    Example:
+        >>> seconds = iter([0, 2, 5, 10])
+        >>> busy = BusyClock(clock=lambda: next(seconds))     # at 0 s
+        >>> busy.began(); busy.ended()                        # from 2 s to 5 s
+        >>> busy.take_idle_ratio()                            # at 10 s
+        0.7
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._count, self._busy = clock, 0, 0.0
+        self._taken = self._since = clock()
+
+    def began(self) -> None:
+        self._turn()
+        self._count += 1
+
+    def ended(self) -> None:
+        self._turn()
+        self._count -= 1
+
+    def _turn(self) -> None:
+        now = self._clock()
+        self._busy += (now - self._since) * (self._count > 0)
+        self._since = now
+
+    def take_idle_ratio(self) -> float:
+        """Share of the time since the last call, or the beginning, in which no request was under way."""
+        self._turn()
+        seconds, busy = self._since - self._taken, self._busy
+        self._taken, self._busy = self._since, 0.0
+        return max(0.0, 1.0 - busy / seconds) if seconds > 0 else 0.0
+
+
 class RolloutClient:
     """Use as ``async with RolloutClient(url, max_concurrency=512) as client``, on one event loop.
 
@@ -80,6 +119,7 @@ class RolloutClient:
 
     Attributes:
         in_flight: requests waiting for an answer, oldest first.
+        busy: of the policy's engines, by the requests of all clients `beside` each other.
         last_progress: `time.monotonic` of the last answer.
     """
 
@@ -99,7 +139,7 @@ class RolloutClient:
         self.request_timeout = request_timeout
         self.retry_seconds = retry_seconds
         self.send_routing_key = send_routing_key
-        self.counters = ClientCounters()
+        self.counters, self.busy = ClientCounters(), BusyClock()
         self.in_flight: dict[int, InFlight] = {}
         self.last_progress = time.monotonic()
         self._aborting = asyncio.Event()
@@ -256,10 +296,14 @@ class RolloutClient:
         key, self._next_key = self._next_key, self._next_key + 1
         self.in_flight[key] = request
         self.counters.requests += 1
+        if request.ends_with_rollout:
+            self.busy.began()
         try:
             yield
         finally:
             del self.in_flight[key]
+            if request.ends_with_rollout:
+                self.busy.ended()
             self.last_progress = time.monotonic()
 
     # -- abort ---------------------------------------------------------------------------------------------

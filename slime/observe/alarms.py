@@ -311,10 +311,14 @@ class AlarmWatch:
         self._rows = list(rows)
         self.on = find_alarms(rows)
 
+    def add(self, row: dict[str, Any]) -> None:
+        """A row that is looked at with the next one."""
+        self._rows.append(row)
+
     def look(self, row: dict[str, Any]) -> tuple[list[Alarm], dict[str, float]]:
         """The alarms that ``row`` sets off, and the metrics of its step: ``alarm/<name>`` is 1 while it is on, and 0 in
         the step in which it goes."""
-        self._rows.append(row)
+        self.add(row)
         if len(self._rows) > _MOST_ROWS:  # the older half by every second row: what was said of it has been said
             self._rows = [*self._rows[: _MOST_ROWS // 2 : 2], *self._rows[_MOST_ROWS // 2 :]]
         before, self.on = {alarm.name for alarm in self.on}, find_alarms(self._rows)

@@ -58,6 +58,7 @@ _WORDS = {
     "rollout": ("generate", "generating"),
     "train_wait": ("wait for samples", "waiting for samples"),
     "generation_wait": ("wait for generation", "waiting for generation"),
+    "evaluation_wait": ("wait for evaluation", "waiting for the evaluation"),
     "data_preprocess": ("pack", "packing"),
     "record": ("record", "recording"),
     "train": ("train", "training"),
@@ -220,6 +221,9 @@ class ConsoleSink:
         is_step = bool(columns) or not scores
         if is_step:
             self._add_step(step, columns, scores, metrics)
+        elif any(at == step for at, _ in self._rows):  # it went on beside the steps since
+            rows = [(at, {**shown, **_held_out(scores)} if at == step else shown) for at, shown in self._rows]
+            self._rows = deque(rows, maxlen=_SHOWN_ROWS)
         if self._live is None and is_step:
             self._print(self._line(step, columns, metrics))
         if self._live is None and scores:
@@ -231,10 +235,9 @@ class ConsoleSink:
         self, step: int, columns: dict[str, str], scores: Mapping[str, float], metrics: Mapping[str, float]
     ) -> None:
         self._done = step
-        held_out = {"held-out": f"{next(iter(scores.values())):.3f}"} if scores else {}
         seconds = metrics.get("perf/step_time")
         took = {"time": duration(seconds)} if seconds is not None else {}
-        self._rows.append((step, {**columns, **held_out, **took}))
+        self._rows.append((step, {**columns, **_held_out(scores), **took}))
         keys = ("train/loss",) if self._supervised else COLUMNS[0][1]
         self._watched += [float(metrics[key]) for key in keys if key in metrics][:1]
         times = phase_seconds(metrics)
@@ -356,6 +359,11 @@ class ConsoleSink:
             style = "bold" if step == rows[-1][0] else "dim"
             table.add_row(str(step), *(values.get(title, "") for title in titles), style=style)
         return table
+
+
+def _held_out(scores: Mapping[str, float]) -> dict[str, str]:
+    """The cell of the table, of the first data set."""
+    return {"held-out": f"{next(iter(scores.values())):.3f}"} if scores else {}
 
 
 def _part(phase: str) -> str:

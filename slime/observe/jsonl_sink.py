@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object per step, appended as whole lines."""
+"""``metrics.jsonl``: one JSON object per step, and per evaluation beside training; appended as whole lines."""
 
 from __future__ import annotations
 

@@ -143,16 +143,22 @@ class Recorder:
             samples = [sample for group in groups for sample in group.samples]
             write_trace(self._run.trace / f"rollout_{rollout_id:06d}.json", samples)
 
-    def record_evaluation(self, rollout_id: int, data: Mapping[str, Mapping[str, Any]]) -> None:
+    def evaluation_name(self, rollout_id: int) -> str:
+        """Of the file of an evaluation that begins now: after the rollout that was trained on before it; one before
+        any training is ``eval_start``."""
+        return f"eval_{rollout_id:06d}" if self._started else "eval_start"
+
+    def record_evaluation(self, name: str, rollout_id: int, data: Mapping[str, Mapping[str, Any]]) -> None:
         """Write the samples of an evaluation: ``data`` as in `slime.hooks.RolloutFnEvalOutput`.
 
-        The file is named after the rollout that was trained on before it; one before any training is ``eval_start``.
+        Args:
+            name: what `evaluation_name` said when it began.
         """
         extras, lists = [], []
-        for name, result in data.items():
-            extras.append({"rollout_id": rollout_id, "dataset": name})
+        for dataset, result in data.items():
+            extras.append({"rollout_id": rollout_id, "dataset": dataset})
             lists.append(list(result.get("samples") or [])[: self._max_samples])
-        self._write(f"eval_{rollout_id:06d}" if self._started else "eval_start", extras, lists)
+        self._write(name, extras, lists)
 
     def _write(self, name: str, extras: Sequence[Mapping[str, Any]], lists: Sequence[Sequence[Sample]]) -> None:
         lines = [

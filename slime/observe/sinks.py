@@ -1,7 +1,8 @@
 """Where metrics go: console, ``metrics.jsonl``, TensorBoard, W&B. The driver holds one `Sinks` per run.
 
 ``step`` is the number of rollouts trained on so far: an evaluation before training is step 0, and rollout k with its
-training is step k + 1. Each step is logged once.
+training is step k + 1. Each step is logged once, and once more where an evaluation of its weights went on beside later
+ones.
 
 Example (what a driver does):
     sinks = Sinks(config, run)
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from slime.config.config import Config
 
 logger = get_logger(__name__)
+
+
+#: Phases in which the trainer has nothing to do.
+_TRAINER_WAITS = ("rollout", "train_wait", "generation_wait", "evaluation_wait")
 
 
 class Sink(Protocol):
@@ -132,14 +137,16 @@ class Sinks:
         """Send one step's metrics everywhere, with the times of the phases since the last call.
 
         ``perf/step_time`` is the wall-clock time since the last call without evaluation, added to rows that hold a
-        rollout or a training step. Values given in `metrics` win. What is wrong with the run is said on the
-        console, once, and logged as ``alarm/<name>``.
+        rollout or a training step; ``perf/trainer_wait_ratio`` is the part of it that the trainer spent waiting. Values
+        given in `metrics` win. What is wrong with the run is said on the console, once, and logged as ``alarm/<name>``.
         """
         is_step = _is_step(metrics)
         end = now()
         merged: dict[str, float] = dict(self._timer.pop_metrics())
         if is_step:
-            merged["perf/step_time"] = end - self._step_start - merged.get("perf/evaluate_time", 0.0)
+            seconds = merged["perf/step_time"] = end - self._step_start - merged.get("perf/evaluate_time", 0.0)
+            waited = sum(merged.get(f"perf/{phase}_time", 0.0) for phase in _TRAINER_WAITS)
+            merged |= {"perf/trainer_wait_ratio": waited / seconds} if seconds > 0 else {}
         merged.update(metrics)
         self._step_start = end
         alarms, on = self._alarms.look(metrics_row(step, merged, self._run.stage))
@@ -152,6 +159,13 @@ class Sinks:
             phases = self._timer.pop_events()
             if self._tracing:  # the rollout has ended, so the file of its samples is there (or ours to make)
                 add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", phases)
+
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation that went on beside steps that have been logged: a row of its own, which readers add to that of
+        its step. It has no phases, and what is wrong with it is said with the next step."""
+        self._alarms.add(metrics_row(step, dict(metrics), self._run.stage))
+        for sink in self._sinks:
+            sink.log(step, dict(metrics))
 
     @property
     def alarms(self) -> list[Alarm]:

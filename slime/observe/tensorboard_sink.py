@@ -20,7 +20,8 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}.{next(_file_count)}"
+        number = f"{next(_file_count):04d}"  # readers take files in the order of their names
+        name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}.{number}"
         self._writer = RecordWriter((directory / name).open("wb"))
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 

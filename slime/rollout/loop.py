@@ -95,8 +95,8 @@ class RolloutLoop:
         self._eval_sets: list[EvalSet] | None = None
         self._client: RolloutClient | None = None
         self._rewards: RewardPool | None = None
-        self._under_way: list[GenerateState] = []
-        """Evaluations, then rollouts, the oldest first."""
+        self._under_way: dict[bool, list[GenerateState]] = {True: [], False: []}
+        """Evaluations, and rollouts; the oldest first."""
         self._last: GenerateState | None = None
         """Of the one that ended last."""
         self._starting, self._one_at_a_time = asyncio.Lock(), asyncio.Lock()
@@ -176,11 +176,11 @@ class RolloutLoop:
                 )
                 bind_state(state)
                 _LOOP.set(self)
-                self._under_way.insert(0 if evaluation else len(self._under_way), state)
+                self._under_way[evaluation].append(state)
                 try:
                     yield state
                 finally:
-                    self._under_way.remove(state)
+                    self._under_way[evaluation].remove(state)
                     self._last = state
 
     # -- training ------------------------------------------------------------------------------------------
@@ -222,10 +222,10 @@ class RolloutLoop:
         self, rollout_id: int, state: GenerateState, source: DataSource
     ) -> RolloutFnTrainOutput:
         """The rollout as `slime.rollout.collect` describes it, with prompts of ``source``."""
-        rollout = self.config.rollout
+        rollout, rewards = self.config.rollout, self.rewards.beside()
         runner = GroupRunner(
             state,
-            self.rewards,
+            rewards,
             rollout_id=rollout_id,
             group_rm=self.config.reward.group_rm,
             mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
@@ -257,7 +257,7 @@ class RolloutLoop:
             await call_user_function(rollout.rollout_all_samples_process_path, self.args, views, source)
         groups = [run.to_group() for run in collected.chosen]
         restored = self._journal.metrics() if self._journal is not None else {}
-        counted = _loop_metrics(collected, state) | load_metrics(loads) | self.rewards.metrics()
+        counted = _loop_metrics(collected, state) | load_metrics(loads) | rewards.metrics()
         return RolloutFnTrainOutput(groups, counted | restored)
 
     @contextlib.asynccontextmanager
@@ -278,17 +278,21 @@ class RolloutLoop:
         finally:
             task.cancel()
 
-    def progress(self) -> dict[str, float]:
-        """``done`` and ``target`` in prompts and ``tokens`` so far, of the evaluation under way, of the oldest rollout
-        under way, or of the last one."""
-        return shown.progress() if (shown := self._shown()) else {}
+    def progress(self, evaluation: bool = False) -> dict[str, float]:
+        """``done`` and ``target`` in prompts and ``tokens`` so far, of the oldest rollout under way; of an evaluation
+        where there is none, or where it is that of which is asked; or of the last one."""
+        return shown.progress() if (shown := self._shown(evaluation)) else {}
 
-    def waits(self) -> str:
+    def take_idle(self) -> dict[str, float]:
+        """``perf/engines_idle_ratio``: share of the time since the last call in which no engine had a request."""
+        return {"perf/engines_idle_ratio": self._client.busy.take_idle_ratio()} if self._client is not None else {}
+
+    def waits(self, evaluation: bool = False) -> str:
         """Who waits for whom, where nothing has moved for a while; else ""."""
-        return shown.waits() if (shown := self._shown()) else ""
+        return shown.waits() if (shown := self._shown(evaluation)) else ""
 
-    def _shown(self) -> GenerateState | None:
-        return self._under_way[0] if self._under_way else self._last
+    def _shown(self, evaluation: bool) -> GenerateState | None:
+        return next(iter([*self._under_way[evaluation], *self._under_way[not evaluation]]), self._last)
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
@@ -314,11 +318,13 @@ class RolloutLoop:
         if not self._eval_sets:
             raise UserError("there is nothing to evaluate", fix="pass --eval-prompt-data NAME PATH or --eval-config")
 
+        rewards = self.rewards.beside()
+
         def make_runner(dataset: EvalDataset) -> GroupRunner:
             limit = context_limit(self.config.eval.eval_max_context_len, self.config.train.seq_length)
             own = dataclasses.replace(state, sampling_params=dataset.sampling_params(), max_context_len=limit)
             return GroupRunner(
-                own, self.rewards, rollout_id=rollout_id, evaluation=True, group_rm=self.config.reward.group_rm
+                own, rewards, rollout_id=rollout_id, evaluation=True, group_rm=self.config.reward.group_rm
             )
 
         def started(tasks: Tasks, watchdogs: Sequence[Watchdog]) -> None:
@@ -333,7 +339,7 @@ class RolloutLoop:
             stall_timeout=self.config.rollout.rollout_stall_timeout,
             on_start=started,
         )
-        late = {f"eval/rewards/{name.rpartition('_')[2]}": n for name, n in self.rewards.metrics().items() if n}
+        late = {f"eval/rewards/{name.rpartition('_')[2]}": n for name, n in rewards.metrics().items() if n}
         return RolloutFnEvalOutput(output.data, {**(output.metrics or {}), **late})
 
 

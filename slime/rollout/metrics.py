@@ -128,11 +128,13 @@ def throughput_metrics(samples: Sequence[Sample], seconds: float, num_gpus: int)
 
 
 def load_metrics(loads: Sequence[dict[str, int]]) -> dict[str, float]:
-    """How evenly the router spread requests, from snapshots of each engine's requests in flight.
+    """How evenly the router spread requests, and how often an engine had none, from snapshots of each engine's requests
+    in flight.
 
     Example:
-        >>> load_metrics([{"http://a": 6, "http://b": 2}])["rollout/engine_load/max_over_mean"]
-        1.5
+        >>> loads = load_metrics([{"http://a": 6, "http://b": 2}, {"http://a": 6, "http://b": 0}])
+        >>> loads["rollout/engine_load/max_over_mean"], loads["rollout/engine_load/idle_ratio"]
+        (1.7142857142857142, 0.25)
     """
     sums: defaultdict[str, float] = defaultdict(float)
     for snapshot in loads:
@@ -142,6 +144,8 @@ def load_metrics(loads: Sequence[dict[str, int]]) -> dict[str, float]:
         return {}
     means = {url: total / len(loads) for url, total in sums.items()}
     metrics = {f"rollout/engine_load/{i}": means[url] for i, url in enumerate(sorted(means))}
+    idle = [load == 0 for snapshot in loads for load in snapshot.values()]
+    metrics["rollout/engine_load/idle_ratio"] = statistics.fmean(idle)
     metrics["rollout/engine_load/max_over_mean"] = max(means.values()) / statistics.fmean(means.values())
     return metrics
 

@@ -177,11 +177,13 @@ def test_the_handle_reads_a_run_folder(tmp_path: Path) -> None:
         _ = run.model
     (tmp_path / "run.json").write_text(json.dumps({"stages": {"": {"state": "running"}}}))
     rows = [{"step": 0, "eval/e": 0.0}, {"step": 1, "rollout/raw_reward": 0.25}, {"step": 2, "rollout/raw_reward": 1}]
+    rows.append({"step": 1, "eval/e": 0.5})  # which went on beside step 2
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "samples").mkdir()
     for rollout_id in (0, 1):
         (tmp_path / "samples" / f"rollout_{rollout_id:06d}.jsonl").write_text(json.dumps({"response": str(rollout_id)}))
-    assert run.series("rollout/raw_reward") == [0.25, 1]
+    assert run.series("rollout/raw_reward") == [0.25, 1] and run.series("eval/e") == [0.0, 0.5]
+    assert [row["step"] for row in run.metrics] == [0, 1, 2]
     assert run.samples(1) == [{"response": "0"}] and run.samples(-1) == run.samples(2) == [{"response": "1"}]
     with pytest.raises(UserError, match="steps 1 to 2"):
         run.samples(3)

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from slime.engines import client as client_module
 from slime.engines.api import EngineClient, EngineError, GenerateResult
-from slime.engines.client import InFlight, RequestRefused, RolloutClient, num_requests
+from slime.engines.client import BusyClock, InFlight, RequestRefused, RolloutClient, num_requests
 from slime.engines.router import (
     Worker,
     list_workers,
@@ -166,6 +166,31 @@ def test_an_abort_beside_another_rollout_waits_for_its_own_requests_alone() -> N
             engine.hold.set()
             assert (await theirs).finish_reason != "abort"
             assert client.counters.take()["requests"] == 1 and other.counters.requests > 1
+
+    run(test)
+
+
+def test_the_time_without_a_request_is_that_of_all_clients_together() -> None:
+    """Some are there from 1 s to 4 s and from 5 s to 6 s, of 10 s; then a judge, no engine, has one."""
+    now = 0.0
+
+    async def test(engine: FakeEngine, base: RolloutClient) -> None:
+        nonlocal now
+        base.busy = BusyClock(clock=lambda: now)
+        with base.beside() as client, base.beside() as other:
+            now = 1.0
+            with client._tracked(InFlight("a", 0.0)):
+                now = 3.0
+                with other._tracked(InFlight("b", 0.0)):
+                    now = 4.0
+            now = 5.0
+            with client._tracked(InFlight("c", 0.0)):
+                now = 6.0
+            now = 10.0
+            assert client.busy.take_idle_ratio() == pytest.approx(0.6)
+            with client._tracked(InFlight("judge", 0.0, ends_with_rollout=False)):
+                now = 20.0
+            assert other.busy.take_idle_ratio() == 1.0 and other.busy.take_idle_ratio() == 0.0
 
     run(test)
 

@@ -465,8 +465,8 @@ def test_contradictions(expected: str, flags: dict[str, Any]) -> None:
 def test_colocate_in_async_training() -> None:
     refused("--colocate cannot be used with train_async", colocate=True, entry="train_async")
     refused("--colocate cannot be used with --async-buffer-size 2", colocate=True, async_buffer_size=2)
-    refused("--max-staleness 0 is less than what the other flags give: 1", max_staleness=0, entry="train_async")
-    assert make_config(max_staleness=1, entry="train_async").sync.staleness == 1
+    refused("is too little for --update-weights-interval 3", max_staleness=1, update_weights_interval=3)
+    assert make_config(max_staleness=0, entry="train_async").sync.staleness == 0
     assert make_config(colocate=True, entry="train_async", async_buffer_size=0).cluster.colocate
     for half in ("debug_train_only", "debug_rollout_only"):  # of a run, which shares its GPUs with nobody
         assert make_config(colocate=True, entry="train_async", **{half: True}).cluster.colocate

@@ -346,6 +346,7 @@ def test_engine_load_and_repetition() -> None:
     assert load_metrics([]) == {} and load_metrics([{"a": 0}]) == {}
     loads = load_metrics([{"a": 8, "b": 0}, {"a": 4, "b": 4}])
     assert loads["rollout/engine_load/0"] == 6 and loads["rollout/engine_load/max_over_mean"] == 1.5
+    assert loads["rollout/engine_load/idle_ratio"] == 0.25
     assert is_repetitive("ha " * 1000) and not is_repetitive("ha ha ha")
 
 

@@ -43,6 +43,9 @@ class Session:
         self._at("evaluate")
         return {}
 
+    def may_start(self, rollout_id: int) -> bool:
+        return True
+
     def start_generating(self, rollout_id: int) -> int:
         return rollout_id
 
@@ -52,6 +55,8 @@ class Session:
     def train(self, batch: int) -> dict[str, float]:
         self._at(f"train {batch}")
         return {}
+
+    def finish_evaluation(self) -> None: ...
 
     def save(self, rollout_id: int) -> None:
         self.saved = rollout_id + 1

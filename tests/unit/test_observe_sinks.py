@@ -18,6 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from slime.config import Config, make_config
 from slime.errors import UserError
+from slime.observe import phases as phases_module
+from slime.observe import sinks as sinks_module
 from slime.observe.alarms import Alarm
 from slime.observe.console import (
     ConsoleSink,
@@ -29,6 +31,7 @@ from slime.observe.console import (
     trend,
 )
 from slime.observe.jsonl_sink import JsonlSink
+from slime.observe.report.data import rows_by_stage
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
 
@@ -65,6 +68,26 @@ def test_one_object_per_step_with_step_time_and_stage(tmp_path: Path) -> None:
     assert "perf/step_time" not in rows[0] and rows[0]["eval/arithmetic"] == 0.25
     assert {"perf/rollout_time", "perf/train_time", "perf/step_time"} <= rows[1].keys()
     assert run.state() == "finished"
+
+
+def test_the_trainers_share_of_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the step without its evaluation: 1 s for a rollout, 2 s for generation to end, 3 s for another; of 12."""
+    seconds = 0.0
+    for asks in (sinks_module, phases_module):
+        monkeypatch.setattr(asks, "now", lambda: seconds)
+    config = config_for(tmp_path)
+    run = RunFolder.create(config)
+    with Sinks(config, run, quiet()) as sinks:
+        for name, took in {
+            "train_wait": 1, "train": 6, "generation_wait": 2, "evaluation_wait": 3, "evaluate": 20
+        }.items():  # fmt: skip
+            with sinks.phase(name):
+                seconds += took
+        sinks.log(1, {"train/loss": 1.0})
+        sinks.log(1, {"eval/a": 1.0})
+    first, second = rows_of(run)
+    assert (first["perf/step_time"], first["perf/trainer_wait_ratio"]) == (12.0, 0.5)
+    assert "perf/trainer_wait_ratio" not in second
 
 
 def test_nan_and_infinity_become_null_with_their_names(tmp_path: Path) -> None:
@@ -117,6 +140,39 @@ def test_a_step_whose_process_was_killed_behind_its_checkpoint_is_logged_from_th
         with Sinks(config, run, quiet()) as sinks:
             sinks.begin(2, 4, saved={"train/loss": 2.0})
     assert [(row["step"], row["train/loss"]) for row in rows_of(run) if "train/loss" in row] == [(1, 1.0), (2, 2.0)]
+
+
+def test_an_evaluation_that_was_beside_later_steps_is_of_its_own(tmp_path: Path) -> None:
+    """In every sink, and for whoever goes on; times of phases stay with the step that is under way."""
+    config, console = config_for(tmp_path), quiet()
+    run = RunFolder.create(config)
+    with Sinks(config, run, console) as sinks:
+        sinks.begin(0, 4)
+        for step in (1, 2, 3):
+            with sinks.phase("train"):
+                pass
+            if step == 3:
+                sinks.log_late(1, {"eval/a": 0.75, "eval/b": math.nan, "perf/eval_time": 9.0})
+            sinks.log(step, {"rollout/raw_reward": 0.5, "train/loss": 1.0})
+    logged = rows_of(run)
+    assert [row["step"] for row in logged] == [1, 2, 1, 3]
+    assert not any("train" in name for name in logged[2]) and "perf/train_time" in logged[3]
+    assert logged[3]["alarm/nonfinite"] == 1.0 and "alarm/nonfinite" not in logged[2]
+    assert any(line.startswith("run  step 1/4  held-out: a 0.750, b nan") for line in shown(console))
+    merged = rows_by_stage(logged)[""]
+    assert [(row["step"], row.get("eval/a"), row["train/loss"]) for row in merged] == [
+        (1, 0.75, 1.0), (2, None, 1.0), (3, None, 1.0),
+    ]  # fmt: skip
+    assert merged[0]["nonfinite"] == ["eval/b"]
+    for start, kept in ((1, [1, 2, 1]), (0, [])):  # from a checkpoint behind it, and from none
+        run = RunFolder.create(config, resuming=True)
+        with Sinks(config, run, quiet()) as sinks:
+            sinks.begin(start + (start > 0), 4)
+        assert [row["step"] for row in rows_of(run)] == kept
+        curves = EventAccumulator(str(run.tensorboard))
+        curves.Reload()
+        assert [e.step for e in curves.Scalars("eval/a")] == [1][: len(kept)]
+        assert [e.step for e in curves.Scalars("train/loss")] == [1, 2][: len(kept)]
 
 
 def test_a_fresh_begin_drops_what_an_attempt_without_checkpoint_logged(tmp_path: Path) -> None:
@@ -340,6 +396,17 @@ def test_live_table_on_a_terminal() -> None:
         assert part in text, text
     sink.close()
     assert "generating" not in rendered(sink), "what stays on the screen has nothing under way"
+
+
+def test_a_late_evaluation_stands_in_the_row_of_its_step() -> None:
+    sink = ConsoleSink("x", 60, quiet())
+    for step in (11, 12, 13):
+        sink.log(step, STEP)
+    sink.log(12, {"eval/arithmetic": 0.71})
+    rows = [line.split() for line in rendered(sink).splitlines() if line.strip()[:2] in ("11", "12", "13")]
+    assert ["0.710" in row for row in rows] == [False, True, False]
+    sink.log(3, {"eval/arithmetic": 0.6})  # which is not shown any more
+    assert "arithmetic 0.600 (first 0.710)" in rendered(sink)
 
 
 @pytest.mark.parametrize("width", [80, 100])

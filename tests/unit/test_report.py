@@ -258,6 +258,21 @@ def test_what_is_0_by_construction_gets_no_chart() -> None:
     )
 
 
+def test_charts_with_several_lines() -> None:
+    """The age of samples, and who waits; a line that is missing is left out."""
+    ages = {"rollout/staleness/max": 2.0, "rollout/staleness/mean": 1.0}
+    waits = {"perf/trainer_wait_ratio": 0.25, "perf/engines_idle_ratio": 0.5}
+    stage = Stage("", rows=[step_row(1, **ages, **waits)])
+    charts = {chart.title: chart for charts in charts_of(stage).values() for chart in charts}
+    assert [(line.name, line.points) for line in charts["Staleness"].series] == [
+        ("oldest sample", [(1, 2.0)]), ("mean", [(1, 1.0)]),
+    ]  # fmt: skip
+    assert [line.points for line in charts["Waiting"].series] == [[(1, 0.25)], [(1, 0.5)]]
+    compared = comparison_charts({"a": stage, "b": stage})
+    titles = [chart.title for charts in compared.values() for chart in charts]
+    assert "Staleness: mean" in titles and all(len(c.series) == 2 for charts in compared.values() for c in charts)
+
+
 def test_launch_and_evaluation_are_no_part_of_a_step(tmp_path: Path) -> None:
     rows = full_rows(3)
     rows[0] |= {"perf/launch_time": 95.0, "perf/evaluate_time": 264.0, "perf/eval_time": 263.0}

@@ -176,6 +176,7 @@ def test_progress_counts_groups_and_tokens() -> None:
         output = await task
         tokens = sum(s.response_length for group in output.samples for s in group.samples)
         assert loop.progress() == {"done": 4, "target": 4, "tokens": tokens}
+        assert 0 <= loop.take_idle()["perf/engines_idle_ratio"] < 1, "they had something to do"
 
     with_loop(test)
 

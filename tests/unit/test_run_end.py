@@ -296,33 +296,3 @@ def test_the_wait_has_a_deadline_and_listens_to_sigterm(cluster: Cluster) -> Non
     cluster._should_stop = lambda: next(asked)
     cluster.settle_save(lambda: False, seconds=60)
     assert next(asked, "all were used") == "all were used"
-
-
-# -- how old samples may be ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "trained_at", "rollout_id", "expected"),
-    [
-        ({}, {1: 0, 2: 1, 3: 2}, 2, 0),
-        ({"max_staleness": 0}, {1: 0, 2: 1, 3: 2}, 2, 3),
-        ({"max_staleness": 1}, {1: 0, 2: 1, 3: 2}, 2, 2),
-        ({"max_staleness": 9}, {1: 0, 2: 1, 3: 2}, 2, 1),
-        ({"max_staleness": 3, "update_weights_interval": 2}, {5: 8, 6: 10}, 11, 5),  # a resumed run: 4 was pushed at 6
-    ],
-)
-def test_the_oldest_weights_that_a_rollout_may_have(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    flags: dict[str, Any],
-    trained_at: dict[int, int],
-    rollout_id: int,
-    expected: int,
-) -> None:
-    monkeypatch.setattr(module, "Cluster", lambda *_, **__: Trainers(tmp_path, lambda _: None))
-    monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)
-    given = {"output_dir": str(tmp_path), "run_name": "r", "use_tensorboard": False, **flags}
-    session = module.Session(make_config(rollout_batch_size=1, **given), StopSignals(), resuming=False)
-    session._trained_at_push, session.weight_version = trained_at, max(trained_at)
-    assert session._oldest_version(rollout_id) == expected
-    session.sinks.close()

@@ -32,6 +32,8 @@ class ChartSpec:
 
     Attributes:
         may_vanish: 0 by construction in many runs (one update per rollout, lock step), and left out of those.
+        line: what the legend calls the metric, where there are others beside it.
+        beside: further metrics in the same chart, and what the legend calls them.
     """
 
     title: str
@@ -39,6 +41,8 @@ class ChartSpec:
     note: str
     unit: str = ""
     may_vanish: bool = False
+    line: str = ""
+    beside: tuple[tuple[str, str], ...] = ()
 
 
 LEARNING = (
@@ -78,8 +82,10 @@ POLICY = (
     ChartSpec(
         "Staleness",
         ("rollout/staleness/max",),
-        "rollouts trained on since the oldest sample's weights",
+        "rollouts trained on since the weights that sampled",
         may_vanish=True,
+        line="oldest sample",
+        beside=(("rollout/staleness/mean", "mean"),),
     ),
     ChartSpec("Clipped tokens", ("train/pg_clipfrac",), "share of tokens outside the trust region", may_vanish=True),
     ChartSpec("Gradient norm", ("train/grad_norm",), "before clipping"),
@@ -93,6 +99,16 @@ POLICY = (
 SPEED = (
     ChartSpec("Tokens per second", ("perf/tokens_per_gpu_per_sec",), "generated, per GPU (or CPU slot)", "tokens/s"),
     ChartSpec("Training speed", ("perf/actor_train_tok_per_s",), "trained tokens per second", "tokens/s"),
+    ChartSpec(
+        "Waiting",
+        ("perf/trainer_wait_ratio",),
+        "share of the time: who waits for whom",
+        line="trainer: for samples or evaluations",
+        beside=(
+            ("perf/engines_idle_ratio", "engines: no request"),
+            ("rollout/engine_load/idle_ratio", "an engine alone"),
+        ),
+    ),
     ChartSpec("Weight push", ("perf/update_weights_time",), "pause to continue", "s"),
     ChartSpec("Evaluation time", ("perf/evaluate_time", "perf/eval_time"), "beside the steps", "s"),
 )
@@ -104,7 +120,10 @@ def _line_chart(stage: Stage, spec: ChartSpec, color: int) -> Chart | None:
         return None
     if spec.may_vanish and all(abs(y or 0.0) <= _VANISHING for _, y in stage.series(key)):
         return None
-    chart = Chart(spec.title, [Series(spec.title, stage.series(key), color)], spec.note, spec.unit, key=key)
+    others = [(name, stage.series(other)) for other, name in spec.beside if stage.series(other)]
+    lines = [Series(spec.line if others else spec.title, stage.series(key), color)]
+    lines += [Series(name, points, (color + i) % 8 + 1) for i, (name, points) in enumerate(others)]
+    chart = Chart(spec.title, lines, spec.note, spec.unit, key=key)
     if key == "rollout/response_len/mean":
         low, high = stage.series("rollout/response_len/min"), stage.series("rollout/response_len/max")
         if len(low) == len(high) == len(chart.series[0].points):

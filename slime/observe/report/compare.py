@@ -58,10 +58,10 @@ def comparison_charts(stages: dict[str, Stage]) -> dict[str, list[Chart]]:
 
 
 def _lines(chart: Chart, stage: Stage) -> list[tuple[str, Series]]:
-    """(title, line) of what a report has in one chart: each evaluation set is a chart of its own, a stack its sum."""
+    """(title, line) of what a report has in one chart: each line of several is a chart of its own, a stack its sum."""
     if chart.stacked:
         return [(chart.title, Series(chart.title, stage.series(chart.key)))]
-    if chart.exact:
+    if chart.exact or len(chart.series) > 1:
         return [(f"{chart.title}: {series.name}", series) for series in chart.series]
     return [(chart.title, series) for series in chart.series]
 

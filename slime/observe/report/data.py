@@ -69,6 +69,12 @@ def merge_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def rows_by_stage(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The lines of ``metrics.jsonl`` as one row per step of each stage, "" for a run that has none."""
+    names = dict.fromkeys(row.get("stage") or "" for row in rows)
+    return {name: merge_rows([row for row in rows if (row.get("stage") or "") == name]) for name in names}
+
+
 def _is_cell(key: str, value: Any) -> bool:
     return key in ROW_KEYS or value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
@@ -82,17 +88,17 @@ def read_run(path: Path) -> RunData:
     if not path.is_dir():
         raise UserError(f"no run folder {path}", fix="pass a directory below outputs/")
     summary = RunFolder(path).read_summary()
-    rows = read_lines(path / "metrics.jsonl")
+    rows = rows_by_stage(read_lines(path / "metrics.jsonl"))
     config_names = [p.name.removeprefix("config").removesuffix(".json").strip(".") for p in path.glob("config*.json")]
     if not rows and not config_names:
         raise UserError(f"{path} is not a run folder", why="it has neither config.json nor metrics.jsonl")
-    names = dict.fromkeys([*(row.get("stage") or "" for row in rows), *summary["stages"], *config_names])
+    names = dict.fromkeys([*rows, *summary["stages"], *config_names])
     started = {name: entry.get("started") or 0.0 for name, entry in summary["stages"].items()}
     stages = []
     for name in sorted(names, key=lambda name: started.get(name, 0.0)):
         run = RunFolder(path, name or None)
         stage = Stage(name, summary["stages"].get(name, {}), read_object(run.config_path))
-        stage.rows = merge_rows([row for row in rows if (row.get("stage") or "") == name])
+        stage.rows = rows.get(name, [])
         stage.rollouts = {p.stem: p for p in sorted(run.samples.glob("rollout_*.jsonl"))}
         stage.evaluations = {p.stem: p for p in sorted(run.samples.glob("eval_*.jsonl"), key=_eval_order)}
         if stage.summary.get("state") == "running" and not is_held(path):

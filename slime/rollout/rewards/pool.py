@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import difflib
 import math
 import os
@@ -95,7 +96,7 @@ class RewardPool:
         self._timeout = reward.rm_timeout
         self._keys = [key for key in (reward.reward_key, reward.eval_reward_key) if key]
         self._grading = GradingPool(reward.rm_num_workers or min(8, os.cpu_count() or 1))
-        self._remote: RemoteReward | None = None
+        self._remote = RemoteReward(self._url, self._timeout) if self._url else None
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._counts: Counter[str] = Counter()
         self._warned: set[str] = set()
@@ -103,6 +104,12 @@ class RewardPool:
             self._load(self._path)
         elif self._rm_type:
             check_rm_type(self._rm_type)
+
+    def beside(self) -> RewardPool:
+        """The same pool for another rollout or evaluation at the same time: with counts of its own."""
+        twin = copy.copy(self)
+        twin._counts = Counter()
+        return twin
 
     # -- scoring -----------------------------------------------------------------------------------------------------
 
@@ -177,9 +184,7 @@ class RewardPool:
         if name in IN_PROCESS:
             return IN_PROCESS[name](sample, response)
         if self._remote is None:
-            if not self._url:
-                raise UserError("--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
-            self._remote = RemoteReward(self._url, self._timeout)
+            raise UserError("--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
         try:
             return await self._remote.score(sample)
         except TimeoutError:
