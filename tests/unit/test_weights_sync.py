@@ -183,6 +183,7 @@ def test_the_way_of_the_weights(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> N
     assert choose_route(apart, embedded=False, local=True) == "broadcast"
     assert choose_route(apart, embedded=True, local=True) == ("broadcast" if gpu else "shm")
     assert choose_route(apart, embedded=True, local=False) == "broadcast"
+    assert choose_route(apart, embedded=True, local=True, on_cpu=True) == "shm"
     disk = make_config(update_weight_transport="disk", update_weight_disk_dir="d", colocate=True)
     assert choose_route(disk, embedded=False, local=True) == "disk"
 
