@@ -32,6 +32,7 @@ from slime.observe.run_folder import RunFolder
 logger = get_logger(__name__)
 
 _ORDER = re.compile(r"([0-9a-f]{16})\.order\.json")
+_OURS = re.compile(r"[0-9a-f]{16}\.(order|answer)\.json")
 _LARGEST = 4096
 _SETTLED_SECONDS = 2.0  # two changes within one tick of a file system's clock look like one
 _WAIT_SECONDS = 120.0
@@ -94,7 +95,8 @@ class OrderDesk:
         """Orders that nobody will answer."""
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
-                path.unlink(missing_ok=True)
+                if _OURS.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> Order | None:
         found = _ORDER.fullmatch(path.name)

@@ -448,7 +448,10 @@ def test_what_others_put_there_harms_nobody(tmp_path: Path) -> None:
     assert [one.verb for one in order_desk.take()] == ["", "", "", ""]
     for one in order_desk.take():
         order_desk.answer(one, {})
-    assert order_desk.take() == [] and (folder / "notes.txt").exists()
+    assert order_desk.take() == []
+    order(tmp_path, "5", verb="add")
+    order_desk.close()
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
 def test_an_idle_folder_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
