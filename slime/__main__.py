@@ -42,6 +42,7 @@ COMMANDS: dict[str, Command] = {
     "resume": Command("slime.cli.resume", "main", "go on with a run that was stopped, failed or lost its host"),
     "chat": Command("slime.cli.chat", "main", "talk to a model in the terminal: a run's newest, or any directory"),
     "serve": Command("slime.cli.serve", "main", "a model behind OpenAI's API"),
+    "engines": Command("slime.cli.engines", "main", "the engines of a running run; let one join or leave"),
     "export": Command("slime.cli.export", "main", "a model as a GGUF file, for llama.cpp and Ollama"),
     "push": Command("slime.cli.push", "main", "upload a model to the hub, with a card that says how it was trained"),
     "flags": Command("slime.cli.flags", "main", "look a flag up: what it is, needs and serves, and its value in a run"),

@@ -26,6 +26,7 @@ class PlacementPlan:
         rollout_offset: first slot of the engines.
         total: slots of the placement group.
         formula: how ``total`` came about, for messages.
+        num_external: engines that others have started at the launch; they have no slots.
     """
 
     num_train: int
@@ -34,10 +35,16 @@ class PlacementPlan:
     rollout_offset: int
     total: int
     formula: str
+    num_external: int = 0
 
     @property
     def num_engines(self) -> int:
+        """That the run starts."""
         return self.num_rollout // self.slots_per_engine
+
+    @property
+    def has_engines(self) -> bool:
+        return self.num_engines + self.num_external > 0
 
     @staticmethod
     def of(config: Config) -> PlacementPlan:
@@ -54,15 +61,16 @@ class PlacementPlan:
         )
         if not needs_engines(config):
             return PlacementPlan(train, 0, per_engine, 0, train, trainer_text)
+        external = len(config.engine.rollout_external_engine_addrs)
         if config.debug.debug_rollout_only:
-            return PlacementPlan(0, rollout, per_engine, 0, rollout, f"rollout_num_gpus {rollout}")
+            return PlacementPlan(0, rollout, per_engine, 0, rollout, f"rollout_num_gpus {rollout}", external)
         if cluster.colocate:
             total, offset = max(train, rollout), 0
             formula = f"max({trainer_text}, rollout_num_gpus {rollout})"
         else:
             total, offset = train + rollout, train
             formula = f"{trainer_text} + rollout_num_gpus {rollout}"
-        return PlacementPlan(train, rollout, per_engine, offset, total, f"{formula} = {total}")
+        return PlacementPlan(train, rollout, per_engine, offset, total, f"{formula} = {total}", external)
 
 
 def joined_cluster(config: Config) -> str | None:

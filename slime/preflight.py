@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference
+from slime.cluster.engine_fit import ask, check_fit
+from slime.cluster.external_engines import named
 from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.config.te_flags import is_installed, missing
@@ -55,6 +57,7 @@ def preflight(config: Config) -> LoadPlan:
     check_weights(config, plan)
     check_engine_flags(config)
     check_engine(config)
+    check_external_engines(config)
     check_transformer_engine(config)
     check_flags(config)
     check_data(config)
@@ -169,8 +172,14 @@ def check_engine_flags(config: Config) -> None:
 
 def check_engine(config: Config) -> None:
     """Engines of the kind that is asked for can be started here; the nodes of a cluster look for themselves."""
-    if needs_engines(config) and not joins_cluster(config):
+    if needs_engines(config) and PlacementPlan.of(config).num_engines and not joins_cluster(config):
         engine_of(config).check_installed()
+
+
+def check_external_engines(config: Config) -> None:
+    """Engines that others have started answer, and can take part as far as they say so without being compared."""
+    for url in named(config) if needs_engines(config) else ():
+        check_fit(config, url, replace(ask(url), tokens=None), None, lambda warning: None)
 
 
 def check_transformer_engine(config: Config) -> None:

@@ -22,7 +22,7 @@ class Schedule:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._has_engines = PlacementPlan.of(config).num_engines > 0
+        self._has_engines = PlacementPlan.of(config).has_engines
         self.start_rollout_id = self.num_rollout = self.num_prompts = 0
 
     def begin(self, start_rollout_id: int, num_prompts: int) -> None:

@@ -47,7 +47,8 @@ def dry_run(config: Config) -> None:
 
 def _placement(config: Config) -> str:
     plan = PlacementPlan.of(config)
-    return f"placement: {plan.formula}; {plan.num_engines} engine(s) of {plan.slots_per_engine}"
+    external = f", {plan.num_external} of others" if plan.num_external else ""
+    return f"placement: {plan.formula}; {plan.num_engines} engine(s) of {plan.slots_per_engine}{external}"
 
 
 def _checks(config: Config, load: LoadPlan) -> list[str]:
@@ -67,6 +68,7 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
         remarks += _elsewhere("prompts", _first_rows, config)
     for what, check in (
         ("engines", preflight.check_engine),
+        ("external engines", preflight.check_external_engines),
         ("Transformer Engine", preflight.check_transformer_engine),
         ("GPUs", preflight.check_slots),
     ):

@@ -5,13 +5,16 @@
                                 │                 ├────── start failed ◄──────┘                    ▼
                                 │                 └────────────────── lost ◄────────────────── returning
                                 └─────────────────────────────────────────────── admitted ◄────────┘
+    joined ─► up                any of serving, returning, up ── left ─► forgotten
 
     serving     gets requests, pushes, and its turn with memory
     returning   runs again, gets pushes and its turn with memory, no requests until it is admitted
     up          runs again and is not known to anybody yet
 
-An engine that serves or returns has released some of its memory (``released``: SGLang dies of being asked twice to give
-the same memory up, or to take it back) and may be paused; what died has neither. Nothing here asks anybody anything.
+Engines that somebody else has started (`slime.cluster.external_engines`) join as one that came up, are never asked for
+memory, and are forgotten when they die. An engine that serves or returns has released some of its memory (``released``:
+SGLang dies of being asked twice to give the same memory up, or to take it back) and may be paused; what died has
+neither. Nothing here asks anybody anything.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ class Engine:
         is_policy: it serves the model that is trained; others get no pushes, and their death ends the run.
         can_restart: one of the policy's that answers alone. Prefill and decode servers are on their router's command
             line.
+        is_external: somebody else has started it; its part's name is its URL.
+        ranks: processes that hold its weights, of an external one; others' are as many as their slots.
         urls: of the parts' servers while it runs.
         released: tags of the memory that it has given up.
         paused: it takes no requests until it is told to go on.
@@ -59,6 +64,8 @@ class Engine:
     parts: tuple[str, ...]
     is_policy: bool = True
     can_restart: bool = True
+    is_external: bool = False
+    ranks: int = 1
     state: State = State.STARTING
     urls: tuple[str, ...] = ()
     released: set[str] = field(default_factory=set)
@@ -87,11 +94,17 @@ class Engine:
         return self.deaths > MOST_RESTARTS
 
 
+def external_engine(number: int, url: str) -> Engine:
+    """One that somebody else has started, not yet launched."""
+    return Engine(number, (url,), can_restart=False, is_external=True)
+
+
 class EngineTable:
     """All engines by number.
 
     Attributes:
-        num_lost: engines that died, all in all: who sees it grow knows that something failed because of that.
+        num_lost: engines that died, or were given up, all in all: who sees it grow knows that something failed because
+            of that.
     """
 
     def __init__(self, engines: Iterable[Engine], clock: Callable[[], float] = time.monotonic) -> None:
@@ -158,17 +171,32 @@ class EngineTable:
         engine = self._in(number, State.STARTING)
         engine.state, engine.urls, engine.starting = State.UP, tuple(urls), {}
 
+    def joined(self, url: str, ranks: int) -> Engine:
+        """Somebody else has started it. It gets weights with the next push, and requests after it."""
+        engine = external_engine(max(self.engines, default=-1) + 1, url)
+        engine.ranks, engine.state, engine.urls = ranks, State.UP, (url,)
+        engine.reason, engine.since = "joined", self._clock()
+        self.engines[engine.number] = engine
+        return engine
+
+    def left(self, number: int) -> None:
+        """Nobody talks to it any more, and it is forgotten."""
+        self._in(number, State.SERVING, State.RETURNING, State.UP)
+        del self.engines[number]
+
     def taken_in(self) -> None:
         """All that are up: from now on pushes and memory are their business too, requests not yet."""
         for engine in self.those(State.UP):
             engine.state = State.RETURNING
 
     def admitted(self, number: int) -> float:
-        """It has the current weights and gets requests; returns the seconds that it was away."""
+        """It has the current weights and gets requests; returns the seconds since it died, or joined."""
         engine = self._in(number, State.RETURNING)
         engine.state = State.SERVING
-        self._seconds_away.append(self._clock() - engine.since)
-        return self._seconds_away[-1]
+        seconds = self._clock() - engine.since
+        if not engine.is_external:
+            self._seconds_away.append(seconds)
+        return seconds
 
     def proved(self) -> None:
         """A rollout was completed with those that run."""
@@ -176,7 +204,7 @@ class EngineTable:
             engine.deaths = 0
 
     def pop_seconds_away(self) -> list[float]:
-        """Of the engines that were admitted since the last call."""
+        """Of the engines that were restarted and admitted since the last call."""
         seconds, self._seconds_away = self._seconds_away, []
         return seconds
 
@@ -184,8 +212,10 @@ class EngineTable:
 
     @staticmethod
     def to_release(engines: Iterable[Engine], tags: Sequence[str]) -> dict[str, list[str]]:
-        """By URL: what of ``tags`` each of them still has. Who has nothing of it is not to be asked."""
-        todo = {engine.url: [tag for tag in tags if tag not in engine.released] for engine in engines}
+        """By URL: what of ``tags`` each of them still has. Who has nothing of it is not to be asked, nor are external
+        ones, whose memory is nobody's here."""
+        own = [engine for engine in engines if not engine.is_external]
+        todo = {engine.url: [tag for tag in tags if tag not in engine.released] for engine in own}
         return {url: held for url, held in todo.items() if held}
 
     @staticmethod

@@ -16,13 +16,16 @@ from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import ray
 
 from slime.cluster.engine_actor import EngineHandle, Obituary, raise_obituary, with_pid
-from slime.cluster.engine_table import MOST_RESTARTS, Engine, EngineTable, State
-from slime.cluster.placement import EnginePart, Slots, engine_parts
-from slime.cluster.routers import PAIR, Routers
+from slime.cluster.engine_table import MOST_RESTARTS, Engine, State
+from slime.cluster.external_engines import ExternalEngines, named
+from slime.cluster.orders import OrderDesk
+from slime.cluster.placement import PAIR, EnginePart, Slots, engine_parts, parts_by_number, table_of
+from slime.cluster.routers import Routers
 from slime.cluster.waiting import (
     POLL_SECONDS,
     ActorDied,
@@ -38,6 +41,7 @@ from slime.engines.api import LOADS_PATH, EngineError, is_silent
 from slime.engines.fleet import EngineFleet
 from slime.engines.health import HealthChecks
 from slime.engines.kinds import engine_of
+from slime.engines.launch import ServedModel
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 from slime.placement import PlacementPlan
@@ -65,6 +69,7 @@ class Engines:
     Attributes:
         table: which engine is in what state.
         routers: in front of the engines of each model.
+        external: who joins and leaves, and the engines that others have started.
         nodes: where the policy's engines stand.
         restarts_at_once: what died starts again as soon as that is known; false while the trainer has the GPUs that it
             shares with engines (`start_again` is called when it sleeps).
@@ -83,7 +88,8 @@ class Engines:
         share = _COLOCATED_SHARE if config.cluster.colocate else 1.0
         self.config, self._start_seconds, self._should_stop = config, start_seconds, should_stop
         self._parts = engine_parts(config, plan, slots)
-        hosts = sorted({place.ip for place in slots.places})
+        urls = named(config)
+        hosts = sorted({*(place.ip for place in slots.places), *(urlsplit(url).hostname or "" for url in urls)})
         self._handles = {
             part.name: EngineHandle(
                 config, part.name, run_path, num_threads, slots.options(part.slot, share), hosts, part
@@ -91,8 +97,15 @@ class Engines:
             for part in self._parts
         }
         self.nodes = {slots.places[part.slot].node for part in self._parts if part.model.is_policy}
-        self.routers = Routers(config, self._parts, self._handles, run_path, hosts, should_stop)
-        self.table = EngineTable(_engine(own) for own in _by_number(self._parts).values())
+        models = {part.model.name: part.model for part in self._parts}
+        if not self._parts:  # external engines have a router, too
+            policy = ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, ())
+            models = {policy.name: policy}
+        self.routers = Routers(config, models, self._parts, self._handles, run_path, hosts, should_stop)
+        self.table = table_of(self._parts, urls)
+        turns = config.cluster.colocate and (slots.on_gpu or engine_of(config).releases_without_gpu)
+        self.external = ExternalEngines(config, self.table, self, OrderDesk(run_path), shares_gpus=turns)
+        self._ended: set[str] = set()
         self.restarts_at_once = True
         self._tolerant = config.fault_tolerance.use_fault_tolerance
         self._health = HealthChecks.of(config) if self._tolerant else None
@@ -102,7 +115,12 @@ class Engines:
     # -- launch ------------------------------------------------------------------------------------------------
 
     def begin_start(self) -> dict[Worker, ray.ObjectRef]:
-        """Start all engines at once; the answers go to `put_routers_in_front`."""
+        """Start all engines at once; the answers go to `put_routers_in_front`.
+
+        Raises:
+            UserError: an external engine does not answer, or cannot take part.
+        """
+        self.external.check_named()
         return self._begin_start(self._parts)
 
     def _begin_start(self, parts: Sequence[EnginePart]) -> dict[Worker, ray.ObjectRef]:
@@ -118,7 +136,7 @@ class Engines:
 
     def put_routers_in_front(self, urls: Sequence[str]) -> None:
         """Args: urls: the answers to `begin_start`, in their order."""
-        url_of = dict(zip((part.name for part in self._parts), urls, strict=True))
+        url_of = dict(zip((part.name for part in self._parts), urls, strict=True)) | {u: u for u in self.external.named}
         for engine in self.table.engines.values():
             self.table.launched(engine.number, [url_of[name] for name in engine.parts])
         self.routers.start(url_of)
@@ -131,9 +149,9 @@ class Engines:
     @property
     def layout(self) -> list[EngineSlots]:
         """Which slots the ranks of each of the policy's engines stand on that run."""
-        parts = _by_number(self._parts)
+        parts = parts_by_number(self._parts)
         slots = {number: tuple(slot for part in own for slot in part.slots) for number, own in parts.items()}
-        return [EngineSlots(engine.url, slots[engine.number]) for engine in self.table.policy]
+        return [EngineSlots(engine.url, slots.get(engine.number, ()), engine.ranks) for engine in self.table.policy]
 
     @property
     def fleet(self) -> EngineFleet:
@@ -144,11 +162,11 @@ class Engines:
         """The same for the policy's or the others, all of them that run."""
         urls = tuple(engine.url for engine in engines)
         if urls not in self._fleets:
-            self._drop_fleets()
+            self.drop_fleets()
             self._fleets[urls] = EngineFleet(urls)
         return self._fleets[urls]
 
-    def _drop_fleets(self) -> None:
+    def drop_fleets(self) -> None:
         """Of engines that have changed."""
         present = [tuple(engine.url for engine in engines) for engines in (self.table.policy, self.table.others)]
         for urls in [urls for urls in self._fleets if urls not in present]:
@@ -170,7 +188,7 @@ class Engines:
             RunFailed: it is not restarted: without --use-fault-tolerance, an engine of another model or of a pair, or
                 who has died too often.
         """
-        if obituary is None:
+        if obituary is None or name in self._ended:
             return
         engine = self.table.find(name)
         if engine is None and self._tolerant:
@@ -191,7 +209,8 @@ class Engines:
         self._hear(self.routers.handles.values(), what)
 
     def _hear_of_engines(self, what: str = "") -> None:
-        running = [*self.table.policy, *self.table.others]
+        self.external.ask(what)
+        running = [engine for engine in (*self.table.policy, *self.table.others) if not engine.is_external]
         self._hear([self._handles[part] for engine in running for part in engine.parts], what)
 
     def _hear(self, handles: Iterable[EngineHandle], what: str) -> None:
@@ -206,9 +225,12 @@ class Engines:
 
     def _lost(self, engine: Engine, how: str) -> None:
         """It is dead or hangs: end what is left of it, send no request there, and have it start again."""
+        if engine.is_external:
+            self.external.lost(engine, how)
+            return
         url = engine.url
         self.table.lost(engine.number, how)
-        self._drop_fleets()
+        self.drop_fleets()
         handles = [self._handles[part] for part in engine.parts]
         killed = {handle.worker: handle.kill(how) for handle in handles}
         try:
@@ -227,6 +249,12 @@ class Engines:
         )  # fmt: skip
         if self.restarts_at_once:
             self.start_again()
+
+    def end(self, engine: Engine) -> None:
+        """One of the run's own, for good: its end is no death."""
+        self._ended.update(engine.parts)
+        handles = [self._handles[part] for part in engine.parts]
+        wait_for({handle.worker: handle.kill("left") for handle in handles}, "ending an engine", _AT_HAND_SECONDS)
 
     @contextmanager
     def explained(self, what: str = "") -> Iterator[None]:
@@ -322,23 +350,27 @@ class Engines:
 
     def _lose_hanging(self, urls: Sequence[str], seconds: float) -> None:
         for engine in self.table.those(State.SERVING):
-            if engine.can_restart and engine.url in urls:
-                self._lost(engine, f"gave no sign of life for {seconds:.0f} s and was killed")
+            if (engine.can_restart or engine.is_external) and engine.url in urls:
+                ended = "" if engine.is_external else " and was killed"
+                self._lost(engine, f"gave no sign of life for {seconds:.0f} s{ended}")
 
     # -- restart: start_again ─► taken in ─► (push) ─► admit -------------------------------------------------------
 
     def start_again(self) -> None:
         """Begin to start those that are down, on their slots, with other ports."""
-        parts = _by_number(self._parts)
+        parts = parts_by_number(self._parts)
         for engine in self.table.those(State.DOWN):
             self.table.started_again(engine.number, self._begin_start(parts[engine.number]))
 
     def look(self) -> None:
-        """Take note of restarts that have come to their end; never waits. One that failed is tried again.
+        """Take note of restarts that have come to their end; never waits. One that failed is tried again. And of who
+        joins and leaves, which takes a moment.
 
         Raises:
-            UserError: an engine did not come up too often; carries its last log lines.
+            UserError: an engine did not come up too often; carries its last log lines. RunFailed: an external one is
+                gone, see `ExternalEngines.look`.
         """
+        self.external.look()
         for engine in self.table.those(State.STARTING):
             if not engine.starting or not all_answered(engine.starting):
                 continue
@@ -374,15 +406,17 @@ class Engines:
 
     def admit(self) -> None:
         """Those taken in have the current weights: requests go there again. Who is refused by the router is lost."""
+        if self.table.those(State.RETURNING):
+            self._hear(self.routers.handles.values(), "")  # where it is gone, there is another one now
         for engine in self.table.those(State.RETURNING):
             try:
-                self.ask()  # the router may be gone; then there is another one now
                 self.routers.put_behind(engine.url)
             except EngineError as error:
                 self._lost(engine, f"was refused by the router ({error})")
                 continue
             seconds = self.table.admitted(engine.number)
-            logger.warning("%s is back after %.1f s as %s: it %s", engine.name, seconds, engine.url, engine.reason)
+            how = "serves after" if engine.is_external else "is back after"
+            logger.warning("%s %s %.1f s as %s: it %s", engine.name, how, seconds, engine.url, engine.reason)
 
     def proved(self) -> None:
         """A rollout was completed with those that run."""
@@ -401,7 +435,8 @@ class Engines:
         return found | ({"rollout/engine_restart_seconds": max(seconds)} if seconds else {})
 
     def close(self, timeout: float) -> None:
-        """Ask all to stop, then kill what is left."""
+        """Ask all to stop, then kill what is left; external ones are left alone."""
+        self.external.close()
         for fleet in self._fleets.values():
             fleet.close()
         self.routers.close()
@@ -410,17 +445,3 @@ class Engines:
         ray.wait(refs, num_returns=len(refs), timeout=timeout)
         for handle in handles:
             handle.end()
-
-
-def _by_number(parts: Sequence[EnginePart]) -> dict[int, list[EnginePart]]:
-    found: dict[int, list[EnginePart]] = {}
-    for part in parts:
-        found.setdefault(part.place.number, []).append(part)
-    return found
-
-
-def _engine(parts: Sequence[EnginePart]) -> Engine:
-    first = parts[0]
-    can_restart = first.model.is_policy and first.group.worker_type not in PAIR
-    names = tuple(part.name for part in parts)
-    return Engine(first.place.number, names, is_policy=first.model.is_policy, can_restart=can_restart)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.cluster.engine_table import Engine, EngineTable, external_engine
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.launch import EnginePlace, ServedModel, ServerGroup
@@ -55,6 +57,9 @@ class Slots:
     def release(self) -> None:
         remove_placement_group(self.group)
 
+
+#: Kinds of servers that only answer together.
+PAIR = ("prefill", "decode")
 
 # -- engines ------------------------------------------------------------------------------------------------
 
@@ -129,3 +134,28 @@ def _parts_of(
             name = f"engine-{number}" if rank == 0 else f"engine-{number}-node-{rank}"
             parts.append(EnginePart(name, model, own[0], tuple(own), group, place))
     return parts
+
+
+def parts_by_number(parts: Sequence[EnginePart]) -> dict[int, list[EnginePart]]:
+    """The parts of each engine."""
+    found: dict[int, list[EnginePart]] = {}
+    for part in parts:
+        found.setdefault(part.place.number, []).append(part)
+    return found
+
+
+def table_of(parts: Sequence[EnginePart], external: Sequence[str]) -> EngineTable:
+    """Of engines that are yet to be launched.
+
+    Args:
+        external: URLs of those that somebody else has started.
+    """
+    own = [_engine(of_one) for of_one in parts_by_number(parts).values()]
+    return EngineTable([*own, *(external_engine(number, url) for number, url in enumerate(external, len(own)))])
+
+
+def _engine(parts: Sequence[EnginePart]) -> Engine:
+    first = parts[0]
+    can_restart = first.model.is_policy and first.group.worker_type not in PAIR
+    names = tuple(part.name for part in parts)
+    return Engine(first.place.number, names, is_policy=first.model.is_policy, can_restart=can_restart)

@@ -14,7 +14,7 @@ import ray
 
 from slime.cluster.engine_actor import DisaggregatedWorkers, EngineHandle, Obituary, raise_obituary, with_pid
 from slime.cluster.engine_table import MOST_RESTARTS
-from slime.cluster.placement import EnginePart
+from slime.cluster.placement import PAIR, EnginePart
 from slime.cluster.waiting import wait_for
 from slime.config.config import Config
 from slime.engines.fleet import EngineFleet
@@ -25,7 +25,6 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-PAIR = ("prefill", "decode")
 _REMOVE_SECONDS = 10.0  # to take a worker out; generation is waited for meanwhile
 _JOIN_SECONDS = 60.0
 _START_SECONDS = 120.0
@@ -36,7 +35,8 @@ class Routers:
     """One in front of the engines of each model.
 
     Args:
-        parts: all engines' parts; handles: of their actors, by name.
+        models: by name.
+        parts: all of the run's own engines' parts; handles: of their actors, by name.
         hosts: of the run.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
 
@@ -48,6 +48,7 @@ class Routers:
     def __init__(
         self,
         config: Config,
+        models: Mapping[str, ServedModel],
         parts: Sequence[EnginePart],
         handles: Mapping[str, EngineHandle],
         run_path: Path,
@@ -55,10 +56,10 @@ class Routers:
         should_stop: Callable[[], bool],
     ) -> None:
         self._parts, self._engines, self._should_stop = parts, handles, should_stop
-        self._models = {part.model.name: part.model for part in parts}
+        self._models = models
         self.handles = {
             name: EngineHandle(config, _router_name(model), run_path, 1, {"num_cpus": 0}, hosts)
-            for name, model in self._models.items()
+            for name, model in models.items()
         }
         self.urls: dict[str, str] = {}
         tolerant = config.fault_tolerance.use_fault_tolerance
@@ -75,11 +76,11 @@ class Routers:
         return next(self.urls[name] for name, model in self._models.items() if model.is_policy)
 
     def start(self, url_of: Mapping[str, str]) -> None:
-        """Args: url_of: of all engines, by the names of their parts."""
+        """Args: url_of: of all engines, by the names of their parts; external ones are the policy's."""
         asked = {router.worker: self._begin(name, url_of) for name, router in self.handles.items()}
         self.urls = dict(zip(self.handles, wait_for(asked, "starting", _START_SECONDS, self._should_stop)))
         for name, url in self.urls.items():
-            logger.info("%d engine(s) of %s behind %s", len(self._first_parts(name)), name, url)
+            logger.info("%d engine(s) of %s behind %s", len(self._behind(name, url_of)), name, url)
 
     def _first_parts(self, model: str, kind: str | None = None) -> list[str]:
         return [
@@ -87,6 +88,12 @@ class Routers:
             for part in self._parts
             if part.is_first and part.model.name == model and kind in (None, part.group.worker_type)
         ]
+
+    def _behind(self, model: str, url_of: Mapping[str, str]) -> list[str]:
+        """Those of the model among ``url_of``."""
+        own = {part.name for part in self._parts}
+        external = [url for name, url in url_of.items() if name not in own] if self._models[model].is_policy else []
+        return [url_of[name] for name in self._first_parts(model) if name in url_of] + external
 
     def _begin(self, model: str, url_of: Mapping[str, str], port: int | None = None) -> ray.ObjectRef:
         prefill, decode = (self._first_parts(model, kind) for kind in PAIR)
@@ -97,8 +104,7 @@ class Routers:
             pairs = DisaggregatedWorkers(
                 [(url_of[name], port) for name, port in zip(prefill, ports)], [url_of[name] for name in decode]
             )
-        behind = [url_of[name] for name in self._first_parts(model) if name in url_of]
-        return self.handles[model].begin_router(behind, pairs, port)
+        return self.handles[model].begin_router(self._behind(model, url_of), pairs, port)
 
     # -- the policy's engines behind it ------------------------------------------------------------------------
 

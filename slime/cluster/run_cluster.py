@@ -221,7 +221,7 @@ class Cluster:
         return start
 
     def _make_engines(self, slots: Slots) -> Engines | None:
-        if not self.plan.num_engines:
+        if not self.plan.has_engines:
             return None
         threads = threads_per_process(self.plan.num_engines, self.take_turns)
         limits = self._start_seconds, self._should_stop

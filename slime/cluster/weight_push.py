@@ -16,6 +16,8 @@ from slime.weights.canary import Canary
 class WeightPush:
     """From the trainer ranks to all engines of the policy.
 
+    Those that joined since the last push are taken in as restarted ones are.
+
     Args:
         turns: whose turn the GPUs are; None where there are no trainers.
         canary: a prompt that engines and trainer must score alike; None where it is not checked.
@@ -43,12 +45,16 @@ class WeightPush:
         """
         if self._trainers is None:
             return
+        with self._engines.external.nobody_moves():
+            self._connect(self._trainers, version)
+
+    def _connect(self, trainers: Trainers, version: int | None) -> None:
         self._version = self._version if version is None else version
         layout = self._engines.layout
         self._connected = [engine.url for engine in layout]
         if layout:
-            on_this_node = self._engines.nodes == {self._trainers.nodes[0]}
-            self._trainers.connect_engines(layout, self._version, on_this_node=on_this_node)
+            on_this_node = self._engines.nodes <= {trainers.nodes[0]}  # external ones are known by address only
+            trainers.connect_engines(layout, self._version, on_this_node=on_this_node)
 
     def push(self) -> dict[str, float]:
         """Push to the engines, which then say the same of the canary as the trainer. When one dies of it, the others
@@ -56,22 +62,28 @@ class WeightPush:
         engines = self._engines
         if self._trainers is None:
             return {}
-        metrics = engines.again_without_dead(self._push_once, "a weight push")
-        if engines.table.those(State.RETURNING):
-            engines.again_without_dead(self._to_engines, "taking memory back")  # requests may come from now on
-            engines.admit()
+        with engines.external.nobody_moves():
+            metrics = engines.again_without_dead(self._push_once, "a weight push")
+            if engines.table.those(State.RETURNING):
+                engines.again_without_dead(self._to_engines, "taking memory back")  # requests may come from now on
+                engines.admit()
         return metrics
 
     def _push_once(self) -> dict[str, float]:
-        engines, trainers, canary = self._engines, self._trainers, self._canary
+        engines, trainers = self._engines, self._trainers
         assert trainers is not None
         if self._tolerant:
             engines.ask()
-            self.take_in()
-            if self._turns is not None and self._turns.turn is not Turn.TRAINER:  # an engine died of the push
-                self._turns.to_trainer()
+        self.take_in()
+        if self._tolerant and self._turns is not None and self._turns.turn is not Turn.TRAINER:
+            self._turns.to_trainer()  # an engine died of the push
+        with engines.external.newcomers_are_blamed():
             if self._connected != [engine.url for engine in engines.table.policy]:
                 self.connect()
+            return self._push_to_all(trainers)
+
+    def _push_to_all(self, trainers: Trainers) -> dict[str, float]:
+        canary = self._canary
         if self._turns is not None:
             self._turns.to_push()
         if canary is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from slime.config.addresses import engine_url
 from slime.config.checks_train import check_training
 from slime.config.draft import Draft, Given
 from slime.config.flag import GENERATES, FlagSpec, option_of
@@ -46,7 +47,8 @@ def check(draft: Draft) -> None:
         UserError: the first one found.
     """
     for step in (
-        _ranges, _needs, _entry, _host, _placement, _lengths, _sampling, _evaluation, _debug, _names, check_training,
+        _ranges, _needs, _entry, _host, _placement, _external_engines, _lengths, _sampling, _evaluation, _debug, _names,
+        check_training,
     ):  # fmt: skip
         step(draft)
 
@@ -159,6 +161,15 @@ def _placement(draft: Draft) -> None:
             f"--actor-num-gpus-per-node {trainers} is more than --num-gpus-per-node {per_node}",
             fix="spread the trainer over more nodes with --actor-num-nodes",
         )
+
+
+def _external_engines(draft: Draft) -> None:
+    urls = [
+        engine_url(address, "--rollout-external-engine-addrs") for address in draft["rollout_external_engine_addrs"]
+    ]
+    for url in urls:
+        if urls.count(url) > 1:
+            raise UserError(f"--rollout-external-engine-addrs names {url} {urls.count(url)} times", fix="name it once")
 
 
 def _lengths(draft: Draft) -> None:
@@ -348,6 +359,14 @@ def check_complete(draft: Draft) -> None:
         )
     generates = not draft["debug_train_only"] and draft["loss_type"] != "sft_loss" and rollouts != 0
     if generates and draft["rollout_num_gpus"] == 0:
-        raise UserError("--rollout-num-gpus is 0: there would be no engine", fix="pass at least 1")
+        external = draft["rollout_external_engine_addrs"]
+        if not external:
+            raise UserError("--rollout-num-gpus is 0: there would be no engine", fix="pass at least 1")
+        if draft["debug_rollout_only"]:
+            raise UserError(
+                "--debug-rollout-only with external engines alone has nothing to start",
+                why="no trainer pushes to them, so they generate with whatever they hold",
+                fix="pass --rollout-num-gpus 1 for an engine of the run beside them, or leave --debug-rollout-only out",
+            )
     if rollouts != 0 and not draft["debug_rollout_only"]:
         _check_signal(draft)

@@ -299,8 +299,9 @@ class EngineConfig:
     """Weights of the embedded engine; auto: as the trainer's."""
     embedded_max_slots: int = flag(64, range=SOME, needs=on("rollout_engine", "embedded") & ENGINES)
     """Requests that the embedded engine decodes at once; more wait in its queue."""
-    rollout_external_engine_addrs: tuple[str, ...] = flag((), refused="external engines are not in this version")
-    """host:port of engines that are already running."""
+    rollout_external_engine_addrs: tuple[str, ...] = flag((), needs=ENGINES, serves="driver")
+    """HOST:PORT of engines that somebody else has started, which get every push and requests but are never started or
+    ended here; beside those of --rollout-num-gpus, or instead of them."""
     sglang_server_concurrency: int = flag(512, range=SOME, needs=GENERATES, serves="rollout")
     """Most requests in flight per engine."""
     sglang_router_ip: str | None = flag(None, refused=_OWN_ROUTER)

@@ -39,9 +39,11 @@ class ClusterConfig:
     actor_num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)
     """GPUs of the trainer on each of its nodes."""
     rollout_num_gpus: int = derived(
-        "actor_num_nodes × actor_num_gpus_per_node with colocate, else one engine", range=NONE_OR_SOME, needs=ENGINES
+        "0 with external engines, actor_num_nodes × actor_num_gpus_per_node with colocate, else one engine",
+        range=NONE_OR_SOME,
+        needs=ENGINES,
     )
-    """GPUs of all engines together. 0: no engines."""
+    """GPUs of all engines together that the run starts. 0: none."""
     rollout_num_gpus_per_engine: int = flag(1, range=SOME, needs=ENGINES)
     """GPUs of one engine (its tensor-parallel times pipeline-parallel size)."""
     num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)

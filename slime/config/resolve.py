@@ -66,7 +66,9 @@ def _placement(draft: Draft) -> None:
     draft.derive("actor_num_gpus_per_node", per_host, formula)
     draft.derive("num_gpus_per_node", per_host, formula)
     actor = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
-    if draft["colocate"]:
+    if draft["rollout_external_engine_addrs"]:
+        draft.derive("rollout_num_gpus", 0, "rollout_external_engine_addrs: others have started the engines")
+    elif draft["colocate"]:
         product = f"{draft['actor_num_nodes']} × {draft['actor_num_gpus_per_node']}"
         draft.derive("rollout_num_gpus", actor, f"colocate: actor_num_nodes × actor_num_gpus_per_node = {product}")
     else:

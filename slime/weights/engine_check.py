@@ -171,11 +171,11 @@ class SliceCheck:
             place = {"host": self._address, "port": self._store.port, "key": f"{key}/{number}"}
             raw = json.dumps({"action": action, "tensors": shapes, "method": self._method, **place}).encode()
             payload = serialized(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-            count = max(1, len(self._engines[number].slots))
+            count = self._engines[number].num_ranks
             return {"serialized_named_tensors": [payload] * count, "load_format": WEIGHT_PROBE, "flush_cache": False}
 
         self._fleet.post("/update_weights_from_tensor", body, timeout)
-        return [[self._answer(f"{key}/{n}/{rank}", n) for rank in range(max(1, len(engine.slots)))]
+        return [[self._answer(f"{key}/{n}/{rank}", n) for rank in range(engine.num_ranks)]
                 for n, engine in enumerate(self._engines)]  # fmt: skip
 
     def _answer(self, key: str, number: int) -> dict[str, Any]:

@@ -62,12 +62,20 @@ def find_route(config: Config, fleet: EngineFleet, hf_config: HfConfig, *, on_th
         on_this_node: see `WeightSync.connect`.
     Raises:
         EngineError: one does not answer.
-        UserError: engines differ, or cannot be pushed to.
+        UserError: engines differ, or cannot be pushed to; names them.
     """
     infos = dict(zip(fleet.urls, fleet.get("/server_info", _INFO_SECONDS), strict=True))
     check_experts(infos)
-    embedded = all(str(info.get("version")).startswith("slime-embedded") for info in infos.values())
-    kind = choose_route(config, embedded=embedded, local=on_this_node and all(is_local(url) for url in fleet.urls))
+    embedded = are_embedded(infos)
+    local, on_cpu = on_this_node and all(is_local(url) for url in fleet.urls), without_gpu(infos)
+    kind = choose_route(config, embedded=embedded, local=local, on_cpu=bool(on_cpu))
+    if kind == "broadcast" and on_cpu and torch.cuda.is_available():
+        raise UserError(
+            f"weights cannot get to engine {on_cpu[0]}",
+            why="it has no GPU, which NCCL needs; and it, or another one, is on another host than the trainer's rank 0,"
+            " which shared memory does not reach",
+            fix="pass --update-weight-transport disk and --update-weight-disk-dir with a directory that all see",
+        )
     pipeline = Placement.current().pp_group if kind == "broadcast" else None
     # the stages' ranks that have rank 0's place in all other respects: the first of TP, DP and CP
     sources = tuple(dist.get_process_group_ranks(pipeline)) if pipeline is not None else (0,)
@@ -110,19 +118,43 @@ def open_transport(
     if route.kind == "shm":
         return SharedMemoryTransport(fleet, size, route.dtype)
     await_turn()
-    ranks = [max(1, len(engine.slots)) if route.asks_ranks else 1 for engine in engines]
+    ranks = [engine.num_ranks if route.asks_ranks else 1 for engine in engines]
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     timeout = 60.0 * config.cluster.distributed_timeout_minutes
     return DistributedTransport(fleet, size, route.dtype, backend, ranks, timeout, stage=stage, await_turn=await_turn)
 
 
-def choose_route(config: Config, *, embedded: bool, local: bool) -> str:
+def are_embedded(infos: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether the engines are embedded ones, or SGLang.
+
+    Args:
+        infos: engine URL → its ``/server_info``.
+    Raises:
+        UserError: some are, others are not.
+    """
+    kinds = {url: str(info.get("version")).startswith("slime-embedded") for url, info in infos.items()}
+    if len(set(kinds.values())) > 1:
+        one, other = (next(url for url, kind in kinds.items() if kind is wanted) for wanted in (True, False))
+        raise UserError(
+            f"engine {one} is an embedded one and engine {other} is SGLang",
+            why="weights get to the two in different ways, and what arrived is compared in different ways",
+            fix="use engines of one kind",
+        )
+    return all(kinds.values())
+
+
+def without_gpu(infos: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """URLs of the engines that say that they compute on the CPU, as embedded ones do."""
+    return [url for url, info in infos.items() if info.get("device") == "cpu"]
+
+
+def choose_route(config: Config, *, embedded: bool, local: bool, on_cpu: bool = False) -> str:
     """Which way the weights go.
 
     ==============  ===============================================  =====================================
     "disk"          ``--update-weight-transport disk``               a Hugging Face directory
     "shm"           embedded engines on this host, and either no     shared memory (between CPUs it is the
-                    GPU or ``--colocate``                            fastest; NCCL cannot join two
+                    GPU, ``--colocate``, or one of them on_cpu       fastest; NCCL cannot join two
                                                                      processes of one GPU)
     "ipc"           SGLang with ``--colocate``                       handles of the trainer's buffers
     "broadcast"     anything else                                    NCCL between GPUs, gloo between CPUs
@@ -130,7 +162,7 @@ def choose_route(config: Config, *, embedded: bool, local: bool) -> str:
     """
     if config.sync.update_weight_transport == "disk":
         return "disk"
-    if embedded and local and (not torch.cuda.is_available() or config.cluster.colocate):
+    if embedded and local and (not torch.cuda.is_available() or config.cluster.colocate or on_cpu):
         return "shm"
     return "ipc" if config.cluster.colocate and not embedded else "broadcast"
 

@@ -27,10 +27,20 @@ class Transferred:
 
 @dataclass(frozen=True)
 class EngineSlots:
-    """An engine and the slots (GPUs, numbered through the run) of its tensor-parallel ranks, in their order."""
+    """An engine and the slots (GPUs, numbered through the run) of its tensor-parallel ranks, in their order.
+
+    Attributes:
+        slots: () of an engine that somebody else has started, or of one that needs none.
+        ranks: processes that hold weights, of an engine without slots.
+    """
 
     url: str
     slots: tuple[int, ...]
+    ranks: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.slots) or self.ranks
 
 
 class Transport:

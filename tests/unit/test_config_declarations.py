@@ -142,6 +142,8 @@ def other_than_default(spec: FlagSpec) -> Any:
     if spec.choices:
         value = next(c for c in spec.choices if c not in ("auto", spec.default, *spec.meta.refused_values))
         return (value,) if spec.many else value
+    if spec.dest == "rollout_external_engine_addrs":
+        return ("host:7",)
     if spec.kind in ("str", "json"):
         return ("x",) if spec.many else {"a": 1} if spec.kind == "json" else "x_{rollout_id}"
     numbers = [n for n in (1.5, 7, 0.5) if n == 7 or spec.kind == "float"]

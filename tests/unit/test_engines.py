@@ -19,6 +19,7 @@ from slime.cluster import routers as routers_module
 from slime.cluster.engine_actor import Obituary
 from slime.cluster.engine_table import CACHE, GRAPHS, MOST_RESTARTS, WEIGHTS, Engine, EngineTable, State
 from slime.cluster.engines import Engines
+from slime.cluster.external_engines import ExternalEngines
 from slime.cluster.gpu_turns import EngineMemory, GpuTurns, Turn
 from slime.cluster.routers import Routers
 from slime.cluster.waiting import Worker
@@ -26,6 +27,7 @@ from slime.cluster.weight_push import WeightPush
 from slime.config import make_config
 from slime.engines.api import EngineError
 from slime.errors import RunFailed, UserError
+from slime.weights.transport import EngineSlots
 
 KILLED = "was killed (SIGKILL)"
 
@@ -99,6 +101,8 @@ class World:
         engines.table = self.table = EngineTable([Engine(n, (f"engine-{n}",)) for n in (0, 1)])
         for n in (0, 1):
             self.table.launched(n, [f"http://engine-{n}/0"])
+        engines.external = ExternalEngines(config, self.table, engines, None, shares_gpus=False)
+        engines._ended = set()
         trainers: Any = SimpleNamespace(nodes=["n"], connect_engines=self.connect, update_weights=self.push)
         self.weights = WeightPush(engines, trainers, None, None, tolerant=tolerant)
 
@@ -486,6 +490,48 @@ def test_a_push_that_fails_for_another_reason_ends_the_run(tolerant: bool, world
     with pytest.raises(UserError, match="weights differ"):
         world.weights.push()
     assert world.num_pushes == 1
+
+
+def test_an_engine_that_joins_gets_weights_before_requests(worlds: Worlds, caplog: pytest.LogCaptureFixture) -> None:
+    """Also without --use-fault-tolerance."""
+    world = worlds(tolerant=False)
+    world.weights.connect()
+    world.weights.push()
+    world.table.joined("http://engine-2/0", 1)
+    world.engines.look()
+    assert world.behind_router == {0, 1} and world.engines.layout[-1].url != "http://engine-2/0"
+    world.weights.push()
+    assert world.log == ["connect", "push", "connect", "push", "router 2"] and world.serving == {0, 1, 2}
+    assert world.engines.layout[-1] == EngineSlots("http://engine-2/0", (), 1)
+    assert "http://engine-2/0 serves after" in caplog.text
+
+
+def test_a_newcomer_that_cannot_be_pushed_to_ends_no_run(worlds: Worlds, caplog: pytest.LogCaptureFixture) -> None:
+    world = worlds(tolerant=False)
+    world.weights.connect()
+    world.table.joined("http://engine-2/0", 1)
+
+    def refuse(number: int) -> None:
+        if number == 1:
+            raise UserError("the shapes differ")
+
+    world.fails = refuse
+    world.weights.push()
+    assert world.log == ["connect", "connect", "connect", "push"] and world.serving == {0, 1}
+    assert "http://engine-2/0 did not get its first weights: the shapes differ" in caplog.text
+    assert len(world.table.engines) == 2
+
+
+def test_the_end_of_one_that_has_left_is_no_death(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = worlds(tolerant=False)
+    world.weights.connect()
+    monkeypatch.setattr(ExternalEngines, "_leave_router", lambda self, url: True)
+    monkeypatch.setattr(ExternalEngines, "_drain", lambda self, url: True)
+    obituary = Obituary(KILLED, "", world.table.engines[1].url)
+    world.engines.external.remove("engine-1")
+    world.engines.heard("engine-1", obituary)
+    world.weights.push()
+    assert world.log == ["connect", "out 1", "connect", "push"] and world.serving == {0}
 
 
 # -- taking turns with memory --------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_a_push_arrives_and_is_proved(
 def test_stages_push_to_engines_of_one_and_two_ranks(servers: list[FakeSGLang], model_dir: Path, ranks: Pools) -> None:
     for server in servers:
         server.forget()
-    engines = [EngineSlots(server.url, SLOTS[number]) for number, server in enumerate(servers)]
+    engines = [EngineSlots(servers[0].url, SLOTS[0]), EngineSlots(servers[1].url, (), 2)]  # the second one is external
     flags = {"pipeline_model_parallel_size": 2, "check_weight_update_equal": True}
     first, last = ranks.run(2, stage_jobs.push_twice, model_dir, flags, engines)
     names = set(load_file(model_dir / "model.safetensors"))

@@ -183,8 +183,24 @@ def test_the_way_of_the_weights(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> N
     assert choose_route(apart, embedded=False, local=True) == "broadcast"
     assert choose_route(apart, embedded=True, local=True) == ("broadcast" if gpu else "shm")
     assert choose_route(apart, embedded=True, local=False) == "broadcast"
+    assert choose_route(apart, embedded=True, local=True, on_cpu=True) == "shm"
     disk = make_config(update_weight_transport="disk", update_weight_disk_dir="d", colocate=True)
     assert choose_route(disk, embedded=False, local=True) == "disk"
+
+
+def test_engines_that_cannot_be_pushed_to_are_named(
+    engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines[1].version = "0.5.16"
+    with pytest.raises(UserError, match=f"{engines[0].url} is an embedded one and engine {engines[1].url} is SGLang"):
+        connected(engines)
+    engines[1].version = engines[0].version
+    monkeypatch.setattr(route, "is_local", lambda url: False)
+    monkeypatch.setattr(route, "without_gpu", lambda infos: list(infos)[1:])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(UserError, match=f"weights cannot get to engine {engines[1].url}") as caught:
+        connected(engines)
+    assert "--update-weight-transport disk" in caught.value.fix
 
 
 def test_a_resumed_run_counts_on(engines: list[FakeWeightEngine]) -> None:

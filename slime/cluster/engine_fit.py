@@ -1,0 +1,199 @@
+"""Whether an engine that somebody else has started fits a run, as far as it can be asked; imports no Ray.
+
+    GET  /model_info    the model: architecture, and its directory where this host sees it
+    GET  /server_info   kind of engine, dtype, context, what it was started with
+    POST /tokenize      a line of text, which must give the tokens of --hf-checkpoint
+
+That its weights have the right shapes, and that it computes what the trainer computes, is proved by the push that
+follows and its canary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.config.config import Config
+from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE, EngineClient, EngineError
+from slime.errors import UserError
+from slime.models import family_of
+from slime.models.spec import check_same_model, read_hf_config
+from slime.prompts.tokenizer import load_tokenizer
+
+_SECONDS = 10.0
+_LINE = "The answer to 3 + 4 is 7, “naïve” or not.\n\tx = {'a': [1, 2]}"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an engine says of itself.
+
+    Attributes:
+        model: its ``/model_info``; server: its ``/server_info``.
+        tokens: of `_LINE`; None where it cannot say.
+    """
+
+    model: Mapping[str, Any]
+    server: Mapping[str, Any]
+    tokens: list[int] | None = None
+
+    @property
+    def is_embedded(self) -> bool:
+        return str(self.server.get("version")).startswith("slime-embedded")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that hold weights."""
+        return 1 if self.is_embedded else int(self.server.get("tp_size") or 1)
+
+
+def ask(url: str) -> Said:
+    """
+    Raises:
+        UserError: nobody answers there, or no engine.
+    """
+
+    async def questions() -> Said:
+        async with EngineClient(url, timeout=_SECONDS) as engine:
+            model, server = await engine.get("/model_info"), await engine.get("/server_info")
+            try:
+                answer = await engine.post("/tokenize", {"prompt": _LINE, "add_special_tokens": False})
+            except EngineError:  # one without a tokenizer, or of a version without the route
+                answer = {}
+            return Said(model, server, answer.get("tokens"))
+
+    try:
+        said = asyncio.run(questions())
+    except EngineError as error:
+        raise UserError(
+            f"no engine answers at {url}",
+            why=error.what,
+            fix="start it first (slime serve DIR, python -m slime.engines.embedded, sglang.launch_server), wait until"
+            " it answers, and name its address as it is reached from this host",
+        ) from error
+    if said.model.get("is_generation") is not True or not said.server.get("dtype"):
+        raise UserError(
+            f"what answers at {url} is no engine that generates",
+            why=f"its /model_info is {dict(said.model)!r:.300}",
+            fix="name the engine itself, not a router",
+        )
+    return said
+
+
+def check_fit(
+    config: Config, url: str, said: Said, other: tuple[str, Said] | None, warn: Callable[[str], None]
+) -> None:
+    """Refuse an engine that could not take part.
+
+    Args:
+        other: an engine that takes part, with what it says; None where there is none yet.
+        warn: told what may be a mistake.
+    Raises:
+        UserError: names the address and what does not fit.
+    """
+    _check_model(config, url, said.model)
+    _check_tokens(config, url, said.tokens)
+    _check_server(config, url, said)
+    if other is not None:
+        _check_likeness(url, said, *other)
+        if said.server.get("random_seed") == other[1].server.get("random_seed"):
+            warn(
+                f"{url} was started with the same random_seed as {other[0]}: samples of one prompt that are spread over"
+                " both may come out alike; another --random-seed helps"
+            )
+
+
+def _check_model(config: Config, url: str, info: Mapping[str, Any]) -> None:
+    flags = config.checkpoint
+    assert flags.hf_checkpoint is not None
+    wanted = read_hf_config(flags.hf_checkpoint)
+    for name in ("model_type", "architectures"):
+        if info.get(name) and wanted.get(name) and info[name] != wanted[name]:
+            raise UserError(
+                f"the engine at {url} serves another model than --hf-checkpoint",
+                why=f"its {name} is {info[name]}, of {flags.hf_checkpoint} {wanted[name]}",
+                fix="start it with the model of this run",
+            )
+    folder = Path(str(info.get("model_path")))
+    if not (folder / "config.json").is_file():
+        return  # of another host; the push will tell
+    own, its = (family_of(path, flags.model_name).model_spec(path) for path in (flags.hf_checkpoint, folder))
+    try:
+        check_same_model(own, its, folder)
+    except UserError as error:
+        raise UserError(
+            f"the engine at {url} serves another model than --hf-checkpoint",
+            why=error.why,
+            fix="start it with that one",
+        ) from error
+
+
+def _check_tokens(config: Config, url: str, tokens: list[int] | None) -> None:
+    if tokens is None:
+        return
+    own = load_tokenizer(str(config.checkpoint.hf_checkpoint)).encode(_LINE, add_special_tokens=False)
+    if tokens != own:
+        raise UserError(
+            f"the engine at {url} has another tokenizer than --hf-checkpoint",
+            why=f"it makes {tokens[:12]}… of a line of which {own[:12]}… are made here",
+            fix="start it with the tokenizer of this run",
+        )
+
+
+def _check_server(config: Config, url: str, said: Said) -> None:
+    """What it was started with."""
+    info, longest = said.server, config.rollout.rollout_max_context_len
+    context = info.get("context_length")
+    lacks: list[tuple[bool, str, str]] = [
+        (
+            bool(longest and context and longest > context),
+            f"its context_length is {context}, and --rollout-max-context-len {longest}",
+            "start it with a longer context",
+        ),
+        (
+            config.rollout.deterministic and not info.get("enable_deterministic_inference"),
+            "it is not deterministic, and --deterministic-rollout wants that",
+            "start it with --deterministic (embedded) or --enable-deterministic-inference (SGLang)",
+        ),
+        (
+            config.train.use_rollout_routing_replay and not info.get("enable_return_routed_experts"),
+            "it does not return routed experts, which --use-rollout-routing-replay needs",
+            "start it with --enable-return-routed-experts",
+        ),
+        (
+            not said.is_embedded and WEIGHT_PROBE not in (info.get("custom_weight_loader") or ()),
+            "nobody could see which weights it holds",
+            f"start it where slime is installed, with --custom-weight-loader {WEIGHT_PROBE} {WEIGHT_LOADER}",
+        ),
+        (
+            int(info.get("pp_size") or 1) > 1,
+            f"its pp_size is {info.get('pp_size')}, and SGLang numbers a push's members by tensor-parallel rank only",
+            "start it without --pp-size",
+        ),
+        (
+            info.get("disaggregation_mode") not in (None, "null"),
+            f"it is a {info.get('disaggregation_mode')} server, one half of a pair",
+            "start it without --disaggregation-mode",
+        ),
+    ]
+    for is_so, why, fix in lacks:
+        if is_so:
+            raise UserError(f"the engine at {url} cannot take part", why=why, fix=fix)
+
+
+def _check_likeness(url: str, said: Said, other_url: str, other: Said) -> None:
+    """Pushes treat all engines alike."""
+    facts = [
+        ("kind", "embedded" if said.is_embedded else "SGLang", "embedded" if other.is_embedded else "SGLang"),
+        ("dtype", said.server.get("dtype"), other.server.get("dtype")),
+    ]
+    for name, here, there in facts:
+        if here != there:
+            raise UserError(
+                f"the engine at {url} is not like the others",
+                why=f"its {name} is {here}, of {other_url} {there}; a push treats all alike",
+                fix="start it like the others" + (f", with --dtype {there}" if name == "dtype" else ""),
+            )

@@ -1,0 +1,408 @@
+"""Engines that somebody else has started, and those that leave a running run.
+
+--rollout-external-engine-addrs   there from the launch on, like the run's own
+slime engines add                 joins: asked whether it fits ─► up ─► taken in ─► push ─► admitted, as after a restart
+slime engines remove              leaves: out of the router ─► its requests come back aborted, and go on elsewhere ─►
+                                  forgotten, and ended if it is the run's own
+
+The run never starts, restarts or ends an external engine, and asks it for no memory. Whether it lives is asked by HTTP.
+While weights are pushed nobody joins or leaves: the push talks to all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Protocol
+
+from slime.cluster import engine_fit
+from slime.cluster.engine_table import Engine, EngineTable, State
+from slime.cluster.orders import Order, OrderDesk
+from slime.cluster.routers import Routers
+from slime.config.addresses import engine_url
+from slime.config.config import Config
+from slime.engines.api import LOADS_PATH, EngineClient, EngineError
+from slime.engines.client import num_requests
+from slime.engines.fleet import EngineFleet
+from slime.errors import RunFailed, UserError
+from slime.log import get_logger
+
+logger = get_logger(__name__)
+
+_DRAIN_SECONDS = 10.0  # an abort is done at once; whatever is still on its way is finished there
+_DRAIN_POLL_SECONDS = 0.1
+_ASK_SECONDS = 2.0
+_ANSWER_SECONDS = 5.0
+#: Questions in a row that nobody took: one may meet a connection that was closed meanwhile.
+_MISSES = 2
+_COMMAND = "slime engines"
+
+
+class Company(Protocol):
+    """What is asked of `slime.cluster.engines.Engines`."""
+
+    @property
+    def routers(self) -> Routers: ...
+    @property
+    def answers_alone(self) -> bool: ...
+    def drop_fleets(self) -> None:
+        """Close connections to engines that are not those of the table."""
+
+    def end(self, engine: Engine) -> None:
+        """One of the run's own, for good."""
+
+    def admit(self) -> None:
+        """Let those that are taken in have requests."""
+
+
+class ExternalEngines:
+    """Who joins, leaves and dies, beside the engines that the run has started.
+
+    Args:
+        desk: orders; None where nobody can give any.
+        shares_gpus: trainer and engines take turns with the memory of the same GPUs.
+
+    Attributes:
+        named: URLs of --rollout-external-engine-addrs.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        table: EngineTable,
+        company: Company,
+        desk: OrderDesk | None,
+        *,
+        shares_gpus: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.named = named(config)
+        self._config, self._table, self._company, self._desk = config, table, company, desk
+        self._shares_gpus = shares_gpus
+        self._tolerant = config.fault_tolerance.use_fault_tolerance
+        self._signs = _SignsOfLife(clock)
+        self._num_talks = 0
+
+    def check_named(self) -> None:
+        """At the launch, before anything is started: each of them can take part.
+
+        Raises:
+            UserError: names the address.
+        """
+        other: tuple[str, engine_fit.Said] | None = None
+        for engine in self._external():
+            url = engine.name
+            said = self._check(url, other)
+            engine.ranks, other = said.num_ranks, other or (url, said)
+
+    def look(self) -> None:
+        """Hear who has gone, and obey orders; never waits for an answer of those that are only watched.
+
+        Raises:
+            RunFailed: one that had requests is gone, without --use-fault-tolerance or as the last one.
+        """
+        self._lose(self._signs.gone([engine.url for engine in self._external() if engine.urls]))
+        for order in self._desk.take() if self._desk is not None else ():
+            if self._num_talks and order.verb != "list":
+                continue  # the desk gives it again
+            assert self._desk is not None
+            self._desk.answer(order, self._obey(order))
+
+    def ask(self, what: str = "") -> None:
+        """Hear now who has gone. Raises as `look`.
+
+        Args:
+            what: was being done, for the message.
+        """
+        self._lose(self._signs.gone_now([engine.url for engine in self._external() if engine.runs]), what)
+
+    @contextlib.contextmanager
+    def nobody_moves(self) -> Iterator[None]:
+        """Within, all are talked to."""
+        self._num_talks += 1
+        try:
+            yield
+        finally:
+            self._num_talks -= 1
+
+    @contextlib.contextmanager
+    def newcomers_are_blamed(self) -> Iterator[None]:
+        """A push that fails is repeated without those who would have got their first weights with it: somebody else's
+        mistake must not end the run."""
+        lost = self._table.num_lost
+        try:
+            yield
+        except UserError as error:
+            newcomers = [engine for engine in self._external() if engine.state is State.RETURNING]
+            if self._table.num_lost == lost:  # else somebody has died of it
+                for engine in newcomers:
+                    self.lost(engine, f"did not get its first weights: {error.what}")
+            raise
+
+    def close(self) -> None:
+        self._signs.close()
+        if self._desk is not None:
+            self._desk.close()
+
+    # -- joining -----------------------------------------------------------------------------------------------
+
+    def add(self, address: str) -> str:
+        """Let an engine join; what is to be said of it.
+
+        Raises:
+            UserError: it is there already, or cannot take part.
+        """
+        url = engine_url(address, f"{_COMMAND} add")
+        there = next((engine for engine in self._table.engines.values() if url in engine.urls), None)
+        if there is not None:
+            raise UserError(f"{url} is an engine of this run already", why=f"it is {state_of(there)}")
+        if url in self._company.routers.urls.values():
+            raise UserError(f"{url} is the router of this run, no engine")
+        warnings: list[str] = []
+        said = self._check(url, self._somebody(), warnings.append)
+        self._table.joined(url, said.num_ranks)
+        if self._config.debug.debug_rollout_only:
+            self._table.taken_in()
+            self._company.admit()
+            return "\n".join([f"{url} gets requests, with the weights that it has: there is no trainer", *warnings])
+        logger.info("%s joins: it gets weights with the next push, then requests", url)
+        return "\n".join([f"{url} gets weights with the next push, then requests", *warnings])
+
+    def _check(
+        self, url: str, other: tuple[str, engine_fit.Said] | None, warn: Callable[[str], None] | None = None
+    ) -> engine_fit.Said:
+        if self._shares_gpus:
+            raise UserError(
+                f"the engine at {url} cannot take part with --colocate",
+                why="trainer and engines take turns with the memory of their GPUs, which is not asked of an engine that"
+                " somebody else has started; and handles to weights on a GPU reach the run's own engines only",
+                fix="pass --no-colocate, and --rollout-num-gpus for engines of the run's own beside it",
+            )
+        if not self._company.answers_alone:
+            raise UserError(
+                f"the engine at {url} cannot stand beside prefill and decode servers",
+                why="their router sends every request to a pair",
+                fix="give --sglang-config a regular server group, or leave the engine out",
+            )
+        said = engine_fit.ask(url)
+        engine_fit.check_fit(self._config, url, said, other, warn or (lambda text: logger.warning("%s", text)))
+        return said
+
+    def _somebody(self) -> tuple[str, engine_fit.Said] | None:
+        """An engine that takes part, and what it says; None when none is there, or does not answer."""
+        for engine in self._table.policy:
+            with contextlib.suppress(UserError):
+                return engine.url, engine_fit.ask(engine.url)
+        return None
+
+    # -- leaving -----------------------------------------------------------------------------------------------
+
+    def remove(self, wanted: str) -> str:
+        """Let an engine leave; what is to be said of it.
+
+        Args:
+            wanted: its address, or its name ("engine-1").
+        Raises:
+            UserError: there is no such engine, it is the last one that serves, or it cannot be done without.
+        """
+        engine = self._find(wanted)
+        name = engine.url if engine.is_external else f"{engine.name} ({engine.url})"
+        if not (engine.is_external or engine.can_restart):
+            raise UserError(
+                f"{name} cannot leave", why="it serves another model, or is one half of a pair: others rely on it"
+            )
+        if [one for one in self._table.those(State.SERVING) if one.is_policy] == [engine]:
+            raise UserError(
+                f"{name} cannot leave: it is the last engine that serves",
+                why="nobody would generate any more",
+                fix=f"let another one join first ({_COMMAND} add), and wait for the push after which it serves",
+            )
+        served = engine.state is State.SERVING
+        self._table.left(engine.number)
+        left = self._leave_router(engine.url) and self._drain(engine.url) if served else True
+        self._company.drop_fleets()
+        if not engine.is_external:
+            self._company.end(engine)
+        logger.info("%s has left (%s remove), %d go on", name, _COMMAND, len(self._table.policy))
+        done = f"{name} has left" + ("" if engine.is_external else ", and its server was ended")
+        return done if left else f"{done}; some of its requests may be lost, and are then sent again"
+
+    def _find(self, wanted: str) -> Engine:
+        named = next((engine for engine in self._table.engines.values() if wanted in engine.parts), None)
+        url = "" if named is not None else engine_url(wanted, f"{_COMMAND} remove")
+        found = named or next((engine for engine in self._table.engines.values() if url in engine.urls[:1]), None)
+        if found is None:
+            there = ", ".join(engine.urls[0] for engine in self._table.engines.values() if engine.urls)
+            raise UserError(f"{url} is no engine of this run", why=f"there are {there or 'none'}")
+        if not found.urls:
+            raise UserError(
+                f"{found.name} cannot leave while it is {state_of(found)}", why="it died, and is being started again"
+            )
+        return found
+
+    def _leave_router(self, url: str) -> bool:
+        try:
+            self._company.routers.take_out(url)
+        except EngineError as error:  # the router goes on sending requests there, which may fail and are sent again
+            logger.warning("%s is still behind the router: %s", url, error)
+            return False
+        return True
+
+    def _drain(self, url: str) -> bool:
+        """Have its requests come back, aborted with what they have; whoever sent them goes on elsewhere.
+
+        Returns:
+            False: it still had some, or does not answer.
+        """
+
+        async def drain() -> None:
+            end = time.monotonic() + _DRAIN_SECONDS
+            async with EngineClient(url, timeout=_DRAIN_SECONDS) as engine:
+                while True:
+                    await engine.post("/abort_request", {"abort_all": True})
+                    if not num_requests(await engine.get(LOADS_PATH)):
+                        return
+                    if time.monotonic() > end:
+                        raise EngineError(url, f"still has requests after {_DRAIN_SECONDS:.0f} s")
+                    await asyncio.sleep(_DRAIN_POLL_SECONDS)
+
+        try:
+            asyncio.run(drain())
+        except EngineError as error:
+            logger.warning("%s", error)
+            return False
+        return True
+
+    # -- death -------------------------------------------------------------------------------------------------
+
+    def lost(self, engine: Engine, how: str, what: str = "") -> None:
+        """It does not answer any more, or was refused: it is taken out and forgotten.
+
+        Args:
+            what: was being done with it.
+        Raises:
+            RunFailed: it had requests, and there is no --use-fault-tolerance, or no other engine.
+        """
+        url, served = engine.url, engine.state is State.SERVING
+        self._table.left(engine.number)
+        self._table.num_lost += 1
+        self._company.drop_fleets()
+        said = f"{what}{': ' if what else ''}the external engine {url} {how}"
+        if served and not self._tolerant:
+            raise RunFailed(
+                said,
+                why="the run had requests there, and does not start it again: somebody else did",
+                fix="with --use-fault-tolerance the run goes on as long as another engine serves",
+            )
+        if served:
+            self._leave_router(url)
+        if not any(one.is_policy for one in self._table.engines.values()):
+            raise RunFailed(said, why="it was the last engine", fix="more than one engine, or engines of the run's own")
+        logger.warning("%s; it is taken out, %d go on; %s add takes it back", said, len(self._table.policy), _COMMAND)
+
+    def _lose(self, urls: Sequence[str], what: str = "") -> None:
+        for engine in [engine for engine in self._external() if engine.urls and engine.url in urls]:
+            self.lost(engine, "does not answer any more: nobody listens there", what)
+
+    # -- orders ------------------------------------------------------------------------------------------------
+
+    def _obey(self, order: Order) -> dict[str, Any]:
+        verbs = {"add": self.add, "remove": self.remove}
+        try:
+            if order.verb == "list":
+                return {"engines": [_row(engine) for engine in self._table.engines.values()]}
+            if order.verb not in verbs:
+                raise UserError(f"there is no order {order.verb!r}", fix="add, remove or list")
+            return {"said": verbs[order.verb](order.url)}
+        except RunFailed:
+            raise
+        except UserError as error:
+            logger.warning("%s %s %s: %s", _COMMAND, order.verb, order.url, error)
+            return {"refused": {"what": error.what, "why": error.why, "fix": error.fix}}
+
+    def _external(self) -> list[Engine]:
+        return [engine for engine in self._table.engines.values() if engine.is_external]
+
+
+class _SignsOfLife:
+    """Asks servers now and then whether they are there. Who is slow to answer lives: only when nobody takes the
+    question has a server ended, or its host."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._fleet: EngineFleet | None = None
+        self._asked: dict[str, Future[Any]] = {}
+        self._misses: dict[str, int] = {}
+        self._next = 0.0
+
+    def gone(self, urls: Sequence[str]) -> list[str]:
+        """Those of which it is known by now; never waits."""
+        self._turn_to(urls)
+        found = []
+        for url, answer in list(self._asked.items()):
+            if not answer.done():
+                continue
+            del self._asked[url]
+            self._misses[url] = self._misses.get(url, 0) + 1 if _nobody_there(answer) else 0
+            if self._misses[url] >= _MISSES:
+                found.append(url)
+            elif self._misses[url]:
+                self._ask(url)
+        if self._clock() >= self._next:
+            self._next = self._clock() + _ASK_SECONDS
+            for url in urls:
+                if url not in self._asked and url not in found:
+                    self._ask(url)
+        return found
+
+    def gone_now(self, urls: Sequence[str]) -> list[str]:
+        """Ask, and wait for the answers."""
+        self._turn_to(urls)
+        found = list(urls)
+        for _ in range(_MISSES if found else 0):
+            assert self._fleet is not None
+            asked = {url: self._fleet.start_get(url, "/health", _ANSWER_SECONDS) for url in found}
+            wait(asked.values(), timeout=_ANSWER_SECONDS + 1)
+            found = [url for url, answer in asked.items() if answer.done() and _nobody_there(answer)]
+        return found
+
+    def close(self) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
+        self._fleet = None
+
+    def _turn_to(self, urls: Sequence[str]) -> None:
+        if urls and (self._fleet is None or not set(urls) <= set(self._fleet.urls)):
+            self.close()
+            self._asked, self._fleet = {}, EngineFleet(urls)
+        self._asked = {url: answer for url, answer in self._asked.items() if url in urls}
+        self._misses = {url: count for url, count in self._misses.items() if url in urls}
+
+    def _ask(self, url: str) -> None:
+        assert self._fleet is not None
+        self._asked[url] = self._fleet.start_get(url, "/health", _ANSWER_SECONDS)
+
+
+def _nobody_there(answer: Future[Any]) -> bool:
+    error = None if answer.cancelled() else answer.exception()
+    return isinstance(error, EngineError) and error.status is None and not isinstance(error.__cause__, TimeoutError)
+
+
+def named(config: Config) -> list[str]:
+    """URLs of --rollout-external-engine-addrs."""
+    flag = "--rollout-external-engine-addrs"
+    return [engine_url(address, flag) for address in config.engine.rollout_external_engine_addrs]
+
+
+def state_of(engine: Engine) -> str:
+    """In a word."""
+    return "joining" if engine.is_external and engine.state in (State.UP, State.RETURNING) else engine.state.value
+
+
+def _row(engine: Engine) -> dict[str, Any]:
+    kind = "external" if engine.is_external else "own" if engine.is_policy else "another model's"
+    name = "" if engine.is_external else engine.name
+    return {"name": name, "url": next(iter(engine.urls), ""), "state": state_of(engine), "kind": kind}

@@ -1,0 +1,36 @@
+"""Addresses of engines, as users write them."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from slime.errors import UserError
+
+
+def engine_url(address: str, where: str) -> str:
+    """The base URL of an engine that somebody names.
+
+    Args:
+        address: HOST:PORT, with ``http://`` before it or not.
+        where: what it was given to, for messages.
+    Raises:
+        UserError: it is none.
+
+    Example:
+        >>> engine_url("10.0.0.7:30000", "slime engines add"), engine_url("http://[::1]:30000/", "slime engines add")
+        ('http://10.0.0.7:30000', 'http://[::1]:30000')
+    """
+    text = address if "://" in address else f"http://{address}"
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    rest = parts.path.strip("/") or parts.query or parts.fragment or parts.username if host else ""
+    if parts.scheme != "http" or not host or not port or rest or any(map(str.isspace, address)):
+        raise UserError(
+            f"{where}: {address!r} is no address of an engine",
+            why="it is HOST:PORT, where the engine's server answers without TLS",
+            fix="as in 10.0.0.7:30000",
+        )
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

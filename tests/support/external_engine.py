@@ -1,0 +1,51 @@
+"""An embedded engine that the test starts and ends, as a user does whose engine joins a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.engines.api import is_ready
+from tests.support.processes import PATIENCE, free_port, wait_until
+
+
+@dataclass
+class ExternalEngine:
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    @property
+    def address(self) -> str:
+        return self.url.removeprefix("http://")
+
+    def end(self) -> int:
+        """SIGTERM; how many tokens it has decoded in its life."""
+        self.process.terminate()
+        assert self.process.wait(PATIENCE) == 0, self.log.read_text()
+        [said] = [line for line in self.log.read_text().splitlines() if " tokens decoded" in line]
+        return int(said.split("stopping, ")[1].split()[0])
+
+
+@contextmanager
+def external_engine(model: Path, log: Path, *words: str) -> Iterator[ExternalEngine]:
+    """One that answers; in float32, with a seed of its own and another name than the run's engines."""
+    port = free_port()
+    argv = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model), "--port", str(port)]
+    argv += ["--dtype", "float32", "--random-seed", "7", "--served-model-name", "somebody's", *words]
+    with open(log, "wb") as output:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    engine = ExternalEngine(process, f"http://127.0.0.1:{port}", log)
+    try:
+        wait_until(lambda: is_ready(f"{engine.url}/health", 5) or process.poll() is not None, "the engine answers")
+        assert process.poll() is None, log.read_text()
+        yield engine
+    finally:
+        process.kill()
+        process.wait()
