@@ -110,7 +110,7 @@ def router_command(config: Config, host: str, port: int, worker_urls: list[str] 
         **config.engine.router,
     }
     flags = {**router_flags(flags.pop("policy"), worker_urls or []), **flags}
-    argv = [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
+    argv = [sys.executable, "-m", "slime.engines.router_process", "--host", host, "--port", str(port)]
     given = {name: value for name, value in flags.items() if value is not None and value is not False}
     return LaunchSpec([*argv, *to_argv(given)], health_path=LIVENESS_PATH, startup_timeout=60.0)
 

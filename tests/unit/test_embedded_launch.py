@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +105,15 @@ def test_smollm2_becomes_a_plain_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["smollm2"]
     changed = (out / "model.safetensors").stat().st_mtime_ns
     assert gguf_to_hf(find_smollm2(), out) == out and (out / "model.safetensors").stat().st_mtime_ns == changed
+
+
+def test_the_router_starts_without_sglang(tmp_path: Path) -> None:
+    """Where it is installed, its import would take longer than all the rest of the router's start."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("raise RuntimeError('imported')")
+    argv = router_command(config_of(tmp_path), "127.0.0.1", 30123).argv[:3]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run([*argv, "--help"], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "--worker-urls" in done.stdout, done.stderr
+    theirs = [sys.executable, "-m", "sglang_router.launch_router", "--help"]
+    assert subprocess.run(theirs, env=environment, capture_output=True, timeout=120).returncode != 0, "no need for it"
