@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from slime.cluster.silence import Silence
 from slime.errors import RunFailed, UserError
@@ -280,12 +280,25 @@ def _is_broken_connection(error: Exception) -> bool:
     return any(word in text for word in ("gloo", "nccl", "distbackenderror", "diststoreerror", "tcpstore"))
 
 
+def _made_by_the_dead(what: str, worker: Worker) -> ActorDied:
+    """What an actor was given lies with the process that made it: samples with the rollout actor."""
+    return ActorDied(
+        f"{worker} lacks what it was to work on ({what}): the process that had made it is gone",
+        why="the rollout actor, which holds the samples, or its node died or was killed, perhaps for lack of memory",
+        fix="look into logs/rollout.log and at dmesg; slime resume goes on from the newest checkpoint and the journal",
+    )
+
+
 def _fetch(ref: ray.ObjectRef, what: str, worker: Worker) -> Any:
     """`ray.get` of a finished ref, with the actor's own exception instead of Ray's wrapper."""
     try:
         return ray.get(ref)
+    except ObjectLostError as error:
+        raise _made_by_the_dead(what, worker) from error
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
+        if isinstance(cause, ObjectLostError):
+            raise _made_by_the_dead(what, worker) from error
         raise cause from error  # the remote traceback stays visible to those who ask for it
     except OutOfMemoryError as error:
         raise ActorDied(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import OwnerDiedError, RayActorError, RayTaskError
 
 from slime.cluster import waiting
 from slime.cluster.waiting import (
@@ -81,6 +81,15 @@ def test_who_died_is_named_with_its_process_and_the_others_are_not_waited_for() 
         wait_for(asked, "training", 60.0)
     with pytest.raises(ActorDied, match="trainer-0"):
         raise_failed(asked, "training")
+
+
+def test_samples_that_died_with_the_rollout_actor_are_a_message() -> None:
+    """Ray's own words for it are a traceback; nor is it the trainer that was lost."""
+    gone = OwnerDiedError("00ff", None, "")
+    for error in (gone, RayTaskError("train", "Traceback …", gone)):
+        with pytest.raises(ActorDied, match=r"trainer-0 .* lacks what it was to work on \(training\)") as died:
+            wait_for({worker("trainer-0"): error}, "training", 60.0)
+        assert died.value.names == () and "rollout actor" in died.value.why
 
 
 def test_a_mistake_of_the_user_explains_what_another_saw_first() -> None:
