@@ -18,7 +18,7 @@ from recipes import arithmetic
 from slime.__main__ import guarded
 from slime.host import slime_command
 
-SFT_ROLLOUTS, SFT_STEPS, SFT_BATCH = 20, 20, 256
+SFT_ROLLOUTS, SFT_STEPS, SFT_BATCH = 15, 20, 256
 GRPO_ROLLOUTS = 40
 
 
