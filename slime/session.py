@@ -146,7 +146,9 @@ class Session:
 
     def start_generating(self, rollout_id: int) -> Generating:
         """Begin a rollout, which goes on beside the trainer; `collect` it."""
-        return self.cluster.start_generating(rollout_id, self.ages.oldest_version(rollout_id) if self._has_ages else 0)
+        oldest = self.ages.oldest_version(rollout_id) if self._has_ages else 0
+        with self.sinks.phase("start_rollout"):
+            return self.cluster.start_generating(rollout_id, oldest)
 
     def collect(self, generating: Generating) -> RolloutResult:
         """Wait for a rollout. The seconds are ``perf/rollout_time`` in lock step, else ``perf/train_wait_time``."""

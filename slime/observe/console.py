@@ -61,6 +61,8 @@ _WORDS = {
     "evaluation_wait": ("wait for evaluation", "waiting for the evaluation"),
     "data_preprocess": ("pack", "packing"),
     "record": ("record", "recording"),
+    "start_rollout": ("begin", "beginning a rollout"),
+    "log": ("log", "logging"),
     "train": ("train", "training"),
     "actor_train": ("train", "training"),
     "log_probs": ("log-probs", "scoring"),

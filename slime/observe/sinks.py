@@ -86,6 +86,8 @@ class Sinks:
         self._alarms = AlarmWatch()
         self._step_start = now()
         self._failed_phase: str | None = None
+        self._log_seconds = 0.0
+        """That went into logging since the last step: a part of the one under way."""
 
     # -- while the run goes on -------------------------------------------------------------------------
 
@@ -144,6 +146,7 @@ class Sinks:
         end = now()
         merged: dict[str, float] = dict(self._timer.pop_metrics())
         if is_step:
+            merged["perf/log_time"], self._log_seconds = self._log_seconds, 0.0
             seconds = merged["perf/step_time"] = end - self._step_start - merged.get("perf/evaluate_time", 0.0)
             waited = sum(merged.get(f"perf/{phase}_time", 0.0) for phase in _TRAINER_WAITS)
             merged |= {"perf/trainer_wait_ratio": waited / seconds} if seconds > 0 else {}
@@ -159,6 +162,7 @@ class Sinks:
             phases = self._timer.pop_events()
             if self._tracing:  # the rollout has ended, so the file of its samples is there (or ours to make)
                 add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", phases)
+        self._log_seconds += now() - end
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation that went on beside steps that have been logged: a row of its own, which readers add to that of
