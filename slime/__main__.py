@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
+import importlib.metadata
 import os
 import platform
 import signal
@@ -157,13 +158,12 @@ def _status_of(action: Callable[[], int]) -> int:
 
 def _not_installed(error: ModuleNotFoundError) -> UserError | None:
     """What to say of an import of slime's own that this Python has no package for; None: it is something else's."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     package = Path(__file__).parent
-    importer = trace.tb_frame.f_code.co_filename if trace is not None else ""
     name = (error.name or "").partition(".")[0]
-    if name in ("", package.name) or package not in Path(importer).parents:
+    if isinstance(error, importlib.metadata.PackageNotFoundError):  # asked for its version, from within the library
+        files = [file for file in files if "importlib" not in file.parts]
+    if name in ("", package.name) or not files or package not in files[-1].parents:
         return None
     environment, what = package.parent / ".venv", "slime-rl"
     if (package.parent / "pyproject.toml").is_file():

@@ -26,6 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ _ERROR = re.compile(
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])")
 #: A driver that was told to end saves first; one that cannot is killed.
 _STOP_SECONDS = 600.0
+#: Its thread starts the drivers: the kernel ends them with the thread that did, and a caller's may be a short one.
+_STARTER = ThreadPoolExecutor(1, thread_name_prefix="slime-start")
 
 
 def train(
@@ -265,14 +268,18 @@ class TrainingRun:
         """
         parent = os.getpid()
         with open(log, "wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
-            )
+
+            def start() -> subprocess.Popen[bytes]:
+                return subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+                )
+
+            self._process = _STARTER.submit(start).result()
         self._printer = threading.Thread(target=self._print, args=(log,), name="slime-run", daemon=True)
         self._printer.start()
 

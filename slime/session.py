@@ -299,7 +299,8 @@ class Session:
 
             keep_failed_step(error, folder, self.config, lambda: self.cluster.failed_step())
         self.saving.settle(self.signals)
-        if self._last_trained is not None and (to_go_on := self.saving.to_go_on()):
+        has_steps = self._last_trained is not None or self.schedule.start_rollout_id > 0
+        if has_steps and (to_go_on := self.saving.to_go_on()):
             error.add_note(to_go_on)
         where = f"details: {folder or 'not written, see above'}; report: {self.run.report_path}"
         error.add_note(f"{where}; every process's log: {self.run.logs}")
@@ -322,7 +323,8 @@ class Session:
             lines += [f"  checkpoint: {newest}"] if newest else []
             if not (flags.save or flags.save_hf):
                 lines.append("  model: not kept, as neither --save nor --save-hf is given")
-        lines += [f"  warning: {alarm.title}: {alarm.detail}" for alarm in self.sinks.alarms[:_MOST_WARNINGS]]
+        for alarm in self.sinks.alarms[:_MOST_WARNINGS]:
+            lines += [f"  warning: {alarm.title}: {alarm.detail}", *([f"    try: {alarm.fix}"] if alarm.fix else [])]
         lines.append(f"  report: {self.run.report_path}")
         if self._state == "stopped" and saving.newest():
             lines.append(f"  next: {slime_command()} resume {self.run.path}")

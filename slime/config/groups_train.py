@@ -94,8 +94,8 @@ class AlgorithmConfig:
                 "grpo",
                 "gspo",
                 "cispo",
-                why="its advantage is the group-normalised reward alone; use --use-kl-loss --kl-loss-coef"
-                " --kl-loss-type low_var_kl",
+                why="its advantage is the group-normalised reward alone; use --use-kl-loss"
+                " --kl-loss-coef 0.01 --kl-loss-type low_var_kl",
             ),
         ),
     )

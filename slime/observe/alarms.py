@@ -80,6 +80,12 @@ def _constant_reward(rows: Rows) -> float | None:
     return values.pop() if len(newest) == _FLAT_STEPS and len(values) == 1 else None
 
 
+_REWARD_FIX = (
+    "read responses and labels in samples/, and try the reward on its own with slime reward; if it is right, take"
+    " prompts that the model sometimes gets right, and sometimes not"
+)
+
+
 def constant_reward(rows: Rows) -> list[Alarm]:
     value = _constant_reward(rows)
     if value is None:
@@ -87,11 +93,7 @@ def constant_reward(rows: Rows) -> list[Alarm]:
     if late_rewards(rows):
         return []  # which says why
     detail = f"every reward of the last {_FLAT_STEPS} steps is {value:g}: there is nothing to learn from"
-    fix = (
-        "read responses and labels in samples/, and try the reward on its own with slime reward; if it is right, take"
-        " prompts that the model sometimes gets right, and sometimes not"
-    )
-    return [Alarm("The reward is constant", detail, fix)]
+    return [Alarm("The reward is constant", detail, _REWARD_FIX)]
 
 
 def no_contrast(rows: Rows) -> list[Alarm]:
@@ -110,7 +112,9 @@ def never_any_contrast(rows: Rows) -> list[Alarm]:
         return []  # which says why
     when = "in the only step" if len(steps) == 1 else f"in all {len(steps)} steps"
     detail = f"{when} every group had the same reward for all of its samples: every advantage was 0"
-    return [Alarm("No step had any contrast", detail, _CONTRAST_FIX, "never_any_contrast")]
+    all_rewards = {row.get(f"rollout/reward/{end}") for row in steps for end in ("min", "max")}
+    fix = _REWARD_FIX if len(all_rewards) == 1 else _CONTRAST_FIX
+    return [Alarm("No step had any contrast", detail, fix, "never_any_contrast")]
 
 
 def zero_gradient(rows: Rows) -> list[Alarm]:
@@ -290,9 +294,14 @@ CHECKS: tuple[Callable[[Rows], list[Alarm]], ...] = (
 )
 
 
-def find_alarms(rows: Rows) -> list[Alarm]:
-    """All alarms of one stage, the gravest first."""
-    return [dataclasses.replace(alarm, name=check.__name__) for check in CHECKS for alarm in check(rows)]
+def find_alarms(rows: Rows, *, ended: bool = False) -> list[Alarm]:
+    """All alarms of one stage, the gravest first.
+
+    Args:
+        ended: no row will come any more.
+    """
+    checks = (*CHECKS[:1], never_any_contrast, *CHECKS[1:]) if ended else CHECKS
+    return [dataclasses.replace(alarm, name=check.__name__) for check in checks for alarm in check(rows)]
 
 
 # -- while the run goes on -----------------------------------------------------------------------------------------
@@ -328,4 +337,4 @@ class AlarmWatch:
 
     def at_the_end(self) -> list[Alarm]:
         """What is wrong with a run of which no row will come any more, the gravest first."""
-        return [*never_any_contrast(self._rows), *self.on]
+        return find_alarms(self._rows, ended=True)

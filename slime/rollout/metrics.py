@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from slime.config.resolve import GROUP_RELATIVE
 from slime.samples.types import Group, Sample, SampleStatus
 
 _REPETITION_WINDOW = 10_000
@@ -61,6 +62,16 @@ def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
     return metrics
 
 
+def _compares_samples(args: Any) -> bool:
+    """Whether equal rewards of a group's samples mean that none of them teaches anything."""
+    own = ("custom_reward_post_process_path", "custom_advantage_function_path")
+    return (
+        getattr(args, "advantage_estimator", "grpo") in GROUP_RELATIVE
+        and getattr(args, "rewards_normalization", True)
+        and not any(getattr(args, dest, None) for dest in own)
+    )
+
+
 def rollout_metrics(groups: Sequence[Group], args: Any) -> dict[str, float]:
     """``rollout/…`` of a training batch: `sample_metrics`, rewards, groups without a signal, weight versions."""
     samples = [sample for group in groups for sample in group.samples]
@@ -73,7 +84,7 @@ def rollout_metrics(groups: Sequence[Group], args: Any) -> dict[str, float]:
         if len(values) == 1 and len(group.samples) > 1:
             flat[f"rollout/zero_std/count_{round(values.pop(), 1)}"] += 1
     metrics |= flat
-    if rewards:
+    if rewards and _compares_samples(args):
         metrics["rollout/zero_std/ratio"] = sum(flat.values()) / len(groups)
     versions = [v for sample in samples if (v := sample.oldest_weight_version()) is not None]
     if versions:

@@ -61,10 +61,15 @@ def test_the_reward_and_the_command_learn_from_each_other(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_the_python_trains_and_prints(tmp_path: Path) -> None:
     model = toy.write_answering_model(tmp_path / "model")
-    script = block("python", "import slime\n")
+    script = block("python", "import re, slime\n")
     # of a toy: it answers behind "=", with a digit; its short context; one step, of a few samples
     small = "num_rollout=1, rollout_batch_size=8, rollout_max_response_len=8, fp32=True"
-    for theirs, ours in (("path/to/model", str(model)), ('{b}?"', '{b}="'), ("(50)", "(4)"), ("num_rollout=50", small)):
+    for theirs, ours in (
+        ("path/to/model", str(model)),
+        ('"What is {} + {}? Answer with just the number."', '"{}+{}="'),
+        ("(50)", "(4)"),
+        ("num_rollout=50", small),
+    ):
         assert theirs in script
         script = script.replace(theirs, ours)
     (tmp_path / "readme.py").write_text(script)

@@ -256,9 +256,9 @@ def start(flags: list[str], path: Path, script: str = "train.py", *, cwd: Path =
 StartHeld = Callable[..., Driver]
 
 
-def wait_while_running(driver: Driver, condition: Callable[[], Any], what: str) -> Any:
+def wait_while_running(driver: Driver, condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
     """`wait_until`, but a driver that ends meanwhile is a failure, with what it said."""
-    found = wait_until(lambda: condition() or driver.process.poll() is not None, what)
+    found = wait_until(lambda: condition() or driver.process.poll() is not None, what, seconds)
     assert driver.process.poll() is None, driver.stderr
     return found
 

@@ -97,7 +97,9 @@ FLAT = {"flat": 1.0, "train__grad_norm": 0.0}
 def test_a_run_that_ends_without_any_contrast_says_so_however_short(rows: list[dict[str, Any]], said: str) -> None:
     watch = AlarmWatch(rows)
     (alarm,) = watch.at_the_end()
-    assert said in alarm.detail and alarm.fix
+    is_constant = rows[0]["rollout/reward/min"] == rows[0]["rollout/reward/max"]
+    assert said in alarm.detail and ("slime reward" in alarm.fix) == is_constant, "why all are 0 is in the reward"
+    assert alarm in find_alarms(rows, ended=True), "the page says it, too"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,17 @@ def test_stopping_lets_the_driver_save_first(tmp_path: Path) -> None:
         assert run.wait(0.05).state != "failed"
     run.stop()
     assert (tmp_path / "saved").exists() and run.wait().state == "starting"
+
+
+def test_a_run_outlives_the_thread_that_began_it(tmp_path: Path) -> None:
+    """The kernel ends a child with the thread that started it; a web page's or an executor's is a short one."""
+    begun: list[api.TrainingRun] = []
+    code = f"import pathlib, time; time.sleep(0.5); pathlib.Path({str(tmp_path / 'done')!r}).touch()"
+    thread = threading.Thread(target=lambda: begun.append(started(tmp_path, code)))
+    thread.start()
+    thread.join()
+    begun[0].wait()
+    assert (tmp_path / "done").exists()
 
 
 def test_the_driver_says_its_last_words_also_when_the_caller_is_gone(tmp_path: Path) -> None:

@@ -297,6 +297,13 @@ def test_rollout_metrics_count_groups_without_signal_and_versions() -> None:
     assert metrics["rollout/truncated_ratio"] == 0.25 and metrics["rollout/reward/mean"] == 0.75
     assert metrics["rollout/response_len/mean"] == 5 and metrics["rollout/response_len/max"] == 8
     assert metrics["rollout/weight_version/min"] == 3
+    for other in (
+        {"advantage_estimator": "reinforce_plus_plus"},
+        {"custom_advantage_function_path": "mine.advantages"},
+    ):
+        assert "rollout/zero_std/ratio" not in rollout_metrics(groups, hook_args(**other)), (
+            "equal rewards do teach there"
+        )
 
 
 def test_optional_metrics_follow_their_flags() -> None:

@@ -167,7 +167,7 @@ def test_the_last_lines_of_two_steps_without_contrast_say_so(
         run(KeyboardInterrupt(), times_out)
     told = capsys.readouterr().err
     assert "  warning: No step had any contrast: in the only step every group had the same reward" in told
-    assert told.count("warning: ") == 1
+    assert told.count("warning: ") == 1 and "\n    try: read responses and labels" in told
 
 
 # -- what is saved when ----------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def tiles_html(stage: Stage) -> str:
 
 
 def alarms_html(stage: Stage) -> str:
-    alarms = find_alarms(stage.rows)
+    alarms = find_alarms(stage.rows, ended=stage.summary.get("ended") is not None)
     items = [
         f"<li><b>{escape(a.title)}.</b> {escape(a.detail)}{f'. <i>Try:</i> {escape(a.fix)}' if a.fix else ''}</li>"
         for a in alarms
