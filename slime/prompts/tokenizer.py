@@ -63,6 +63,16 @@ def generation_config_of(path: str) -> dict[str, Any]:
     return orjson.loads(file.read_bytes()) if file.is_file() else {}
 
 
+def end_token_ids(tokenizer: Any, path: str) -> frozenset[int]:
+    """Tokens that end an answer without being asked to: the tokenizer's, and those of generation_config.json and
+    config.json, as engines read them."""
+    config = Path(path) / "config.json"
+    read = orjson.loads(config.read_bytes()) if config.is_file() else {}
+    given = [tokenizer.eos_token_id, generation_config_of(path).get("eos_token_id"), read.get("eos_token_id")]
+    ids = [one for each in given for one in (each if isinstance(each, list) else [each])]
+    return frozenset(one for one in ids if isinstance(one, int))
+
+
 def stop_token_report(
     tokenizer: Any,
     generation_config: dict[str, Any] | None = None,

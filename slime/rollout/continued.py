@@ -24,6 +24,7 @@ _DIVISIBLE = {
     *("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop_token_ids", "ignore_eos", "sampling_seed"),
     *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
 }
+_NEUTRAL = {"n": 1, "repetition_penalty": 1.0}
 #: Lists of an answer's ``meta_info`` with an entry per generated token.
 _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 
@@ -36,6 +37,7 @@ async def answered(
     *,
     tokenizer: Any = None,
     most_tokens: int | None = None,
+    end_tokens: frozenset[int] = frozenset(),
 ) -> Any:
     """The whole answer to a request for the policy, however often it is cut short.
 
@@ -45,7 +47,7 @@ async def answered(
         on_cut: called for every cut.
         tokenizer: reads the tokens of a joined answer; without one its text is that of its parts, and a character that
             was cut in two is lost.
-        most_tokens: to be asked for at once.
+        most_tokens: to be asked for at once; end_tokens: that end an answer unless ``ignore_eos`` is set.
     Returns:
         What ``send`` gave, or several such joined; cut short if ``is_over`` or nothing comes of asking again.
     """
@@ -57,8 +59,12 @@ async def answered(
         is_piece = answer is not None and _is_piece(answer, request, body, whole)
         if answer is None or not (is_piece or is_cut(answer)):
             return whole
+        if has_ended(_tokens(answer), _params(body), end_tokens):
+            whole["meta_info"]["finish_reason"] = {"type": "stop", "matched": _tokens(answer)[-1]}
+            return whole
         if is_over():
-            whole["meta_info"]["finish_reason"] = {"type": "abort"}
+            if is_piece:
+                whole["meta_info"]["finish_reason"] = {"type": "abort"}
             return whole
         if not is_piece:
             on_cut()
@@ -69,7 +75,7 @@ async def answered(
         if rest is None:
             whole, rest = None, dict(body)
         rest = _first_piece(rest, most_tokens)
-        if not rest.get("sampling_params", {}).get("max_new_tokens", 1):
+        if _params(rest).get("max_new_tokens") == 0:
             whole["meta_info"]["finish_reason"] = {"type": "length", "length": len(_tokens(whole))}
             return whole
         number += 1
@@ -88,17 +94,19 @@ def piece(params: Body, most_tokens: int | None) -> int:
         >>> piece({"max_new_tokens": 900}, 512), piece({"max_new_tokens": 900, "stop": ["."]}, 512)
         (512, 900)
     """
-    wanted = int(params.get("max_new_tokens", _DEFAULT_NEW_TOKENS))
-    divides = most_tokens is not None and all(name in _DIVISIBLE or not value for name, value in params.items())
+    wanted = _wanted(params)
+    divides = most_tokens is not None and all(
+        name in _DIVISIBLE or not value or value == _NEUTRAL.get(name) for name, value in params.items()
+    )
     return min(wanted, most_tokens) if divides and most_tokens else wanted
 
 
 def _first_piece(body: Body, most_tokens: int | None) -> Body:
-    params = body.get("sampling_params") or {}
-    if most_tokens is None or body.get("stream") or not _is_ids(body.get("input_ids")) or not isinstance(params, dict):
+    params = _params(body)
+    if most_tokens is None or body.get("stream") or not _is_ids(body.get("input_ids")):
         return body
     count = piece(params, most_tokens)
-    if count == params.get("max_new_tokens", _DEFAULT_NEW_TOKENS):
+    if count == _wanted(params):
         return body
     return {**body, "sampling_params": {**params, "max_new_tokens": count}}
 
@@ -107,9 +115,24 @@ def _is_piece(answer: Any, request: Body, body: Body, whole: Any) -> bool:
     """Whether the request alone is over, as it asked for a piece, and not the answer."""
     if request is body or not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
         return False
-    asked = (request.get("sampling_params") or {}).get("max_new_tokens", _DEFAULT_NEW_TOKENS)
-    wanted = (body.get("sampling_params") or {}).get("max_new_tokens", _DEFAULT_NEW_TOKENS)
+    asked, wanted = _wanted(_params(request)), _wanted(_params(body))
     return _reason(answer) == "length" and len(_tokens(answer)) == asked and len(_tokens(whole)) < wanted
+
+
+def has_ended(tokens: list[int], params: Body, end_tokens: frozenset[int]) -> bool:
+    """Whether an answer that was cut short had come to its end: engines look at the number of tokens, and at orders to
+    abort, before they look at the token."""
+    stops = params.get("stop_token_ids") or ()
+    return bool(tokens) and (tokens[-1] in stops or (tokens[-1] in end_tokens and not params.get("ignore_eos")))
+
+
+def _params(body: Body) -> Body:
+    params = body.get("sampling_params")
+    return params if isinstance(params, dict) else {}
+
+
+def _wanted(params: Body) -> int:
+    return int(params.get("max_new_tokens") or _DEFAULT_NEW_TOKENS)
 
 
 def _reason(answer: Body) -> Any:
@@ -123,6 +146,8 @@ def _is_ids(ids: Any) -> bool:
 
 def is_cut(answer: Any) -> bool:
     """Whether an answer of ``/generate`` or of the OpenAI endpoints, or one of several, was aborted."""
+    if isinstance(answer, dict) and isinstance(answer.get("items"), list):  # of several prompts, or samples
+        answer = answer["items"]
     if isinstance(answer, list):
         return any(is_cut(one) for one in answer)
     if not isinstance(answer, dict):
@@ -137,8 +162,8 @@ def rest_of(body: Body, answer: Any) -> Body | None:
     ids, tokens = body.get("input_ids"), _tokens(answer)
     if not tokens or not isinstance(ids, list) or not _is_ids(ids):
         return None
-    params = dict(body.get("sampling_params") or {})
-    params["max_new_tokens"] = max(0, params.get("max_new_tokens", _DEFAULT_NEW_TOKENS) - len(tokens))
+    params = dict(_params(body))
+    params["max_new_tokens"] = max(0, _wanted(params) - len(tokens))
     if params.get("min_new_tokens"):
         params["min_new_tokens"] = max(0, params["min_new_tokens"] - len(tokens))
     return {**body, "input_ids": [*ids, *tokens], "sampling_params": params}
@@ -171,7 +196,7 @@ def joined(first: Any, rest: Any, tokenizer: Any = None, body: Body | None = Non
     later = [[start + count, version] for start, version in _versions(after)] if _tokens(rest) else []
     meta["token_weight_versions"] = [*_versions(before), *later]
     tokens = [*_tokens(first), *_tokens(rest)]
-    params = (body or {}).get("sampling_params") or {}
+    params = _params(body or {})
     whole = text_of(tokenizer, tokens, params) if tokenizer is not None and keeps_text(params) else None
     text = first.get("text", "") + rest.get("text", "") if whole is None else whole
     return {**rest, "text": text, "output_ids": tokens, "meta_info": meta}

@@ -33,7 +33,7 @@ from slime.legacy_paths import follows_old_plugin
 from slime.log import get_logger
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns
-from slime.rollout.continued import MOST_IDLE_CUTS, keeps_text, piece, text_of
+from slime.rollout.continued import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
 from slime.samples.types import Sample, SampleStatus
 
 logger = get_logger(__name__)
@@ -55,6 +55,7 @@ class GenerateState:
         max_context_len: most tokens of prompt plus response, None for no limit but the engine's.
         deterministic: requests carry a seed made from ``rollout_seed`` and the sample's index.
         oldest_version: of weights; what older ones have begun is generated anew.
+        end_tokens: that end an answer unless ``ignore_eos`` is set.
         request_tokens: most new tokens to ask for in one request; a longer answer takes several.
         routed_experts: ask the engine which experts it used, for the trainer to use them again.
         loop: the event loop that everything runs on.
@@ -71,6 +72,7 @@ class GenerateState:
     deterministic: bool = False
     rollout_seed: int = 0
     oldest_version: int = 0
+    end_tokens: frozenset[int] = frozenset()
     request_tokens: int | None = None
     routed_experts: bool = False
     loop: asyncio.AbstractEventLoop | None = None
@@ -196,7 +198,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     state = current_state(args)
     sample.tokens = sample.tokens or prompt_token_ids(state.tokenizer, sample)
     sample.session_id = sample.session_id or uuid.uuid4().hex
-    idle = 0
+    idle, ends = 0, state.end_tokens
     while idle < MOST_IDLE_CUTS:
         params = _remaining_params(state, sample, sampling_params)
         if params is None:
@@ -205,9 +207,12 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         await _pause(min(idle, 10) * 0.05)  # whoever aborts us may still be at work
         length, asked = sample.response_length, piece(params, state.request_tokens)
         await _call_engine(state, sample, {**params, "max_new_tokens": asked})
-        whole_piece = asked < params["max_new_tokens"] and sample.response_length - length == asked
+        new = sample.response_length - length
+        whole_piece = asked < params["max_new_tokens"] and new == asked
         if whole_piece and sample.status is SampleStatus.TRUNCATED:
             sample.status = SampleStatus.ABORTED  # the request is over, the answer is not
+        if sample.status is SampleStatus.ABORTED and has_ended(sample.tokens[len(sample.tokens) - new :], params, ends):
+            sample.status = SampleStatus.COMPLETED
         if sample.status is not SampleStatus.ABORTED or state.aborted:
             return sample
         state.counts["continued"] += not whole_piece
@@ -365,19 +370,9 @@ def append_result(sample: Sample, result: GenerateResult) -> None:
     Example:
         tokens [7, 8, 9] with token_weight_versions [[0, 3], [2, 4]] give the spans 0-2 of version 3, 2-3 of version 4.
     """
-    meta = result.meta_info
-    runs = meta.get("token_weight_versions") or [[0, meta.get("weight_version")]]
-    bounds = [int(start) for start, _ in runs] + [len(result.token_ids)]
-    for i, (_, version) in enumerate(runs):
-        is_last = i + 1 == len(runs)
-        piece = slice(bounds[i], bounds[i + 1])
-        sample.append_response_tokens(
-            tokens=result.token_ids[piece],
-            log_probs=result.log_probs[piece],
-            meta_info={**meta, "weight_version": version},
-            text=result.text if is_last else None,
-            update_terminal_info=is_last,
-        )
+    sample.append_response_tokens(
+        tokens=result.token_ids, log_probs=result.log_probs, meta_info=result.meta_info, text=result.text
+    )
 
 
 def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> None:

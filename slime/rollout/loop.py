@@ -27,6 +27,7 @@ from slime.errors import UserError
 from slime.hook_loading import call_user_function, load_function
 from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, check_hooks
 from slime.log import get_logger
+from slime.prompts.tokenizer import end_token_ids
 from slime.rollout.collect import Collected, Collector
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import EvalSet, Tasks, evaluate, progress_of, read_eval_prompts
@@ -95,6 +96,7 @@ class RolloutLoop:
         self._eval_sets: list[EvalSet] | None = None
         self._client: RolloutClient | None = None
         self._rewards: RewardPool | None = None
+        self._end_tokens = end_token_ids(tokenizer, str(config.checkpoint.hf_checkpoint or ""))
         self._under_way: dict[bool, list[GenerateState]] = {True: [], False: []}
         """Evaluations, and rollouts; the oldest first."""
         self._last: GenerateState | None = None
@@ -170,6 +172,7 @@ class RolloutLoop:
                     deterministic=rollout.deterministic,
                     rollout_seed=rollout.rollout_seed,
                     oldest_version=oldest_version,
+                    end_tokens=self._end_tokens,
                     request_tokens=rollout.rollout_request_tokens,
                     routed_experts=self.config.train.use_rollout_routing_replay,
                     loop=asyncio.get_running_loop(),

@@ -54,7 +54,8 @@ async def post(
     def count() -> None:
         state.counts["continued"] += 1
 
-    whole = {"tokenizer": state.tokenizer, "most_tokens": state.request_tokens}
+    whole: dict[str, Any] = {"tokenizer": state.tokenizer, "most_tokens": state.request_tokens}
+    whole["end_tokens"] = state.end_tokens
     answer = await answered(send, payload, lambda: state.aborted, count, **whole)
     return {"text": "", "output_ids": [], "meta_info": dict(_ABORTED_META)} if answer is None else answer
 

@@ -1,7 +1,9 @@
 """Which experts the engine sent each token to, as it travels from an engine's answer to the trainer.
 
 One row per token but the last. A row of -1 means that the engine did not compute the token; rows may also end before
-the sample does, where user code appended tokens after the engine's answer. The trainer routes such tokens itself.
+the sample does, where user code appended tokens after the engine's answer. The trainer routes such tokens itself. What
+an earlier answer told of a token stays: a later one tells how it was read, perhaps with other weights, and not how the
+next token was sampled.
 """
 
 from __future__ import annotations
@@ -59,10 +61,10 @@ def decode_routed_experts(
     found = values.reshape(rows, *(shape or (-1,)))
     if start == 0:
         found = found.copy()  # of memory of its own, writable
-        missing = np.flatnonzero((found.reshape(rows, -1) == UNKNOWN).all(axis=1))
-        if before is not None and len(missing):
-            missing = missing[missing < len(before)]
-            found[missing] = np.asarray(before).reshape(len(before), *found.shape[1:])[missing]
+        if before is not None:
+            told = np.asarray(before).reshape(len(before), *found.shape[1:])
+            known = np.flatnonzero(~(told.reshape(len(told), -1) == UNKNOWN).all(axis=1))
+            found[known] = told[known]
         return found
     if before is None or len(before) < start:
         raise UserError(

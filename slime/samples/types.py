@@ -224,7 +224,9 @@ class Sample:
         """Append sampled tokens (``trainable``) or tool/environment tokens to the response.
 
         Sampled tokens need one log-prob each; others must not have any (they get log-prob 0 and mask 0).
-        ``meta_info`` is the engine's, from which status, weight version and cache counters are taken.
+        ``meta_info`` is the engine's, from which status, weight version and cache counters are taken. An engine whose
+        weights changed during the call says so in ``token_weight_versions``: ``[[start, version], ...]``, counted from
+        the call's first token.
 
         Raises:
             UserError: log-probs missing, surplus, or not one per token.
@@ -251,10 +253,13 @@ class Sample:
         self.rollout_log_probs.extend(log_probs if trainable and log_probs else [0.0] * len(tokens))
         if text is not None:
             self.response += text
-        version = (meta_info or {}).get("weight_version")
-        if tokens:
-            numeric = int(version) if trainable and version is not None and str(version).isdigit() else None
-            self._extend_spans(before, self.response_length, numeric)
+        meta = meta_info or {}
+        runs = (meta.get("token_weight_versions") if trainable else None) or [[0, meta.get("weight_version")]]
+        bounds = [before + int(start) for start, _ in runs] + [self.response_length]
+        for (_, version), start, end in zip(runs, bounds, bounds[1:]):
+            if start < end:
+                numeric = int(version) if trainable and version is not None and str(version).isdigit() else None
+                self._extend_spans(start, end, numeric)
         if meta_info is not None and update_terminal_info:
             self._update_experts(args, meta_info)
             self._apply_terminal_info(meta_info)

@@ -23,6 +23,8 @@ from tests.support.fake_engine import answer
 class FakeTokenizer:
     """One token per character; what `prompt_token_ids` and `complete_tokens` need."""
 
+    eos_token_id: int | None = None
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
         return [ord(character) for character in text]

@@ -9,8 +9,7 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.rollout.continued import answered, is_cut
-from slime.rollout.generate import MOST_IDLE_CUTS
+from slime.rollout.continued import MOST_IDLE_CUTS, answered, is_cut, piece
 from tests.support.fake_engine import answer
 
 PROMPT = [5, 6]
@@ -84,3 +83,33 @@ def test_an_engine_that_only_aborts_is_not_asked_for_ever() -> None:
     engine = Engine([0] * 999)
     assert is_cut(ask(engine, {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6}}))
     assert len(engine.bodies) == MOST_IDLE_CUTS
+
+
+def test_a_chat_that_the_end_of_a_rollout_cuts_comes_back_as_it_is() -> None:
+    chat = {"choices": [{"finish_reason": "abort", "message": {"content": "ye"}}]}
+
+    async def send(body: dict[str, Any]) -> dict[str, Any]:
+        return chat
+
+    assert asyncio.run(answered(send, {"messages": []}, lambda: True, lambda: None)) is chat
+
+
+def test_several_prompts_in_one_request_are_asked_anew() -> None:
+    reasons = iter(["abort", "stop"])
+
+    async def send(body: dict[str, Any]) -> dict[str, Any]:
+        return {"items": [{"meta_info": {"finish_reason": {"type": reason}}} for reason in ("stop", next(reasons))]}
+
+    got = asyncio.run(answered(send, {"input_ids": [[1], [2]]}, lambda: False, lambda: None, most_tokens=4))
+    assert not is_cut(got)
+
+
+def test_requests_without_a_length_have_the_engines_own() -> None:
+    engine = Engine([])
+    got = ask(engine, {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6}})
+    again = asyncio.run(
+        answered(engine.send, {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6, "top_k": None}},
+                 lambda: False, lambda: None, most_tokens=2)
+    )  # fmt: skip
+    assert got["output_ids"] == again["output_ids"] and len(engine.bodies) == 4
+    assert piece({"max_new_tokens": None}, 100) == 100 and piece({"n": 1, "max_new_tokens": 9}, 4) == 4

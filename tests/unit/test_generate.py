@@ -135,6 +135,44 @@ def test_an_answer_in_pieces_equals_a_whole_one(index: int, limit: int, most: in
     assert max(asked) <= most and len(asked) == max(1, -(-whole.response_length // most))
 
 
+class EndsAt(FakeClient):
+    """Samples ``tokens``, and looks at the number of tokens before it looks at the token, as engines do."""
+
+    def __init__(self, tokens: list[int], reason: str) -> None:
+        super().__init__()
+        self.tokens, self.reason = tokens, reason
+
+    async def generate(self, input_ids: list[int], params: dict[str, Any], **_: Any) -> GenerateResult:  # type: ignore[override]
+        self.calls.append({"input_ids": input_ids, "params": params})
+        piece = self.tokens[len(input_ids) - 2 :][: params["max_new_tokens"]]
+        meta = {"finish_reason": {"type": self.reason}, "weight_version": "1"}
+        return GenerateResult(piece, [-0.5] * len(piece), FakeTokenizer().decode(piece), self.reason, meta)
+
+    async def send(self, body: dict[str, Any]) -> dict[str, Any]:
+        got = await self.generate(body["input_ids"], body["sampling_params"])
+        return {"text": got.text, "output_ids": got.token_ids, "meta_info": dict(got.meta_info)}
+
+
+@pytest.mark.parametrize("reason", ["length", "abort"])
+@pytest.mark.parametrize("ends", [{"end_tokens": frozenset([2])}, {"more_params": {"stop_token_ids": [2]}}])
+def test_an_answer_that_ends_with_its_piece_has_ended(reason: str, ends: dict[str, Any]) -> None:
+    """And is not gone on with, past its end."""
+    client = EndsAt([5, 6, 7, 2, 8, 9], reason)
+    sample = generate_once(sample_at(), client, request_tokens=4, **ends)
+    assert sample.tokens[2:] == [5, 6, 7, 2] and sample.status is SampleStatus.COMPLETED and len(client.calls) == 1
+    body = {"input_ids": [20, 7], "sampling_params": {"max_new_tokens": 8, **ends.get("more_params", {})}}
+    more = {"most_tokens": 4, "end_tokens": ends.get("end_tokens", frozenset())}
+    got = asyncio.run(answered(client.send, body, lambda: False, lambda: None, **more))
+    assert got["output_ids"] == [5, 6, 7, 2] and got["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+def test_a_token_that_shall_be_ignored_ends_nothing() -> None:
+    client = EndsAt([5, 6, 7, 2, 8, 9, 9, 9], "length")
+    ignore = {"more_params": {"ignore_eos": True}}
+    sample = generate_once(sample_at(), client, request_tokens=4, end_tokens=frozenset([2]), **ignore)
+    assert sample.tokens[2:] == [5, 6, 7, 2, 8, 9, 9, 9] and sample.status is SampleStatus.TRUNCATED
+
+
 @pytest.mark.parametrize("params", [{"stop": ["."]}, {"repetition_penalty": 1.1}, {"min_new_tokens": 3}])
 def test_what_counts_from_the_first_token_is_asked_for_at_once(params: dict[str, Any]) -> None:
     client = FakeClient()
@@ -187,6 +225,14 @@ def test_weight_versions_of_tokens_follow_the_engines_spans() -> None:
 
 
 # -- limits --------------------------------------------------------------------------------------------------
+
+
+def test_functions_that_post_by_themselves_get_the_version_of_every_token() -> None:
+    meta = {"token_weight_versions": [[0, "3"], [2, "4"]], "weight_version": "4"}
+    sample = Sample(tokens=[1, 2])
+    sample.append_response_tokens(tokens=[7, 8, 9], log_probs=[-1.0] * 3, meta_info=meta)
+    assert [(span.start, span.end, span.weight_version) for span in sample.token_spans] == [(0, 2, 3), (2, 3, 4)]
+    assert sample.oldest_weight_version() == 3
 
 
 def test_context_limit_caps_the_response() -> None:

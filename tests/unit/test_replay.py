@@ -349,15 +349,15 @@ def test_answers_that_do_not_fit_are_refused(meta: dict[str, Any], said: str) ->
     assert said in str(caught.value)
 
 
-def test_rows_that_this_call_did_not_compute_stay_as_the_call_before_had_them() -> None:
-    """The engine was told to abort before the prefill of the second call was complete."""
+def test_rows_stay_as_the_call_that_sampled_the_next_token_had_them() -> None:
+    """The second call read the first tokens once more, with other weights, and was aborted in the midst of it."""
     first, cut = np.arange(8).reshape(4, 1, 2), np.full((5, 1, 2), -1)
     cut[0] = 50
     sample = Sample(tokens=[1, 2])
     sample.append_response_tokens(tokens=[3, 4, 5], log_probs=[0.0] * 3, meta_info={"routed_experts": payload(first)})
     sample.append_response_tokens(tokens=[6], trainable=False)
     sample.append_response_tokens(tokens=[], log_probs=[], meta_info={"routed_experts": payload(cut)})
-    assert sample.rollout_routed_experts.tolist() == [[50, 50], *first[1:, 0].tolist(), [-1, -1]]
+    assert sample.rollout_routed_experts.tolist() == [*first[:, 0].tolist(), [-1, -1]]
 
 
 def without_some_experts() -> TrainBatch:
