@@ -145,7 +145,7 @@ class EngineActor:
                 return url
             except ServerDied as died:
                 self._give_ports_back()
-                if died.is_port_clash and port is None and attempt + 1 < _PORT_TRIES:
+                if died.is_port_clash and attempt + 1 < _PORT_TRIES:
                     logger.warning("%s: one of its ports was taken meanwhile, trying others", self.name)
                     continue
                 raise UserError(

@@ -112,6 +112,7 @@ class EngineTable:
         self._clock = clock
         self.num_lost = 0
         self._seconds_away: list[float] = []
+        self._next_number = max(self.engines, default=-1) + 1
 
     # -- who is there ------------------------------------------------------------------------------------------
 
@@ -173,7 +174,9 @@ class EngineTable:
 
     def joined(self, url: str, ranks: int) -> Engine:
         """Somebody else has started it. It gets weights with the next push, and requests after it."""
-        engine = external_engine(max(self.engines, default=-1) + 1, url)
+        self._next_number = max(self._next_number, max(self.engines, default=-1) + 1)
+        engine = external_engine(self._next_number, url)
+        self._next_number += 1  # that of an engine that has left is not given again: slots go by it
         engine.ranks, engine.state, engine.urls = ranks, State.UP, (url,)
         engine.reason, engine.since = "joined", self._clock()
         self.engines[engine.number] = engine

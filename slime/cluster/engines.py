@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +30,7 @@ from slime.cluster.waiting import (
     POLL_SECONDS,
     ActorDied,
     DeadlinePassed,
+    Lost,
     StopRequested,
     Watch,
     Worker,
@@ -91,16 +92,13 @@ class Engines:
         urls = named(config)
         hosts = sorted({*(place.ip for place in slots.places), *(urlsplit(url).hostname or "" for url in urls)})
         self._handles = {
-            part.name: EngineHandle(
-                config, part.name, run_path, num_threads, slots.options(part.slot, share), hosts, part
-            )
-            for part in self._parts
+            p.name: EngineHandle(config, p.name, run_path, num_threads, slots.options(p.slot, share), hosts, p)
+            for p in self._parts
         }
         self.nodes = {slots.places[part.slot].node for part in self._parts if part.model.is_policy}
         models = {part.model.name: part.model for part in self._parts}
-        if not self._parts:  # external engines have a router, too
-            policy = ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, ())
-            models = {policy.name: policy}
+        if not models:  # external engines have a router, too
+            models = {"policy": ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, ())}
         self.routers = Routers(config, models, self._parts, self._handles, run_path, hosts, should_stop)
         self.table = table_of(self._parts, urls)
         turns = config.cluster.colocate and (slots.on_gpu or engine_of(config).releases_without_gpu)
@@ -193,7 +191,7 @@ class Engines:
         engine = self.table.find(name)
         if engine is None and self._tolerant:
             if self.routers.is_news(name, obituary):
-                self.routers.start_again(name, obituary.how, self._serving)
+                self._start_router_again(name, obituary.how)
             return
         if not self._tolerant or engine is None or not engine.can_restart:
             remedies = [] if self._tolerant else ["--use-fault-tolerance"]
@@ -217,6 +215,11 @@ class Engines:
         asked = {handle.worker: handle.obituary() for handle in handles}
         for worker, obituary in zip(asked, wait_for(asked, "asking the engines", _ASK_SECONDS)):
             self.heard(worker.name, obituary, what)
+
+    def _start_router_again(self, name: str, how: str) -> None:
+        refused = self.routers.start_again(name, how, self._serving)
+        for engine in [one for one in self.table.those(State.SERVING) if one.url in refused]:
+            self._lost(engine, "was not accepted by a router that was started again, and was killed")
 
     def _serving(self) -> dict[str, str]:
         """URLs by name of the engines that requests may go to; who has died with the router is none of them."""
@@ -293,34 +296,35 @@ class Engines:
             time.sleep(_LOOK_SECONDS)
 
     def again_without_dead(self, work: Callable[[], T], what: str) -> T:
-        """Do ``work``, and once more each time that an engine has died of it; to be called for what can be repeated.
-
-        Args:
-            what: "a weight push", for messages.
-        """
+        """Do ``work`` (``what``, for messages), and once more each time that an engine has died of it; to be called for
+        what can be repeated."""
         while True:
             lost = self.table.num_lost
             try:
                 with self.explained():
                     return work()
             except UserError as error:
-                if self.table.num_lost == lost:
+                if self.table.num_lost == lost and not (isinstance(error, Lost) and error.names):  # trainers are gone
                     self._lose_silent()
                 if self.table.num_lost == lost:
                     raise
                 logger.warning("an engine died during %s, which is repeated: %s", what, error.what)
 
     def _lose_silent(self) -> None:
-        """Lose the engines that do not answer a question that costs them nothing, whatever their memory and weights."""
+        """Lose those who do not answer a question that costs them nothing, whatever their memory and weights."""
         if self._health is None or not self.table.policy:
             return
         fleet, seconds = self.fleet, self._health.timeout
         asked = {url: fleet.start_get(url, LOADS_PATH, seconds) for url in fleet.urls}
         futures.wait(asked.values(), seconds + _LOOK_SECONDS)
         silent = {url for url, answer in asked.items() if not answer.done() or is_silent(answer.exception())}
-        for engine in self.table.policy:
-            if engine.can_restart and engine.url in silent:
-                self._lost(engine, f"gave no sign of life for {seconds:.0f} s and was killed")
+        self._lose_hanging(silent, seconds)
+
+    def go_on(self) -> None:
+        """Have them generate again, whatever a push has left them in."""
+        if self.table.policy:
+            with contextlib.suppress(EngineError):  # who does not is noticed as one that hangs
+                self.fleet.post("/continue_generation", {}, _ASK_SECONDS)
 
     # -- hanging -----------------------------------------------------------------------------------------------
 
@@ -333,7 +337,7 @@ class Engines:
         """To be called now and then while the engines generate: those that hang are lost, routers too. Raises as
         `heard`."""
         for name, how in self.routers.hanging().items():
-            self.routers.start_again(name, how, self._serving)
+            self._start_router_again(name, how)
         if self._health is not None and self.table.policy:
             self._lose_hanging(self._health.silent(self.fleet), self._health.timeout)
 
@@ -348,8 +352,8 @@ class Engines:
             self._lose_hanging(self._health.end(self.fleet), self._health.timeout)
         self._checking_seconds += time.perf_counter() - started
 
-    def _lose_hanging(self, urls: Sequence[str], seconds: float) -> None:
-        for engine in self.table.those(State.SERVING):
+    def _lose_hanging(self, urls: Collection[str], seconds: float) -> None:
+        for engine in self.table.policy:
             if (engine.can_restart or engine.is_external) and engine.url in urls:
                 ended = "" if engine.is_external else " and was killed"
                 self._lost(engine, f"gave no sign of life for {seconds:.0f} s{ended}")
@@ -385,11 +389,8 @@ class Engines:
                 self.start_again()
 
     def wait_for_restarts(self, *, for_all: bool) -> None:
-        """Until all starts under way have come to their end, or the first one.
-
-        Raises:
-            UserError: as `look`. DeadlinePassed, StopRequested.
-        """
+        """Until all starts under way have come to their end, or the first one. Raises as `look`, DeadlinePassed and
+        StopRequested."""
         end = time.monotonic() + (1 + MOST_RESTARTS) * self._start_seconds
         self.look()
         while starting := self.table.those(State.STARTING):

@@ -22,6 +22,7 @@ from slime.cluster import engine_fit
 from slime.cluster.engine_table import Engine, EngineTable, State
 from slime.cluster.orders import Order, OrderDesk
 from slime.cluster.routers import Routers
+from slime.cluster.waiting import Lost
 from slime.config.addresses import engine_url
 from slime.config.config import Config
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError
@@ -38,6 +39,7 @@ _ASK_SECONDS = 2.0
 _ANSWER_SECONDS = 5.0
 #: Questions in a row that nobody took: one may meet a connection that was closed meanwhile.
 _MISSES = 2
+_TRY_AGAIN_SECONDS = 10.0
 _COMMAND = "slime engines"
 
 
@@ -85,6 +87,7 @@ class ExternalEngines:
         self._tolerant = config.fault_tolerance.use_fault_tolerance
         self._signs = _SignsOfLife(clock)
         self._num_talks = 0
+        self._clock, self._to_take_out, self._next_try = clock, set[str](), 0.0
 
     def check_named(self) -> None:
         """At the launch, before anything is started: each of them can take part.
@@ -105,11 +108,19 @@ class ExternalEngines:
             RunFailed: one that had requests is gone, without --use-fault-tolerance or as the last one.
         """
         self._lose(self._signs.gone([engine.url for engine in self._external() if engine.urls]))
+        self._take_out_late()
         for order in self._desk.take() if self._desk is not None else ():
             if self._num_talks and order.verb != "list":
                 continue  # the desk gives it again
             assert self._desk is not None
             self._desk.answer(order, self._obey(order))
+
+    def _take_out_late(self) -> None:
+        """Those that were lost while the router did not answer: back alive, they would get requests and no weights."""
+        if self._to_take_out and self._clock() >= self._next_try:
+            self._next_try = self._clock() + _TRY_AGAIN_SECONDS
+            self._to_take_out -= {engine.url for engine in self._external() if engine.urls}  # they have joined again
+            self._to_take_out = {url for url in self._to_take_out if not self._leave_router(url)}
 
     def ask(self, what: str = "") -> None:
         """Hear now who has gone. Raises as `look`.
@@ -136,6 +147,8 @@ class ExternalEngines:
         try:
             yield
         except UserError as error:
+            if isinstance(error, Lost) and error.names:
+                raise  # trainers are gone: that explains the push
             newcomers = [engine for engine in self._external() if engine.state is State.RETURNING]
             if self._table.num_lost == lost:  # else somebody has died of it
                 for engine in newcomers:
@@ -220,9 +233,15 @@ class ExternalEngines:
                 why="nobody would generate any more",
                 fix=f"let another one join first ({_COMMAND} add), and wait for the push after which it serves",
             )
+        if engine.state is State.SERVING and not self._leave_router(engine.url):
+            raise UserError(
+                f"{name} cannot leave now: the router does not let go of it",
+                why="it would get requests, and no weights any more",
+                fix="try again in a minute",
+            )
         served = engine.state is State.SERVING
         self._table.left(engine.number)
-        left = self._leave_router(engine.url) and self._drain(engine.url) if served else True
+        left = self._drain(engine.url) if served else True
         self._company.drop_fleets()
         if not engine.is_external:
             self._company.end(engine)
@@ -297,8 +316,8 @@ class ExternalEngines:
                 why="the run had requests there, and does not start it again: somebody else did",
                 fix="with --use-fault-tolerance the run goes on as long as another engine serves",
             )
-        if served:
-            self._leave_router(url)
+        if not self._leave_router(url):
+            self._to_take_out.add(url)
         if not any(one.is_policy for one in self._table.engines.values()):
             raise RunFailed(said, why="it was the last engine", fix="more than one engine, or engines of the run's own")
         logger.warning("%s; it is taken out, %d go on; %s add takes it back", said, len(self._table.policy), _COMMAND)
@@ -322,6 +341,9 @@ class ExternalEngines:
         except UserError as error:
             logger.warning("%s %s %s: %s", _COMMAND, order.verb, order.url, error)
             return {"refused": {"what": error.what, "why": error.why, "fix": error.fix}}
+        except (OSError, ValueError, EngineError) as error:  # strange answers of what somebody else runs
+            logger.warning("%s %s %s failed", _COMMAND, order.verb, order.url, exc_info=True)
+            return {"refused": {"what": f"{type(error).__name__}: {error}", "why": "", "fix": "see the driver's log"}}
 
     def _external(self) -> list[Engine]:
         return [engine for engine in self._table.engines.values() if engine.is_external]

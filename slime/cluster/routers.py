@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,16 +17,18 @@ from slime.cluster.engine_table import MOST_RESTARTS
 from slime.cluster.placement import PAIR, EnginePart
 from slime.cluster.waiting import wait_for
 from slime.config.config import Config
+from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.health import HealthChecks
 from slime.engines.launch import ServedModel
-from slime.engines.router import LIVENESS_PATH, register_workers, remove_worker
+from slime.engines.router import LIVENESS_PATH, register_workers, remove_worker, starts_with_workers
 from slime.log import get_logger
 
 logger = get_logger(__name__)
 
 _REMOVE_SECONDS = 10.0  # to take a worker out; generation is waited for meanwhile
 _JOIN_SECONDS = 60.0
+_ACCEPT_SECONDS = 15.0
 _START_SECONDS = 120.0
 _AT_HAND_SECONDS = 60.0
 
@@ -56,7 +58,7 @@ class Routers:
         should_stop: Callable[[], bool],
     ) -> None:
         self._parts, self._engines, self._should_stop = parts, handles, should_stop
-        self._models = models
+        self._config, self._models = config, models
         self.handles = {
             name: EngineHandle(config, _router_name(model), run_path, 1, {"num_cpus": 0}, hosts)
             for name, model in models.items()
@@ -126,13 +128,15 @@ class Routers:
         """Whether the end of a router is that of its present process, not of a former one, heard late."""
         return name not in self._last_pid or obituary.pid != self._last_pid[name]
 
-    def start_again(self, name: str, how: str, serving: Callable[[], Mapping[str, str]]) -> None:
+    def start_again(self, name: str, how: str, serving: Callable[[], Mapping[str, str]]) -> list[str]:
         """End what is left of a router and start it again. Requests are sent again meanwhile, and weight pushes go past
         it.
 
         Args:
             name: of its actor; how: it ended.
             serving: URLs of the engines to put behind it, by name; asked once the old one is gone.
+        Returns:
+            URLs of those that it does not accept.
         Raises:
             RunFailed: there were too many deaths since a rollout was last completed.
             UserError: it does not come up.
@@ -145,8 +149,11 @@ class Routers:
         if self._deaths[name] > MOST_RESTARTS:
             times = f"died {self._deaths[name]} times without a completed rollout between; the last time it {how}"
             raise_obituary(name, obituary._replace(how=times), [])
-        asked = {router.worker: self._begin(model, serving(), urlsplit(url).port)}
+        url_of = serving()
+        late = [] if self._is_given_workers(model, url_of) else self._behind(model, url_of)
+        asked = {router.worker: self._begin(model, {} if late else url_of, urlsplit(url).port)}
         wait_for(asked, "starting the router again", _START_SECONDS, self._should_stop)
+        refused = self._accepted_late(url, late)
         self._restarts += 1
         if self._health is not None:
             self._health.begin()  # what the former process was asked is not answered any more
@@ -154,6 +161,28 @@ class Routers:
             "%s %s; it was started again within %.1f s at its old address, %s",
             with_pid(name, obituary.pid), how, time.monotonic() - began, url,
         )  # fmt: skip
+        return refused
+
+    def _is_given_workers(self, model: str, url_of: Mapping[str, str]) -> bool:
+        """On its command line."""
+        policy = self._config.engine.router.get("policy") or "cache_aware"
+        return bool(self._first_parts(model, PAIR[0])) or starts_with_workers(policy, self._behind(model, url_of))
+
+    def _accepted_late(self, url: str, engines: Iterable[str]) -> list[str]:
+        """Put engines behind a router that runs; those that it does not accept, as one that hangs."""
+
+        async def put(engine: str) -> str:
+            try:
+                await register_workers(url, [engine], timeout=_ACCEPT_SECONDS)
+            except EngineError as error:
+                logger.warning("%s", error)
+                return engine
+            return ""
+
+        async def put_all() -> list[str]:
+            return [engine for engine in await asyncio.gather(*map(put, engines)) if engine]
+
+        return asyncio.run(put_all())
 
     def hanging(self) -> dict[str, str]:
         """Ask all when it is time, and hear who has answered; never waits. Those that hang, and what is to be said of

@@ -186,23 +186,22 @@ class Cluster:
         self._watches = [group.watch() for group in (trainers, engines) if group is not None]
 
     def restart_trainers(self, version: int) -> TrainerStart:
-        """Kill what is left of the trainer ranks and start all of them again from the newest checkpoint; engines and
-        rollout actor stay. What is being generated is waited for, and thrown away: the data stands where the checkpoint
-        says.
+        """Start all trainer ranks again from the newest checkpoint; engines and rollout actor stay. What is being
+        generated is waited for, and thrown away: the data stands where the checkpoint says. Raises as `launch`.
 
-        Args:
-            version: of the weights that the engines have, so that the numbers of pushes go on.
-        Returns:
-            The rollout to go on with, and what its checkpoint has besides the weights.
-        Raises:
-            UserError: as `launch`.
+        Args: version: of the weights that the engines have, so that the numbers of pushes go on.
+        Returns: the rollout to go on with, and what its checkpoint has besides the weights.
         """
         config, slots = going_on(self.config), _there(self._slots)
         _there(self._trainers).close(0.0)
         remove_stale()
         self._watches = [self._engines.watch()] if self._engines is not None else []
+        if half_pushed := self._weights is not None and self._weights.is_pushing:
+            _there(self._engines).go_on()  # or what is under way would wait for ever
         for generating in list(self._generating.values()):
             self.collect(generating)
+            if half_pushed:  # some of it is of no weights that have a version
+                _there(self._rollout).forget(generating.rollout_id)
         trainers = self._make_trainers(slots, config)
         assert trainers is not None
         if self._turns is not None and self._turns.taken:
@@ -386,8 +385,8 @@ class Cluster:
                 self._trainers.finish_saving()
 
     def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None:
-        """After a failure: let the ranks finish the checkpoint that --async-save is writing, at most until it
-        ``is_saved``, a SIGTERM, or so many seconds have passed. Raises as `Trainers.settle_save`."""
+        """After a failure: let the ranks finish what --async-save is writing, at most until it ``is_saved``, a SIGTERM,
+        or so many seconds have passed. Raises as `Trainers.settle_save`."""
         end = time.monotonic() + seconds
         if self._trainers is not None:
             self._trainers.settle_save(lambda: is_saved() or self._should_stop() or time.monotonic() > end)
@@ -437,6 +436,8 @@ class Cluster:
             watch.look()
         if self._engines is not None:
             self._engines.look()
+            if self._generating and self._weights is not None and self._weights.lets_generate:  # beside the trainer
+                self._engines.kill_hanging()
         if self._should_stop() and stopped_parts():
             raise StopRequested("while parts of it are stopped")
 

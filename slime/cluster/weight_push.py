@@ -22,6 +22,9 @@ class WeightPush:
         turns: whose turn the GPUs are; None where there are no trainers.
         canary: a prompt that engines and trainer must score alike; None where it is not checked.
         tolerant: engines that die are started again (--use-fault-tolerance).
+
+    Attributes:
+        is_pushing: or has failed at it, so that engines may be paused, with weights of two versions.
     """
 
     def __init__(
@@ -36,6 +39,12 @@ class WeightPush:
         self._engines, self._trainers, self._turns, self._canary = engines, trainers, turns, canary
         self._tolerant, self._version = tolerant, 0
         self._connected: list[str] = []  # URLs of the engines that the trainer pushes to
+        self.is_pushing = False
+
+    @property
+    def lets_generate(self) -> bool:
+        """Engines generate beside the trainer, and are not being pushed to."""
+        return not self.is_pushing and (self._turns is None or not self._turns.taken)
 
     def connect(self, version: int | None = None) -> None:
         """Introduce the engines that run to the trainer; where none is left, those that come back are.
@@ -62,11 +71,14 @@ class WeightPush:
         engines = self._engines
         if self._trainers is None:
             return {}
+        self.is_pushing = True
         with engines.external.nobody_moves():
             metrics = engines.again_without_dead(self._push_once, "a weight push")
             if engines.table.those(State.RETURNING):
                 engines.again_without_dead(self._to_engines, "taking memory back")  # requests may come from now on
                 engines.admit()
+        self.is_pushing = False
+        engines.begin_rollout()  # questions that met a pause are asked anew
         return metrics
 
     def _push_once(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from urllib.parse import urlsplit
 
 from slime.errors import UserError
@@ -21,13 +22,13 @@ def engine_url(address: str, where: str) -> str:
         ('http://10.0.0.7:30000', 'http://[::1]:30000')
     """
     text = address if "://" in address else f"http://{address}"
-    try:
+    scheme, host, port, rest = "", None, None, ""
+    with contextlib.suppress(ValueError):  # no address, or a host that cannot be looked up
         parts = urlsplit(text)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    rest = parts.path.strip("/") or parts.query or parts.fragment or parts.username if host else ""
-    if parts.scheme != "http" or not host or not port or rest or any(map(str.isspace, address)):
+        (parts.hostname or "").encode("idna")
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
+        rest = parts.path.strip("/") or parts.query or parts.fragment or parts.username or ""
+    if scheme != "http" or not host or not port or rest or any(map(str.isspace, address)):
         raise UserError(
             f"{where}: {address!r} is no address of an engine",
             why="it is HOST:PORT, where the engine's server answers without TLS",

@@ -360,11 +360,14 @@ class RolloutClient:
         try:
             return await self._workers()
         except EngineError as error:
-            known = self._policy_urls - {self.base_url}
+            known = self._known_workers()
             if not known:
                 raise
             logger.warning("abort: %s; the engines are told without it", error)
-            return [Worker("", url, healthy=True) for url in sorted(known)]
+            return known
+
+    def _known_workers(self) -> list[Worker]:
+        return [Worker("", url, healthy=True) for url in sorted(self._policy_urls - {self.base_url})]
 
     async def _abort_worker(self, worker: Worker) -> tuple[int, str]:
         """Order an abort; the number of requests that the worker still has, and what went wrong."""
@@ -382,8 +385,12 @@ class RolloutClient:
     # -- load ----------------------------------------------------------------------------------------------
 
     async def worker_loads(self) -> dict[str, tuple[int, int]]:
-        """(requests, tokens held) of every engine by URL; engines that do not answer are (-1, -1)."""
-        workers = await self._workers()
+        """(requests, tokens held) of every engine by URL; engines that do not answer are (-1, -1). Where the router
+        does not, of those that it has named so far."""
+        try:
+            workers = await self._workers()
+        except EngineError:
+            workers = self._known_workers()
 
         async def load(worker: Worker) -> tuple[int, int]:
             try:

@@ -257,6 +257,16 @@ def test_a_router_that_does_not_answer_holds_up_no_abort(monkeypatch: pytest.Mon
     asyncio.run(main())
 
 
+def test_loads_are_those_of_the_engines_of_a_dead_router() -> None:
+    """The watchdog asks for them where nothing moves, which a router that is started again must not make worse."""
+
+    async def main() -> dict[str, tuple[int, int]]:
+        async with RolloutClient("http://127.0.0.1:9", max_concurrency=1, engine_urls=["http://127.0.0.1:8"]) as client:
+            return await client.worker_loads()
+
+    assert asyncio.run(main()) == {"http://127.0.0.1:8": (-1, -1)}
+
+
 def test_an_abort_reaches_the_engines_of_a_dead_router() -> None:
     aborted: list[str] = []
 

@@ -22,7 +22,7 @@ from slime.cluster.engines import Engines
 from slime.cluster.external_engines import ExternalEngines
 from slime.cluster.gpu_turns import EngineMemory, GpuTurns, Turn
 from slime.cluster.routers import Routers
-from slime.cluster.waiting import Worker
+from slime.cluster.waiting import ActorDied, Worker
 from slime.cluster.weight_push import WeightPush
 from slime.config import make_config
 from slime.engines.api import EngineError
@@ -73,7 +73,7 @@ class World:
         self.dead: dict[str, Obituary] = {}
         self.starts: list[tuple[int, Future[str]]] = []
         self.behind_router = {0, 1}
-        self.refused = False
+        self.refused, self.hanging = False, set[int]()
         self.num_pushes = 0
         self.fails: Callable[[int], None] = lambda number: None
         config = make_config(use_fault_tolerance=tolerant, check_canary=False, hf_checkpoint="model")
@@ -92,6 +92,7 @@ class World:
         ]  # fmt: skip
         engines._handles = {f"engine-{n}": Handle(self, f"engine-{n}") for n in (0, 1)}  # type: ignore[assignment, misc]
         engines.routers = self.routers = Routers.__new__(Routers)
+        self.routers._config = config
         self.routers._parts, self.routers._models = parts, {"policy": policy}  # type: ignore[assignment, dict-item]
         self.routers._engines, self.routers._should_stop = engines._handles, lambda: False
         self.routers.handles = {"policy": Handle(self, "router")}  # type: ignore[dict-item]
@@ -138,9 +139,9 @@ class World:
         self.behind_router.discard(int(url.split("-")[1][0]))
 
     async def register_workers(self, router_url: str, urls: list[str], timeout: float) -> None:
-        if self.refused:
-            raise EngineError(urls[0], "no")
         number = int(urls[0].split("-")[1][0])
+        if self.refused or number in self.hanging:
+            raise EngineError(urls[0], "no")
         self.log.append(f"router {number}")
         self.behind_router.add(number)
 
@@ -223,10 +224,10 @@ def test_a_router_that_dies_is_started_again_at_its_address(worlds: Worlds, capl
     world = worlds()
     former = world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=7)
     world.engines.ask()
-    assert world.log == ["out r", "router at 4000"] and world.behind_router == {0, 1}
+    assert world.log == ["out r", "router at 4000", "router 0", "router 1"] and world.behind_router == {0, 1}
     assert re.search(r"router \(pid 7\) was killed .* started again within .* http://router:4000", caplog.text)
     world.engines.heard("router", former)
-    assert world.log == ["out r", "router at 4000"], "its end is told twice, by a watch and when it is asked for"
+    assert len(world.log) == 4, "its end is told twice, by a watch and when it is asked for"
     assert world.engines.metrics()["rollout/router_restarts"] == 1
 
 
@@ -271,13 +272,22 @@ def test_a_router_that_dies_too_often_ends_the_run(worlds: Worlds) -> None:
         die(20)
 
 
+def test_an_engine_that_hangs_when_the_router_is_started_again_is_lost(worlds: Worlds) -> None:
+    world = worlds()
+    world.hanging = {1}
+    world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=7)
+    world.engines.ask()
+    assert world.log == ["out r", "router at 4000", "router 0", "out 1", "start 1"]
+    assert world.behind_router == world.serving == {0}
+
+
 def test_a_router_that_hangs_is_started_again(worlds: Worlds) -> None:
     world = worlds()
     silent = {"silent": lambda fleet: ["http://router:4000"], "begin": lambda: None}
     world.routers._health = SimpleNamespace(timeout=3.0, **silent)  # type: ignore[assignment]
     world.routers._fleet = object()  # type: ignore[assignment]
     world.engines.kill_hanging()
-    assert world.log == ["out r", "router at 4000"]
+    assert world.log == ["out r", "router at 4000", "router 0", "router 1"]
 
 
 def test_without_the_flag_a_death_ends_the_run_and_says_what_was_done(worlds: Worlds) -> None:
@@ -472,11 +482,25 @@ def test_a_push_that_an_engine_hangs_in_is_repeated_without_it(worlds: Worlds, m
         if number == 1:
             raise UserError("failed in the phase 'pause'")
 
-    world.engines._health = SimpleNamespace(timeout=3.0)  # type: ignore[assignment]
+    world.engines._health = SimpleNamespace(timeout=3.0, begin=lambda: None)  # type: ignore[assignment]
     monkeypatch.setattr(Engines, "fleet", Fleet())
     world.fails = hang_at_first
     assert world.weights.push() == {"perf/weight_version": 1.0}
     assert world.log == ["connect", "out 1", "start 1", "connect", "push"]
+
+
+def test_engines_are_not_blamed_for_the_death_of_a_trainer(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that hang in a broadcast whose sender is dead are well."""
+    world = worlds()
+    monkeypatch.setattr(Engines, "_lose_silent", lambda self: pytest.fail("they are asked"))
+
+    def die(number: int) -> None:
+        raise ActorDied("trainer-0 died").of(Worker("trainer-0"))
+
+    world.fails = die
+    with pytest.raises(ActorDied):
+        world.weights.push()
+    assert world.weights.is_pushing and world.serving == {0, 1}, "who begins again must have them go on"
 
 
 @pytest.mark.parametrize("tolerant", [True, False])

@@ -22,6 +22,7 @@ from slime.cluster import external_engines as module
 from slime.cluster.engine_table import ALL_MEMORY, Engine, EngineTable, State, external_engine
 from slime.cluster.external_engines import ExternalEngines
 from slime.cluster.orders import FOLDER, Order, OrderDesk, give_order
+from slime.cluster.waiting import ActorDied, Worker
 from slime.config import Config, make_config
 from slime.config.addresses import engine_url
 from slime.engines.api import EngineError
@@ -265,7 +266,12 @@ def test_the_router_is_no_engine(companies: Companies) -> None:
         companies().external.add("router:1")
 
 
-@pytest.mark.parametrize("address", ["nonsense", "host", "https://host:1", "host:1/v1", "host:x", "a b:1", "u@host:1"])
+_STRANGE = ["http://[::1", "h" * 64 + ".example:1"]
+
+
+@pytest.mark.parametrize(
+    "address", ["nonsense", "host", "https://host:1", "host:1/v1", "host:x", "a b:1", "u@host:1", *_STRANGE]
+)
 def test_what_is_no_address(address: str) -> None:
     with pytest.raises(UserError, match="is no address of an engine"):
         engine_url(address, "here")
@@ -364,6 +370,38 @@ def test_with_it_the_run_goes_on_and_it_may_come_back(
     assert company.log == ["out http://ext:1"] and company.table.num_lost == 1
     assert len(company.table.policy) == 2 and "it is taken out, 2 go on" in caplog.text
     company.join("http://ext:1")
+
+
+def test_one_that_was_lost_behind_the_routers_back_is_taken_out_later(companies: Companies) -> None:
+    """Back alive, it would get requests, and no weights."""
+    company = companies(use_fault_tolerance=True)
+    taken_out, company.routers.take_out = company.routers.take_out, no_answer
+    company.external.lost(company.join("http://ext:1"), "hangs")
+    with pytest.raises(UserError, match="cannot leave now: the router"):
+        company.external.remove(company.join("http://ext:2").url)
+    company.routers.take_out = taken_out
+    company.external.look()
+    assert company.log == ["out http://ext:1"]
+
+
+def no_answer(url: str) -> None:
+    raise EngineError("http://router:1", "/workers gave no answer within 10 s")
+
+
+def test_numbers_are_not_given_twice(companies: Companies) -> None:
+    """The slots of the engines that were started with the run go by them."""
+    company = companies()
+    company.table.left(1)
+    assert company.table.joined("http://ext:1", 4).number == 2
+
+
+def test_newcomers_are_not_blamed_for_the_death_of_a_trainer(companies: Companies) -> None:
+    company = companies()
+    company.table.joined("http://ext:1", 1)
+    company.table.taken_in()
+    with pytest.raises(ActorDied), company.external.newcomers_are_blamed():
+        raise ActorDied("trainer-0 died").of(Worker("trainer-0"))
+    assert company.table.num_lost == 0 and len(company.table.policy) == 3
 
 
 def test_who_is_slow_lives(companies: Companies) -> None:
