@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference
-from slime.cluster.engine_fit import ask, check_fit
-from slime.cluster.external_engines import named
+from slime.cluster.engine_fit import ask, check_fit, named
 from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.config.te_flags import is_installed, missing

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.config.addresses import engine_url
 from slime.config.config import Config
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE, EngineClient, EngineError
 from slime.errors import UserError
@@ -197,3 +198,9 @@ def _check_likeness(url: str, said: Said, other_url: str, other: Said) -> None:
                 why=f"its {name} is {here}, of {other_url} {there}; a push treats all alike",
                 fix="start it like the others" + (f", with --dtype {there}" if name == "dtype" else ""),
             )
+
+
+def named(config: Config) -> list[str]:
+    """URLs of --rollout-external-engine-addrs."""
+    flag = "--rollout-external-engine-addrs"
+    return [engine_url(address, flag) for address in config.engine.rollout_external_engine_addrs]

@@ -21,8 +21,9 @@ from urllib.parse import urlsplit
 import ray
 
 from slime.cluster.engine_actor import EngineHandle, Obituary, raise_obituary, with_pid
+from slime.cluster.engine_fit import named
 from slime.cluster.engine_table import MOST_RESTARTS, Engine, State
-from slime.cluster.external_engines import ExternalEngines, named
+from slime.cluster.external_engines import ExternalEngines
 from slime.cluster.orders import OrderDesk
 from slime.cluster.placement import PAIR, EnginePart, Slots, engine_parts, parts_by_number, table_of
 from slime.cluster.routers import Routers

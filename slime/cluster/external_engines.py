@@ -19,6 +19,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 from slime.cluster import engine_fit
+from slime.cluster.engine_fit import named
 from slime.cluster.engine_table import Engine, EngineTable, State
 from slime.cluster.orders import Order, OrderDesk
 from slime.cluster.routers import Routers
@@ -411,12 +412,6 @@ class _SignsOfLife:
 def _nobody_there(answer: Future[Any]) -> bool:
     error = None if answer.cancelled() else answer.exception()
     return isinstance(error, EngineError) and error.status is None and not isinstance(error.__cause__, TimeoutError)
-
-
-def named(config: Config) -> list[str]:
-    """URLs of --rollout-external-engine-addrs."""
-    flag = "--rollout-external-engine-addrs"
-    return [engine_url(address, flag) for address in config.engine.rollout_external_engine_addrs]
 
 
 def state_of(engine: Engine) -> str:
