@@ -30,7 +30,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World.create(tmp_path_factory.mktemp("frozen"))
 
 
-_SOON = ("trainer", "raylet")
+_SOON = ("trainer",)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def weights_of(driver: Driver) -> dict[str, torch.Tensor]:
     return load_file(driver.path / "model" / "model.safetensors")
 
 
+@pytest.mark.full
 def test_what_was_finished_is_not_generated_again(begin: Callable[..., Driver], hold: Path) -> None:
     """Killed in the second rollout, before the first checkpoint, with one sample of one group left to score."""
     (hold / "hold-sample-15").touch()

@@ -139,6 +139,7 @@ def check_interrupted(driver: Driver) -> None:
     assert state_of(driver) == "stopped" and (driver.path / "report.html").exists()
 
 
+@pytest.mark.full  # random kills are part of make test
 def test_kill_9_of_the_driver_and_resume(begin: Start, hold: Path, tmp_path: Path) -> None:
     (hold / "hold-1").touch()
     driver = begin("killed", "--save-interval", 1)
