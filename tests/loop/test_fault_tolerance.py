@@ -111,7 +111,7 @@ def test_requests_of_an_engine_that_hangs_are_sent_again(begin: Start, hold: Pat
 def test_an_engine_that_hangs_at_a_push_is_left_out(begin: Start, hold: Path) -> None:
     """It freezes when it has generated all that it was asked for, and nobody looks at its health any more."""
     (hold / "hold-0").touch()
-    driver = begin("hung-push", "--rollout-health-check-interval", 1000, "--rollout-health-check-timeout", 3)
+    driver = begin("hung-push", "--rollout-health-check-first-wait", 1000, "--rollout-health-check-timeout", 3)
     wait_held(driver, hold, 0)
     engines(driver)[0].send_signal(signal.SIGSTOP)
     (hold / "hold-0").unlink()
