@@ -62,8 +62,8 @@ def decode_routed_experts(
     if start == 0:
         found = found.copy()  # of memory of its own, writable
         if before is not None:
-            told = np.asarray(before).reshape(len(before), *found.shape[1:])
-            known = np.flatnonzero(~(told.reshape(len(told), -1) == UNKNOWN).all(axis=1))
+            told = np.asarray(before).reshape(len(before), *found.shape[1:])[:rows]
+            known = np.flatnonzero((told != UNKNOWN).any(axis=tuple(range(1, told.ndim))))
             found[known] = told[known]
         return found
     if before is None or len(before) < start:

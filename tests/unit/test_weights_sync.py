@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -57,7 +58,9 @@ def connected(engines: list[FakeWeightEngine], model: MegatronStub | None = None
 
 
 def segments() -> set[str]:
-    return {path.name for path in SHM_DIR.glob("slime-weights-*")}
+    """Of this process: other tests of the machine have theirs."""
+    opened = {os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()}
+    return opened & {str(path) for path in SHM_DIR.glob("slime-weights-*")}
 
 
 def assert_holds(engine: FakeWeightEngine, tensors: dict[str, torch.Tensor]) -> None:
@@ -67,7 +70,6 @@ def assert_holds(engine: FakeWeightEngine, tensors: dict[str, torch.Tensor]) -> 
 
 @pytest.mark.parametrize("buffer_size", [300, 1 << 20])
 def test_shared_memory(engines: list[FakeWeightEngine], buffer_size: int) -> None:
-    before = segments()
     sync = connected(engines, update_weight_buffer_size=buffer_size)
     receipt = sync.push()
     for engine in engines:
@@ -78,9 +80,9 @@ def test_shared_memory(engines: list[FakeWeightEngine], buffer_size: int) -> Non
     assert receipt.nbytes == sum(t.numel() * 4 for t in TRAINED.values())
     assert receipt.transport == "shared memory" and receipt.checked
     sync.push()
-    assert engines[0].versions[-1] == "2" and len(segments() - before) <= 2
+    assert engines[0].versions[-1] == "2" and 1 <= len(segments()) <= 2
     sync.close()
-    assert segments() <= before
+    assert not segments()
 
 
 @pytest.mark.parametrize("why", ["another host", "no shared memory"])
