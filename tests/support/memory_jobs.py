@@ -152,12 +152,12 @@ def saved_bytes(
             chunk.train()
             outside = [*chunk.parameters(), *chunk.buffers(), packed.tokens, packed.rows, packed.targets]
             kept: dict[int, Tensor] = {}
-            known = {tensor.untyped_storage().data_ptr() for tensor in outside}
+            known = {tensor.untyped_storage()._cdata for tensor in outside}
 
             def note(tensor: Tensor, kept: dict[int, Tensor] = kept, known: set[int] = known) -> Tensor:
-                address = tensor.untyped_storage().data_ptr()
-                if address not in known:
-                    kept.setdefault(address, tensor)  # holding it, so that its address is not used again
+                storage = tensor.untyped_storage()._cdata  # an address would not do: recomputation empties storages
+                if storage not in known:
+                    kept.setdefault(storage, tensor)  # holding it, so that its number is not used again
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
