@@ -37,6 +37,7 @@ FLOORS = (
         "trainer",
         "cluster",
         "preflight",
+        "diagnosis",
         "schedule",
         "stopping",
         "saving",
