@@ -53,6 +53,10 @@ class ConnectionBroken(Lost):
     """Actors that work together lost each other, and none of them has said why."""
 
 
+class NobodyAnswers(Exception):
+    """No engine is left that what is being generated could wait for, nor anybody who could bring one back."""
+
+
 class Process(NamedTuple):
     """Where an actor lives, as the actor itself says."""
 
