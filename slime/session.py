@@ -23,6 +23,7 @@ from slime.memory.check import check_memory
 from slime.memory.hardware import is_on_gpu
 from slime.memory.measured import Measured
 from slime.memory.plan import MemoryPlan
+from slime.observe.first_step import first_step_lines
 from slime.observe.report import write_report
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
@@ -129,6 +130,8 @@ class Session:
         if metrics:
             metrics |= self.cluster.turns()
             self.sinks.log(self.step, metrics)
+        for line in first_step_lines(metrics) if self.step == 1 else ():
+            logger.info("%s", line)
         for line in self._memory.look(metrics) if self._memory is not None else ():
             logger.warning("%s", line)
         self._not_logged = {}
