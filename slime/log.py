@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from slime import stacks
 from slime.errors import UserError
 
 _ROOT = "slime"
@@ -79,6 +80,7 @@ def log_to_file_only(role: str, log_dir: Path, level: str | None = None) -> None
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable()
+    stacks.answer()
     setup_logging(role, level, with_date=True)
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import psutil
 
+from slime import stacks
 from slime.host import own_addresses
 from slime.log import get_logger
 
@@ -23,6 +24,8 @@ logger = get_logger(__name__)
 #: Until the first line, and between two where somebody is stopped or idle; else they come at growing intervals.
 _QUIET_SECONDS = 60.0
 _NAME_LENGTH = 70
+#: Of silence, after which those who are waited for are asked for their stacks, though they seem to work.
+_STACKS_SECONDS = 240.0
 
 
 class Waited(Protocol):
@@ -78,6 +81,10 @@ class Silence:
         text = f"{self._what}: nothing heard for {quiet:.0f} s from {', '.join(rows)}"
         text += f"; stopped besides: {', '.join(stopped)}" if stopped else ""
         text += f"; {said}" if (said := words()) else ""
+        if is_odd or quiet >= _STACKS_SECONDS:
+            names = {_pid(worker): worker.name for worker in here}
+            if asked := stacks.ask(pid for pid in names if pid not in stopped_parts()):
+                text += f"; Python stacks: {', '.join(f'{names[pid]}.log' for pid in asked)}"
         (logger.warning if is_odd else logger.info)("%s", text)
         self._next = quiet + _QUIET_SECONDS if is_odd else 2 * quiet
         self._cpu = {}
@@ -125,6 +132,11 @@ def _name(process: psutil.Process) -> str:
 def _pid(worker: Waited) -> int:
     assert worker.process is not None
     return worker.process[0]
+
+
+def pid_here(worker: Waited) -> int | None:
+    """Its process, where that is one of this host's, and of this run."""
+    return _pid(worker) if _is_here(worker) else None
 
 
 def _is_here(worker: Waited) -> bool:
