@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     parser = Arguments("slime watch", __doc__)
     parser.add_argument("run_dir", nargs="*", help=f"run folders, or folders of runs (default: {_OUTPUTS})")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8265, help="port to listen on; 0 picks a free one (default 8265)")
+    parser.add_argument("--port", type=int, default=8090, help="port to listen on; 0 picks a free one (default 8090)")
     parser.add_argument("--no-cache", action="store_true", help="keep no index from one call to the next")
     flags = parser.parse_args(argv)
     paths = [Path(name) for name in flags.run_dir] or [Path(_OUTPUTS)]
@@ -82,8 +82,8 @@ def address(host: str, port: int, token: str | None) -> str:
     """What to open in a browser.
 
     Example:
-        >>> address("127.0.0.1", 8265, None), address("10.0.0.7", 80, "abc")
-        ('http://127.0.0.1:8265/', 'http://10.0.0.7:80/?token=abc')
+        >>> address("127.0.0.1", 8090, None), address("10.0.0.7", 80, "abc")
+        ('http://127.0.0.1:8090/', 'http://10.0.0.7:80/?token=abc')
     """
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}/" + (f"?token={token}" if token else "")

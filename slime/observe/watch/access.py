@@ -12,6 +12,7 @@ import ipaddress
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 TOKEN_HEADER = "X-Slime-Token"
@@ -55,7 +56,7 @@ def host_of(header: str) -> str:
     return header.partition(":")[0].lower()
 
 
-def guard(token: str | None, cookie: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def guard(token: str | None, cookie: str) -> Middleware:
     """The middleware that every request passes.
 
     Args:

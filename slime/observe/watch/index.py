@@ -275,11 +275,12 @@ class SampleIndex:
 
     def groups(self, query: Query) -> list[dict[str, Any]]:
         """The groups of the samples that `query` means, those with the largest difference in reward first:
-        ``{"rollout", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}``."""
+        ``{"rollout", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}``, and ``first``, the id of one
+        of them."""
         condition, values = _condition(query)
         with self._reader() as reader:
             rows = reader.execute(
-                "SELECT rollout, dataset, grp AS 'group', prompt, count(*) AS samples, min(reward) AS least,"
+                "SELECT rollout, dataset, grp AS 'group', min(id) AS first, count(*) AS samples, min(reward) AS least,"
                 " avg(reward) AS mean, max(reward) AS greatest, group_concat(reward, ' ') AS rewards FROM rows"
                 f" WHERE {condition} GROUP BY rollout, dataset, grp"
                 " ORDER BY max(reward) - min(reward) DESC, rollout, grp",

@@ -26,9 +26,11 @@ logger = get_logger(__name__)
 
 #: Between looks at the run folders.
 _LOOK_SECONDS = 2.0
-_MOST_SAMPLES, _SNIPPET = 200, 240
+_MOST_SAMPLES, _MOST_GROUPS, _SNIPPET = 200, 100, 240
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-_FORTH = 1 << 62
+#: What the page has from the report: its colours, figures and tables.
+_SHARED = {"report.css": ("slime.observe.report", "page.css")}
+_LARGEST = 1 << 62
 
 
 class Runs:
@@ -120,7 +122,8 @@ class Pages:
 
     async def _asset(self, request: web.Request) -> web.Response:
         name = request.match_info.get("name", "index.html")
-        file = importlib.resources.files("slime.observe.watch").joinpath("page", name)
+        package, *parts = _SHARED.get(name, ("slime.observe.watch", "page", name))
+        file = importlib.resources.files(package).joinpath(*parts)
         if not file.is_file():
             raise web.HTTPNotFound
         return web.Response(text=file.read_text(encoding="utf-8"), content_type=_TYPES["." + name.split(".")[-1]])
@@ -191,7 +194,9 @@ class Pages:
 
     def _groups(self, request: web.Request) -> list[dict[str, Any]]:
         watch, stage = self._asked(request)
-        return watch.index.groups(self._query(request, stage))[:_MOST_SAMPLES]
+        groups = watch.index.groups(self._query(request, stage))[:_MOST_GROUPS]
+        firsts = [watch.index.sample(group.pop("first")) for group in groups]
+        return [{**group, "text": _short(first)["prompt"] if first else ""} for group, first in zip(groups, firsts)]
 
     def _samples(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
@@ -226,8 +231,8 @@ def _number(request: web.Request, name: str, default: Any) -> Any:
     try:
         value = int(text)
     except ValueError:
-        value = _FORTH
-    if abs(value) >= _FORTH:
+        value = _LARGEST
+    if abs(value) >= _LARGEST:
         raise web.HTTPBadRequest(text=f"{name} must be a whole number\n")
     return value
 
