@@ -110,7 +110,8 @@ class Tab:
     async def write(self, selector: str, text: str) -> None:
         """What is typed into a field, after what was in it is gone."""
         await self.until(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e?.focus(); e?.select(); return !!e; }})()"
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
+            " e?.focus(); e?.select(); return !!e; })()"
         )
         await self.send("Input.insertText", text=text)
 
@@ -118,7 +119,8 @@ class Tab:
         """One of a list."""
         await self.until(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); if (!e) return false;"
-            f" e.value = {json.dumps(value)}; e.dispatchEvent(new Event('change', {{bubbles: true}})); return true; }})()"
+            f" e.value = {json.dumps(value)};"
+            " e.dispatchEvent(new Event('change', {bubbles: true})); return true; })()"
         )
 
     async def picture(self, path: Path) -> None:
@@ -135,7 +137,9 @@ async def tab() -> AsyncIterator[Tab]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"]
         options += ["--no-first-run", "--remote-debugging-port=0", f"--user-data-dir={profile}"]
-        process = subprocess.Popen([browser, *options, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [browser, *options, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             port = await _port(Path(profile) / "DevToolsActivePort", process)
             async with aiohttp.ClientSession() as session:

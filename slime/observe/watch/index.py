@@ -275,8 +275,8 @@ class SampleIndex:
 
     def groups(self, query: Query) -> list[dict[str, Any]]:
         """The groups of the samples that `query` means, those with the largest difference in reward first:
-        ``{"rollout", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}``, and ``first``, the id of one
-        of them."""
+        ``{"rollout", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}``, and ``first``, the id of
+        one of them."""
         condition, values = _condition(query)
         with self._reader() as reader:
             rows = reader.execute(

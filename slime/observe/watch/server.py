@@ -46,7 +46,7 @@ class Runs:
     def __init__(self, paths: list[Path], cache: Path | None = None) -> None:
         self._paths, self._cache = paths, cache
         self._watches: dict[Path, RunWatch] = {}
-        self._stop = threading.Event()
+        self._stop, self._looking = threading.Event(), threading.Lock()
         self._find()
         self._thread = threading.Thread(target=self._keep_looking, name="watch", daemon=True)
 
@@ -68,13 +68,14 @@ class Runs:
 
     def look(self) -> None:
         """Read everything that is new, once."""
-        self._find()
-        for watch in list(self._watches.values()):
-            watch.refresh()
-        for watch in list(self._watches.values()):
-            if self._stop.is_set():
-                return
-            watch.index.update(watch.stages(), lambda: not self._stop.is_set())
+        with self._looking:
+            self._find()
+            for watch in self._watches.values():
+                watch.refresh()
+            for watch in self._watches.values():
+                if self._stop.is_set():
+                    return
+                watch.index.update(watch.stages(), lambda: not self._stop.is_set())
 
     def _keep_looking(self) -> None:
         while not self._stop.is_set():
