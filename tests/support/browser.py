@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-_SECONDS = 60.0
+_SECONDS = 12.0
 
 
 def chromium() -> str | None:
@@ -88,7 +88,7 @@ class Tab:
         """
         end = asyncio.get_running_loop().time() + _SECONDS
         while asyncio.get_running_loop().time() < end:
-            value = await self.run(script)
+            value = await self.run(f"((value) => value instanceof Node ? true : value)({script})")
             if value:
                 return value
             await asyncio.sleep(0.03)

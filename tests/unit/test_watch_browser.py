@@ -118,8 +118,10 @@ def test_a_user_reads_samples(tmp_path: Path) -> None:
         await page.click("button.open")
         await page.until("document.querySelectorAll('tbody tr').length === 1")  # the one that searched
         await page.click("button.open")
-        await page.until("document.querySelector('article.sample .lp')")
-        assert await page.run("document.querySelector('.lp').title.startsWith('token 0, trained on, log-prob -')")
+        await page.until("document.querySelector('article.sample .response-text .lp')")
+        assert await page.run(
+            "document.querySelector('.response-text .lp').title.startsWith('token 0, trained on, log-prob -')"
+        )
         # what the tool said is folded, and there
         assert await page.run("document.querySelector('details.tool').open") is False
         await page.click("details.tool summary")
@@ -131,7 +133,7 @@ def test_a_user_reads_samples(tmp_path: Path) -> None:
             ("none", "x"),
         ):
             await page.choose("label select", coloring)
-            assert bool(await page.run(f"document.querySelector('.response-text .{kind}')")) is (kind != "x")
+            assert await page.run(f"document.querySelector('.response-text .{kind}') !== null") is (kind != "x")
         # its group, and the same prompt in another step
         await page.click("button", "its group")
         await page.until("document.querySelector('table.samples')")
@@ -139,7 +141,7 @@ def test_a_user_reads_samples(tmp_path: Path) -> None:
         await page.click("button", "this prompt through the steps")
         await page.until("document.querySelectorAll('.columns .response').length === 2")
         assert await page.run("document.querySelectorAll('del').length && document.querySelectorAll('ins').length")
-        assert "Drawn in 6 steps" in await page.run("document.body.innerText")
+        assert "Drawn in 6 steps" in await page.run("document.body.textContent")
         before = await page.run("document.querySelector('.columns').innerText")
         await page.click("tbody button", "right")
         assert before != await page.run("document.querySelector('.columns').innerText")
@@ -159,7 +161,7 @@ def test_what_a_model_wrote_never_runs(tmp_path: Path) -> None:
     async def what(page: Tab, place: str, runs: Runs) -> None:
         for view in ("overview", "timeline", "engines", "settings"):
             await page.open(f"{place}#view={view}")
-            await page.until(f"document.querySelector('main').dataset.view === '{view}'")
+            await page.until(f"document.querySelector('main')?.dataset.view === '{view}'")
         await page.open(f"{place}#view=samples&list=groups")
         await page.until("document.querySelector('.rewards')")
         await page.open(f"{place}#view=samples")
@@ -186,7 +188,7 @@ def test_a_run_that_goes_on_is_followed_and_a_phone_has_room(tmp_path: Path) -> 
         for view in ("overview", "timeline", "engines", "samples", "settings"):
             await page.click(f"#views a[href*={view}]" if view != "overview" else "#views a")
             await page.until(
-                f"document.querySelector('main').dataset.view === '{view}' && document.querySelector('h3, table')"
+                f"document.querySelector('main')?.dataset.view === '{view}' && document.querySelector('h3, table')"
             )
             wide = await page.run("document.documentElement.scrollWidth")
             assert wide <= 390, f"{view} is {wide} wide"

@@ -102,23 +102,17 @@ def test_only_steps_that_are_new_come_over_the_wire(tmp_path: Path) -> None:
         with path.open("a") as file:
             file.write(json.dumps(metrics_row(4, 4, chance)) + '\n{"step": 5, "train/lo')
         runs.look()
-        second = await ask(
-            client, "metrics", run="0.", names="train/loss", generation=first["generation"], since=first["since"]
-        )
+        second = await ask(client, "metrics", run="0.", **new, since=first["since"])
         assert second["steps"] == [4] and second["columns"] == {"train/loss": [0.0]}
         with path.open("a") as file:
             file.write('ss": 7}\n{"step": 2, "eval/late": 1}\n')  # an evaluation beside training comes behind its step
         runs.look()
-        third = await ask(
-            client, "metrics", run="0.", names="train/loss", generation=first["generation"], since=second["since"]
-        )
+        third = await ask(client, "metrics", run="0.", **new, since=second["since"])
         assert third["steps"] == [2, 5] and third["columns"] == {"train/loss": [0.0, 7]}
         assert "eval/late" in third["names"]
         write_lines(path, [{"step": 1, "train/loss": 3.0}])  # steps that a resumed run took back
         runs.look()
-        fourth = await ask(
-            client, "metrics", run="0.", names="train/loss", generation=first["generation"], since=third["since"]
-        )
+        fourth = await ask(client, "metrics", run="0.", **new, since=third["since"])
         assert fourth["generation"] != first["generation"] and fourth["columns"] == {"train/loss": [3.0]}
 
     visit([folder], what)
