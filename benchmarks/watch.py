@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from slime.host import bind  # noqa: E402
-from slime.observe.watch.index import Query, SampleIndex  # noqa: E402
+from slime.observe.watch.index import SampleIndex  # noqa: E402
+from slime.observe.watch.rows import Query  # noqa: E402
 from slime.observe.watch.server import Runs, application  # noqa: E402
 from tests.support.browser import chromium, tab  # noqa: E402
 from tests.support.watched_runs import make_run, vocabulary  # noqa: E402
@@ -43,7 +44,8 @@ async def paints(runs: Runs) -> None:
     """Time until a browser shows the curves, and the samples."""
     runner = web.AppRunner(application(runs, None))
     await runner.setup()
-    with bind("127.0.0.1", 0) as listener:
+    listener = bind("127.0.0.1", 0)
+    try:
         await web.SockSite(runner, listener).start()
         place = f"http://127.0.0.1:{listener.getsockname()[1]}/"
         async with tab() as page:
@@ -54,10 +56,10 @@ async def paints(runs: Runs) -> None:
                 script = (
                     "performance.getEntriesByType('paint').find((e) => e.name === 'first-contentful-paint')?.startTime"
                 )
-                print(
-                    f"  {name:24} {await page.run('performance.now()'):6.0f} ms; first contentful paint {await page.run(script)} ms"
-                )
-    await runner.cleanup()
+                took, first = await page.run("performance.now()"), await page.run(script)
+                print(f"  {name:24} {took:6.0f} ms; first paint {first:.0f} ms")
+    finally:
+        await runner.cleanup()
 
 
 def main() -> None:
@@ -76,9 +78,8 @@ def main() -> None:
     ((watch, _),) = runs.all().values()
     index = watch.index
     print(f"{index.progress()['samples']:,} samples, {size / 1e6:.0f} MB; opened in {opened - began:.2f} s")
-    print(
-        f"index brought up to date in {time.perf_counter() - opened:.1f} s, {sum(p.stat().st_size for p in cache.iterdir()) / 1e6:.0f} MB"
-    )
+    made, large = time.perf_counter() - opened, sum(path.stat().st_size for path in cache.iterdir())
+    print(f"index brought up to date in {made:.1f} s, {large / 1e6:.0f} MB")
     began = time.perf_counter()
     runs.look()
     print(f"another look, nothing new: {time.perf_counter() - began:.2f} s")

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.observe.report.data import read_stages
-from slime.observe.watch.index import SORTS, Query, SampleIndex, searched_text
+from slime.observe.watch.index import SampleIndex
+from slime.observe.watch.rows import SORTS, Query, searched_text
 from tests.support.watched_runs import make_run, write_lines
 
 #: Few letters, so that words are found; with some that fold, end lines, mean something to a search, or have no text.

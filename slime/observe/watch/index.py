@@ -15,84 +15,36 @@ import os
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from slime.observe.report.data import Stage, config_value
-from slime.observe.report.samples import reward_of
-from slime.observe.watch.files import Line, Place, is_inside, is_unchanged, new_lines
+from slime.observe.watch.files import Place, is_inside, is_unchanged, new_lines
+from slime.observe.watch.rows import COLUMNS, SORTS, Query, condition_of, row_of, searched_text
 
 #: Changes with the tables: a database of another version is made anew.
 _VERSION = 1
-_BATCH = 1000
+_BATCH, _CHUNK = 1000, 100
+#: Matches of a search up to which they are sorted by themselves; more are met soon on a walk in the order asked for.
+_FEW = 3000
 _TRIGRAM = 3
 _BUSY_MS = 10_000
-_COLUMNS = (
-    *("stage", "kind", "rollout", "dataset", "grp", "sample", "status", "reward", "above", "prompt_length"),
-    *("response_length", "trained_tokens", "log_prob", "cached_tokens", "tool_seconds", "removed", "prompt"),
-)
-#: What samples can be sorted by → the column.
-SORTS = {
-    "step": "rollout",
-    "reward": "reward",
-    "advantage": "above",
-    "length": "response_length",
-    "log_prob": "log_prob",
-    "cached": "cached_tokens",
-    "tools": "tool_seconds",
-}
 _TABLES = f"""
 CREATE TABLE files (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, inode INTEGER, size INTEGER,
                     mtime INTEGER, tail BLOB);
 CREATE TABLE rows (id INTEGER PRIMARY KEY AUTOINCREMENT, file INTEGER, offset INTEGER, length INTEGER,
-                   {", ".join(_COLUMNS)});
+                   {", ".join(COLUMNS)});
 CREATE INDEX of_file ON rows (file, grp);
-CREATE INDEX of_rollout ON rows (stage, kind, rollout);
+CREATE INDEX of_rollout ON rows (stage, kind, rollout, dataset, grp, reward, response_length);
 CREATE INDEX of_prompt ON rows (stage, prompt);
+CREATE INDEX by_reward ON rows (stage, kind, reward, rollout);
+CREATE INDEX by_advantage ON rows (stage, kind, above, rollout);
+CREATE INDEX by_length ON rows (stage, kind, response_length, rollout);
 CREATE TABLE progress (texts INTEGER);
 INSERT INTO progress VALUES (0);
 """
-
-
-@dataclass(frozen=True)
-class Query:
-    """Which samples, in which order.
-
-    Attributes:
-        stage: "" in a run with one stage.
-        kind: "rollout" or "eval".
-        rollout: number of the rollout; -1 is the evaluation before training. None: all.
-        group: number of the prompt's draw.
-        prompt: key of a prompt, as a row has it.
-        words: each is somewhere in prompt, response or label.
-        sort: one of `SORTS`.
-    """
-
-    stage: str = ""
-    kind: str = "rollout"
-    rollout: int | None = None
-    group: int | None = None
-    dataset: str | None = None
-    status: str | None = None
-    prompt: str | None = None
-    words: tuple[str, ...] = ()
-    sort: str = "step"
-    descending: bool = False
-
-
-def searched_text(record: dict[str, Any]) -> str:
-    """What a search looks through: prompt, response and label, folded."""
-    parts = [record.get("prompt"), record.get("response"), record.get("label")]
-    texts = [part if isinstance(part, str) else orjson.dumps(part).decode() for part in parts if part is not None]
-    return "\n".join(texts).casefold()
-
-
-def prompt_key(prompt: Any) -> str:
-    """The same for the same prompt, in whichever step it was drawn."""
-    return hashlib.blake2b(orjson.dumps(prompt), digest_size=8).hexdigest()
 
 
 def cache_folder() -> Path:
@@ -121,6 +73,8 @@ class SampleIndex:
         except sqlite3.DatabaseError:  # damaged, or of another version: it is only an index
             self._remove()
             self._writer = self._opened()
+        self._state = 0
+        self._cached: dict[str, Any] = {}  # what takes a walk over all rows, until something changes
         self.has_trigrams = bool(self._writer.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone())
 
     def close(self) -> None:
@@ -172,6 +126,13 @@ class SampleIndex:
         Returns:
             Whether anything changed.
         """
+        changed = self._update(stages, goes_on)
+        state = self._writer.execute("PRAGMA data_version").fetchone()[0]  # another process may keep the same index
+        if changed or state != self._state:
+            self._state, self._cached = state, {}
+        return changed
+
+    def _update(self, stages: Iterable[Stage], goes_on: Callable[[], bool]) -> bool:
         files = {}
         for stage in stages:
             for kind, paths in (("rollout", stage.rollouts), ("eval", stage.evaluations)):
@@ -210,9 +171,9 @@ class SampleIndex:
                 file = self._writer.execute("INSERT INTO files (name) VALUES (?)", (name,)).lastrowid
             else:
                 file = row["id"]
-            marks = ", ".join("?" * (3 + len(_COLUMNS)))
-            statement = f"INSERT INTO rows (file, offset, length, {', '.join(_COLUMNS)}) VALUES ({marks})"
-            values = (_row(file or 0, line, stage.name, kind, path.stem, reward_key) for line in lines)
+            marks = ", ".join("?" * (3 + len(COLUMNS)))
+            statement = f"INSERT INTO rows (file, offset, length, {', '.join(COLUMNS)}) VALUES ({marks})"
+            values = (row_of(file or 0, line, stage.name, kind, path.stem, reward_key) for line in lines)
             while batch := list(itertools.islice(values, _BATCH)):
                 self._writer.executemany(statement, batch)
             new = after[0]
@@ -232,7 +193,7 @@ class SampleIndex:
         added = False
         while goes_on():
             with _transaction(self._writer):
-                upto = self._writer.execute("SELECT texts FROM progress").fetchone()[0]
+                upto = self._texts_upto(self._writer)
                 rows = self._writer.execute(
                     f"SELECT id, file, offset, length FROM rows WHERE id > ? ORDER BY id LIMIT {_BATCH}", (upto,)
                 ).fetchall()
@@ -249,11 +210,18 @@ class SampleIndex:
 
     def progress(self) -> dict[str, int]:
         """``{"samples", "texts"}``: how many samples there are, and of how many the texts are indexed."""
-        with self._reader() as reader:
-            samples, texts = reader.execute(
-                "SELECT count(*), count(*) FILTER (WHERE id <= (SELECT texts FROM progress)) FROM rows"
-            ).fetchone()
-        return {"samples": samples, "texts": texts if self.has_trigrams else samples}
+        cached = self._cached
+        if "progress" not in cached:
+            with self._reader() as reader:
+                upto = self._texts_upto(reader)
+                samples = reader.execute("SELECT count(*) FROM rows").fetchone()[0]
+                left = reader.execute("SELECT count(*) FROM rows WHERE id > ?", (upto,)).fetchone()[0]
+            cached["progress"] = {"samples": samples, "texts": samples - (left if self.has_trigrams else 0)}
+        return dict(cached["progress"])
+
+    @staticmethod
+    def _texts_upto(connection: sqlite3.Connection) -> int:
+        return int(connection.execute("SELECT texts FROM progress").fetchone()[0])
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -264,29 +232,36 @@ class SampleIndex:
 
     def rollouts(self, stage: str) -> list[dict[str, Any]]:
         """One entry per rollout and evaluation: ``{"kind", "rollout", "samples", "groups", "reward", "length"}``."""
-        with self._reader() as reader:
-            rows = reader.execute(
-                "SELECT kind, rollout, count(*) AS samples, count(DISTINCT grp) AS groups, avg(reward) AS reward,"
-                " avg(response_length) AS length FROM rows WHERE stage = ? GROUP BY kind, rollout"
-                " ORDER BY rollout, kind",
-                (stage,),
-            )
-            return [dict(row) for row in rows]
+        cached = self._cached
+        if stage not in cached.setdefault("rollouts", {}):
+            with self._reader() as reader:
+                rows = reader.execute(
+                    "SELECT kind, rollout, count(*) AS samples, count(DISTINCT grp) AS groups, avg(reward) AS reward,"
+                    " avg(response_length) AS length FROM rows WHERE stage = ? GROUP BY kind, rollout"
+                    " ORDER BY rollout, kind",
+                    (stage,),
+                )
+                cached["rollouts"][stage] = [dict(row) for row in rows]
+        return list(cached["rollouts"][stage])
 
-    def groups(self, query: Query) -> list[dict[str, Any]]:
+    def groups(self, query: Query, limit: int = 100) -> list[dict[str, Any]]:
         """The groups of the samples that `query` means, those with the largest difference in reward first:
-        ``{"rollout", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}``, and ``first``, the id of
-        one of them."""
-        condition, values = _condition(query)
+        ``{"rollout", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}``, and ``record``, one of
+        their lines."""
+        condition, values = condition_of(query)
         with self._reader() as reader:
-            rows = reader.execute(
+            found = reader.execute(
                 "SELECT rollout, dataset, grp AS 'group', min(id) AS first, count(*) AS samples, min(reward) AS least,"
                 " avg(reward) AS mean, max(reward) AS greatest, group_concat(reward, ' ') AS rewards FROM rows"
                 f" WHERE {condition} GROUP BY rollout, dataset, grp"
-                " ORDER BY max(reward) - min(reward) DESC, rollout, grp",
+                f" ORDER BY max(reward) - min(reward) DESC, rollout DESC, grp LIMIT {int(limit)}",
                 values,
-            )
-            return [dict(row) for row in rows]
+            ).fetchall()
+            lines = self._rows(reader, (row["first"] for row in found))
+            groups = [{**dict(row), "record": record} for row, (_, record) in zip(found, lines)]
+        for group in groups:
+            del group["first"]
+        return groups
 
     def find(self, query: Query, offset: int = 0, limit: int = 50) -> tuple[list[dict[str, Any]], bool]:
         """A page of samples.
@@ -294,57 +269,66 @@ class SampleIndex:
         Returns:
             (rows with their numbers and ``record``, the line itself; whether there are more).
         """
-        condition, values = _condition(query)
-        column, direction = SORTS[query.sort], "DESC" if query.descending else "ASC"
         words = tuple(word.casefold() for word in query.words)
         with self._reader() as reader:
-            narrowed, more_values = self._narrowed(words)
-            statement = (
-                f"SELECT * FROM rows WHERE {condition}{narrowed}"
-                f" ORDER BY {column} IS NULL, {column} {direction}, rollout, id"
-            )
+            condition, values = condition_of(query)
+            narrowed, more_values = self._narrowed(reader, words)
+            way = "DESC" if query.descending else "ASC"
+            column = SORTS[query.sort]
+            order = f"{column} {way} NULLS LAST" + (f", rollout {way}" if column != "rollout" else "")
+            statement = f"SELECT id FROM rows WHERE {condition}{narrowed} ORDER BY {order}, id {way}"
             if not words:
                 statement += f" LIMIT {int(limit) + 1} OFFSET {int(offset)}"
                 offset = 0
-            rows = reader.execute(statement, [*values, *more_values])
+            ids = (row["id"] for row in reader.execute(statement, [*values, *more_values]))
             found: list[dict[str, Any]] = []
-            for row, record in self._records(reader, rows):
-                if words:
-                    text = searched_text(record)
-                    if not all(word in text for word in words):
-                        continue
+            for row, record in self._rows(reader, ids):
+                text = searched_text(record) if words else ""
+                if not all(word in text for word in words):
+                    continue
                 if offset:
                     offset -= 1
                     continue
                 if len(found) == limit:
                     return found, True
-                found.append({name: row[name] for name in ("id", *_COLUMNS)} | {"record": record})
+                found.append(_shown(row, record))
         return found, False
 
     def sample(self, number: int) -> dict[str, Any] | None:
         """One sample as `find` gives it, by its ``id``; None when it is no longer there."""
         with self._reader() as reader:
-            rows = reader.execute("SELECT * FROM rows WHERE id = ?", (number,))
-            for row, record in self._records(reader, rows):
-                return {name: row[name] for name in ("id", *_COLUMNS)} | {"record": record}
-        return None
+            return next((_shown(row, record) for row, record in self._rows(reader, iter([number]))), None)
 
-    def _narrowed(self, words: Sequence[str]) -> tuple[str, list[Any]]:
+    def _narrowed(self, reader: sqlite3.Connection, words: Sequence[str]) -> tuple[str, list[Any]]:
+        """A condition that holds for every sample with these words, and for few others."""
         grams = {word[i : i + _TRIGRAM] for word in words for i in range(len(word) - _TRIGRAM + 1)}
         grams = {gram for gram in grams if "\0" not in gram}
         if not grams or not self.has_trigrams:
             return "", []
         match = " AND ".join('"' + gram.replace('"', '""') + '"' for gram in sorted(grams)[:60])
-        return (
-            " AND (id > (SELECT texts FROM progress) OR id IN (SELECT rowid FROM texts WHERE texts MATCH ?))",
-            [match],
-        )
+        upto = self._texts_upto(reader)
+        few = f"SELECT rowid FROM texts WHERE texts MATCH ? LIMIT {_FEW}"
+        ids = [row["rowid"] for row in reader.execute(few, (match,))]
+        if len(ids) < _FEW:
+            ids += [row["id"] for row in reader.execute("SELECT id FROM rows WHERE id > ?", (upto,))]
+            return " AND id IN (SELECT value FROM json_each(?))", [orjson.dumps(ids).decode()]
+        # "+id": the rows are met in the order that is asked for, and looked up among the matches
+        return " AND (+id > ? OR +id IN (SELECT rowid FROM texts WHERE texts MATCH ?))", [upto, match]
+
+    def _rows(self, connection: sqlite3.Connection, ids: Iterator[int]) -> Iterator[tuple[sqlite3.Row, dict[str, Any]]]:
+        """Rows and their lines, in the order of their ids."""
+        while chunk := list(itertools.islice(ids, _CHUNK)):
+            rows = connection.execute(f"SELECT * FROM rows WHERE id IN ({', '.join(map(str, chunk))})")
+            known = {row["id"]: row for row in rows}
+            yield from self._records(connection, [known[number] for number in chunk if number in known])
 
     def _records(
-        self, connection: sqlite3.Connection, rows: Iterable[sqlite3.Row]
+        self, connection: sqlite3.Connection, rows: Sequence[sqlite3.Row]
     ) -> Iterator[tuple[sqlite3.Row, dict[str, Any]]]:
         """The lines of rows; {} for one whose file was written anew since."""
-        names = {row["id"]: row["name"] for row in connection.execute("SELECT id, name FROM files")}
+        files_of_rows = ", ".join({str(row["file"]) for row in rows})
+        told = connection.execute(f"SELECT id, name FROM files WHERE id IN ({files_of_rows})")
+        names = {row["id"]: row["name"] for row in told}
         with contextlib.ExitStack() as files:
             opened: dict[int, Any] = {}
             for row in rows:
@@ -371,6 +355,10 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
     connection.execute("COMMIT")
 
 
+def _shown(row: sqlite3.Row, record: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("id", *COLUMNS)} | {"record": record}
+
+
 def _line_at(file: Any, offset: int, length: int) -> dict[str, Any]:
     if file is None:
         return {}
@@ -380,43 +368,3 @@ def _line_at(file: Any, offset: int, length: int) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _number(value: Any) -> float | int | None:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _row(file: int, line: Line, stage: str, kind: str, stem: str, reward_key: str | None) -> tuple[Any, ...]:
-    record = line.value
-    number = stem.partition("_")[2]
-    log_probs = record.get("log_probs")
-    dataset, status = record.get("dataset"), record.get("status")
-    return (
-        file,
-        line.offset,
-        line.length,
-        stage,
-        kind,
-        int(number) if number.isdecimal() else -1,
-        str(dataset) if dataset is not None else None,
-        _number(record.get("group")),
-        _number(record.get("index")),
-        str(status) if status is not None else None,
-        reward_of(record, reward_key),
-        None,
-        _number(record.get("prompt_length")),
-        _number(record.get("response_length")),
-        _number(record.get("trained_tokens")),
-        _number(log_probs.get("mean")) if isinstance(log_probs, dict) else None,
-        _number(record.get("cached_tokens")),
-        _number(record.get("non_generation_time")),
-        int(bool(record.get("remove_sample"))),
-        prompt_key(record.get("prompt")),
-    )
-
-
-def _condition(query: Query) -> tuple[str, list[Any]]:
-    names = ("stage", "kind", "rollout", "dataset", "status", "prompt")
-    asked = [("grp", query.group), *((name, getattr(query, name)) for name in names)]
-    asked = [(name, value) for name, value in asked if value is not None]
-    return " AND ".join(f"{name} = ?" for name, _ in asked), [value for _, value in asked]

@@ -20,7 +20,7 @@ from slime.observe.report.data import Stage
 from slime.observe.watch import folders
 from slime.observe.watch.access import Handler, guard
 from slime.observe.watch.folders import RunWatch, runs_below
-from slime.observe.watch.index import SORTS, Query
+from slime.observe.watch.rows import SORTS, Query
 
 logger = get_logger(__name__)
 
@@ -195,9 +195,8 @@ class Pages:
 
     def _groups(self, request: web.Request) -> list[dict[str, Any]]:
         watch, stage = self._asked(request)
-        groups = watch.index.groups(self._query(request, stage))[:_MOST_GROUPS]
-        firsts = [watch.index.sample(group.pop("first")) for group in groups]
-        return [{**group, "text": _short(first)["prompt"] if first else ""} for group, first in zip(groups, firsts)]
+        groups = watch.index.groups(self._query(request, stage), _MOST_GROUPS)
+        return [{**group, "text": _short(group)["prompt"], "record": None} for group in groups]
 
     def _samples(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
