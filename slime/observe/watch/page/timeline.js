@@ -1,5 +1,5 @@
 // What a step's time went to: the driver's phases, requests in the engines, and a lane per sample.
-import { duration, h, hideTip, labelled, none, number, s, select, showTip } from "/dom.js";
+import { duration, h, hideTip, labelled, none, number, select, showTip } from "/dom.js";
 import { figure } from "/charts.js";
 import { address, ask, current, go } from "/store.js";
 
@@ -9,14 +9,14 @@ const colorOf = (name) => COLORS[name] ?? [4, 5, 7, 8][[...name].reduce((sum, c)
 const ms = (value) => duration(value / 1000);
 
 function phasesOf(time) {
-  const height = 30;
   const bars = time.phases.map(([name, start, length, color]) => {
-    const x = (start / time.length) * WIDE, width = Math.max(1, (length / time.length) * WIDE);
-    return s("g", { onpointermove: (e) => showTip(name, [[`b${color}`, "takes", ms(length)], ["", "begins at", ms(start)]], e.clientX, e.clientY), onpointerleave: hideTip },
-      s("rect", { class: `f${color}`, x, y: 2, width, height: height - 4, rx: 3 }),
-      width > name.length * 8 ? s("text", { class: "on", x: x + 6, y: 19 }, name) : null);
+    const show = (e) => showTip(name, [[`b${color}`, "takes", ms(length)], ["", "begins at", ms(start)]], e.clientX, e.clientY);
+    const bar = h("span", { class: `b${color}`, onpointermove: show, onpointerleave: hideTip }, name);
+    bar.style.left = `${(100 * start) / time.length}%`;
+    bar.style.width = `${(100 * length) / time.length}%`;
+    return bar;
   });
-  return h("div", { class: "card" }, s("svg", { viewBox: `0 0 ${WIDE} ${height}`, role: "img", "aria-label": "phases of the step", class: "lanes" }, bars));
+  return h("div", { class: "card" }, h("div", { class: "phases", role: "img", "aria-label": "phases of the step; the table below has their times" }, bars));
 }
 
 function phaseTable(time) {
