@@ -64,7 +64,7 @@ def _usable(folder: Path) -> Path | None:
 async def _serve(runs: Runs, listener: socket.socket, host: str, token: str | None) -> None:
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
             loop.add_signal_handler(number, stopping.set)
     port = listener.getsockname()[1]
     app = application(runs, token, f"slime_watch_{port}")

@@ -57,10 +57,14 @@ def a_run(folder: Path) -> Path:
 
 @pytest.mark.parametrize("trigrams", [True, False])
 @settings(deadline=None, max_examples=40)
-@given(lines=st.lists(records, max_size=12), words=st.lists(st.text(LETTERS, min_size=1, max_size=5), max_size=2))
+@given(lines=st.lists(records, max_size=12), data=st.data())
 def test_a_search_finds_what_a_look_at_every_line_finds(
-    tmp_path_factory: pytest.TempPathFactory, trigrams: bool, lines: list[dict[str, Any]], words: list[str]
+    tmp_path_factory: pytest.TempPathFactory, trigrams: bool, lines: list[dict[str, Any]], data: st.DataObject
 ) -> None:
+    said = "\n".join(map(searched_text, lines))  # whose parts are found, or nearly: one may reach over two lines
+    parts = st.integers(0, len(said)).map(lambda start: said[start : start + 4]).filter(bool)
+    any_words = st.text(LETTERS, min_size=1, max_size=5)
+    words = data.draw(st.lists(any_words | parts.map(str.upper) | parts if said else any_words, max_size=2))
     folder = a_run(tmp_path_factory.mktemp("run"))
     write_lines(folder / "samples" / "rollout_000000.jsonl", lines)
     index = index_of(folder)
