@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-_SECONDS = 12.0
+_SECONDS = 60.0
 
 
 def chromium() -> str | None:

@@ -15,6 +15,7 @@ import orjson
 from aiohttp import web
 
 from slime import __version__
+from slime.errors import UserError
 from slime.log import get_logger
 from slime.observe.report.data import Stage
 from slime.observe.watch import folders
@@ -81,7 +82,7 @@ class Runs:
         while not self._stop.is_set():
             try:
                 self.look()
-            except (OSError, sqlite3.Error) as problem:  # a folder that goes, a full disk: the next look may do
+            except (OSError, UserError, sqlite3.Error) as problem:  # a folder that goes, a full disk: tried again
                 logger.warning("could not read what is new: %s", problem)
             self._stop.wait(_LOOK_SECONDS)
 

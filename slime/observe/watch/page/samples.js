@@ -62,6 +62,7 @@ async function list(root) {
   }
 
   async function fill(always) {
+    if (!always && body.querySelectorAll("tbody tr").length > PAGE) return; // someone reads on further down
     const mine = ++turn, at = address(), told = await ask("rollouts", { run: current().id });
     const key = JSON.stringify([told.samples, at]);
     if (mine !== turn || (!always && key === seen)) return;
