@@ -90,7 +90,7 @@ class TokenTexts:
     def _look(self, token: int) -> str:
         alone, twice = self._decode([token]), self._decode([token, token])
         # where decoding strips the space that begins a text, the second of two has it still
-        text = self._known[token] = twice[len(alone) :] if twice.startswith(alone) else alone
+        text = self._known[token] = str(json_safe(twice[len(alone) :] if twice.startswith(alone) else alone))
         return text
 
 
@@ -99,7 +99,7 @@ def token_record(sample: Sample, texts: TokenTexts) -> dict[str, Any] | None:
     if not sample.response_length:
         return None
     log_probs = sample.rollout_log_probs
-    rounded = [round(value, 3) if math.isfinite(value) else None for value in log_probs] if log_probs else None
+    rounded = [round(float(value), 3) if math.isfinite(value) else None for value in log_probs] if log_probs else None
     return {"text": texts.of(sample.tokens[-sample.response_length :]), "log_probs": rounded}
 
 
@@ -199,7 +199,7 @@ class Recorder:
             for sample in samples:
                 record = {**extra, **sample_record(sample, self._decode)}
                 if self._texts is not None and sample.response_length <= left:
-                    record["tokens"] = json_safe(token_record(sample, self._texts))
+                    record["tokens"] = token_record(sample, self._texts)  # of JSON as it is: there are many
                     left -= sample.response_length
                 lines.append(dump_line(record))
         if lines:
