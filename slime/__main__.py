@@ -49,6 +49,7 @@ COMMANDS: dict[str, Command] = {
     "flags": Command("slime.cli.flags", "main", "look a flag up: what it is, needs and serves, and its value in a run"),
     "reward": Command("slime.cli.reward", "main", "run a reward function on data, without training"),
     "report": Command("slime.cli.report", "main", "write report.html of a run folder, or compare several"),
+    "watch": Command("slime.cli.watch", "main", "runs as a live page: curves, timelines, every sample"),
     "convert": Command("slime.cli.convert", "main", "convert checkpoints between Hugging Face and Megatron"),
 }
 

@@ -161,3 +161,22 @@ def reserve_port(host: str = "0.0.0.0", port: int | None = None) -> PortReservat
         f"no free port of this host {sought}",
         fix="end what holds them: ss -ltnp lists the listening processes",
     )
+
+
+def bind(host: str, port: int, inherited_fd: int | None = None) -> socket.socket:
+    """The listening socket, before anything slow happens, so that a clash shows at once.
+
+    Raises:
+        UserError: the port is taken, or the address is not one of this host.
+    """
+    if inherited_fd is not None:
+        return socket.socket(fileno=inherited_fd)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}:{port}", why=str(error), fix="choose another --port") from error
+    listener.listen(1024)
+    return listener

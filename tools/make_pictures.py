@@ -4,14 +4,16 @@
     python tools/make_pictures.py console                     # console.svg: the live table over a recorded run
     python tools/make_pictures.py chat outputs/<run>          # chat.svg: a conversation with its model, held for it
     python tools/make_pictures.py report outputs/<run>        # report.png: the first screen of its report.html
+    python tools/make_pictures.py watch                       # watch*.png: slime watch over two runs that are made up
 
-report.png needs Chromium (``apt-get install chromium``) and Pillow; elsewhere open the report in a window of 1280 × 915
+The .png need Chromium (``apt-get install chromium``) and Pillow; elsewhere open the report in a window of 1280 × 915
 and take the picture by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import json
 import os
@@ -144,11 +146,54 @@ def chat_svg(run_dir: Path) -> str:
     return terminal_svg(Text.from_ansi(typed + held(command, QUESTIONS)), "slime chat")
 
 
+#: Picture → what its address says after #, the width and height of its window, and whether it is dark.
+WATCHED = {
+    "watch": ("runs=0.,1.&smooth=0.8", 1280, 860, False),
+    "watch-sample": ("view=samples&sample=1", 1280, 860, True),
+    "watch-phone": ("view=timeline&rollout=3", 390, 760, False),
+}
+
+
+def watch_pngs() -> None:
+    """`slime watch` in a browser, in few colours."""
+    sys.path.insert(0, str(ROOT))  # for tests.support
+    from aiohttp import web
+    from PIL import Image
+
+    from slime.host import bind
+    from slime.observe.watch.server import Runs, application
+    from tests.support.browser import tab
+    from tests.support.watched_runs import make_run
+
+    async def take(folder: Path) -> None:
+        runs = Runs([make_run(folder / "first", 60), make_run(folder / "second", 60, lr=1e-5, seed=1)])
+        runs.look()
+        runner = web.AppRunner(application(runs, None))
+        await runner.setup()
+        listener = bind("127.0.0.1", 0)
+        await web.SockSite(runner, listener).start()
+        for name, (shown, width, height, dark) in WATCHED.items():
+            async with tab() as page:
+                await page.open(f"http://127.0.0.1:{listener.getsockname()[1]}/#{shown}", width, height, dark)
+                await page.until("document.querySelector('figure, .response-text')")
+                await asyncio.sleep(1)
+                await page.picture(folder / "shot.png")
+                image = Image.open(folder / "shot.png").convert("RGB").quantize(200)
+                image.save(IMAGES / f"{name}.png", optimize=True)
+        await runner.cleanup()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(take(Path(folder)))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=["all", "console", "chat", "report"])
+    parser.add_argument("picture", choices=["all", "console", "chat", "report", "watch"])
     parser.add_argument("run", nargs="?", type=Path, help="the run folder: of all but the console, which is recorded")
     options = parser.parse_args(argv)
+    if options.picture == "watch":
+        watch_pngs()
+        return 0
     if options.run is None and options.picture != "console":
         parser.error(f"{options.picture} needs a run folder, e.g. that of `make demo`")
     for name in ("console", "chat", "report") if options.picture == "all" else (options.picture,):

@@ -24,12 +24,11 @@ from slime.cli.convert import PRECISIONS
 from slime.cli.model_source import model_directory, model_name
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.config import make_config
-from slime.engines.embedded.server import bind
 from slime.engines.kinds import ENGINES, engine_of
 from slime.engines.launch import ONE_GPU
 from slime.engines.tool_calls import tool_format
 from slime.errors import RunFailed
-from slime.host import reserve_port
+from slime.host import bind, reserve_port
 from slime.models import read_hf_config
 from slime.models.spec import named_dtype
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Longest text kept of a prompt, a response or a label, in characters.
 MAX_TEXT = 20_000
+#: Tokens of a file that are kept one by one with their log-probs: some 15 bytes each, a megabyte per rollout.
+MAX_TOKENS = 65_536
 
 
 def run_lengths(mask: Sequence[int]) -> list[list[int]]:
@@ -69,6 +71,36 @@ def _log_prob_stats(values: Sequence[float] | None, mask: Sequence[int] | None) 
         return None
     kept = [v for v, m in zip(values, mask if mask is not None else [1] * len(values)) if m and math.isfinite(v)]
     return {"mean": sum(kept) / len(kept), "min": min(kept)} if kept else None
+
+
+class TokenTexts:
+    """The text of each token by itself, as it reads within a text; one that is a part of a character reads �.
+
+    Args:
+        decode: turns token ids into text. Asked once per token id.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._known: dict[int, str] = {}
+
+    def of(self, tokens: Sequence[int]) -> list[str]:
+        return [self._known[token] if token in self._known else self._look(token) for token in tokens]
+
+    def _look(self, token: int) -> str:
+        alone, twice = self._decode([token]), self._decode([token, token])
+        # where decoding strips the space that begins a text, the second of two has it still
+        text = self._known[token] = str(json_safe(twice[len(alone) :] if twice.startswith(alone) else alone))
+        return text
+
+
+def token_record(sample: Sample, texts: TokenTexts) -> dict[str, Any] | None:
+    """``{"text": [...], "log_probs": [...] or null}``, an entry per token of the response; None without a response."""
+    if not sample.response_length:
+        return None
+    log_probs = sample.rollout_log_probs
+    rounded = [round(float(value), 3) if math.isfinite(value) else None for value in log_probs] if log_probs else None
+    return {"text": texts.of(sample.tokens[-sample.response_length :]), "log_probs": rounded}
 
 
 def sample_record(sample: Sample, decode: Callable[[list[int]], str] | None = None) -> dict[str, Any]:
@@ -129,6 +161,7 @@ class Recorder:
     ) -> None:
         self._run = run if isinstance(run, RunFolder) else RunFolder(run, config.observe.stage or None)
         self._decode = decode
+        self._texts = TokenTexts(decode) if decode is not None else None
         self._max_samples = max_samples
         self._tracing = config.observe.trace
         self._started = False
@@ -161,10 +194,13 @@ class Recorder:
         self._write(name, extras, lists)
 
     def _write(self, name: str, extras: Sequence[Mapping[str, Any]], lists: Sequence[Sequence[Sample]]) -> None:
-        lines = [
-            dump_line({**extra, **sample_record(sample, self._decode)})
-            for extra, samples in zip(extras, lists)
-            for sample in samples
-        ]
+        lines, left = [], MAX_TOKENS
+        for extra, samples in zip(extras, lists):
+            for sample in samples:
+                record = {**extra, **sample_record(sample, self._decode)}
+                if self._texts is not None and sample.response_length <= left:
+                    record["tokens"] = token_record(sample, self._texts)  # of JSON as it is: there are many
+                    left -= sample.response_length
+                lines.append(dump_line(record))
         if lines:
             write_atomically(self._run.samples / f"{name}.jsonl", b"".join(lines))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from slime.config import make_config
 from slime.files import HIDDEN, dump_line, json_safe, read_lines, without_secrets, write_atomically
-from slime.observe.recorder import Recorder, run_lengths, sample_record, segments, spread
+from slime.observe.recorder import Recorder, TokenTexts, run_lengths, sample_record, segments, spread
 from slime.observe.run_folder import RunFolder
 from slime.observe.trace import span
 from slime.samples.types import Group, Sample
@@ -169,3 +170,34 @@ def test_environment_variables_hide_more_names_than_flags() -> None:
         "NCCL_DEBUG": "INFO",
     }
     assert without_secrets("label_key", "answer") == "answer" and without_secrets("wandb_key", "k") == HIDDEN
+
+
+def test_tokens_are_kept_one_by_one_until_the_file_has_enough(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.observe.recorder.MAX_TOKENS", 5)
+    drawn = groups(1, 3)
+    for (sample,) in drawn[0].executions:
+        sample.tokens, sample.response_length, sample.rollout_log_probs = [7, 1, 2, 3], 3, [-0.12345, -1.0, math.nan]
+    drawn[0].executions[2][0].tokens = [7, 1, 2]
+    drawn[0].executions[2][0].response_length = 2
+    drawn[0].executions[2][0].rollout_log_probs = None
+    recorder.record_rollout(0, drawn)
+    kept = [row.get("tokens") for row in read_lines(tmp_path / "r" / "samples" / "rl" / "rollout_000000.jsonl")]
+    texts = [decode([token]) for token in (1, 2, 3)]
+    assert (
+        kept
+        == [
+            {"text": texts, "log_probs": [-0.123, -1.0, None]},
+            None,  # it has no room
+            {"text": texts[:2], "log_probs": None},
+        ]
+    )
+
+
+def test_a_token_reads_as_it_does_within_a_text() -> None:
+    def stripping(tokens: list[int]) -> str:
+        return "".join([" the", " cat", "s", "�"][token] for token in tokens).removeprefix(" ")
+
+    asked = TokenTexts(stripping)
+    assert asked.of([0, 1, 2, 3, 0]) == [" the", " cat", "s", "�", " the"]

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from slime.engines.embedded.server import bind
+    from slime.host import bind
 
     listener = bind(args.host, args.port, args.fd)  # before torch is imported
     import torch

@@ -38,25 +38,6 @@ _GOODBYE = 0.5
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def bind(host: str, port: int, inherited_fd: int | None = None) -> socket.socket:
-    """The listening socket, before anything slow happens, so that a clash shows at once.
-
-    Raises:
-        UserError: the port is taken, or the address is not one of this host.
-    """
-    if inherited_fd is not None:
-        return socket.socket(fileno=inherited_fd)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port}", why=str(error), fix="choose another --port") from error
-    listener.listen(1024)
-    return listener
-
-
 async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int | None) -> int:
     """Run until SIGTERM, SIGINT, the parent's death, or the engine's; returns the exit status.
 

@@ -91,17 +91,23 @@ def _last(stage: Stage, key: str) -> str:
     return next((number(y) for _, y in reversed(stage.series(key)) if y is not None), "")
 
 
-def _differences_html(stages: dict[str, Stage]) -> str:
-    """Settings that are not the same in all runs."""
+def settings_that_differ(stages: dict[str, Stage]) -> dict[str, list[str]]:
+    """Flag → its value in each of the runs as text, of the flags that are not the same in all; where a run is does not
+    count."""
     settings = {name: {flag: value for flag, value, _ in flags_with_origins(s.config)} for name, s in stages.items()}
-    rows = []
-    for flag in dict.fromkeys(flag for values in settings.values() for flag in values):
-        shown = [_text(flag, values.get(flag)) for values in settings.values()]
-        if flag not in _PLACES and len(set(shown)) > 1:
-            rows.append(f"<tr><th>{escape(flag)}</th>{''.join(f'<td>{escape(text)}</td>' for text in shown)}</tr>")
+    flags = dict.fromkeys(flag for values in settings.values() for flag in values)
+    shown = {flag: [_text(flag, values.get(flag)) for values in settings.values()] for flag in flags}
+    return {flag: texts for flag, texts in shown.items() if flag not in _PLACES and len(set(texts)) > 1}
+
+
+def _differences_html(stages: dict[str, Stage]) -> str:
+    rows = [
+        f"<tr><th>{escape(flag)}</th>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>"
+        for flag, texts in settings_that_differ(stages).items()
+    ]
     if not rows:
         return '<p class="none">The settings are the same.</p>'
-    head = "<tr><th>setting</th>" + "".join(f"<th>{escape(name)}</th>" for name in settings) + "</tr>"
+    head = "<tr><th>setting</th>" + "".join(f"<th>{escape(name)}</th>" for name in stages) + "</tr>"
     return f'<section><h3>Settings that differ</h3><table class="config">{head}{"".join(rows)}</table></section>'
 
 

@@ -87,11 +87,25 @@ def read_run(path: Path) -> RunData:
     """
     if not path.is_dir():
         raise UserError(f"no run folder {path}", fix="pass a directory below outputs/")
-    summary = RunFolder(path).read_summary()
-    rows = rows_by_stage(read_lines(path / "metrics.jsonl"))
+    stages = read_stages(path, rows_by_stage(read_lines(path / "metrics.jsonl")))
+    if not stages:
+        raise UserError(f"{path} is not a run folder", why="it has neither config.json nor metrics.jsonl")
+    crashes = [
+        read_object(p) | {"folder": str(p.parent.relative_to(path))} for p in sorted(path.glob("crash/*/crash.json"))
+    ]
+    return RunData(path, stages, crashes)
+
+
+def read_stages(path: Path, rows: dict[str, list[dict[str, Any]]]) -> list[Stage]:
+    """The stages of a run folder in the order in which they began; none where it is no run folder.
+
+    Args:
+        rows: the metrics of each stage, as `rows_by_stage` gives them.
+    """
     config_names = [p.name.removeprefix("config").removesuffix(".json").strip(".") for p in path.glob("config*.json")]
     if not rows and not config_names:
-        raise UserError(f"{path} is not a run folder", why="it has neither config.json nor metrics.jsonl")
+        return []
+    summary = RunFolder(path).read_summary()
     names = dict.fromkeys([*rows, *summary["stages"], *config_names])
     started = {name: entry.get("started") or 0.0 for name, entry in summary["stages"].items()}
     stages = []
@@ -104,10 +118,7 @@ def read_run(path: Path) -> RunData:
         if stage.summary.get("state") == "running" and not is_held(path):
             stage.summary = {**stage.summary, "state": "interrupted", "ended": _last_time(stage)}
         stages.append(stage)
-    crashes = [
-        read_object(p) | {"folder": str(p.parent.relative_to(path))} for p in sorted(path.glob("crash/*/crash.json"))
-    ]
-    return RunData(path, stages, crashes)
+    return stages
 
 
 def _eval_order(path: Path) -> tuple[bool, str]:

@@ -50,7 +50,8 @@ def main(argv: list[str]) -> int:
 
     install(args)
     from slime.engines.embedded.engine import EngineOptions
-    from slime.engines.embedded.server import bind, serve
+    from slime.engines.embedded.server import serve
+    from slime.host import bind
 
     listener = bind(args.host, args.port)
     options = EngineOptions(

@@ -1,0 +1,95 @@
+"""JSONL files that grow while they are read: what is new since the last look, and whether it is still the same file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+#: Bytes of a file that are read at once, and of its end that are kept to know it again.
+_PIECE, _TAIL = 1 << 22, 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far a file has been read. ``tail`` are the last bytes before ``size``: another file has others there."""
+
+    inode: int = 0
+    size: int = 0
+    mtime: int = 0
+    tail: bytes = b""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A whole line: where it stands, in bytes, and its JSON object."""
+
+    offset: int
+    length: int
+    value: dict[str, Any]
+
+
+def is_unchanged(path: Path, place: Place) -> bool:
+    """Nothing was written since: same file, same time of change."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return place == Place()
+    return (status.st_ino, status.st_mtime_ns) == (place.inode, place.mtime)
+
+
+def new_lines(path: Path, place: Place) -> tuple[bool, Iterator[Line], list[Place]]:
+    """What was appended since ``place``.
+
+    A line without its end is left for later, unless it is a whole object already; what is no JSON object is left out.
+
+    Returns:
+        (whether it is another file now, or was written anew, so that the lines are those from its beginning; the lines;
+        a list that holds the new place once they are used up).
+    """
+    file = path.open("rb")
+    status = os.fstat(file.fileno())
+    begins = max(0, place.size - _TAIL)
+    file.seek(begins)
+    same = status.st_ino == place.inode and status.st_size >= place.size
+    same = same and file.read(place.size - begins) == place.tail
+    same = same and (status.st_size > place.size or status.st_mtime_ns == place.mtime)
+    after: list[Place] = []
+    return not same, _lines(file, status, place.size if same else 0, after), after
+
+
+def _lines(file: BinaryIO, status: os.stat_result, offset: int, after: list[Place]) -> Iterator[Line]:
+    with file:
+        file.seek(offset)
+        rest = b""
+        while piece := file.read(_PIECE):
+            *whole, rest = (rest + piece).split(b"\n")
+            for text in whole:
+                value = _object(text)
+                if value is not None:
+                    yield Line(offset, len(text), value)
+                offset += len(text) + 1
+        value = _object(rest)
+        if value is not None:
+            yield Line(offset, len(rest), value)
+            offset += len(rest)
+        begins = max(0, offset - _TAIL)
+        file.seek(begins)
+        after.append(Place(status.st_ino, offset, status.st_mtime_ns, file.read(offset - begins)))
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    try:
+        value = orjson.loads(text) if text.strip() else None
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a path lies in a folder when all links are followed: what is read for others stays within the runs."""
+    return path.resolve().is_relative_to(folder.resolve())

@@ -1,0 +1,370 @@
+"""An index of the samples of one run folder: which there are, where they stand, and which hold a text.
+
+A small SQLite database beside the samples' own files, which stay the only home of the texts: rows have numbers to sort
+by and the place of their line. A search narrows the samples down by their trigrams (FTS5) and then looks at the lines
+themselves, so that what it finds is what a look at every line would; without FTS5, and for words of one or two
+characters, it looks at the lines alone. Texts are compared without regard to case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from slime.observe.report.data import Stage, config_value
+from slime.observe.watch.files import Place, is_inside, is_unchanged, new_lines
+from slime.observe.watch.rows import COLUMNS, SORTS, Query, condition_of, row_of, searched_text
+
+#: Changes with the tables: a database of another version is made anew.
+_VERSION = 1
+_BATCH, _CHUNK = 1000, 100
+#: Matches of a search up to which they are sorted by themselves; more are met soon on a walk in the order asked for.
+_FEW = 3000
+_TRIGRAM = 3
+_BUSY_MS = 10_000
+_TABLES = f"""
+CREATE TABLE files (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, inode INTEGER, size INTEGER,
+                    mtime INTEGER, tail BLOB);
+CREATE TABLE rows (id INTEGER PRIMARY KEY AUTOINCREMENT, file INTEGER, offset INTEGER, length INTEGER,
+                   {", ".join(COLUMNS)});
+CREATE INDEX of_file ON rows (file, grp);
+CREATE INDEX of_rollout ON rows (stage, kind, rollout, dataset, grp, reward, response_length);
+CREATE INDEX of_prompt ON rows (stage, prompt);
+CREATE INDEX by_reward ON rows (stage, kind, reward, rollout);
+CREATE INDEX by_advantage ON rows (stage, kind, above, rollout);
+CREATE INDEX by_length ON rows (stage, kind, response_length, rollout);
+CREATE TABLE progress (texts INTEGER);
+INSERT INTO progress VALUES (0);
+"""
+
+
+def cache_folder() -> Path:
+    """Where indexes are kept from one call to the next."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "slime" / "watch"
+
+
+class SampleIndex:
+    """The index of one run folder. `update` is for one thread; the rest may be asked from others at the same time.
+
+    Args:
+        run: the run folder.
+        cache: where the database is kept; None: it goes with this object.
+    """
+
+    def __init__(self, run: Path, cache: Path | None = None) -> None:
+        self.run = run
+        self._own = None if cache else tempfile.TemporaryDirectory(prefix="slime-watch-")
+        folder = cache or Path(self._own.name if self._own else "")
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        name = hashlib.blake2b(str(run.resolve()).encode(), digest_size=12).hexdigest()
+        self._path = folder / f"{name}.sqlite"
+        try:
+            self._writer = self._opened()
+        except sqlite3.DatabaseError:  # damaged, or of another version: it is only an index
+            self._remove()
+            self._writer = self._opened()
+        self._state = 0
+        self._cached: dict[str, Any] = {}  # what takes a walk over all rows, until something changes
+        self.has_trigrams = bool(self._writer.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone())
+
+    def close(self) -> None:
+        self._writer.close()
+        if self._own:
+            self._own.cleanup()
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, timeout=_BUSY_MS / 1000, check_same_thread=False)
+        connection.isolation_level = None
+        connection.row_factory = sqlite3.Row
+        return connection
+
+    def _opened(self) -> sqlite3.Connection:
+        connection = self._connect()
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = OFF")
+            with _transaction(connection):
+                if connection.execute("PRAGMA user_version").fetchone()[0] == _VERSION:
+                    return connection
+                if connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+                    raise sqlite3.DatabaseError("of another version")
+                for statement in _TABLES.split(";"):
+                    connection.execute(statement)
+                with contextlib.suppress(sqlite3.OperationalError):  # built without FTS5, or older than trigrams
+                    connection.execute(
+                        "CREATE VIRTUAL TABLE texts USING fts5"
+                        " (text, content='', detail=none, tokenize='trigram case_sensitive 1')"
+                    )
+                connection.execute(f"PRAGMA user_version = {_VERSION}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _remove(self) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+
+    # -- what is new -------------------------------------------------------------------------------------------------
+
+    def update(self, stages: Iterable[Stage], goes_on: Callable[[], bool] = lambda: True) -> bool:
+        """Read what was written since the last time: first the numbers of all samples, then their texts.
+
+        Args:
+            goes_on: asked between batches; False leaves the rest for later.
+
+        Returns:
+            Whether anything changed.
+        """
+        changed = self._update(stages, goes_on)
+        state = self._writer.execute("PRAGMA data_version").fetchone()[0]  # another process may keep the same index
+        if changed or state != self._state:
+            self._state, self._cached = state, {}
+        return changed
+
+    def _update(self, stages: Iterable[Stage], goes_on: Callable[[], bool]) -> bool:
+        files = {}
+        for stage in stages:
+            for kind, paths in (("rollout", stage.rollouts), ("eval", stage.evaluations)):
+                files.update({str(p.relative_to(self.run)): (p, stage, kind) for p in paths.values()})
+        known = {row["name"]: row for row in self._writer.execute("SELECT * FROM files")}
+        changed = False
+        for name in known.keys() - files.keys():
+            with _transaction(self._writer):
+                self._forget(known[name]["id"])
+            changed = True
+        for name, (path, stage, kind) in files.items():
+            if not goes_on():
+                return changed
+            row = known.get(name)
+            place = Place(row["inode"], row["size"], row["mtime"], row["tail"]) if row else Place()
+            if not is_unchanged(path, place) and is_inside(path, self.run):
+                with contextlib.suppress(FileNotFoundError):  # a resumed run moved it away
+                    self._read(name, path, stage, kind)
+                    changed = True
+        return self._add_texts(goes_on) or changed
+
+    def _forget(self, file: int) -> None:
+        self._writer.execute("DELETE FROM rows WHERE file = ?", (file,))
+        self._writer.execute("DELETE FROM files WHERE id = ?", (file,))
+
+    def _read(self, name: str, path: Path, stage: Stage, kind: str) -> None:
+        reward_key = config_value(stage.config, "reward_key" if kind == "rollout" else "eval_reward_key")
+        with _transaction(self._writer):  # what another process has read meanwhile is seen here
+            row = self._writer.execute("SELECT * FROM files WHERE name = ?", (name,)).fetchone()
+            place = Place(row["inode"], row["size"], row["mtime"], row["tail"]) if row else Place()
+            is_other, lines, after = new_lines(path, place)
+            if is_other and row:
+                self._forget(row["id"])
+                row = None
+            if row is None:
+                file = self._writer.execute("INSERT INTO files (name) VALUES (?)", (name,)).lastrowid
+            else:
+                file = row["id"]
+            marks = ", ".join("?" * (3 + len(COLUMNS)))
+            statement = f"INSERT INTO rows (file, offset, length, {', '.join(COLUMNS)}) VALUES ({marks})"
+            values = (row_of(file or 0, line, stage.name, kind, path.stem, reward_key) for line in lines)
+            while batch := list(itertools.islice(values, _BATCH)):
+                self._writer.executemany(statement, batch)
+            new = after[0]
+            self._writer.execute(
+                "UPDATE files SET inode = ?, size = ?, mtime = ?, tail = ? WHERE id = ?",
+                (new.inode, new.size, new.mtime, new.tail, file),
+            )
+            self._writer.execute(
+                "UPDATE rows SET above = reward - (SELECT avg(reward) FROM rows AS other WHERE other.file = rows.file"
+                " AND other.grp IS rows.grp AND other.dataset IS rows.dataset) WHERE file = ?",
+                (file,),
+            )
+
+    def _add_texts(self, goes_on: Callable[[], bool]) -> bool:
+        if not self.has_trigrams:
+            return False
+        added = False
+        while goes_on():
+            with _transaction(self._writer):
+                upto = self._texts_upto(self._writer)
+                rows = self._writer.execute(
+                    f"SELECT id, file, offset, length FROM rows WHERE id > ? ORDER BY id LIMIT {_BATCH}", (upto,)
+                ).fetchall()
+                if not rows:
+                    return added
+                texts = [
+                    (row["id"], searched_text(record).replace("\0", " "))
+                    for row, record in self._records(self._writer, rows)
+                ]
+                self._writer.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
+                self._writer.execute("UPDATE progress SET texts = ?", (rows[-1]["id"],))
+            added = True
+        return added
+
+    def progress(self) -> dict[str, int]:
+        """``{"samples", "texts"}``: how many samples there are, and of how many the texts are indexed."""
+        cached = self._cached
+        if "progress" not in cached:
+            with self._reader() as reader:
+                upto = self._texts_upto(reader)
+                samples = reader.execute("SELECT count(*) FROM rows").fetchone()[0]
+                left = reader.execute("SELECT count(*) FROM rows WHERE id > ?", (upto,)).fetchone()[0]
+            cached["progress"] = {"samples": samples, "texts": samples - (left if self.has_trigrams else 0)}
+        return dict(cached["progress"])
+
+    @staticmethod
+    def _texts_upto(connection: sqlite3.Connection) -> int:
+        return int(connection.execute("SELECT texts FROM progress").fetchone()[0])
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[sqlite3.Connection]:
+        with contextlib.closing(self._connect()) as connection:
+            yield connection
+
+    def rollouts(self, stage: str) -> list[dict[str, Any]]:
+        """One entry per rollout and evaluation: ``{"kind", "rollout", "samples", "groups", "reward", "length"}``."""
+        cached = self._cached
+        if stage not in cached.setdefault("rollouts", {}):
+            with self._reader() as reader:
+                rows = reader.execute(
+                    "SELECT kind, rollout, count(*) AS samples, count(DISTINCT grp) AS groups, avg(reward) AS reward,"
+                    " avg(response_length) AS length FROM rows WHERE stage = ? GROUP BY kind, rollout"
+                    " ORDER BY rollout, kind",
+                    (stage,),
+                )
+                cached["rollouts"][stage] = [dict(row) for row in rows]
+        return list(cached["rollouts"][stage])
+
+    def groups(self, query: Query, limit: int = 100) -> list[dict[str, Any]]:
+        """The groups of the samples that `query` means, those with the largest difference in reward first:
+        ``{"rollout", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}``, and ``record``, one of
+        their lines."""
+        condition, values = condition_of(query)
+        with self._reader() as reader:
+            found = reader.execute(
+                "SELECT rollout, dataset, grp AS 'group', min(id) AS first, count(*) AS samples, min(reward) AS least,"
+                " avg(reward) AS mean, max(reward) AS greatest, group_concat(reward, ' ') AS rewards FROM rows"
+                f" WHERE {condition} GROUP BY rollout, dataset, grp"
+                f" ORDER BY max(reward) - min(reward) DESC, rollout DESC, grp LIMIT {int(limit)}",
+                values,
+            ).fetchall()
+            lines = self._rows(reader, (row["first"] for row in found))
+            groups = [{**dict(row), "record": record} for row, (_, record) in zip(found, lines)]
+        for group in groups:
+            del group["first"]
+        return groups
+
+    def find(self, query: Query, offset: int = 0, limit: int = 50) -> tuple[list[dict[str, Any]], bool]:
+        """A page of samples.
+
+        Returns:
+            (rows with their numbers and ``record``, the line itself; whether there are more).
+        """
+        words = tuple(word.casefold() for word in query.words)
+        with self._reader() as reader:
+            condition, values = condition_of(query)
+            narrowed, more_values = self._narrowed(reader, words)
+            way = "DESC" if query.descending else "ASC"
+            column = SORTS[query.sort]
+            order = f"{column} {way} NULLS LAST" + (f", rollout {way}" if column != "rollout" else "")
+            statement = f"SELECT id FROM rows WHERE {condition}{narrowed} ORDER BY {order}, id {way}"
+            if not words:
+                statement += f" LIMIT {int(limit) + 1} OFFSET {int(offset)}"
+                offset = 0
+            ids = (row["id"] for row in reader.execute(statement, [*values, *more_values]))
+            found: list[dict[str, Any]] = []
+            for row, record in self._rows(reader, ids):
+                text = searched_text(record) if words else ""
+                if not all(word in text for word in words):
+                    continue
+                if offset:
+                    offset -= 1
+                    continue
+                if len(found) == limit:
+                    return found, True
+                found.append(_shown(row, record))
+        return found, False
+
+    def sample(self, number: int) -> dict[str, Any] | None:
+        """One sample as `find` gives it, by its ``id``; None when it is no longer there."""
+        with self._reader() as reader:
+            return next((_shown(row, record) for row, record in self._rows(reader, iter([number]))), None)
+
+    def _narrowed(self, reader: sqlite3.Connection, words: Sequence[str]) -> tuple[str, list[Any]]:
+        """A condition that holds for every sample with these words, and for few others."""
+        grams = {word[i : i + _TRIGRAM] for word in words for i in range(len(word) - _TRIGRAM + 1)}
+        grams = {gram for gram in grams if "\0" not in gram}
+        if not grams or not self.has_trigrams:
+            return "", []
+        match = " AND ".join('"' + gram.replace('"', '""') + '"' for gram in sorted(grams)[:60])
+        upto = self._texts_upto(reader)
+        few = f"SELECT rowid FROM texts WHERE texts MATCH ? LIMIT {_FEW}"
+        ids = [row["rowid"] for row in reader.execute(few, (match,))]
+        if len(ids) < _FEW:
+            ids += [row["id"] for row in reader.execute("SELECT id FROM rows WHERE id > ?", (upto,))]
+            return " AND id IN (SELECT value FROM json_each(?))", [orjson.dumps(ids).decode()]
+        # "+id": the rows are met in the order that is asked for, and looked up among the matches
+        return " AND (+id > ? OR +id IN (SELECT rowid FROM texts WHERE texts MATCH ?))", [upto, match]
+
+    def _rows(self, connection: sqlite3.Connection, ids: Iterator[int]) -> Iterator[tuple[sqlite3.Row, dict[str, Any]]]:
+        """Rows and their lines, in the order of their ids."""
+        while chunk := list(itertools.islice(ids, _CHUNK)):
+            rows = connection.execute(f"SELECT * FROM rows WHERE id IN ({', '.join(map(str, chunk))})")
+            known = {row["id"]: row for row in rows}
+            yield from self._records(connection, [known[number] for number in chunk if number in known])
+
+    def _records(
+        self, connection: sqlite3.Connection, rows: Sequence[sqlite3.Row]
+    ) -> Iterator[tuple[sqlite3.Row, dict[str, Any]]]:
+        """The lines of rows; {} for one whose file was written anew since."""
+        files_of_rows = ", ".join({str(row["file"]) for row in rows})
+        told = connection.execute(f"SELECT id, name FROM files WHERE id IN ({files_of_rows})")
+        names = {row["id"]: row["name"] for row in told}
+        with contextlib.ExitStack() as files:
+            opened: dict[int, Any] = {}
+            for row in rows:
+                file = row["file"]
+                if file not in opened:
+                    if len(opened) > 64:
+                        files.close()
+                        opened.clear()
+                    try:
+                        opened[file] = files.enter_context((self.run / names[file]).open("rb"))
+                    except (FileNotFoundError, KeyError):
+                        opened[file] = None
+                yield row, _line_at(opened[file], row["offset"], row["length"])
+
+
+@contextlib.contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+
+
+def _shown(row: sqlite3.Row, record: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("id", *COLUMNS)} | {"record": record}
+
+
+def _line_at(file: Any, offset: int, length: int) -> dict[str, Any]:
+    if file is None:
+        return {}
+    file.seek(offset)
+    try:
+        value = orjson.loads(file.read(length))
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,93 @@
+// Puts the page together: the list of runs, the views, and a look at what is new every few seconds.
+import { chip, duration, h, none } from "/dom.js";
+import { engines } from "/engines.js";
+import { overview } from "/overview.js";
+import { samples } from "/samples.js";
+import { settings } from "/settings.js";
+import { address, chosen, colorOf, current, go, loadRuns, state } from "/store.js";
+import { timeline } from "/timeline.js";
+
+const VIEWS = { overview: ["Overview", overview], timeline: ["Timeline", timeline], engines: ["Engines", engines], samples: ["Samples", samples], settings: ["Settings", settings] };
+const WORDS = { interrupted: "killed" }, EVERY = 3000, EVERY_AT_REST = 15000;
+const root = document.getElementById("view"), pulse = document.getElementById("pulse");
+let update = null, shown = "", drawnRuns = "";
+
+function drawViews() {
+  const view = address().view;
+  document.getElementById("views").replaceChildren(...Object.entries(VIEWS).map(([name, [title]]) => {
+    const parts = new URLSearchParams(Object.entries({ ...address(), view: name, sample: "", prompt: "" }).filter(([, value]) => value));
+    return h("a", { href: `#${parts}`, "aria-current": name === view ? "page" : null }, title);
+  }));
+}
+
+function drawRuns() {
+  const picked = chosen(), one = current();
+  const key = JSON.stringify([state.runs.map(({ index, elapsed, ...run }) => [run.id, run.state, run.step, run.alarms.length]), picked.map((r) => r.id), one?.id]);
+  if (key === drawnRuns) return;
+  drawnRuns = key;
+  const pick = (run, on) => {
+    const ids = on ? [...picked, run] : picked.filter((other) => other !== run);
+    go({ runs: (ids.length ? ids : [run]).map((r) => r.id).join(","), run: on ? run.id : "", sample: "", prompt: "", rollout: "" });
+  };
+  const only = (run) => go({ runs: run.id, run: "", sample: "", prompt: "", rollout: "" });
+  const items = state.runs.map((run) => {
+    const on = picked.includes(run);
+    return h("li", { class: run === one ? "current" : "" },
+      h("input", { type: "checkbox", checked: on, "aria-label": `show ${run.name} with the others`, onchange: (event) => pick(run, event.target.checked) }),
+      h("i", { class: `mark ${on ? `b${colorOf(run)}` : ""}` }),
+      h("button", { type: "button", title: run.path, onclick: () => only(run) }, run.name),
+      h("small", {}, h("span", { class: `state ${run.state}` }, WORDS[run.state] ?? (run.state || "?")), ` step ${run.step ?? 0}`,
+        run.elapsed ? ` · ${duration(run.elapsed)}` : "", run.alarms.length ? [" ", chip(`${run.alarms.length} alarm${run.alarms.length > 1 ? "s" : ""}`, "warn")] : null));
+  });
+  document.getElementById("runs").replaceChildren(h("details", { open: window.innerWidth > 900 }, h("summary", {}, "Runs ", chip(state.runs.length)), h("ul", {}, items)));
+}
+
+async function show() {
+  const at = address(), view = VIEWS[at.view] ? at.view : "overview";
+  const key = JSON.stringify([view, at.runs, at.run]);
+  drawViews();
+  drawRuns();
+  if (!state.runs.length) return root.replaceChildren(none("There is no run yet."));
+  document.title = `${current().name} · slime watch`;
+  if (key !== shown) {
+    shown = key;
+    root.dataset.view = view;
+    update = null;
+    const place = h("div", {});
+    root.replaceChildren(place);
+    const next = await VIEWS[view][1](place);
+    if (shown === key) update = next;
+  } else await update?.();
+}
+
+async function guarded(action) {
+  try {
+    await action();
+    pulse.textContent = state.runs.some((run) => run.state === "running") ? "live" : "";
+    pulse.className = "";
+  } catch (error) {
+    const lost = error instanceof TypeError && /fetch/i.test(error.message);
+    if (!lost) console.error(error);
+    pulse.textContent = lost ? "the server does not answer" : error.message;
+    pulse.className = "lost";
+  }
+}
+
+async function look() {
+  const busy = document.hidden || !document.getElementById("tip").hidden || getSelection().toString();
+  if (!busy) await guarded(async () => { await loadRuns(); await show(); });
+  const alive = state.runs.some((run) => run.state === "running" || run.index.texts < run.index.samples);
+  setTimeout(look, alive ? EVERY : EVERY_AT_REST);
+}
+
+addEventListener("hashchange", () => guarded(show));
+addEventListener("keydown", (event) => {
+  const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
+  if (event.key === "/" && !typing) {
+    const field = root.querySelector("input[type=search]");
+    if (field) { event.preventDefault(); field.focus(); }
+  }
+  const view = Object.keys(VIEWS)[Number(event.key) - 1];
+  if (view && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) go({ view, sample: "", prompt: "" });
+});
+look();

@@ -1,0 +1,87 @@
+// What the page knows: the address says what is shown, the server what there is.
+
+export const state = { runs: [], catalog: [], sorts: [], version: "" };
+const metrics = new Map(); // run → {generation, since, steps, columns, names, asked}
+const DEFAULTS = { view: "overview", smooth: "0.6", sort: "step", descending: "1" };
+
+export class Gone extends Error {}
+
+export async function ask(question, parameters = {}) {
+  const kept = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  const answer = await fetch(`/api/${question}?${new URLSearchParams(kept)}`);
+  if (answer.status === 404) throw new Gone(await answer.text());
+  if (!answer.ok) throw new Error(`${answer.status}: ${(await answer.text()).trim()}`);
+  return answer.json();
+}
+
+export function address() {
+  return { ...DEFAULTS, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) };
+}
+
+// Changes the address; a change of what is shown is a step that "back" undoes, one of how is none.
+export function go(changes, { quiet = false } = {}) {
+  const next = Object.entries({ ...address(), ...changes });
+  const kept = next.filter(([name, value]) => value !== undefined && value !== null && value !== "" && DEFAULTS[name] !== value);
+  const hash = `#${new URLSearchParams(kept)}`;
+  if (hash === (location.hash || "#")) return;
+  if (quiet) history.replaceState(null, "", hash);
+  else location.hash = hash;
+}
+
+export async function loadRuns() {
+  Object.assign(state, await ask("runs"));
+}
+
+export function chosen() {
+  const ids = (address().runs ?? "").split(",");
+  const found = state.runs.filter((run) => ids.includes(run.id));
+  return found.length ? found : state.runs.slice(0, 1);
+}
+
+// The run that views of one run show: the first of those that are chosen.
+export const current = () => chosen().find((run) => run.id === address().run) ?? chosen()[0];
+
+export const colorOf = (run) => (chosen().indexOf(run) % 8) + 1;
+
+// The metrics of a run, brought up to date: only the steps since the last time come over the wire.
+export async function metricsOf(run, names) {
+  let known = metrics.get(run.id) ?? { generation: -1, since: 0, steps: [], columns: {}, names: [], asked: new Set() };
+  const missing = names.filter((name) => !known.asked.has(name));
+  if (missing.length && known.since) {
+    const answer = await ask("metrics", { run: run.id, names: missing.join(",") });
+    merge(known, answer, missing);
+    if (answer.generation !== known.generation) known = { ...known, generation: -1, since: 0, steps: [], columns: {} };
+  }
+  missing.forEach((name) => known.asked.add(name));
+  const asked = [...known.asked].join(",");
+  const news = await ask("metrics", { run: run.id, names: asked, generation: known.generation, since: known.since });
+  if (news.generation !== known.generation) Object.assign(known, { steps: [], columns: {} });
+  merge(known, news, [...known.asked]);
+  Object.assign(known, { generation: news.generation, since: news.since, names: news.names });
+  metrics.set(run.id, known);
+  return known;
+}
+
+function merge(known, answer, names) {
+  const place = new Map(known.steps.map((step, i) => [step, i]));
+  for (const step of answer.steps) {
+    if (!place.has(step)) {
+      place.set(step, known.steps.length);
+      known.steps.push(step);
+    }
+  }
+  for (const name of names) {
+    const values = answer.columns[name];
+    if (!values) continue;
+    const column = (known.columns[name] ??= []);
+    answer.steps.forEach((step, i) => { column[place.get(step)] = values[i]; });
+  }
+}
+
+// [step, value] in order; steps that did not log the metric are left out.
+export function series(known, name) {
+  const column = known.columns[name];
+  if (!column) return [];
+  const points = known.steps.map((step, i) => [step, column[i]]);
+  return points.filter(([, value]) => value !== undefined && value !== null).sort((a, b) => a[0] - b[0]);
+}

@@ -1,0 +1,117 @@
+// A response as text that shows what training saw of it: mask, log-probs, versions of the weights, and what tools said.
+import { h, number } from "/dom.js";
+
+const LEVELS = 8, DEEPEST = -6, FOLDED = 160;
+
+export const COLORINGS = { none: "plain", mask: "trained or not", log_prob: "log-prob", advantage: "reward against its group", version: "weights" };
+
+export function roles(prompt) {
+  if (!Array.isArray(prompt)) return [String(prompt ?? "")];
+  return prompt.flatMap((message) => {
+    if (message === null || typeof message !== "object") return [String(message), "\n"];
+    const text = typeof message.content === "string" ? message.content : JSON.stringify(message.content);
+    return [h("span", { class: "role" }, message.role ?? "?"), " ", text, "\n"];
+  });
+}
+
+// 0 for a token that was certain, up to LEVELS - 1 for one that was hardly possible.
+const levelOf = (value) => Math.min(LEVELS - 1, Math.max(0, Math.round((Math.min(0, value) / DEEPEST) * (LEVELS - 1))));
+
+function flat(runs, length) {
+  const values = new Array(length).fill(1);
+  let at = 0;
+  for (const [value, count] of runs ?? []) {
+    values.fill(value, at, at + count);
+    at += count;
+  }
+  return values;
+}
+
+// The response in pieces: {text, trained, version, log_prob}. Of tokens where they were recorded, else as far as is known.
+function pieces(record) {
+  const tokens = record.tokens;
+  if (tokens && Array.isArray(tokens.text)) {
+    const mask = flat(record.loss_mask, tokens.text.length), versions = [];
+    for (const [start, end, version] of record.token_spans ?? []) versions.fill(version, start, end), [...Array(Math.max(0, end - start))].forEach((_, i) => { versions[start + i] = version; });
+    return tokens.text.map((text, i) => ({ text, trained: Boolean(mask[i]), version: versions[i] ?? null, log_prob: tokens.log_probs?.[i] ?? null, token: i }));
+  }
+  if (record.segments?.length) return record.segments.map((piece) => ({ ...piece, log_prob: null }));
+  const trained = record.trained_tokens !== 0 || !record.loss_mask;
+  return record.response ? [{ text: record.response, trained, version: record.token_spans?.[0]?.[2] ?? null, log_prob: null }] : [];
+}
+
+function classOf(piece, coloring, above, versions) {
+  if (coloring === "mask") return piece.trained ? "trained" : "untrained";
+  if (coloring === "log_prob") return piece.log_prob === null ? "unknown" : `lp lp${levelOf(piece.log_prob)}`;
+  if (coloring === "advantage") return !piece.trained || !above ? "untrained" : above > 0 ? "up" : "down";
+  if (coloring === "version") return `version v${versions.indexOf(piece.version) % 4}`;
+  return "";
+}
+
+function titleOf(piece) {
+  const parts = [piece.trained ? "trained on" : "not trained on (loss mask 0)"];
+  if (piece.token !== undefined) parts.unshift(`token ${piece.token}`);
+  if (piece.log_prob !== null) parts.push(`log-prob ${number(piece.log_prob)}`);
+  if (piece.version !== null && piece.version !== undefined) parts.push(`weights ${piece.version}`);
+  return parts.join(", ");
+}
+
+// What is not trained on within a response is what a tool or the environment said: folded when it is long.
+export function response(sample, coloring) {
+  const record = sample.record, all = pieces(record), versions = [...new Set(all.map((piece) => piece.version))];
+  if (!all.length) return h("pre", { class: "response-text" }, h("span", { class: "empty" }, "(empty response)"));
+  const out = [];
+  const mixed = all.some((piece) => piece.trained);
+  for (let i = 0; i < all.length;) {
+    let end = i;
+    while (end < all.length && all[end].trained === all[i].trained) end++;
+    const run = all.slice(i, end);
+    const spans = run.map((piece) => h("span", { class: classOf(piece, coloring, sample.above, versions), title: titleOf(piece) }, piece.text));
+    const text = run.map((piece) => piece.text).join("");
+    const folds = mixed && !all[i].trained && text.length > FOLDED;
+    out.push(folds ? h("details", { class: "tool" }, h("summary", {}, `not generated, ${text.length.toLocaleString("en")} characters: `, h("q", {}, text.trim().slice(0, 60), "…")), spans) : spans);
+    i = end;
+  }
+  return h("pre", { class: "response-text", tabindex: 0, "aria-label": "response" }, out);
+}
+
+export const hasTokens = (record) => Array.isArray(record.tokens?.text);
+
+export function legend(coloring, record) {
+  if (coloring === "log_prob" && !hasTokens(record)) return h("p", { class: "hint" }, "The tokens of this sample were not recorded: of a rollout the first ones are, see docs/run-folder.md.");
+  const entries = {
+    mask: [["trained", "trained on"], ["untrained", "not trained on"]],
+    log_prob: [...Array(LEVELS).keys()].map((i) => [`lp lp${i}`, i === 0 ? "certain" : i === LEVELS - 1 ? `${DEEPEST} and below` : " "]),
+    advantage: [["up", "above its group: made likelier"], ["down", "below: made less likely"], ["untrained", "neither"]],
+  }[coloring];
+  return entries ? h("ul", { class: "legend" }, entries.map(([kind, text]) => h("li", {}, h("span", { class: `swatch ${kind}` }, "a"), text))) : null;
+}
+
+// -- two texts beside each other ------------------------------------------------------------------------------------
+
+const MOST_WORDS = 1500;
+const words = (text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
+
+// Words of both texts as [text, is in both], by their longest common subsequence; null for texts that are too long.
+export function compared(left, right) {
+  const a = words(left), b = words(right);
+  let head = 0, tail = 0;
+  while (head < a.length && head < b.length && a[head] === b[head]) head++;
+  while (tail < a.length - head && tail < b.length - head && a[a.length - 1 - tail] === b[b.length - 1 - tail]) tail++;
+  const x = a.slice(head, a.length - tail), y = b.slice(head, b.length - tail), wide = y.length + 1;
+  if (x.length > MOST_WORDS || y.length > MOST_WORDS) return null;
+  const best = new Uint16Array((x.length + 1) * wide);
+  for (let i = x.length - 1; i >= 0; i--) {
+    for (let j = y.length - 1; j >= 0; j--) {
+      best[i * wide + j] = x[i] === y[j] ? best[(i + 1) * wide + j + 1] + 1 : Math.max(best[(i + 1) * wide + j], best[i * wide + j + 1]);
+    }
+  }
+  const same = (part) => part.map((word) => [word, true]), one = same(a.slice(0, head)), two = same(b.slice(0, head));
+  let i = 0, j = 0;
+  while (i < x.length || j < y.length) {
+    if (i < x.length && j < y.length && x[i] === y[j]) { one.push([x[i++], true]); two.push([y[j++], true]); }
+    else if (j >= y.length || (i < x.length && best[(i + 1) * wide + j] >= best[i * wide + j + 1])) one.push([x[i++], false]);
+    else two.push([y[j++], false]);
+  }
+  return [[...one, ...same(a.slice(a.length - tail))], [...two, ...same(b.slice(b.length - tail))]];
+}

@@ -1,0 +1,188 @@
+"""The index of samples: what it finds is what a look at every line would find, however the files grew."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.observe.report.data import read_stages
+from slime.observe.watch.index import SampleIndex
+from slime.observe.watch.rows import SORTS, Query, searched_text
+from tests.support.watched_runs import make_run, write_lines
+
+#: Few letters, so that words are found; with some that fold, end lines, mean something to a search, or have no text.
+LETTERS = "abcABßİ\"'*%_ \n\0\u2028é"
+texts = st.text(LETTERS, max_size=12)
+records = st.fixed_dictionaries(
+    {
+        "group": st.integers(0, 3),
+        "index": st.integers(0, 50),
+        "prompt": texts | st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": texts}), max_size=2),
+        "response": texts,
+        "label": st.none() | texts | st.integers(0, 30),
+        "reward": st.none() | st.sampled_from([0.0, 0.5, 1.0]),
+        "response_length": st.integers(0, 9),
+    }
+)
+
+
+def index_of(folder: Path, cache: Path | None = None) -> SampleIndex:
+    index = SampleIndex(folder, cache)
+    index.update(read_stages(folder, {}))
+    return index
+
+
+def found(index: SampleIndex, query: Query, page: int = 3) -> list[dict[str, Any]]:
+    """All pages."""
+    rows, more = [], True
+    while more:
+        part, more = index.find(query, len(rows), page)
+        assert part or not more
+        rows += part
+    return rows
+
+
+def a_run(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("trigrams", [True, False])
+@settings(deadline=None, max_examples=40)
+@given(lines=st.lists(records, max_size=12), data=st.data())
+def test_a_search_finds_what_a_look_at_every_line_finds(
+    tmp_path_factory: pytest.TempPathFactory, trigrams: bool, lines: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    said = "\n".join(map(searched_text, lines))  # whose parts are found, or nearly: one may reach over two lines
+    parts = st.integers(0, len(said)).map(lambda start: said[start : start + 4]).filter(bool)
+    any_words = st.text(LETTERS, min_size=1, max_size=5)
+    words = data.draw(st.lists(any_words | parts.map(str.upper) | parts if said else any_words, max_size=2))
+    folder = a_run(tmp_path_factory.mktemp("run"))
+    write_lines(folder / "samples" / "rollout_000000.jsonl", lines)
+    index = index_of(folder)
+    index.has_trigrams = index.has_trigrams and trigrams
+    try:
+        for name, down in itertools.product(("step", "reward", "length"), (False, True)):
+            rows = found(index, Query(words=tuple(words), sort=name, descending=down))
+            wanted = [line for line in lines if all(word.casefold() in searched_text(line) for word in words)]
+            assert sorted(map(repr, wanted)) == sorted(repr(row["record"]) for row in rows)
+            values = [row[SORTS[name]] for row in rows if row[SORTS[name]] is not None]
+            assert values == sorted(values, reverse=down)
+            assert all(row[SORTS[name]] is None for row in rows[len(values) :])  # what has no reward comes last
+    finally:
+        index.close()
+
+
+@settings(deadline=None, max_examples=25)
+@given(lines=st.lists(records, min_size=1, max_size=10), data=st.data())
+def test_a_file_that_grew_in_pieces_is_indexed_as_a_whole_one(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    folder = a_run(tmp_path_factory.mktemp("run"))
+    path = folder / "samples" / "rollout_000000.jsonl"
+    path.parent.mkdir()
+    content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=4)))
+    grown = SampleIndex(folder)
+    for start, end in itertools.pairwise([0, *cuts, len(content)]):
+        with path.open("ab") as file:
+            file.write(content[start:end])
+        grown.update(read_stages(folder, {}))
+    whole = index_of(folder)
+    try:
+        query = Query(sort="reward")
+        one, other = found(grown, query), found(whole, query)
+        assert [row["record"] for row in one] == [row["record"] for row in other]
+        assert [row["above"] for row in one] == [row["above"] for row in other]
+        assert grown.rollouts("") == whole.rollouts("") and grown.groups(query) != [] and len(one) == len(lines)
+    finally:
+        grown.close()
+        whole.close()
+
+
+def responses(index: SampleIndex, *words: str) -> list[str]:
+    return [row["record"]["response"] for row in found(index, Query(words=words))]
+
+
+def test_files_that_are_replaced_cut_short_or_gone_are_noticed(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    path = folder / "samples" / "rollout_000000.jsonl"
+    write_lines(path, [{"response": "first answer"}, {"response": "second"}])
+    index = index_of(folder)
+    assert responses(index, "answer") == ["first answer"]
+    path.with_suffix(".new").write_bytes(b'{"response": "other answer"}\n{"response": "sixth!"}\n')
+    path.with_suffix(".new").replace(path)  # as a resumed run does
+    index.update(read_stages(folder, {}))
+    assert responses(index) == ["other answer", "sixth!"] and responses(index, "first") == []
+    with path.open("r+b") as file:
+        file.truncate(29)
+    index.update(read_stages(folder, {}))
+    assert responses(index) == ["other answer"]
+    with path.open("ab") as file:
+        file.write(b'\n{"response": "no end of the li')
+    index.update(read_stages(folder, {}))
+    assert responses(index) == ["other answer"]
+    with path.open("ab") as file:
+        file.write(b'ne"}')
+    index.update(read_stages(folder, {}))
+    assert responses(index, "no end", "line") == ["no end of the line"]
+    path.unlink()
+    index.update(read_stages(folder, {}))
+    assert responses(index) == [] and index.rollouts("") == []
+    index.close()
+
+
+def test_an_index_is_kept_and_one_that_is_damaged_or_old_is_made_anew(tmp_path: Path) -> None:
+    folder, cache = make_run(tmp_path / "run", rollouts=2), tmp_path / "cache"
+    first = index_of(folder, cache)
+    told = first.rollouts("")
+    first.close()
+    again = SampleIndex(folder, cache)  # without a look at the run
+    assert again.rollouts("") == told and again.progress() == {"samples": 35, "texts": 35}
+    assert not again.update(read_stages(folder, {}))
+    again.close()
+    (file,) = cache.glob("*.sqlite")
+    for damage in (b"no database at all", b""):
+        file.write_bytes(damage)
+        mended = index_of(folder, cache)
+        assert mended.rollouts("") == told
+        mended.close()
+    with sqlite3.connect(file) as older:
+        older.execute("PRAGMA user_version = 99")
+    older.close()
+    mended = index_of(folder, cache)
+    assert mended.rollouts("") == told
+    mended.close()
+
+
+def test_reward_against_the_group_groups_prompts_and_evaluations(tmp_path: Path) -> None:
+    index = index_of(make_run(tmp_path / "run", rollouts=4, groups=3, size=4))
+    rows = found(index, Query(rollout=1, group=4, sort="advantage", descending=True))
+    mean = sum(row["reward"] for row in rows) / 4
+    assert len(rows) == 4 and all(row["above"] == pytest.approx(row["reward"] - mean) for row in rows)
+    spreads = [group["greatest"] - group["least"] for group in index.groups(Query())]
+    assert len(spreads) == 12 and spreads == sorted(spreads, reverse=True)
+    same = found(index, Query(prompt=rows[0]["prompt"]))
+    assert [row["rollout"] for row in same] == [1] * 4 + [3] * 4  # it was drawn twice
+    held_out = found(index, Query(kind="eval"))
+    assert [(row["rollout"], row["dataset"]) for row in held_out] == [(-1, "sums")] * 3
+    assert index.sample(held_out[0]["id"]) == held_out[0] and index.sample(10**9) is None
+    index.close()
+
+
+def test_a_link_out_of_the_run_is_not_followed(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    write_lines(tmp_path / "secret.jsonl", [{"response": "secret"}])
+    (folder / "samples").mkdir()
+    (folder / "samples" / "rollout_000000.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    index = index_of(folder)
+    assert responses(index) == []
+    index.close()
