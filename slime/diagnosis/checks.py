@@ -31,3 +31,6 @@ CHECKS: tuple[Check, ...] = (
     Check("age of samples", checks_plan.age, troubles_flags.STALE_WEIGHTS, after=("flags",)),
     Check("credentials", checks_plan.credentials, troubles.WANDB_KEY),
 )
+
+#: Those that every launch makes besides what it refuses (`slime.preflight`): they take milliseconds.
+AT_START = tuple(check for check in CHECKS if check.name in ("host", "network", "disk", "shared memory"))

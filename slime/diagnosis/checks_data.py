@@ -83,8 +83,14 @@ def reward(case: Case, look: Look) -> None:
     rows = _labelled(config, case.tokenizer)
     if len({str(row.label) for row in rows}) < 2:
         raise LeftOut("fewer than two different labels in the first rows (--label-key)")
-    scores = look.attempt(_scores, config, rows, case.tokenizer, trouble=known.REWARD_FAILS)
-    if scores is not None:
+    try:
+        with look.warnings():
+            scores = _scores(config, rows, case.tokenizer)
+    except UserError as error:
+        rollout = config.rollout  # functions that make samples of their own may give rewards what is not there here
+        makes_samples = rollout.custom_generate_function_path or rollout.rollout_function_path
+        look.refused(error, known.REWARD_FAILS, is_fatal=not makes_samples)
+    else:
         _judge(scores, look)
 
 
@@ -134,11 +140,11 @@ async def _scored(config: Config, rows: Sequence[Sample], tokenizer: Any) -> Sco
                 rewards = await pool.score_group(samples)
             else:
                 rewards = list(await asyncio.gather(*map(pool.score, samples)))
-            if pool.metrics()["rollout/reward_timeout"]:
+            if any(pool.metrics().values()):  # it timed out, or a grader died
                 raise UserError(
-                    f"the reward did not come within {config.reward.rm_timeout:g} s",
+                    f"a reward did not come within {config.reward.rm_timeout:g} s",
                     why="a sample whose reward does not come within --rm-timeout scores 0",
-                    fix="raise --rm-timeout, or make the function faster",
+                    fix="make the function faster, or raise --rm-timeout",
                 )
             key = config.reward.reward_key
             return fmean(float(one[key]) if isinstance(one, dict) and key else float(one) for one in rewards)  # type: ignore[arg-type]
@@ -172,12 +178,13 @@ def _answered(row: Sample, text: str, tokenizer: Any) -> Sample:
 
 def _judge(scores: Scores, look: Look) -> None:
     said = f"the label as the answer scores {scores.gold:g}, another row's {scores.other:g}, noise {scores.noise:g}"
-    if scores.gold > scores.noise and scores.gold >= scores.other:
-        look.note(said)
-    elif scores.gold == scores.noise == scores.other and not scores.reads_label:
+    if scores.reads_label:
+        if scores.gold > scores.noise and scores.gold >= scores.other:
+            look.note(said)
+        else:
+            look.found(known.REWARD_INVERTED, f"{said} (means of the form that scores best)", is_fatal=False)
+    elif scores.gold == scores.noise == scores.other:
         detail = f"{said} (in {len(_FORMS)} forms); where it wants yet another form, or reads no label, that is fine"
         look.found(known.REWARD_FLAT, detail, is_fatal=False)
-    elif scores.reads_label:
-        look.found(known.REWARD_INVERTED, f"{said} (means of the form that scores best)", is_fatal=False)
     else:
-        look.note("does not depend on the label")
+        look.note("it does not depend on the label")

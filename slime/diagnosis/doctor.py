@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from slime.diagnosis.checks import CHECKS
+from slime.config.config import Config
+from slime.diagnosis.checks import AT_START, CHECKS
 from slime.diagnosis.look import Case, Check, LeftOut, Look
 from slime.diagnosis.record import Finding
 
@@ -63,6 +64,12 @@ def examine(argv: list[str], entry: str = "train", checks: Iterable[Check] = CHE
     for check in checks:
         outcomes[check.name] = _made(check, case, outcomes)
     return Report(tuple(outcomes.values()), time.perf_counter() - started)
+
+
+def at_start(config: Config) -> list[Finding]:
+    """What a launch looks at beyond what it refuses: what only takes a look at the host."""
+    case = Case(config)
+    return [finding for check in AT_START for finding in _made(check, case, {}).findings]
 
 
 def _made(check: Check, case: Case, earlier: dict[str, Outcome]) -> Outcome:
