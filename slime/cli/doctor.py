@@ -4,9 +4,10 @@ wrong at once.
 slime doctor --config my.yaml --lr 1e-6           the flags of `slime train`
 slime doctor train-async --config my.yaml         those of `slime train-async`
 slime doctor --json ...                           for programs
+slime doctor --round ...                          one round, too: a few answers, one step, a push, all weights compared
 
-Starts, downloads and writes nothing, and needs no GPU. Ends with 0 when nothing stands in the way of the run, with 1
-when something does; what is only worth a look does not count.
+Without --round it starts, downloads and writes nothing, and needs no GPU. Ends with 0 when nothing stands in the way of
+the run, with 1 when something does; what is only worth a look does not count.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ def main(argv: list[str]) -> int:
         return 0
     entry = _ENTRIES.get(argv[0], "") if argv else ""
     words = argv[1:] if entry else list(argv)
-    as_json = "--json" in words
-    words = [word for word in words if word != "--json"]
+    as_json, with_round = "--json" in words, "--round" in words
+    words = [word for word in words if word not in ("--json", "--round")]
     if not words:
         raise UserError("slime doctor needs the flags of a run", fix="slime doctor --config recipe.yaml …")
     from slime.diagnosis import doctor
 
-    report = doctor.examine(words, entry or "train")
+    report = doctor.examine(words, entry or "train", with_round=with_round)
     print(orjson.dumps(doctor.as_json(report), option=orjson.OPT_INDENT_2).decode() if as_json else doctor.text(report))
     return int(report.is_fatal)

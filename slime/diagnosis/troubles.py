@@ -381,6 +381,24 @@ WANDB_KEY = Trouble(
     "--use-wandb without a key",
 )
 
+# -- one round (--round) ---------------------------------------------------------------------------------------------
+
+ROUND_FAILED = Trouble(
+    "round-failed",
+    "the run ends before its first step is done",
+    "One round of generating, training and pushing, cut small, ended with an error.",
+    ("the last lines of the round and its crash/ folder say where", "--debug-rollout-only and --debug-train-only"),
+    "a reward function that ends its process",
+)
+LOG_PROBS_DIFFER = Trouble(
+    "log-probs-differ",
+    "garbled text, or a KL that is not 0 in step one",
+    "Trainer and engine say different log-probs of the same tokens with the same weights: template, temperature,"
+    " precision, or a kernel.",
+    ("--attention-backend flash", "--check-weight-update-equal", "--use-tis corrects for what is left"),
+    "a round whose log-probs differ by 0.3",
+)
+
 #: In the order of docs/troubles.md: section → records.
 SECTIONS: dict[str, tuple[Trouble, ...]] = {
     "Flags": (
@@ -402,6 +420,7 @@ SECTIONS: dict[str, tuple[Trouble, ...]] = {
         REWARD_FAILS, HOOK, OLD_PLUGIN,
     ),
     "Memory, credentials": (MEMORY_TRAINING, MEMORY_COLOCATED, MEMORY_HOST, WANDB_KEY),
+    "One round (`slime doctor --round`)": (ROUND_FAILED, LOG_PROBS_DIFFER),
 }  # fmt: skip
 
 TROUBLES: dict[str, Trouble] = {trouble.name: trouble for group in SECTIONS.values() for trouble in group}

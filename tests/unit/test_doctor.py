@@ -15,7 +15,7 @@ import pytest
 
 from slime.__main__ import main
 from slime.config import parse_args
-from slime.diagnosis import checks_host, doctor
+from slime.diagnosis import checks_host, doctor, one_round
 from slime.diagnosis.checks import CHECKS
 from slime.diagnosis.checks_host import absent_interfaces
 from slime.diagnosis.checks_model import unspared
@@ -31,6 +31,7 @@ OF_FLAGS = {trouble.name for trouble in SECTIONS["Flags"]} - {"nccl-timeout"} | 
     *("gpus-missing", "engine-flags", "model-flags", "model-unknown", "evaluation-sets", "reward-missing", "hook"),
     *("data-file", "data-rows", "checkpoint", "folder"),
 }
+DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -59,7 +60,7 @@ class Fault:
     def __init__(self, world: World, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.world, self.patch, self.folder = world, patch, folder
         self.flags: list[object] = ["--save", world.outputs / "kept"]
-        self.without = ""
+        self.without, self.with_round = "", False
 
     @property
     def model(self) -> Path:
@@ -79,7 +80,25 @@ class Fault:
         self.add("--custom-rm-path", f"{__file__}:{name}")
 
     def examine(self) -> Report:
-        return examine(self.world.flags("examined", *self.flags, without=self.without))
+        argv = self.world.flags("examined", *self.flags, without=self.without)
+        return examine(argv, with_round=self.with_round)
+
+    def round_gives(self, status: int, **metrics: float) -> None:
+        """In the place of a round that is launched: how it ended, and what it measured."""
+
+        def launch(config: object, folder: Path) -> tuple[int, list[str]]:
+            (folder / "round").mkdir()
+            (folder / "round" / "metrics.jsonl").write_text(json.dumps({"step": 1} | metrics) + "\n")
+            return status, ["error: the trainer died", "  why: an injected fault"]
+
+        self.patch.setattr(one_round, "launch", launch)
+        self.patch.setattr(one_round.tempfile, "mkdtemp", lambda prefix: str(_made(self.folder / "round-of-its-own")))
+        self.with_round = True
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 # -- faults, by the name of what they must be found as ---------------------------------------------------------------
@@ -119,6 +138,9 @@ provokes("reward-inverted")(lambda f: f.reward("upside_down"))
 provokes("reward-fails")(lambda f: f.reward("raises"))
 provokes("data-too-few")(lambda f: f.add("--rollout-batch-size", 1000, "--num-epoch", 1))
 provokes("stale-weights")(lambda f: f.add("--update-weights-interval", 5))
+provokes("round-failed")(lambda f: f.round_gives(1))
+provokes("log-probs-differ")(lambda f: f.round_gives(0, **{DIFFERENCE: 0.3}))
+provokes("log-probs-differ")(lambda f: f.round_gives(0))
 provokes("old-plugin")(lambda f: f.add("--custom-rm-path", f"{_old_plugin(f.folder)}:reward"))
 
 
@@ -360,6 +382,26 @@ def test_a_launch_looks_at_the_host_too(world: World, monkeypatch: pytest.Monkey
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth99")
     monkeypatch.setattr(checks_host.resource, "getrlimit", lambda _: (256, 256))
     assert {finding.trouble.name for finding in at_start(config)} == {"nccl-interface", "open-files"}
+
+
+# -- a round ---
+
+
+def test_a_round_that_is_right_leaves_nothing(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Fault(world, monkeypatch, tmp_path)
+    made.round_gives(0, **{DIFFERENCE: 0.001})
+    report = made.examine()
+    assert report.findings == [] and "differ by 0.0010" in report.outcomes[-1].said
+    assert not (tmp_path / "round-of-its-own").exists()
+
+
+def test_no_round_where_something_stands_in_its_way(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Fault(world, monkeypatch, tmp_path)
+    made.round_gives(0)
+    made.add("--input-key", "promt")
+    assert (made.examine().outcomes[-1].state, made.examine().outcomes[-1].said) == ("left out", "after data")
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
