@@ -68,11 +68,15 @@ def judge_args(argv: list[str], entry: str = "train") -> tuple[Config | None, li
         The configuration, None where the flags cannot be read or derived; with errors, one that must not be planned
         with. And the errors.
     """
+    errors: list[UserError] = []
+    given = read_argv(argv, errors)
+    if errors:  # what follows from the others would be told of flags that nobody meant
+        return None, errors
     try:
-        draft = _draft(read_argv(argv), entry, is_run=True)
+        draft = _draft(given, entry, is_run=True)
     except UserError as error:
         return None, [error]
-    errors = list(violations(draft))
+    errors += violations(draft)
     try:
         check_complete(draft)
     except UserError as error:

@@ -27,6 +27,8 @@ SHARED_MEMORY = Path("/dev/shm")
 _BUCKETS = 2
 #: Files that processes of a run hold besides the connections of requests.
 _OTHER_FILES = 512
+#: Bytes of a folder with /ray/session_<26 characters>_<pid>/sockets/plasma_store in it, of the 107 of a socket's name.
+_LONGEST_FOLDER = 107 - 68
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _INFINIBAND = Path("/sys/class/infiniband")
 _TORCH_SECONDS = 60.0
@@ -38,6 +40,12 @@ _WEIGHT, _STATES = 2, 12
 def host(case: Case, look: Look) -> None:
     """Cores, memory, open files."""
     look.note(f"{num_cpus()} cores, {free_host_memory() / 1e9:.0f} of {host_memory() / 1e9:.0f} GB free")
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    if len(folder.encode()) > _LONGEST_FOLDER and (case.config is None or joined_cluster(case.config) is None):
+        detail = (
+            f"{folder} has {len(folder.encode())} characters, of which Ray's sockets leave room for {_LONGEST_FOLDER}"
+        )
+        look.found(known.TEMPORARY_FOLDER, detail, source="TMPDIR")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # up to which Ray raises the soft one by itself
     if hard == resource.RLIM_INFINITY:
         return

@@ -14,7 +14,7 @@ from slime.diagnosis.record import Trouble
 PLACES: dict[str, Trouble] = {
     "config": flags.FLAGS_CONTRADICT,
     "config.parse": flags.FLAG_VALUE,
-    "config.parse:read_argv": flags.FLAG_UNKNOWN,
+    "config.parse:_read_flag": flags.FLAG_UNKNOWN,
     "config.parse:read_custom_config": flags.FLAG_UNKNOWN,
     "config.parse:_set_key": flags.FLAG_UNKNOWN,
     "config.values": flags.FLAG_VALUE,

@@ -37,6 +37,13 @@ OPEN_FILES = Trouble(
     ("ulimit -n 65536", "a lower --sglang-server-concurrency"),
     "a limit of 256 open files",
 )
+TEMPORARY_FOLDER = Trouble(
+    "temporary-folder",
+    "Ray does not start: “AF_UNIX path length cannot exceed 107 bytes”",
+    "Ray keeps sockets in RAY_TMPDIR, TMPDIR or /tmp, and the names of sockets may not be longer.",
+    ("export RAY_TMPDIR=/tmp",),
+    "a RAY_TMPDIR of 100 characters",
+)
 DISK_ROOM = Trouble(
     "disk-room",
     "“the disk is full” when a checkpoint is written",
@@ -406,8 +413,8 @@ SECTIONS: dict[str, tuple[Trouble, ...]] = {
         BATCH_EQUATION, PARALLEL_LAYOUT, CONTEXT_LENGTH, COLOCATE_ASYNC, STALE_WEIGHTS, NO_CONTRAST, NCCL_TIMEOUT,
     ),
     "Host, GPUs, network": (
-        OPEN_FILES, SHARED_MEMORY, DISK_ROOM, FOLDER, TORCH_WITHOUT_GPU, NCCL_INTERFACE, INFINIBAND, HOSTNAME, PROXY,
-        PORTS, GPUS_MISSING, RAY_UNREACHABLE,
+        OPEN_FILES, SHARED_MEMORY, TEMPORARY_FOLDER, DISK_ROOM, FOLDER, TORCH_WITHOUT_GPU, NCCL_INTERFACE, INFINIBAND,
+        HOSTNAME, PROXY, PORTS, GPUS_MISSING, RAY_UNREACHABLE,
     ),
     "Model and engine": (
         MODEL_DIRECTORY, HUB, MODEL_UNKNOWN, MODEL_FLAGS, MISSING_SHARDS, QUANTISED_WEIGHTS, IGNORE_LIST,

@@ -15,8 +15,7 @@ def test_a_round_of_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world = World.create(tmp_path)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # of this process alone
     flags = world.flags("examined", "--save", world.outputs / "kept", "--num-rollout", 100)
     assert main(["doctor", "--round", "--json", *flags]) == 0
     told = json.loads(capsys.readouterr().out)

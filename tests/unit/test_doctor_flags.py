@@ -143,6 +143,14 @@ def test_several_mistakes_are_told_at_once(world: World) -> None:
     assert set(found) == {"flags-contradict", "context-length", "data-rows", "hook", "checkpoint"}
 
 
+def test_all_flags_that_cannot_be_read_are_told_at_once(world: World) -> None:
+    """And nothing of what would follow from the others."""
+    report = examine(argv(world, "--rollout-batchsize 8 --lr fast --input-keyy question"))
+    assert [finding.trouble.name for finding in report.findings] == ["flag-unknown", "flag-value", "flag-unknown"]
+    assert "rollout-batch-size" in "".join(report.findings[0].advice)
+    assert any(outcome.said == "the flags cannot be read yet" for outcome in report.outcomes)
+
+
 def test_flags_of_an_asynchronous_run(world: World) -> None:
     assert "colocate-async" in fatal(examine(argv(world, ""), "train_async").findings)
 
