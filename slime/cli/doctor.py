@@ -12,6 +12,9 @@ the run, with 1 when something does; what is only worth a look does not count.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+
 import orjson
 
 from slime.errors import UserError
@@ -36,6 +39,7 @@ def main(argv: list[str]) -> int:
         raise UserError("slime doctor needs the flags of a run", fix="slime doctor --config recipe.yaml …")
     from slime.diagnosis import doctor
 
-    report = doctor.examine(words, entry or "train", with_round=with_round)
+    with contextlib.redirect_stdout(sys.stderr):  # what functions of the user's print is no part of the answer
+        report = doctor.examine(words, entry or "train", with_round=with_round)
     print(orjson.dumps(doctor.as_json(report), option=orjson.OPT_INDENT_2).decode() if as_json else doctor.text(report))
     return int(report.is_fatal)

@@ -46,8 +46,9 @@ _BLIND, _REMOTE = frozenset({"random"}), "remote_rm"
 
 def data(case: Case, look: Look) -> None:
     """The first rows of each data set make prompts, in the template where one is asked for."""
+    if case.names:
+        raise LeftOut(f"not downloaded yet: {', '.join(case.names)}")
     config = case.run
-    assert case.tokenizer is not None  # said by its own check
     look.attempt(preflight.check_data, config)
     flags = config.data
     reads = flags.prompt_data and flags.rollout_global_dataset and not flags.data_source_path

@@ -293,6 +293,11 @@ def raises(args: Any, sample: Sample) -> float:
     raise KeyError("answer")
 
 
+def chatty(args: Any, sample: Sample) -> float:
+    print("a score:", sample.response)
+    return float(sample.response == sample.label)
+
+
 def length(args: Any, sample: Sample) -> float:
     return -float(sample.response_length)
 
@@ -413,6 +418,9 @@ def test_the_command_says_all_and_ends_accordingly(world: World, capsys: pytest.
     assert main(["doctor", *flags]) == 0
     said = capsys.readouterr().out
     assert "nothing found" in said and "reward" in said
+    chatty = ["--custom-rm-path", f"{__file__}:chatty"]
+    assert main(["doctor", "--json", *flags, *chatty]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
     assert main(["doctor", "train-async", *flags, "--input-key", "promt", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["fatal"] and not told["ok"]
