@@ -216,14 +216,14 @@ TOKENIZER = Trouble(
     "the tokenizer cannot be read",
     "The model directory has none, or its files are not whole or of another version of transformers.",
     ("copy tokenizer.json and tokenizer_config.json of the model into the directory",),
-    "a model directory without tokenizer.json",
+    "a tokenizer.json that was cut short",
 )
 VOCABULARY = Trouble(
     "vocabulary",
     "an index error or illegal memory access in the embedding",
     "The tokenizer has ids that the model's vocabulary (vocab_size in config.json) has no row for.",
     ("take tokenizer and config.json from the same revision of the same model",),
-    "a config.json whose vocab_size is less than the tokenizer's",
+    "a tokenizer of 100 tokens and a vocab_size of 32",
 )
 STOP_TOKENS = Trouble(
     "stop-tokens",
@@ -245,7 +245,7 @@ CHAT_TEMPLATE = Trouble(
     "an error at launch about the chat template",
     "The tokenizer has no chat template, one with a syntax error, or one that refuses these messages.",
     ("take an instruct model, or add a chat_template.jinja", "leave --apply-chat-template out"),
-    "--apply-chat-template with a tokenizer without a template",
+    "a chat_template.jinja with a syntax error",
 )
 
 # -- checkpoint ------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ CHECKPOINT = Trouble(
     "--load or --ref-load names no directory with a latest_checkpointed_iteration.txt or a Hugging Face model, or the"
     " iteration of --ckpt-step is not there or not whole.",
     ("set --load to the --save directory to resume", "--ckpt-step N picks an iteration that is there"),
-    "--load with an empty folder",
+    "--load nowhere",
 )
 CHECKPOINT_FOREIGN = Trouble(
     "checkpoint-foreign",
@@ -395,7 +395,7 @@ ROUND_FAILED = Trouble(
     "the run ends before its first step is done",
     "One round of generating, training and pushing, cut small, ended with an error.",
     ("the last lines of the round and its crash/ folder say where", "--debug-rollout-only and --debug-train-only"),
-    "a reward function that ends its process",
+    "a round that ends with an error",
 )
 LOG_PROBS_DIFFER = Trouble(
     "log-probs-differ",

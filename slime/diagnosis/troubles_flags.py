@@ -37,14 +37,14 @@ FLAG_WITHOUT_EFFECT = Trouble(
     "a flag is given, and nothing follows from it",
     "It acts only together with another flag, which is not given.",
     ("pass the flag that it needs, which the error names, or leave it out",),
-    "--max-tokens-per-gpu 4096 without --use-dynamic-batch-size",
+    "--group-rm with --rm-type math",
 )
 FLAGS_CONTRADICT = Trouble(
     "flags-contradict",
     "an error at launch that two flags exclude each other",
     "Two flags ask for things that cannot both be, or say the same thing twice.",
     ("keep one of the two",),
-    "--kl-coef 0.1 --kl-loss-coef 0.1 --use-kl-loss",
+    "--bf16 --fp32",
 )
 BATCH_EQUATION = Trouble(
     "batch-equation",
@@ -55,7 +55,7 @@ BATCH_EQUATION = Trouble(
         "give --rollout-batch-size, --n-samples-per-prompt and one of --global-batch-size and --num-steps-per-rollout",
         "--use-dynamic-batch-size --max-tokens-per-gpu N packs by tokens, whatever the number of samples",
     ),
-    "--rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 128 --num-steps-per-rollout 1",
+    "--rollout-batch-size 4 --n-samples-per-prompt 2 --num-steps-per-rollout 3",
 )
 PARALLEL_LAYOUT = Trouble(
     "parallel-layout",
@@ -66,7 +66,7 @@ PARALLEL_LAYOUT = Trouble(
         " --actor-num-nodes × --actor-num-gpus-per-node",
         "docs/parallelism.md says what each size divides",
     ),
-    "--tensor-model-parallel-size 3 for a model of 4 heads",
+    "--tensor-model-parallel-size 2 on one GPU",
 )
 COLOCATE_ASYNC = Trouble(
     "colocate-async",
@@ -88,7 +88,7 @@ STALE_WEIGHTS = Trouble(
     "Samples may be trained on many rollouts after the weights that made them: at most --async-buffer-size +"
     " --update-weights-interval − 1.",
     ("--async-buffer-size 2", "--update-weights-interval 1", "--max-staleness N", "--use-tis corrects for it"),
-    "--async-buffer-size 8 --update-weights-interval 4",
+    "--update-weights-interval 5",
 )
 CONTEXT_LENGTH = Trouble(
     "context-length",
