@@ -87,6 +87,27 @@ def fetch_dataset(name: str) -> Path:
     return _fetch(name, "dataset", partial(snapshot_download, name, repo_type="dataset"))
 
 
+def is_there(name: str, kind: str) -> bool:
+    """Whether a copy of a model ("model") or data set ("dataset") is on this machine; nothing is downloaded. False: the
+    hub has it.
+
+    Raises:
+        UserError: as `fetch_model`.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        snapshot_download(name, repo_type=kind, local_files_only=True)
+        return True
+    except LocalEntryNotFoundError as error:
+        if why_not := _why_not_reached():
+            raise _not_here(name, kind, why_not) from error
+    with _said_to_people(name):
+        HfApi().repo_info(name, repo_type=kind, timeout=FIRST_ANSWER_SECONDS)
+    return False
+
+
 def _fetch(name: str, kind: str, download: Callable[..., str]) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -97,12 +118,16 @@ def _fetch(name: str, kind: str, download: Callable[..., str]) -> Path:
         try:
             return Path(download(local_files_only=why_not is not None))
         except LocalEntryNotFoundError as error:
-            raise UserError(
-                f"'{name}' is no folder here, and the {kind} of that name was not downloaded before",
-                why=why_not or str(error).splitlines()[0],
-                fix="pass a local path, or set HF_ENDPOINT to a hub that can be reached; where there is a network, "
-                f"`hf download {name}` makes a folder to copy",
-            ) from error
+            raise _not_here(name, kind, why_not or str(error).splitlines()[0]) from error
+
+
+def _not_here(name: str, kind: str, why: str) -> UserError:
+    return UserError(
+        f"'{name}' is no folder here, and the {kind} of that name was not downloaded before",
+        why=why,
+        fix="pass a local path, or set HF_ENDPOINT to a hub that can be reached; where there is a network, "
+        f"`hf download {name}` makes a folder to copy",
+    )
 
 
 def _why_not_reached() -> str | None:

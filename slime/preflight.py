@@ -101,12 +101,12 @@ def from_the_hub(config: Config) -> Config:
 def check_flags(config: Config) -> None:
     """What flags name besides models and data: hooks, rewards, output directories."""
     check_hooks(config.flat())
-    _warn_of_old_plugins(config)
-    _check_rewards(config)
-    _check_outputs(config)
+    warn_of_old_plugins(config)
+    check_rewards(config)
+    check_outputs(config)
 
 
-def _warn_of_old_plugins(config: Config) -> None:
+def warn_of_old_plugins(config: Config) -> None:
     """Say which defaults are those that a plugin of earlier versions was written for."""
     kept = {"rollout_skip_special_tokens": "responses keep their special tokens", "label_type": "labels their type"}
     said = {flag: text for flag, text in kept.items() if follows_old_plugin(config, flag)}
@@ -193,7 +193,8 @@ def check_transformer_engine(config: Config) -> None:
 # -- rewards -----------------------------------------------------------------------------------------------
 
 
-def _check_rewards(config: Config) -> None:
+def check_rewards(config: Config) -> None:
+    """Something gives rewards, and what the flags name of it is there."""
     from slime.hooks import RewardFunction
     from slime.rollout.eval_datasets import eval_datasets
     from slime.rollout.rewards.pool import check_rm_type
@@ -288,7 +289,7 @@ def _check_batch(config: Config, prompt_data: str) -> None:
 # -- outputs -----------------------------------------------------------------------------------------------
 
 
-def _check_outputs(config: Config) -> None:
+def check_outputs(config: Config) -> None:
     """A checkpoint that cannot be written is better known now than in an hour."""
     flags = {
         "--output-dir": config.observe.output_dir,

@@ -17,6 +17,7 @@ from slime.cluster.silence import stopped_parts
 from slime.cluster.trainer_group import TrainerActor
 from slime.cluster.waiting import StopRequested
 from slime.config.config import Config
+from slime.diagnosis.doctor import at_start
 from slime.host import slime_command
 from slime.log import get_logger, setup_logging
 from slime.memory.check import check_memory
@@ -351,6 +352,8 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
     plan = preflight(config)  # before anything starts: most mistakes are refused here, and leave nothing behind
     if not joins_cluster(config):
         check_memory(config)  # the nodes of a cluster tell how large their GPUs are once it is joined
+    for finding in at_start(config):
+        logger.warning("%s; try %s (slime doctor tells more)", finding.detail, finding.advice[0])
     with StopSignals() as signals:
         session = Session(config, signals, resuming=resuming or plan.is_resume or _saves_where_it_loads(config))
         try:

@@ -8,10 +8,10 @@ equations between several flags that say how a run is made. Those of the trainer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+from slime.config import checks_train
 from slime.config.addresses import engine_url
-from slime.config.checks_train import check_training
 from slime.config.draft import Draft, Given
 from slime.config.flag import GENERATES, FlagSpec, option_of
 from slime.config.resolve import GROUP_RELATIVE, resolve
@@ -46,11 +46,22 @@ def check(draft: Draft) -> None:
     Raises:
         UserError: the first one found.
     """
+    for error in violations(draft):
+        raise error
+
+
+def violations(draft: Draft) -> Iterator[UserError]:
+    """All contradictions, one after the other; where the numbers make no layout at all, the rest is not looked at."""
     for step in (
-        _ranges, _needs, _entry, _host, _placement, _external_engines, _lengths, _sampling, _evaluation, _debug, _names,
-        check_training,
+        _ranges, _needs, _staleness, _entry, _host, _placement, _external_engines, _lengths, _sampling, _evaluation,
+        _debug, _names, *checks_train.STEPS,
     ):  # fmt: skip
-        step(draft)
+        try:
+            step(draft)
+        except UserError as error:
+            yield error
+            if step in (_ranges, checks_train.parallel):
+                return
 
 
 # -- what flags declare of themselves ------------------------------------------------------------------------
@@ -89,9 +100,7 @@ def _is_so_anyway(draft: Draft, spec: FlagSpec) -> bool:
 # -- the run -------------------------------------------------------------------------------------------------
 
 
-def _entry(draft: Draft) -> None:
-    has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
-    is_whole = has_engines and not draft["debug_rollout_only"]
+def _staleness(draft: Draft) -> None:
     most, interval = draft["max_staleness"], draft["update_weights_interval"]
     if most is not None and most < interval - 1:
         raise UserError(
@@ -100,6 +109,11 @@ def _entry(draft: Draft) -> None:
             " the push before it, and the next push waits for it: it could never be begun",
             fix=f"pass --max-staleness {interval - 1} or more, or --update-weights-interval {most + 1} or less",
         )
+
+
+def _entry(draft: Draft) -> None:
+    has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
+    is_whole = has_engines and not draft["debug_rollout_only"]
     piece = draft["rollout_request_tokens"] if "rollout_request_tokens" in draft.given.values else None
     longest = max(draft["rollout_max_response_len"], draft["eval_max_response_len"])
     if piece is not None and piece >= longest:

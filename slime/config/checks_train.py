@@ -13,17 +13,7 @@ from slime.errors import UserError
 _DETERMINISTIC_NCCL = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
 
 
-def check_training(draft: Draft) -> None:
-    """Refuse contradictions.
-
-    Raises:
-        UserError: the first one found.
-    """
-    for step in (_parallel, _batches, _algorithm, _trained, _deterministic, _expressions, _loss_scale, _schedule):
-        step(draft)
-
-
-def _parallel(draft: Draft) -> None:
+def parallel(draft: Draft) -> None:
     tensor, pipeline = draft["tensor_model_parallel_size"], draft["pipeline_model_parallel_size"]
     context, expert = draft["context_parallel_size"], draft["expert_model_parallel_size"]
     nodes, per_node = draft["actor_num_nodes"], draft["actor_num_gpus_per_node"]
@@ -53,6 +43,9 @@ def _parallel(draft: Draft) -> None:
         )
     _context_exchange(draft)
     _virtual_stages(draft, pipeline)
+
+
+def _precision(draft: Draft) -> None:
     if sum(bool(draft[name]) for name in ("bf16", "fp16", "fp32")) != 1:
         chosen = [f"--{name}" for name in ("bf16", "fp16", "fp32") if draft[name]]
         raise UserError(
@@ -237,3 +230,7 @@ def _schedule(draft: Draft) -> None:
             why="--weight-decay-incr-style is constant",
             fix="pass --weight-decay-incr-style linear or cosine, or --weight-decay alone",
         )
+
+
+#: What refuses contradictions, in its order: each raises a `UserError`. `slime.config.checks` goes through them.
+STEPS = (parallel, _precision, _batches, _algorithm, _trained, _deterministic, _expressions, _loss_scale, _schedule)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slime.config.checks import check, check_complete, refuse_unsupported
+from slime.config.checks import check, check_complete, refuse_unsupported, violations
 from slime.config.config import Config, build
 from slime.config.draft import Draft, Given
 from slime.config.flags import all_flags
@@ -54,14 +54,43 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
         raise SystemExit(0)
     draft = _resolved(read_argv(words), entry, is_run=True)
     check_complete(draft)
-    _check_plain_weights(draft["hf_checkpoint"])
+    check_plain_weights(draft["hf_checkpoint"])
     config = _finish(draft)
     for warning in config.warnings:
         logger.warning(warning)
     return config
 
 
+def judge_args(argv: list[str], entry: str = "train") -> tuple[Config | None, list[UserError]]:
+    """All that `parse_args` would refuse of a command line, but a model of quantised weights.
+
+    Returns:
+        The configuration, None where the flags cannot be read or derived; with errors, one that must not be planned
+        with. And the errors.
+    """
+    errors: list[UserError] = []
+    given = read_argv(argv, errors)
+    if errors:  # what follows from the others would be told of flags that nobody meant
+        return None, errors
+    try:
+        draft = _draft(given, entry, is_run=True)
+    except UserError as error:
+        return None, [error]
+    errors += violations(draft)
+    try:
+        check_complete(draft)
+    except UserError as error:
+        errors.append(error)
+    return _finish(draft), errors
+
+
 def _resolved(flags: Given, entry: str, is_run: bool = False) -> Draft:
+    draft = _draft(flags, entry, is_run)
+    check(draft)
+    return draft
+
+
+def _draft(flags: Given, entry: str, is_run: bool) -> Draft:
     given = Given()
     path = flags.values.get("config")
     if path is not None:
@@ -71,13 +100,15 @@ def _resolved(flags: Given, entry: str, is_run: bool = False) -> Draft:
     if custom is not None:
         given.update(read_custom_config(custom))
     refuse_unsupported(given, all_flags())
-    draft = resolve(given, all_flags(), entry, is_run)
-    check(draft)
-    return draft
+    return resolve(given, all_flags(), entry, is_run)
 
 
-def _check_plain_weights(hf_checkpoint: str | None) -> None:
-    """Refuse a model of quantised weights; a missing or broken directory is reported by whoever loads it."""
+def check_plain_weights(hf_checkpoint: str | None) -> None:
+    """Refuse a model of quantised weights; a missing or broken directory is reported by whoever loads it.
+
+    Raises:
+        UserError: config.json has a quantization_config.
+    """
     path = Path(hf_checkpoint or "") / "config.json"
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))

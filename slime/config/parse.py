@@ -20,13 +20,15 @@ from slime.errors import UserError
 _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 
-def read_argv(argv: list[str]) -> Given:
+def read_argv(argv: list[str], errors: list[UserError] | None = None) -> Given:
     """Parse a command line.
 
     A word is a flag when it looks like one (two dashes and a letter). A value that looks like a flag is written
     with an equals sign: ``--rollout-stop=--END``. A scalar flag given twice keeps the last value, as launch
     scripts that append overrides expect; a list flag given several times with an equals sign collects.
 
+    Args:
+        errors: takes what is wrong; the flags that it is about are left out. None: it is raised.
     Raises:
         UserError: unknown or abbreviated flag, missing or surplus value, wrong type.
     """
@@ -34,27 +36,36 @@ def read_argv(argv: list[str]) -> Given:
     position = 0
     collected: dict[str, list[str]] = {}
     while position < len(argv):
-        match = _OPTION.fullmatch(argv[position])
-        if match is None:
-            raise _stray(argv[position])
-        name, inline = match.groups()
-        spelling = spellings().get(name)
-        if spelling is None:
-            raise unknown_name(name, "")
         end = position + 1
         while end < len(argv) and _OPTION.fullmatch(argv[end]) is None:
             end += 1
-        words = argv[position + 1 : end]
-        if inline is not None and not words:
-            words = [inline]
-            if spelling.spec is not None and spelling.spec.many:
-                words = collected.setdefault(spelling.spec.dest, [])
-                words.append(inline)
-        elif inline is not None:
-            raise UserError(f"--{name}={inline} is followed by {words[0]!r}, which belongs to no flag")
-        _apply(given, f"--{name}", spelling, words, is_inline=inline is not None)
+        try:
+            _read_flag(given, argv[position], argv[position + 1 : end], collected)
+        except UserError as error:
+            if errors is None:
+                raise
+            errors.append(error)
         position = end
     return given
+
+
+def _read_flag(given: Given, word: str, words: list[str], collected: dict[str, list[str]]) -> None:
+    """A flag and the words behind it; ``collected`` has what list flags were given with an equals sign before."""
+    match = _OPTION.fullmatch(word)
+    if match is None:
+        raise _stray(word)
+    name, inline = match.groups()
+    spelling = spellings().get(name)
+    if spelling is None:
+        raise unknown_name(name, "")
+    if inline is not None and not words:
+        words = [inline]
+        if spelling.spec is not None and spelling.spec.many:
+            words = collected.setdefault(spelling.spec.dest, [])
+            words.append(inline)
+    elif inline is not None:
+        raise UserError(f"--{name}={inline} is followed by {words[0]!r}, which belongs to no flag")
+    _apply(given, f"--{name}", spelling, words, is_inline=inline is not None)
 
 
 def _apply(given: Given, option: str, spelling: Spelling, words: list[str], is_inline: bool) -> None:

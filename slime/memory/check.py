@@ -70,25 +70,28 @@ def judge(config: Config, plan: MemoryPlan) -> None:
     Raises:
         UserError: as `check_memory`.
     """
+    _warn_of_host(plan)
+    if plan.fits or not plan.device.on_gpu:
+        return
+    error = refuse(plan)
+    if config.cluster.memory_plan == "refuse":
+        raise error
+    logger.warning("%s", error)
+
+
+def _warn_of_host(plan: MemoryPlan) -> None:
     if plan.host > plan.host_limit:
         logger.warning(
             "the trainer ranks of a node want %s GB of host memory, this host has %s GB: leave out "
             "--offload-optimizer-states or --optimizer-cpu-offload, or use fewer GPUs per node",
             gb(plan.host), gb(plan.host_limit),
         )  # fmt: skip
-    if plan.fits:
-        return
-    if not plan.device.on_gpu:
+    if not plan.fits and not plan.device.on_gpu:
         logger.warning(
             "this run may need %s GB, of which %s GB are free on this host; the largest parts: %s",
             gb(plan.peak.total), gb(plan.device.nbytes),
             ", ".join(f"{use.owner} {use.what} {gb(use.nbytes)} GB" for use in plan.peak.largest[:3]),
         )  # fmt: skip
-        return
-    error = refuse(plan)
-    if config.cluster.memory_plan == "refuse":
-        raise error
-    logger.warning("%s", error)
 
 
 @dataclass(frozen=True)

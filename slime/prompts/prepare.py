@@ -145,7 +145,7 @@ def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np
     return np.asarray(total.kept, dtype=np.int64)
 
 
-def probe(rows: Rows, path: str, checker: Checker, max_rows: int) -> None:
+def probe(rows: Rows, path: str, checker: Checker, max_rows: int) -> Scan:
     """What `prepare` would refuse, as far as the first ``max_rows`` rows show it; for the check before a launch.
 
     Raises:
@@ -157,6 +157,7 @@ def probe(rows: Rows, path: str, checker: Checker, max_rows: int) -> None:
         raise found.problems.error(path, count, has_more=count < len(rows))
     if not found.kept and count == len(rows):
         raise _all_too_long(path, found, count, checker)
+    return found
 
 
 def _all_too_long(path: str, found: Scan, num_rows: int, checker: Checker) -> UserError:

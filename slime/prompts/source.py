@@ -25,7 +25,7 @@ from slime.hooks import DataSource
 from slime.log import get_logger
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.order import MappedOrder, Order, StreamedOrder
-from slime.prompts.prepare import Checker, prepare, probe
+from slime.prompts.prepare import Checker, Scan, prepare, probe
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows, open_rows
 from slime.prompts.row_format import Prompt, RowFormat, read_prompt
@@ -46,7 +46,7 @@ def make_source(config: Config, tokenizer: Any) -> DataSource:
     Raises:
         UserError: the class cannot be loaded or is no data source; see also `PromptSource`.
     """
-    _warn_of_endless_generation(config, tokenizer)
+    warn_of_endless_generation(config, tokenizer)
     path = config.data.data_source_path
     if not path:
         return PromptSource(config, tokenizer)
@@ -111,9 +111,10 @@ def _call_source(source: DataSource, method: str, *args: Any) -> Any:
         raise with_user_frames(failure, error) from error
 
 
-def _warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
+def warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
+    """Say so when the model is to answer in turns and none of the tokens that stop generation ends one."""
     model, rollout = config.checkpoint.hf_checkpoint, config.rollout
-    if model is None or config.algorithm.loss_type == "sft_loss" or not _is_chat(config, tokenizer):
+    if model is None or config.algorithm.loss_type == "sft_loss" or not is_chat(config, tokenizer):
         return
     generation_config = generation_config_of(model)
     for warning in stop_token_report(
@@ -122,7 +123,7 @@ def _warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
         logger.warning("%s", warning)
 
 
-def _is_chat(config: Config, tokenizer: Any) -> bool:
+def is_chat(config: Config, tokenizer: Any) -> bool:
     """Whether the model is asked to answer in turns: by --apply-chat-template, or because one of the first rows holds
     messages (which generation puts into the template) or text with the template's markers."""
     data = config.data
@@ -325,9 +326,11 @@ def _checker(config: Config, tokenizer: Any) -> Checker:
     return Checker(RowFormat.of(config), tokenizer, max_prompt_tokens(config))
 
 
-def probe_prompts(config: Config, tokenizer: Any, max_rows: int) -> None:
+def probe_prompts(config: Config, tokenizer: Any, max_rows: int) -> Scan | None:
     """The check before a launch: can the first ``max_rows`` rows of --prompt-data be used?
 
+    Returns:
+        What was found in them; None of streamed data.
     Raises:
         UserError: as `PromptSource`, which looks at all of them.
     """
@@ -336,8 +339,8 @@ def probe_prompts(config: Config, tokenizer: Any, max_rows: int) -> None:
     if config.data.streaming_data:
         for _ in checker.stream(itertools.islice(iter_rows(path), max_rows)):
             pass
-    else:
-        probe(open_rows(path), path, checker, max_rows)
+        return None
+    return probe(open_rows(path), path, checker, max_rows)
 
 
 def max_prompt_tokens(config: Config) -> int | None:

@@ -64,6 +64,27 @@ def test_a_model_and_a_part_of_a_data_set_are_downloaded_by_name(tmp_path: Path)
     assert again.returncode == 0 and COMMIT in again.stdout  # the hub is gone, the copy is here
 
 
+def test_the_doctor_looks_for_names_and_downloads_nothing(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    code = (
+        "from slime.diagnosis.doctor import examine\n"
+        "def said(name):\n"
+        "    argv = ['--hf-checkpoint', name, '--prompt-data', name, '--num-rollout', '1', '--rm-type', 'math']\n"
+        "    outcomes = {o.check.name: o for o in examine(argv).outcomes}\n"
+        "    print(outcomes['hub'].state, [f.trouble.name for f in outcomes['hub'].findings], outcomes['model'].said)\n"
+        "said('me/tiny'); said('me/nothing')"
+    )
+    with stub_hub(models__me__tiny=model, datasets__me__tiny=model) as (url, _):
+        done = python(code, tmp_path / "home", HF_ENDPOINT=url)
+    assert done.returncode == 0, done.stderr
+    there, nowhere = done.stdout.splitlines()
+    assert there == "ok [] me/tiny is on the hub and was not downloaded yet"
+    assert nowhere.startswith("FAIL ['hub'")
+    assert not list((tmp_path / "home").rglob("config.json"))
+
+
 @pytest.mark.parametrize(
     ("env", "said"),
     [

@@ -1,0 +1,45 @@
+"""`slime doctor FLAGS`: look at machine, model, data, rewards and plan of a run before it starts, and say all that is
+wrong at once.
+
+slime doctor --config my.yaml --lr 1e-6           the flags of `slime train`
+slime doctor train-async --config my.yaml         those of `slime train-async`
+slime doctor --json ...                           for programs
+slime doctor --round ...                          one round, too: a few answers, one step, a push, all weights compared
+
+Without --round it starts, downloads and writes nothing, and needs no GPU. Ends with 0 when nothing stands in the way of
+the run, with 1 when something does; what is only worth a look does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import orjson
+
+from slime.errors import UserError
+
+_ENTRIES = {"train": "train", "train-async": "train_async", "train_async": "train_async"}
+
+
+def main(argv: list[str]) -> int:
+    """Print what is found; returns the exit status.
+
+    Raises:
+        UserError: there are no flags to look at.
+    """
+    if any(word in ("--help", "-h") for word in argv):
+        print(__doc__)
+        return 0
+    entry = _ENTRIES.get(argv[0], "") if argv else ""
+    words = argv[1:] if entry else list(argv)
+    as_json, with_round = "--json" in words, "--round" in words
+    words = [word for word in words if word not in ("--json", "--round")]
+    if not words:
+        raise UserError("slime doctor needs the flags of a run", fix="slime doctor --config recipe.yaml …")
+    from slime.diagnosis import doctor
+
+    with contextlib.redirect_stdout(sys.stderr):  # what functions of the user's print is no part of the answer
+        report = doctor.examine(words, entry or "train", with_round=with_round)
+    print(orjson.dumps(doctor.as_json(report), option=orjson.OPT_INDENT_2).decode() if as_json else doctor.text(report))
+    return int(report.is_fatal)

@@ -1,0 +1,191 @@
+"""What is looked at of data and rewards: the first rows through the real template and the real reward."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+from slime import preflight
+from slime.config.config import Config
+from slime.diagnosis import troubles as known
+from slime.diagnosis.look import Case, LeftOut, Look
+from slime.errors import UserError
+from slime.hooks import check_hooks
+from slime.prompts.chat_template import template_markers
+from slime.prompts.prepare import templated_warning
+from slime.prompts.problems import RowProblem
+from slime.prompts.readers import iter_rows
+from slime.prompts.row_format import RowFormat, read_prompt
+from slime.prompts.source import probe_prompts
+from slime.rollout.rewards.pool import RewardPool
+from slime.samples.types import Sample, SampleStatus
+
+#: Rows whose labels are tried as answers.
+_ROWS = 6
+#: A reward that takes longer for one sample is not waited for here.
+_SECONDS = 10.0
+#: What an answer of nothing but its label may have to look like: rewards often want more than the label.
+_FORMS = (
+    "{}",
+    "\\boxed{{{}}}",
+    "Answer: {}",
+    "#### {}",
+    "The answer is {}.",
+    "<answer>{}</answer>",
+    "<think>\n</think>\nThe answer is \\boxed{{{}}}.",
+    "<think>\n</think>\n<answer>{}</answer>",
+)
+_NOISE = "lorem ipsum zzz qqq"
+#: Rewards that judge by something else than the answer, and those that ask somebody else.
+_BLIND, _REMOTE = frozenset({"random"}), "remote_rm"
+
+
+def data(case: Case, look: Look) -> None:
+    """The first rows of each data set make prompts, in the template where one is asked for."""
+    if case.names:
+        raise LeftOut(f"not downloaded yet: {', '.join(case.names)}")
+    config = case.run
+    look.attempt(preflight.check_data, config)
+    flags = config.data
+    reads = flags.prompt_data and flags.rollout_global_dataset and not flags.data_source_path
+    if look.findings or not reads or not flags.apply_chat_template:
+        return
+    found = look.attempt(probe_prompts, config, case.tokenizer, preflight.ROWS)
+    if found is not None and found.templated:
+        markers = template_markers(case.tokenizer)
+        warning = templated_warning(str(flags.prompt_data), found.templated, found.first_templated, markers)
+        look.found(known.TEMPLATE_TWICE, warning, is_fatal=False)
+
+
+def hooks(case: Case, look: Look) -> None:
+    """Every function of the user's can be imported and called."""
+    look.attempt(check_hooks, case.run.flat(), trouble=known.HOOK)
+    look.attempt(preflight.warn_of_old_plugins, case.run)
+
+
+def reward(case: Case, look: Look) -> None:
+    """There is a reward, and it tells an answer with the label in it from noise."""
+    config = case.run
+    look.attempt(preflight.check_rewards, config)
+    if look.findings:
+        return
+    flags = config.reward
+    kind = str(flags.rm_type or "").removeprefix("boxed_")
+    if not (flags.custom_rm_path or flags.rm_type):
+        raise LeftOut("rewards come from somewhere else than --custom-rm-path and --rm-type")
+    if not flags.custom_rm_path and kind in (*_BLIND, _REMOTE):
+        raise LeftOut(f"--rm-type {flags.rm_type} is not asked: " + ("it is by chance" if kind in _BLIND else "remote"))
+    if not config.data.prompt_data or config.data.data_source_path or not config.data.rollout_global_dataset:
+        raise LeftOut("prompts do not come from --prompt-data")
+    rows = _labelled(config, case.tokenizer)
+    if len({str(row.label) for row in rows}) < 2:
+        raise LeftOut("fewer than two different labels in the first rows (--label-key)")
+    try:
+        with look.warnings():
+            scores = _scores(config, rows, case.tokenizer)
+    except UserError as error:
+        rollout = config.rollout  # functions that make samples of their own may give rewards what is not there here
+        makes_samples = rollout.custom_generate_function_path or rollout.rollout_function_path
+        look.refused(error, known.REWARD_FAILS, is_fatal=not makes_samples)
+    else:
+        _judge(scores, look)
+
+
+def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
+    """The first rows with a label and no reward of somebody else's."""
+    form, found = RowFormat.of(config), list[Sample]()
+    assert config.data.prompt_data is not None
+    for number, (_, row) in enumerate(itertools.islice(iter_rows(config.data.prompt_data), 4 * _ROWS)):
+        try:
+            prompt = read_prompt(row, form, tokenizer)
+        except RowProblem:
+            continue  # reported with all others where the data is looked at
+        if prompt.label is None or prompt.metadata.get("rm_type", "").endswith(_REMOTE):
+            continue
+        tokens = prompt.tokens or tokenizer.encode(str(prompt.text), add_special_tokens=False)
+        found.append(
+            Sample(number, number, prompt=prompt.text, tokens=tokens, label=prompt.label, metadata=prompt.metadata)
+        )
+        if len(found) == _ROWS:
+            break
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Mean rewards of answers that hold the label in the form that scores best, of noise, and of other rows' labels in
+    the same form; ``reads_label``: an answer scores otherwise for another label."""
+
+    gold: float
+    noise: float
+    other: float
+    reads_label: bool
+
+
+def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any) -> Scores:
+    reward = dataclasses.replace(config.reward, rm_timeout=min(config.reward.rm_timeout, _SECONDS))
+    return asyncio.run(_scored(dataclasses.replace(config, reward=reward), rows, tokenizer))
+
+
+async def _scored(config: Config, rows: Sequence[Sample], tokenizer: Any) -> Scores:
+    pool = RewardPool(config)
+    try:
+
+        async def mean(answers: Iterator[tuple[Sample, str]]) -> float:
+            samples = [_answered(row, text, tokenizer) for row, text in answers]
+            if config.reward.group_rm:
+                rewards = await pool.score_group(samples)
+            else:
+                rewards = list(await asyncio.gather(*map(pool.score, samples)))
+            if any(pool.metrics().values()):  # it timed out, or a grader died
+                raise UserError(
+                    f"a reward did not come within {config.reward.rm_timeout:g} s",
+                    why="a sample whose reward does not come within --rm-timeout scores 0",
+                    fix="make the function faster, or raise --rm-timeout",
+                )
+            key = config.reward.reward_key
+            return fmean(float(one[key]) if isinstance(one, dict) and key else float(one) for one in rewards)  # type: ignore[arg-type]
+
+        labels = [str(row.label) for row in rows]
+        gold = {form: await mean((row, form.format(label)) for row, label in zip(rows, labels)) for form in _FORMS}
+        form = max(gold, key=lambda one: gold[one])
+        others = labels[1:] + labels[:1]
+        swapped = [dataclasses.replace(row, label=other.label) for row, other in zip(rows, [*rows[1:], rows[0]])]
+        noise = await mean((row, _NOISE) for row in rows)
+        wrong = await mean((row, form.format(label)) for row, label in zip(rows, others))
+        mistaken = await mean((row, form.format(label)) for row, label in zip(swapped, labels))
+        return Scores(gold[form], noise, wrong, mistaken != gold[form])
+    finally:
+        await pool.close()
+
+
+def _answered(row: Sample, text: str, tokenizer: Any) -> Sample:
+    """A finished sample, as a reward function sees it in a run."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return dataclasses.replace(
+        row,
+        prompt=row.prompt,
+        response=text,
+        tokens=[*row.tokens, *ids],
+        response_length=len(ids),
+        metadata=dict(row.metadata),
+        status=SampleStatus.COMPLETED,
+    )
+
+
+def _judge(scores: Scores, look: Look) -> None:
+    said = f"the label as the answer scores {scores.gold:g}, another row's {scores.other:g}, noise {scores.noise:g}"
+    if scores.reads_label:
+        if scores.gold > scores.noise and scores.gold >= scores.other:
+            look.note(said)
+        else:
+            look.found(known.REWARD_INVERTED, f"{said} (means of the form that scores best)", is_fatal=False)
+    elif scores.gold == scores.noise == scores.other:
+        detail = f"{said} (in {len(_FORMS)} forms); where it wants yet another form, or reads no label, that is fine"
+        look.found(known.REWARD_FLAT, detail, is_fatal=False)
+    else:
+        look.note("it does not depend on the label")

@@ -1,0 +1,212 @@
+"""What is looked at of the host: limits, room, GPUs, network. Nothing here takes longer than a look."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from slime.config.config import Config
+from slime.diagnosis import troubles as known
+from slime.diagnosis.look import Case, LeftOut, Look
+from slime.host import free_host_memory, host_memory, num_cpus, num_gpus, reserve_port
+from slime.memory.trainer import rank_parameters
+from slime.models import family_of
+from slime.models.layout_rules import Layout
+from slime.placement import PlacementPlan, joined_cluster, needs_engines
+
+SHARED_MEMORY = Path("/dev/shm")
+_BUCKETS = 2
+#: Files that processes of a run hold besides the connections of requests.
+_OTHER_FILES = 512
+#: Bytes of a folder with /ray/session_<26 characters>_<pid>/sockets/plasma_store in it, of the 107 of a socket's name.
+_LONGEST_FOLDER = 107 - 68
+_INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_INFINIBAND = Path("/sys/class/infiniband")
+_TORCH_SECONDS = 60.0
+_ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available(), torch.cuda.device_count())"
+#: Bytes of a parameter in a checkpoint: the weights, and what Adam and mixed precision keep of it.
+_WEIGHT, _STATES = 2, 12
+
+
+def host(case: Case, look: Look) -> None:
+    """Cores, memory, open files."""
+    look.note(f"{num_cpus()} cores, {free_host_memory() / 1e9:.0f} of {host_memory() / 1e9:.0f} GB free")
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    if len(folder.encode()) > _LONGEST_FOLDER and (case.config is None or joined_cluster(case.config) is None):
+        detail = (
+            f"{folder} has {len(folder.encode())} characters, of which Ray's sockets leave room for {_LONGEST_FOLDER}"
+        )
+        look.found(known.TEMPORARY_FOLDER, detail, source="TMPDIR")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # up to which Ray raises the soft one by itself
+    if hard == resource.RLIM_INFINITY:
+        return
+    wanted = _OTHER_FILES + (_requests(case.config) if case.config is not None else 0)
+    if hard < wanted:
+        detail = f"a process may open {hard} files, and about {wanted} are wanted for the requests under way"
+        look.found(known.OPEN_FILES, detail, is_fatal=False)
+
+
+def _requests(config: Config) -> int:
+    """Requests that can be under way at once."""
+    rollout, engine = config.rollout, config.engine
+    if not needs_engines(config):
+        return 0
+    samples = rollout.over_sampling_batch_size * rollout.n_samples_per_prompt
+    return min(samples, engine.sglang_server_concurrency * max(1, PlacementPlan.of(config).num_engines))
+
+
+def shared_memory(case: Case, look: Look) -> None:
+    """Where engines of this host get weights through it, /dev/shm has room for the buckets."""
+    config = case.run
+    by_memory = needs_engines(config) and not config.debug.debug_rollout_only
+    if not by_memory or num_gpus() or joined_cluster(config) or config.sync.update_weight_transport == "disk":
+        raise LeftOut("no weights go through it")
+    if not SHARED_MEMORY.is_dir():
+        return look.found(known.SHARED_MEMORY, f"there is no {SHARED_MEMORY}", is_fatal=False)
+    free, bucket = shutil.disk_usage(SHARED_MEMORY).free, config.sync.update_weight_buffer_size
+    whole = _weights(config) * (4 if config.megatron.fp32 else 2)
+    wanted = min(_BUCKETS * bucket, whole) if whole else _BUCKETS * bucket
+    look.note(f"{free / 1e6:,.0f} MB free, {wanted / 1e6:,.0f} MB wanted")
+    if free < wanted:
+        detail = f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, and a push of weights takes {wanted / 1e6:,.0f} MB"
+        fits = f"--update-weight-buffer-size {max(1, int(free // (2 * _BUCKETS)))}"
+        look.found(known.SHARED_MEMORY, detail, fits, is_fatal=False)
+
+
+def _weights(config: Config) -> int:
+    """Parameters of the model; 0 where its config.json does not tell."""
+    path = Path(config.checkpoint.hf_checkpoint or "")
+    if not (path / "config.json").is_file():
+        return 0
+    spec = family_of(str(path), config.checkpoint.model_name).model_spec(str(path))
+    return sum(held.numel for held in rank_parameters(spec, Layout(), 0))
+
+
+def disk(case: Case, look: Look) -> None:
+    """The folders of --save and --save-hf have room for what they keep at the least."""
+    config, flags = case.run, case.run.checkpoint
+    parameters = _weights(config)
+    states = 0 if flags.no_save_optim or config.debug.debug_rollout_only else _STATES
+    whole, model = parameters * (_WEIGHT + states), parameters * _WEIGHT
+    sizes = {"--save": (flags.save, whole), "--save-hf": (flags.save_hf, model)}
+    for flag, (folder, nbytes) in sizes.items():
+        if not folder or not nbytes:
+            continue
+        free = shutil.disk_usage(_nearest(Path(folder.partition("{")[0]))).free
+        look.note(f"{flag}: {free / 1e9:,.0f} GB free, a checkpoint takes {nbytes / 1e9:,.1f} GB")
+        if free < nbytes:
+            detail = f"{flag} {folder}: {free / 1e9:,.2f} GB are free there, one takes {nbytes / 1e9:,.2f} GB"
+            look.found(known.DISK_ROOM, detail, source=flag)
+    if not look.notes:
+        raise LeftOut("nothing is saved, or the model's size is not known")
+
+
+def _nearest(path: Path) -> Path:
+    """The folder, or the nearest above it that is there."""
+    found = path.absolute()
+    while not found.exists():
+        found = found.parent
+    return found
+
+
+def device(case: Case, look: Look) -> None:
+    """torch sees the GPUs of this host."""
+    here = num_gpus({name: value for name, value in os.environ.items() if name != "SLIME_NUM_GPUS"})
+    if not here:
+        raise LeftOut("this host has no GPU: trainer and engines take process slots of its cores")
+    told = ask_torch()
+    cuda, available, count = (*told.split(), "", "", "")[:3]
+    look.note(f"{here} GPUs, torch sees {count or 0} (CUDA {cuda or 'unknown'})")
+    if available != "True" or not count.isdigit() or int(count) < here:
+        detail = f"this host has {here} GPUs, and torch, built for CUDA {cuda or 'unknown'}, says: {told or 'nothing'}"
+        look.found(known.TORCH_WITHOUT_GPU, detail)
+
+
+def ask_torch() -> str:
+    """CUDA version, whether there is a GPU, how many: torch's own words, from a process of its own."""
+    command = [sys.executable, "-c", _ASK_TORCH]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout.strip() or (done.stderr.strip().splitlines() or [""])[-1]
+
+
+def network(case: Case, look: Look) -> None:
+    """What NCCL and gloo are told, InfiniBand between nodes, the host's own name, proxies on the way to rewards."""
+    for name in _INTERFACES:
+        if missing := absent_interfaces(os.environ.get(name, ""), psutil.net_if_addrs()):
+            there = ", ".join(sorted(psutil.net_if_addrs()))
+            detail = f"{name} names {', '.join(missing)}, and this host has {there}"
+            look.found(known.NCCL_INTERFACE, detail, source=name)
+    config = case.config
+    if config is None:
+        return
+    nodes = config.cluster.actor_num_nodes
+    if nodes > 1:
+        _between_nodes(nodes, look)
+    _proxy(config, look)
+    look.note(f"{nodes} node{'s' if nodes > 1 else ''} for the trainer")
+
+
+def absent_interfaces(told: str, there: Mapping[str, object]) -> list[str]:
+    """Names in a NCCL_SOCKET_IFNAME that match no interface. They are beginnings of names; after "=" they are whole
+    names, and after "^" those not to use.
+
+    Example:
+        >>> absent_interfaces("eth,ib0", {"eth0": [], "lo": []}), absent_interfaces("=eth", {"eth0": []})
+        (['ib0'], ['eth'])
+        >>> absent_interfaces("^docker", {"lo": []})
+        []
+    """
+    if told.startswith("^"):
+        return []
+    names = [name for name in told.removeprefix("=").split(",") if name]
+    if told.startswith("="):
+        return [name for name in names if name not in there]
+    return [name for name in names if not any(one.startswith(name) for one in there)]
+
+
+def _between_nodes(nodes: int, look: Look) -> None:
+    if os.environ.get("NCCL_IB_DISABLE", "0") not in ("", "0"):
+        detail = f"NCCL_IB_DISABLE={os.environ['NCCL_IB_DISABLE']}, and the trainer has {nodes} nodes"
+        look.found(known.INFINIBAND, detail, source="NCCL_IB_DISABLE", is_fatal=False)
+    elif not shutil.which("ibstat") and not _INFINIBAND.is_dir():
+        detail = f"the trainer has {nodes} nodes, and this host has neither ibstat nor {_INFINIBAND}"
+        look.found(known.INFINIBAND, detail, is_fatal=False)
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        look.found(known.HOSTNAME, f"this host is called {name}, which has no address: {error}", is_fatal=False)
+
+
+def _proxy(config: Config, look: Look) -> None:
+    import urllib.request
+
+    url, asked = config.reward.rm_url, str(config.reward.rm_type or "").removeprefix("boxed_") == "remote_rm"
+    parts = urlsplit(url or "")
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if asked and parts.hostname and proxy and not urllib.request.proxy_bypass(parts.hostname):
+        detail = f"--rm-url {url} would be asked through {_without_password(proxy)}"
+        look.found(known.PROXY, detail, f"no_proxy={parts.hostname}", source="--rm-url", is_fatal=False)
+
+
+def _without_password(url: str) -> str:
+    return url.rpartition("@")[2]
+
+
+def ports(case: Case, look: Look) -> None:
+    """Engines and router find ports."""
+    reserved = look.attempt(reserve_port, trouble=known.PORTS)
+    if reserved is not None:
+        reserved.release()

@@ -1,0 +1,149 @@
+"""What is looked at of the model: its directory, weights and tokenizer, and the checkpoints of the run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from slime import preflight
+from slime.checkpoints.load_plan import resolve_load, resolve_reference
+from slime.config.config import Config
+from slime.config.make import check_plain_weights
+from slime.diagnosis import troubles as known
+from slime.diagnosis.look import Case, LeftOut, Look
+from slime.errors import UserError
+from slime.models import family_of, read_hf_config
+from slime.models.table import ModelFamily, is_moe_layer
+from slime.prompts.source import is_chat, warn_of_endless_generation
+from slime.prompts.tokenizer import generation_config_of, stop_token_report
+
+#: Parts of names of weights that belong to no Linear layer, for the ignore list of a quantised model.
+_NO_LINEAR = ("embed_tokens.", ".mlp.gate.")
+
+
+def hub(case: Case, look: Look) -> None:
+    """Names of the hub have a copy here, or can be had."""
+    from slime.hub import is_hub_name, is_there
+
+    model, data, sets = case.run.checkpoint.hf_checkpoint, case.run.data.prompt_data, case.run.eval.eval_prompt_data
+    named = {model: "model"} if model and is_hub_name(model) else {}
+    for path in (data, *sets[1::2]):
+        name = "/".join((path or "").partition("@[")[0].split("/")[:2])
+        if path and not Path(path.partition("@[")[0]).exists() and is_hub_name(name):
+            named[name] = "dataset"
+    if not named:
+        raise LeftOut("no flag names anything of the hub")
+    for name, kind in named.items():
+        is_here = look.attempt(is_there, name, kind, trouble=known.HUB)
+        if is_here:
+            look.note(f"{name} is here")
+        elif is_here is False:
+            look.note(f"{name} will be downloaded")
+        if not is_here:
+            case.names = (*case.names, name)
+    if not case.names:
+        case.config = preflight.from_the_hub(case.run)
+
+
+def directory(case: Case, look: Look) -> None:
+    """config.json is there, of a known family."""
+    path, name = str(case.model), case.run.checkpoint.model_name
+    family = family_of(path, name)
+    family.model_spec(path)
+    look.note(f"{path}: {family.name}")
+
+
+def architecture(case: Case, look: Look) -> None:
+    """No flag contradicts the model, and the parallel layout divides it."""
+    look.attempt(preflight.check_architecture, case.run)
+
+
+def quantisation(case: Case, look: Look) -> None:
+    """The weights are plain; if they are not, the ignore list spares what is no Linear layer."""
+    config = read_hf_config(str(case.model))
+    look.attempt(check_plain_weights, str(case.model))
+    ignored = (config.get("quantization_config") or {}).get("ignore")
+    if ignored is None:
+        return
+    family = family_of(config, case.run.checkpoint.model_name)
+    spared = unspared(weights_that_are_not_linear(family, config), ignored)
+    if spared:
+        detail = f"quantization_config.ignore of {case.model / 'config.json'} does not name {', '.join(spared)}"
+        look.found(known.IGNORE_LIST, detail, source=str(case.model / "config.json"))
+
+
+def weights_that_are_not_linear(family: ModelFamily, config: dict[str, Any]) -> list[str]:
+    """Two-dimensional weights that a quantiser takes for a Linear layer's, one of each kind."""
+    spec = family.model_spec(config)
+    layers = [-1, *range(spec.num_layers)]
+    first = next((layer for layer in layers[1:] if is_moe_layer(spec, layer)), None)
+    names = [name for name, shape in family.hf_tensors(spec) if len(shape) == 2 and name.endswith(".weight")]
+    found = [name for name in names if any(part in name for part in _NO_LINEAR)]
+    return [name for name in found if ".layers." not in name or f".layers.{first}." in name]
+
+
+def unspared(names: Iterable[str], ignored: Iterable[str]) -> list[str]:
+    """Those that no entry of an ignore list names: a module, a weight, or an expression after "re:".
+
+    Example:
+        >>> unspared(["model.layers.0.mlp.gate.weight", "lm_head.weight"], ["lm_head", r"re:.*mlp\\.gate\\..*"])
+        []
+    """
+
+    def names_it(entry: str, name: str) -> bool:
+        if entry.startswith("re:"):
+            return re.match(entry.removeprefix("re:"), name) is not None
+        return name == entry or name.startswith(f"{entry}.")
+
+    return [name for name in names if not any(names_it(entry, name) for entry in ignored)]
+
+
+def checkpoint(case: Case, look: Look) -> None:
+    """--load, --save and --ref-load hold what they should; something will be kept of the run."""
+    config = case.run
+    plan = look.attempt(resolve_load, config)
+    if plan is not None:
+        look.note(plan.note)
+    if config.algorithm.needs_reference:
+        look.attempt(resolve_reference, config)
+    look.attempt(preflight.warn_if_nothing_is_kept, config)
+
+
+def weights(case: Case, look: Look) -> None:
+    """Every Hugging Face directory that is read is whole, layer by layer."""
+    look.attempt(preflight.check_weights, case.run, resolve_load(case.run))
+
+
+def outputs(case: Case, look: Look) -> None:
+    """Everything that is written can be written."""
+    look.attempt(preflight.check_outputs, case.run)
+
+
+# -- tokenizer -------------------------------------------------------------------------------------------------------
+
+
+def tokenizer(case: Case, look: Look) -> None:
+    """It can be read, its ids have rows in the embedding, and something ends a turn, with and without the template."""
+    found = case.tokenizer
+    rows, ids = read_hf_config(str(case.model)).get("vocab_size"), max(found.get_vocab().values(), default=-1) + 1
+    look.note(f"{ids} tokens, vocab_size {rows}")
+    if isinstance(rows, int) and ids > rows:
+        detail = f"the tokenizer has ids up to {ids - 1}, and config.json a vocab_size of {rows}"
+        look.found(known.VOCABULARY, detail, source=str(case.model), is_fatal=False)
+    try:
+        in_turns = is_chat(case.run, found)
+    except UserError:
+        return  # of the data, which is looked at for itself
+    look.attempt(warn_of_endless_generation, case.run, found)
+    if not in_turns:
+        other = look.attempt(_report, case.run, found)
+        look.note(f"with --apply-chat-template: {other[0]}" if other else "without --apply-chat-template")
+
+
+def _report(config: Config, tokenizer: Any) -> list[str]:
+    rollout, model = config.rollout, str(config.checkpoint.hf_checkpoint)
+    return stop_token_report(
+        tokenizer, generation_config_of(model), rollout.rollout_stop_token_ids, rollout.rollout_stop
+    )

@@ -1,0 +1,91 @@
+"""What is looked at of the plan: flags, GPUs, engines, memory, age of samples, credentials."""
+
+from __future__ import annotations
+
+from slime import preflight
+from slime.diagnosis import troubles as known
+from slime.diagnosis import troubles_flags
+from slime.diagnosis.look import Case, LeftOut, Look
+from slime.memory.check import judge
+from slime.memory.hardware import device_memory
+from slime.memory.plan import MemoryPlan, gb
+from slime.placement import PlacementPlan, needs_engines
+
+#: Rollouts between the weights that make a sample and the step that trains on it, from which on it is said.
+_STALE = 4
+
+
+def flags(case: Case, look: Look) -> None:
+    """Everything that a launch refuses of the flags, and warns of."""
+    for error in case.errors:
+        look.refused(error)
+    if case.config is not None:
+        for warning in case.config.warnings:
+            look.found(troubles_flags.FLAG_WITHOUT_EFFECT, warning, is_fatal=False)
+        train, rollout = case.config.train, case.config.rollout
+        look.note(
+            f"{rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples ="
+            f" {train.global_batch_size} × {train.num_steps_per_rollout} steps"
+        )
+
+
+def slots(case: Case, look: Look) -> None:
+    """There are as many GPUs (or process slots) as the run asks for, here or in the cluster that it joins."""
+    look.attempt(preflight.check_slots, case.run)
+    look.note(PlacementPlan.of(case.run).formula)
+
+
+def engines(case: Case, look: Look) -> None:
+    """The engines can be started, and follow the trainer's weights."""
+    config = case.run
+    if not needs_engines(config):
+        raise LeftOut("the run has no engines")
+    look.attempt(preflight.check_engine_flags, config)
+    look.attempt(preflight.check_engine, config)
+    look.attempt(preflight.check_external_engines, config, trouble=known.EXTERNAL_ENGINE)
+    look.note(config.engine.rollout_engine)
+
+
+def trainer(case: Case, look: Look) -> None:
+    """What the trainer's flags ask for is installed."""
+    look.attempt(preflight.check_transformer_engine, case.run)
+
+
+def memory(case: Case, look: Look) -> None:
+    """The memory plan fits, phase by phase."""
+    config = case.run
+    if preflight.joins_cluster(config) and config.cluster.gpu_memory_gb is None:
+        raise LeftOut("the nodes of the cluster tell how large their GPUs are (--gpu-memory-gb says it here)")
+    device = look.attempt(device_memory, config)
+    if device is None:
+        return
+    plan = MemoryPlan.of(config, device)
+    look.trouble = known.MEMORY_COLOCATED if config.cluster.colocate else known.MEMORY_TRAINING
+    look.attempt(judge, config, plan)
+    peak = plan.peak
+    where = "GPU" if device.on_gpu else "this host"
+    look.note(f"{gb(peak.total)} GB at most ({peak.name}), {gb(plan.limit)} GB of {where} ({device.source})")
+
+
+def age(case: Case, look: Look) -> None:
+    """How old samples may be."""
+    config = case.run
+    if not needs_engines(config) or config.debug.debug_rollout_only:
+        raise LeftOut("no weights are pushed")
+    most, sync = config.sync.staleness, config.sync
+    if most >= _STALE and not config.algorithm.use_tis:
+        detail = (
+            f"samples are trained on up to {most} rollouts after the weights that made them: --async-buffer-size"
+            f" {sync.async_buffer_size} + --update-weights-interval {sync.update_weights_interval} − 1"
+        )
+        look.found(troubles_flags.STALE_WEIGHTS, detail, is_fatal=False)
+    look.note(f"{most} rollouts at most")
+
+
+def credentials(case: Case, look: Look) -> None:
+    """Keys of services that the run talks to."""
+    if not case.run.observe.use_wandb:
+        raise LeftOut("no service is used")
+    from slime.observe.wandb_sink import check_key
+
+    look.attempt(check_key, case.run, trouble=known.WANDB_KEY)

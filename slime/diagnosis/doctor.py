@@ -1,0 +1,144 @@
+"""Everything that `slime doctor` looks at, one after the other, and what it says of it.
+
+A trouble does not end the examination: the next check is made, unless it needs what is broken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from slime.config.config import Config
+from slime.diagnosis.checks import AT_START, CHECKS
+from slime.diagnosis.look import Case, Check, LeftOut, Look
+from slime.diagnosis.one_round import ROUND
+from slime.diagnosis.record import Finding
+
+State = Literal["ok", "warning", "FAIL", "left out"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a check ended.
+
+    Attributes:
+        said: what is worth knowing of it, or why it was left out.
+        seconds: that it took.
+    """
+
+    check: Check
+    state: State
+    said: str
+    findings: tuple[Finding, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """All outcomes, in the order of the table."""
+
+    outcomes: tuple[Outcome, ...]
+    seconds: float
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Each once, those that a run cannot work with first."""
+        found = list(dict.fromkeys(finding for outcome in self.outcomes for finding in outcome.findings))
+        return sorted(found, key=lambda finding: not finding.is_fatal)
+
+    @property
+    def is_fatal(self) -> bool:
+        return any(finding.is_fatal for finding in self.findings)
+
+
+def examine(
+    argv: list[str], entry: str = "train", checks: Iterable[Check] = CHECKS, *, with_round: bool = False
+) -> Report:
+    """Look at the run of a command line. Without a round it starts nothing, downloads nothing, writes nothing.
+
+    Args:
+        argv: the flags of the run.
+        entry: "train" or "train_async".
+        with_round: try one round, where nothing stands in its way.
+    """
+    started = time.perf_counter()
+    case, outcomes = Case.of(argv, entry), dict[str, Outcome]()
+    for check in checks:
+        outcomes[check.name] = _made(check, case, outcomes)
+    if with_round:
+        broken = [name for name, outcome in outcomes.items() if outcome.state == "FAIL"]
+        outcomes[ROUND.name] = _made(replace(ROUND, after=tuple(broken)), case, outcomes)
+    return Report(tuple(outcomes.values()), time.perf_counter() - started)
+
+
+def at_start(config: Config) -> list[Finding]:
+    """What a launch looks at beyond what it refuses: what only takes a look at the host."""
+    case = Case(config)
+    return [finding for check in AT_START for finding in _made(check, case, {}).findings]
+
+
+def _made(check: Check, case: Case, earlier: dict[str, Outcome]) -> Outcome:
+    started, look, state = time.perf_counter(), Look(check.trouble), "left out"
+    try:
+        _may_be_made(check, case, earlier)
+        look.attempt(check.function, case, look)
+        state = "ok"
+    except LeftOut as reason:
+        look.notes = [str(reason)]
+    if look.findings:
+        state = "FAIL" if any(finding.is_fatal for finding in look.findings) else "warning"
+    return Outcome(check, state, ", ".join(look.notes), tuple(look.findings), time.perf_counter() - started)  # type: ignore[arg-type]
+
+
+def _may_be_made(check: Check, case: Case, earlier: dict[str, Outcome]) -> None:
+    """
+    Raises:
+        LeftOut: something that the check stands on is not right.
+    """
+    if case.config is None and not check.without_flags:
+        raise LeftOut("the flags cannot be read yet")
+    for name in check.after:
+        if name in earlier and earlier[name].state in ("FAIL", "left out"):
+            raise LeftOut(f"after {name}")
+
+
+# -- what is said ----------------------------------------------------------------------------------------------------
+
+
+def text(report: Report) -> str:
+    """A line for each check, then each finding with cause and remedies."""
+    width = max(len(outcome.check.name) for outcome in report.outcomes)
+    lines = [f"{o.check.name:<{width}}  {o.state:<8}  {_line(o)}".rstrip() for o in report.outcomes]
+    for finding in report.findings:
+        lines += ["", *_told(finding)]
+    fatal = sum(finding.is_fatal for finding in report.findings)
+    warnings = len(report.findings) - fatal
+    verdict = f"{fatal} in the way of a run, {warnings} to look at" if report.findings else "nothing found"
+    return "\n".join([*lines, "", f"{verdict}; {len(report.outcomes)} checks in {report.seconds:.1f} s"])
+
+
+def _line(outcome: Outcome) -> str:
+    return ", ".join(dict.fromkeys(f.trouble.name for f in outcome.findings)) or outcome.said
+
+
+def _told(finding: Finding) -> list[str]:
+    head = "FAIL" if finding.is_fatal else "warning"
+    lines = [f"{head}: {finding.trouble.name}", *(f"  {line}" for line in finding.detail.splitlines())]
+    lines.append(f"  cause: {finding.trouble.cause}")
+    return [*lines, *(f"  try: {remedy}" for remedy in finding.advice)]
+
+
+def as_json(report: Report) -> dict[str, object]:
+    """What ``--json`` prints."""
+    return {
+        "ok": not report.findings,
+        "fatal": report.is_fatal,
+        "seconds": round(report.seconds, 3),
+        "checks": [
+            {"name": o.check.name, "state": o.state, "said": o.said, "seconds": round(o.seconds, 3)}
+            | {"findings": [finding.as_json() for finding in o.findings]}
+            for o in report.outcomes
+        ],
+    }

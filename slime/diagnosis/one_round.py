@@ -1,0 +1,157 @@
+"""One round of a run: generate, train, push, as small as it gets, in a folder of its own.
+
+The command is the real one, with the run's own flags: what they do not give here is only how much there is of it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+
+from slime.checkpoints.directory import read_tracker
+from slime.config.config import Config
+from slime.diagnosis import troubles as known
+from slime.diagnosis.look import Case, Check, LeftOut, Look
+from slime.placement import needs_engines
+from slime.processes import die_with_parent
+
+#: Of the whole round; the first start of SGLang takes minutes.
+ROUND_SECONDS = 1800.0
+#: After SIGTERM, until it is killed.
+_END_SECONDS = 30.0
+
+_PROMPTS, _SAMPLES, _TOKENS = 2, 2, 64
+#: Mean difference of log-probs between trainer and engine from which on they do not compute the same.
+_DIFFERENCE = 0.1
+_METRIC = "train/train_rollout_logprob_abs_diff"
+_LAST_LINES = 8
+#: Flags that are not for a round: how long and how much, what is kept and compared, who is told.
+_NOT_GIVEN = (
+    *(
+        "config",
+        "custom_config_path",
+        "dry_run",
+        "num_epoch",
+        "num_rollout",
+        "start_rollout_id",
+        "stage",
+        "run_name",
+        "output_dir",
+    ),
+    *("global_batch_size", "num_steps_per_rollout", "over_sampling_batch_size", "dynamic_sampling_filter_path"),
+    *("update_weights_interval", "max_staleness", "ref_update_interval", "rollout_request_tokens"),
+    *("skip_eval_before_train", "n_samples_per_eval_prompt", "log_passrate", "dump_details"),
+)
+_NOT_GIVEN_PREFIXES = ("save", "no_save", "eval_", "wandb", "use_wandb", "tb_", "use_tensorboard", "debug_")
+_KEPT = ("debug_train_only",)
+
+
+def one_round(case: Case, look: Look) -> None:
+    """Weights arrive as they are, and trainer and engine say the same of the same tokens."""
+    config = case.run
+    debug = config.debug
+    if config.algorithm.loss_type == "sft_loss" or not needs_engines(config) or debug.debug_rollout_only:
+        raise LeftOut("the run does not generate, train and push")
+    folder = Path(tempfile.mkdtemp(prefix="slime-doctor-"))
+    status, said = launch(config, folder)
+    row = _last_row(folder)
+    if status != 0:
+        lines = "\n".join(said[-_LAST_LINES:])
+        return look.found(known.ROUND_FAILED, f"it ended with status {status}; its folder is {folder}:\n{lines}")
+    difference = row.get(_METRIC, math.nan)
+    if not difference <= _DIFFERENCE:
+        detail = f"the mean difference is {difference:.3f}; below 0.01 is usual in float32, below 0.05 in bfloat16"
+        look.found(known.LOG_PROBS_DIFFER, f"{detail}; the folder of the round is {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    look.note(f"all weights arrived; log-probs differ by {difference:.4f}")
+
+
+def flags_of_a_round(config: Config, folder: Path) -> dict[str, Any]:
+    """The run's flags, cut small, for a configuration file."""
+    values = config.values()
+    given = {dest: values[dest] for dest, origin in config.origins.items() if origin.startswith(("flag", "yaml"))}
+    kept = {
+        dest: value
+        for dest, value in given.items()
+        if dest not in _NOT_GIVEN and (dest in _KEPT or not dest.startswith(_NOT_GIVEN_PREFIXES))
+    }
+    load = config.checkpoint.load
+    if load is not None and load == config.checkpoint.save and read_tracker(Path(load)) is None:
+        kept.pop("load", None)  # a run that resumes itself, and has nothing yet
+    megatron, cluster = config.megatron, config.cluster
+    model = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
+    ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node // model
+    samples = min(_SAMPLES, config.rollout.n_samples_per_prompt)
+    prompts = max(_PROMPTS, ranks * (1 if config.train.use_dynamic_batch_size else config.train.micro_batch_size))
+    kept |= {
+        "num_rollout": 1,
+        "rollout_batch_size": prompts,
+        "n_samples_per_prompt": samples,
+        "num_steps_per_rollout": 1,
+        "rollout_max_response_len": min(_TOKENS, config.rollout.rollout_max_response_len),
+        "check_weight_update_equal": True,
+        "output_dir": str(folder),
+        "run_name": "round",
+    }
+    return {dest: _plain(value) for dest, value in kept.items()} | ({"finetune": True} if "load" in kept else {})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def launch(config: Config, folder: Path) -> tuple[int, list[str]]:
+    """Run the round to its end.
+
+    Returns:
+        Exit status, and the lines that it printed.
+    """
+    flags = flags_of_a_round(config, folder)
+    if config.extra:
+        flags["custom_config_path"] = str(folder / "extra.yaml")
+        (folder / "extra.yaml").write_text(yaml.safe_dump(_plain(config.extra)), encoding="utf-8")
+    (folder / "round.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
+    entry = "train-async" if config.sync.async_buffer_size else "train"
+    command, parent = [sys.executable, "-m", "slime", entry, "--config", str(folder / "round.yaml")], os.getpid()
+    with open(folder / "driver.log", "wb") as log:
+        driver = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+        )
+        try:
+            status = driver.wait(ROUND_SECONDS)
+        except subprocess.TimeoutExpired:
+            driver.terminate()
+            try:
+                driver.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                driver.kill()
+            status = -signal.SIGTERM
+    return status, (folder / "driver.log").read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def _last_row(folder: Path) -> dict[str, float]:
+    """Metrics of the step; {} where there was none."""
+    file = folder / "round" / "metrics.jsonl"
+    rows = [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.is_file() else []
+    return next((row for row in reversed(rows) if _METRIC in row), {})
+
+
+ROUND = Check("round", one_round, known.ROUND_FAILED)

@@ -1,0 +1,437 @@
+"""`slime doctor`: each trouble is provoked and found under its name; what is right is found right."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.__main__ import main
+from slime.config import parse_args
+from slime.diagnosis import checks_host, doctor, one_round
+from slime.diagnosis.checks import CHECKS
+from slime.diagnosis.checks_host import absent_interfaces
+from slime.diagnosis.checks_model import unspared
+from slime.diagnosis.doctor import Report, at_start, examine
+from slime.diagnosis.troubles import SECTIONS, TROUBLES
+from slime.samples.types import Sample
+from tests.support.hf_configs import config_of
+from tests.support.processes import World
+from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
+
+#: Those that wrong flags alone provoke: test_doctor_flags.py has each.
+OF_FLAGS = {trouble.name for trouble in SECTIONS["Flags"]} - {"nccl-timeout"} | {
+    *("gpus-missing", "engine-flags", "model-flags", "model-unknown", "evaluation-sets", "reward-missing", "hook"),
+    *("data-file", "data-rows", "checkpoint", "folder"),
+}
+DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World.create(tmp_path_factory.mktemp("doctor"))
+
+
+@pytest.fixture
+def world(original: World, tmp_path: Path) -> World:
+    """A copy, to be damaged."""
+    return World(Path(shutil.copytree(original.inputs, tmp_path / "inputs")), tmp_path / "outputs")
+
+
+@pytest.fixture(autouse=True)
+def plain_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("NCCL_", "RAY_", "WANDB_")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("SLIME_NUM_GPUS", "0")
+
+
+class Fault:
+    """What a fault is made with: the world, flags on top of its own, and what is changed of the host."""
+
+    def __init__(self, world: World, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.world, self.patch, self.folder = world, patch, folder
+        self.flags: list[object] = ["--save", world.outputs / "kept"]
+        self.without, self.with_round = "", False
+
+    @property
+    def model(self) -> Path:
+        return self.world.inputs / "model"
+
+    def config(self, **changes: object) -> None:
+        path = self.model / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    def add(self, *flags: object) -> None:
+        self.flags += flags
+
+    def rows(self, *rows: object) -> None:
+        self.add("--prompt-data", write_jsonl(self.folder / "rows.jsonl", list(rows)))
+
+    def reward(self, name: str) -> None:
+        self.add("--custom-rm-path", f"{__file__}:{name}")
+
+    def examine(self) -> Report:
+        argv = self.world.flags("examined", *self.flags, without=self.without)
+        return examine(argv, with_round=self.with_round)
+
+    def round_gives(self, status: int, **metrics: float) -> None:
+        """In the place of a round that is launched: how it ended, and what it measured."""
+
+        def launch(config: object, folder: Path) -> tuple[int, list[str]]:
+            (folder / "round").mkdir()
+            (folder / "round" / "metrics.jsonl").write_text(json.dumps({"step": 1} | metrics) + "\n")
+            return status, ["error: the trainer died", "  why: an injected fault"]
+
+        self.patch.setattr(one_round, "launch", launch)
+        self.patch.setattr(one_round.tempfile, "mkdtemp", lambda prefix: str(_made(self.folder / "round-of-its-own")))
+        self.with_round = True
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+# -- faults, by the name of what they must be found as ---------------------------------------------------------------
+
+FAULTS: dict[str, list[Callable[[Fault], object]]] = {}
+
+
+def provokes(name: str) -> Callable[[Callable[[Fault], object]], Callable[[Fault], object]]:
+    def put(fault: Callable[[Fault], object]) -> Callable[[Fault], object]:
+        FAULTS.setdefault(name, []).append(fault)
+        return fault
+
+    return put
+
+
+provokes("nccl-timeout")(lambda f: f.patch.setenv("NCCL_TIMEOUT", "30min"))
+provokes("nccl-interface")(lambda f: f.patch.setenv("NCCL_SOCKET_IFNAME", "eth99"))
+provokes("nccl-interface")(lambda f: f.patch.setenv("GLOO_SOCKET_IFNAME", "=l"))
+provokes("ray-unreachable")(lambda f: f.add("--ray-address", "127.0.0.1:9"))
+provokes("ray-unreachable")(lambda f: f.patch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265"))
+provokes("temporary-folder")(lambda f: f.patch.setenv("RAY_TMPDIR", f"/{'long' * 25}"))
+provokes("open-files")(lambda f: f.patch.setattr(checks_host.resource, "getrlimit", lambda _: (256, 256)))
+provokes("memory-host")(lambda f: f.patch.setattr("slime.memory.hardware.free_host_memory", lambda: 1e7))
+provokes("memory-colocated")(lambda f: f.add("--gpu-memory-gb", 1))
+provokes("model-directory")(lambda f: (f.model / "config.json").unlink())
+provokes("model-directory")(lambda f: (f.model / "config.json").write_text("{"))
+provokes("model-unknown")(lambda f: f.config(model_type="mamba", architectures=[]))
+provokes("missing-shards")(lambda f: (f.model / "model.safetensors").unlink())
+provokes("missing-shards")(lambda f: (f.model / "model.safetensors").write_bytes(b"version https://git-lfs"))
+provokes("quantised-weights")(lambda f: f.config(quantization_config={"quant_method": "compressed-tensors"}))
+provokes("engine-missing")(lambda f: f.add("--rollout-engine", "sglang"))
+provokes("tokenizer")(lambda f: (f.model / "tokenizer.json").write_text("{"))
+provokes("tokenizer")(lambda f: [file.unlink() for file in f.model.glob("tokenizer*")])
+provokes("nothing-kept")(lambda f: f.flags.clear())
+provokes("reward-flat")(lambda f: f.reward("always_nothing"))
+provokes("reward-flat")(lambda f: f.reward("looks_at_another_key"))
+provokes("reward-inverted")(lambda f: f.reward("upside_down"))
+provokes("reward-fails")(lambda f: f.reward("raises"))
+provokes("data-too-few")(lambda f: f.add("--rollout-batch-size", 1000, "--num-epoch", 1))
+provokes("stale-weights")(lambda f: f.add("--update-weights-interval", 5))
+provokes("round-failed")(lambda f: f.round_gives(1))
+provokes("log-probs-differ")(lambda f: f.round_gives(0, **{DIFFERENCE: 0.3}))
+provokes("log-probs-differ")(lambda f: f.round_gives(0))
+provokes("old-plugin")(lambda f: f.add("--custom-rm-path", f"{_old_plugin(f.folder)}:reward"))
+
+
+def _old_plugin(folder: Path) -> Path:
+    path = folder / "plugin.py"
+    code = "def reward(args, sample): return float(sample.response == sample.label)\n"
+    path.write_text(f"from slime.utils.types import Sample\n\n{code}")
+    return path
+
+
+@provokes("memory-training")
+def small_gpu(f: Fault) -> None:
+    f.add("--no-colocate", "--gpu-memory-gb", 1)
+
+
+@provokes("shared-memory")
+def small_shared_memory(f: Fault) -> None:
+    usage = shutil.disk_usage
+    f.patch.setattr(
+        checks_host.shutil, "disk_usage", lambda path: Usage(1e5, 0, 1e5) if str(path) == "/dev/shm" else usage(path)
+    )
+
+
+@provokes("disk-room")
+def full_disk(f: Fault) -> None:
+    f.patch.setattr(checks_host.shutil, "disk_usage", lambda path: Usage(1e9, 1e9, 1e5))
+
+
+@provokes("torch-without-gpu")
+def torch_for_cpus(f: Fault) -> None:
+    f.patch.setattr(checks_host, "num_gpus", lambda environ=None: 2)
+    f.patch.setattr(checks_host, "ask_torch", lambda: "None False 0")
+
+
+@provokes("infiniband")
+def nodes_over_tcp(f: Fault) -> None:
+    f.patch.setenv("NCCL_IB_DISABLE", "1")
+    f.add("--actor-num-nodes", 2)
+
+
+@provokes("hostname")
+def nameless_host(f: Fault) -> None:
+    def fails(*_: Any) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    f.patch.setattr(checks_host.socket, "getaddrinfo", fails)
+    f.add("--actor-num-nodes", 2)
+
+
+@provokes("proxy")
+def reward_behind_a_proxy(f: Fault) -> None:
+    f.patch.setenv("http_proxy", "http://somebody:password@proxy:3128")
+    f.without = "--custom-rm-path"
+    f.add("--rm-type", "remote_rm", "--rm-url", "http://10.0.0.9/score")
+
+
+@provokes("ports")
+def all_ports_taken(f: Fault) -> None:
+    from slime.errors import UserError
+
+    def fails() -> None:
+        raise UserError("no free port of this host", fix="ss -ltnp")
+
+    f.patch.setattr(checks_host, "reserve_port", fails)
+
+
+@provokes("external-engine")
+def nobody_serves(f: Fault) -> None:
+    f.add("--no-colocate", "--rollout-external-engine-addrs", "127.0.0.1:9")
+
+
+@provokes("transformer-engine")
+def without_transformer_engine(f: Fault) -> None:
+    f.patch.setattr("slime.preflight.is_installed", lambda: False)
+    f.add("--transformer-impl", "transformer_engine")
+
+
+@provokes("hub")
+def without_a_hub(f: Fault) -> None:
+    f.patch.setattr("slime.hub._why_not_reached", lambda: "no network here")
+    f.add("--hf-checkpoint", "nobody/nothing")
+
+
+@provokes("quantisation-ignore-list")
+def router_is_not_ignored(f: Fault) -> None:
+    lists = {"quant_method": "compressed-tensors", "ignore": ["lm_head", "model.embed_tokens.weight"]}
+    (f.model / "config.json").write_text(json.dumps(config_of("qwen3_moe", quantization_config=lists)))
+
+
+@provokes("vocabulary")
+def more_tokens_than_rows(f: Fault) -> None:
+    make_tokenizer().save_pretrained(f.model)
+
+
+@provokes("stop-tokens")
+def nothing_ends_a_turn(f: Fault) -> None:
+    make_tokenizer(eos="<|endoftext|>").save_pretrained(f.model)
+    f.add("--apply-chat-template")
+
+
+@provokes("stop-tokens")
+def nothing_ends_a_turn_of_messages(f: Fault) -> None:
+    make_tokenizer(eos="<|endoftext|>").save_pretrained(f.model)
+    f.rows({"prompt": [{"role": "user", "content": "1+2="}], "label": "3"})
+
+
+@provokes("template-twice")
+def templated_rows(f: Fault) -> None:
+    make_tokenizer().save_pretrained(f.model)
+    f.rows({"prompt": "<|im_start|>user\n1+2=<|im_end|>\n", "label": "3"})
+    f.add("--apply-chat-template")
+
+
+@provokes("chat-template")
+def no_template(f: Fault) -> None:
+    (f.model / "chat_template.jinja").write_text("{% for %}")
+    f.add("--apply-chat-template")
+
+
+@provokes("checkpoint-foreign")
+def another_runs_folder(f: Fault) -> None:
+    (f.world.outputs / "kept" / "iter_0000003").mkdir(parents=True)
+
+
+@provokes("wandb-key")
+def no_key(f: Fault) -> None:
+    from slime.errors import UserError
+
+    def fails(config: object) -> None:
+        raise UserError("--use-wandb: there is no API key for W&B", fix="set WANDB_API_KEY")
+
+    f.patch.setattr("slime.observe.wandb_sink.check_key", fails)
+    f.add("--use-wandb")
+
+
+def always_nothing(args: Any, sample: Sample) -> float:
+    return 0.0
+
+
+def looks_at_another_key(args: Any, sample: Sample) -> float:
+    return float(sample.response == sample.metadata.get("answer"))
+
+
+def upside_down(args: Any, sample: Sample) -> float:
+    return float(str(sample.label) not in sample.response)
+
+
+def raises(args: Any, sample: Sample) -> float:
+    raise KeyError("answer")
+
+
+def chatty(args: Any, sample: Sample) -> float:
+    print("a score:", sample.response)
+    return float(sample.response == sample.label)
+
+
+def length(args: Any, sample: Sample) -> float:
+    return -float(sample.response_length)
+
+
+def whole_group(args: Any, samples: list[Sample]) -> list[dict[str, float]]:
+    return [{"score": float(f"<answer>{sample.label}</answer>" in sample.response)} for sample in samples]
+
+
+def test_every_trouble_has_a_fault_that_provokes_it() -> None:
+    assert set(FAULTS) | OF_FLAGS == set(TROUBLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [(name, fault) for name, faults in FAULTS.items() for fault in faults],
+    ids=lambda one: str(one)[:24],
+)
+def test_a_fault_is_found(
+    name: str, fault: Callable[[Fault], object], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Fault(world, monkeypatch, tmp_path)
+    fault(made)
+    report = made.examine()
+    found = {finding.trouble.name: finding for finding in report.findings}
+    assert name in found, doctor.text(report)
+    assert found[name].detail and found[name].advice and "password" not in doctor.text(report)
+
+
+# -- what is right ---------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_found_in_a_run_that_is_right(world: World) -> None:
+    report = examine(world.flags("examined", "--save", world.outputs / "kept"))
+    assert report.findings == [] and not report.is_fatal
+    states = {outcome.check.name: outcome.state for outcome in report.outcomes}
+    assert list(states) == [check.name for check in CHECKS]
+    assert {name for name, state in states.items() if state == "left out"} <= {"device", "hub", "credentials"}
+    assert not world.outputs.exists()
+
+
+@pytest.mark.parametrize("words", ["math", "boxed_math", "dapo --reward-key score", "deepscaler", "f1", "random"])
+def test_built_in_rewards_tell_labels_from_noise(words: str, world: World) -> None:
+    flags = ["--save", world.outputs / "kept", "--rm-type", *words.split()]
+    report = examine(world.flags("examined", *flags, without="--custom-rm-path"))
+    assert report.findings == [], doctor.text(report)
+    (reward,) = (outcome for outcome in report.outcomes if outcome.check.name == "reward")
+    assert reward.state == ("left out" if words == "random" else "ok")
+    assert ("by chance" if words == "random" else "scores 1, ") in reward.said
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "said"),
+    [
+        ("length", [], "does not depend on the label"),
+        ("whole_group", ["--group-rm", "--reward-key", "score"], "scores 1"),
+    ],
+)
+def test_rewards_of_other_kinds_are_right(function: str, more: list[str], said: str, world: World) -> None:
+    flags = ["--save", world.outputs / "kept", "--custom-rm-path", f"{__file__}:{function}", *more]
+    report = examine(world.flags("examined", *flags))
+    assert report.findings == [], doctor.text(report)
+    assert any(said in outcome.said for outcome in report.outcomes)
+
+
+def test_a_remote_reward_is_not_asked(world: World) -> None:
+    flags = ["--save", world.outputs / "kept", "--rm-type", "remote_rm", "--rm-url", "http://127.0.0.1:9/score"]
+    report = examine(world.flags("examined", *flags, without="--custom-rm-path"))
+    assert report.findings == [] and any("remote" in outcome.said for outcome in report.outcomes)
+
+
+def test_names_of_interfaces() -> None:
+    there = {"eth0": [], "eth1": [], "lo": []}
+    assert absent_interfaces("eth", there) == absent_interfaces("=eth0,lo", there) == []
+    assert absent_interfaces("^ib,docker", there) == absent_interfaces("", there) == []
+    assert absent_interfaces("=eth", there) == ["eth"] and absent_interfaces("eth,ib0", there) == ["ib0"]
+
+
+def test_the_ignore_list_of_the_guide_spares_what_is_no_linear_layer() -> None:
+    weights = ["model.embed_tokens.weight", "model.layers.3.mlp.gate.weight"]
+    assert unspared(weights, ["lm_head", "model.embed_tokens.weight", r"re:.*mlp\.gate\..*"]) == []
+    assert unspared(weights, ["lm_head", r"re:.*mlp\.gate_proj.*", "model.embed_tokens"]) == weights[1:]
+
+
+def test_a_launch_looks_at_the_host_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch and Ray, and without what `slime.preflight` refuses anyway."""
+    config = parse_args(world.flags("examined", "--save", world.outputs / "kept"))
+    assert at_start(config) == []
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth99")
+    monkeypatch.setattr(checks_host.resource, "getrlimit", lambda _: (256, 256))
+    assert {finding.trouble.name for finding in at_start(config)} == {"nccl-interface", "open-files"}
+
+
+# -- a round ---
+
+
+def test_a_round_that_is_right_leaves_nothing(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Fault(world, monkeypatch, tmp_path)
+    made.round_gives(0, **{DIFFERENCE: 0.001})
+    report = made.examine()
+    assert report.findings == [] and "differ by 0.0010" in report.outcomes[-1].said
+    assert not (tmp_path / "round-of-its-own").exists()
+
+
+def test_no_round_where_something_stands_in_its_way(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Fault(world, monkeypatch, tmp_path)
+    made.round_gives(0)
+    made.add("--input-key", "promt")
+    assert (made.examine().outcomes[-1].state, made.examine().outcomes[-1].said) == ("left out", "after data")
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_all_and_ends_accordingly(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = world.flags("examined", "--save", world.outputs / "kept")
+    assert main(["doctor", *flags]) == 0
+    said = capsys.readouterr().out
+    assert "nothing found" in said and "reward" in said
+    chatty = ["--custom-rm-path", f"{__file__}:chatty"]
+    assert main(["doctor", "--json", *flags, *chatty]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
+    assert main(["doctor", "train-async", *flags, "--input-key", "promt", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["fatal"] and not told["ok"]
+    found = {finding["name"] for check in told["checks"] for finding in check["findings"] if finding["fatal"]}
+    assert found == {"colocate-async", "data-rows"}
+    assert main(["doctor"]) == 2 and "needs the flags of a run" in capsys.readouterr().err
+    assert main(["doctor", "--help"]) == 0 and "train-async" in capsys.readouterr().out
+
+
+def test_a_warning_alone_stops_nobody(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *world.flags("examined")]) == 0
+    printed = capsys.readouterr()
+    assert "warning: nothing-kept" in printed.out and "try: --save {run}/checkpoints" in printed.out
+    assert printed.err == ""  # said once
