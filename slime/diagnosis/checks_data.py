@@ -27,7 +27,7 @@ from slime.samples.types import Sample, SampleStatus
 #: Rows whose labels are tried as answers.
 _ROWS = 6
 #: A reward that takes longer for one sample is not waited for here.
-_SECONDS = 10.0
+_SECONDS = 5.0
 #: What an answer of nothing but its label may have to look like: rewards often want more than the label.
 _FORMS = (
     "{}",
@@ -85,7 +85,7 @@ def reward(case: Case, look: Look) -> None:
     if len({str(row.label) for row in rows}) < 2:
         raise LeftOut("fewer than two different labels in the first rows (--label-key)")
     try:
-        with look.warnings():
+        with Look(look.trouble).warnings():  # that a reward did not come is told once, below
             scores = _scores(config, rows, case.tokenizer)
     except UserError as error:
         rollout = config.rollout  # functions that make samples of their own may give rewards what is not there here
@@ -104,7 +104,7 @@ def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
             prompt = read_prompt(row, form, tokenizer)
         except RowProblem:
             continue  # reported with all others where the data is looked at
-        if prompt.label is None or prompt.metadata.get("rm_type", "").endswith(_REMOTE):
+        if prompt.label is None or str(prompt.metadata.get("rm_type")).endswith(_REMOTE):
             continue
         tokens = prompt.tokens or tokenizer.encode(str(prompt.text), add_special_tokens=False)
         found.append(
@@ -128,10 +128,10 @@ class Scores:
 
 def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any) -> Scores:
     reward = dataclasses.replace(config.reward, rm_timeout=min(config.reward.rm_timeout, _SECONDS))
-    return asyncio.run(_scored(dataclasses.replace(config, reward=reward), rows, tokenizer))
+    return asyncio.run(_scored(dataclasses.replace(config, reward=reward), rows, tokenizer, config.reward.rm_timeout))
 
 
-async def _scored(config: Config, rows: Sequence[Sample], tokenizer: Any) -> Scores:
+async def _scored(config: Config, rows: Sequence[Sample], tokenizer: Any, patience: float) -> Scores:
     pool = RewardPool(config)
     try:
 
@@ -142,6 +142,8 @@ async def _scored(config: Config, rows: Sequence[Sample], tokenizer: Any) -> Sco
             else:
                 rewards = list(await asyncio.gather(*map(pool.score, samples)))
             if any(pool.metrics().values()):  # it timed out, or a grader died
+                if patience > config.reward.rm_timeout:
+                    raise LeftOut(f"it takes more than {_SECONDS:g} s, which --rm-timeout {patience:g} allows")
                 raise UserError(
                     f"a reward did not come within {config.reward.rm_timeout:g} s",
                     why="a sample whose reward does not come within --rm-timeout scores 0",

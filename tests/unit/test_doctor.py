@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -15,10 +16,8 @@ import pytest
 
 from slime.__main__ import main
 from slime.config import parse_args
-from slime.diagnosis import checks_host, doctor, one_round
+from slime.diagnosis import checks_data, checks_host, doctor, one_round
 from slime.diagnosis.checks import CHECKS
-from slime.diagnosis.checks_host import absent_interfaces
-from slime.diagnosis.checks_model import unspared
 from slime.diagnosis.doctor import Report, at_start, examine
 from slime.diagnosis.troubles import SECTIONS, TROUBLES
 from slime.samples.types import Sample
@@ -298,6 +297,11 @@ def chatty(args: Any, sample: Sample) -> float:
     return float(sample.response == sample.label)
 
 
+async def never(args: Any, sample: Sample) -> float:
+    await asyncio.Event().wait()
+    return 1.0
+
+
 def length(args: Any, sample: Sample) -> float:
     return -float(sample.response_length)
 
@@ -362,23 +366,19 @@ def test_rewards_of_other_kinds_are_right(function: str, more: list[str], said: 
     assert any(said in outcome.said for outcome in report.outcomes)
 
 
+def test_a_slow_reward_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_data, "_SECONDS", 0.05)
+    flags = ["--save", world.outputs / "kept", "--custom-rm-path", f"{__file__}:never"]
+    report = examine(world.flags("examined", *flags))
+    assert report.findings == [] and any("it takes more than 0.05 s" in outcome.said for outcome in report.outcomes)
+    (found,) = examine(world.flags("examined", *flags, "--rm-timeout", 0.04)).findings
+    assert found.trouble.name == "reward-fails" and "within 0.04 s" in found.detail
+
+
 def test_a_remote_reward_is_not_asked(world: World) -> None:
     flags = ["--save", world.outputs / "kept", "--rm-type", "remote_rm", "--rm-url", "http://127.0.0.1:9/score"]
     report = examine(world.flags("examined", *flags, without="--custom-rm-path"))
     assert report.findings == [] and any("remote" in outcome.said for outcome in report.outcomes)
-
-
-def test_names_of_interfaces() -> None:
-    there = {"eth0": [], "eth1": [], "lo": []}
-    assert absent_interfaces("eth", there) == absent_interfaces("=eth0,lo", there) == []
-    assert absent_interfaces("^ib,docker", there) == absent_interfaces("", there) == []
-    assert absent_interfaces("=eth", there) == ["eth"] and absent_interfaces("eth,ib0", there) == ["ib0"]
-
-
-def test_the_ignore_list_of_the_guide_spares_what_is_no_linear_layer() -> None:
-    weights = ["model.embed_tokens.weight", "model.layers.3.mlp.gate.weight"]
-    assert unspared(weights, ["lm_head", "model.embed_tokens.weight", r"re:.*mlp\.gate\..*"]) == []
-    assert unspared(weights, ["lm_head", r"re:.*mlp\.gate_proj.*", "model.embed_tokens"]) == weights[1:]
 
 
 def test_a_launch_looks_at_the_host_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
