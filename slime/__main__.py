@@ -49,6 +49,10 @@ COMMANDS: dict[str, Command] = {
     "flags": Command("slime.cli.flags", "main", "look a flag up: what it is, needs and serves, and its value in a run"),
     "reward": Command("slime.cli.reward", "main", "run a reward function on data, without training"),
     "report": Command("slime.cli.report", "main", "write report.html of a run folder, or compare several"),
+    "explain": Command(
+        "slime.cli.explain", "main", "why a run ended, or goes wrong: cause and remedies, from its folder"
+    ),
+    "bundle": Command("slime.cli.bundle", "main", "pack what an issue needs of a run, without secrets and weights"),
     "convert": Command("slime.cli.convert", "main", "convert checkpoints between Hugging Face and Megatron"),
 }
 
