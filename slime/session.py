@@ -304,6 +304,7 @@ class Session:
             error.add_note(to_go_on)
         where = f"details: {folder or 'not written, see above'}; report: {self.run.report_path}"
         error.add_note(f"{where}; every process's log: {self.run.logs}")
+        error.add_note(f"cause and remedies, as far as they are known: {slime_command()} explain {self.run.path}")
 
     def stop_if_asked(self) -> None:
         """Raise `StopRequested` after a SIGTERM."""

@@ -236,7 +236,8 @@ def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[Source]:
     if str(said.get("error")) not in (*_SAYS_WHY, "RunFailed", "ActorDied", "DeadlinePassed", "ConnectionBroken"):
         message = f"{said.get('error')}: {message}"
     notes = said.get("notes")
-    texts = message.split("\n") + [str(note) for note in notes] if isinstance(notes, list) else message.split("\n")
+    texts = message.split("\n")
+    texts += [line for note in notes for line in str(note).split("\n")] if isinstance(notes, list) else []
     lines = [Line(text.strip()[:2000], number) for number, text in enumerate(texts, 1)]
     is_engine = lines[0].text.partition(" (pid")[0].rpartition(": ")[2].startswith("engine-")
     sources = [Source(name, "engine" if is_engine else "crash", lines[1:]), Source(name, "crash", lines[:1])]
@@ -248,7 +249,7 @@ def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[Source]:
 
 
 def _of_sources(sources: list[Source], flags: Flags, state: str, since: str) -> list[tuple[int, Finding]]:
-    """A finding per trouble, of where it shows best: the error itself for words of ours, else a log's newest line."""
+    """A finding per trouble, from where it shows best: the error for words of ours, else the newest line of a log."""
     ended = state not in ("running", "finished", "stopped")
     by_trouble: dict[str, list[Seen]] = {}
     for source in sources:
@@ -260,13 +261,19 @@ def _of_sources(sources: list[Source], flags: Flags, state: str, since: str) -> 
         best = max(reversed(several), key=_worth)
         more = f" (and {len(several) - 1} more lines like it)" if len(several) > 1 else ""
         own = _own_remedies(sources, best)
-        remedies = tuple(dict.fromkeys((*own, *best.signature.exact(flags, best.match))))
+        remedies = (*own, *(way for way in best.signature.exact(flags, best.match) if not _is_told(way, own)))
         detail = f"{best.line.text.strip()[:400]}{_why(sources, best)}{more}"
         is_error = best.signature.form is Form.ERROR and best.source.kind == "crash"
         rank = 10 * best.signature.level + (0 if is_error else 1)
-        source = best.source.name if best.source.kind == "crash" else f"{best.source.name}, {best.line.place}"
-        found.append((rank, Finding(best.signature.trouble, detail, remedies, source, ended)))
+        place = best.source.name if best.source.kind == "crash" else f"{best.source.name}, {best.line.place}"
+        found.append((rank, Finding(best.signature.trouble, detail, remedies, place, ended)))
     return found
+
+
+def _is_told(remedy: str, own: tuple[str, ...]) -> bool:
+    """The error names its flag, too."""
+    flag = re.search(r"--[a-z-]+", remedy)
+    return flag is not None and any(flag[0] in way for way in own)
 
 
 def _worth(seen: Seen) -> tuple[int, int]:
@@ -289,17 +296,21 @@ def _why(sources: list[Source], seen: Seen) -> str:
         return ""
     rest = next((source.lines for source in sources if source.name == seen.source.name), [])
     texts = [line.text for line in rest]
-    ends = [index for index, text in enumerate(texts) if text.startswith(("fix: ", "in your code:"))] or [len(texts)]
+    ends = [
+        index for index, text in enumerate(texts) if text.startswith(("fix: ", "in your code:", "why: last lines of"))
+    ] or [len(texts)]
     why = [text for text in texts[: ends[0]] if text][:4]
     mine = next((texts[index + 1 : index + 3] for index, text in enumerate(texts) if text == "in your code:"), [])
     return "".join(f"; {text[:300]}" for text in (*why, *mine))
 
 
 def _fix_of(lines: list[str]) -> tuple[str, ...]:
+    if "in your code:" in lines:
+        lines = lines[: lines.index("in your code:")]
     for index, text in enumerate(lines):
         if text.startswith("fix: "):
             fix = [text.removeprefix("fix: "), *lines[index + 1 :]]
-            fix = [line for line in fix if line and not line.startswith("in your code:")]
+            fix = [line for line in fix if line]
             listed = fix[1:] if len(fix) > 1 and fix[0].endswith(":") else fix
             return tuple(way for line in listed for way in re.split(r"^1\. |  \d\. ", line) if way)
     return ()
