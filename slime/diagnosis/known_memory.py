@@ -246,16 +246,16 @@ ILLEGAL_ACCESS = Signature(
         ),
         "a kernel that indexes outside of a tensor",
     ),
-    r"(?:\w+(?:Error|Exception): |Exception: |CUDA exception! )?(?:.{0,160}\b)?CUDA error: an illegal memory"
-    r" access was"
-    r" encountered|RuntimeError: Triton Error \[CUDA\]: an illegal memory access was encountered",
+    r"\w*(?:Error|Exception): (?:[^'\"]{0,160}\b)?(?:CUDA error|Triton Error \[CUDA\]): an illegal memory access was"
+    r" encountered",
     exact=_four_steps,
 )
 ILLEGAL_ACCESS_SAID = Signature(
     ILLEGAL_ACCESS.trouble,
-    r"(?:\w*Error: )?(?:\S.{0,120}process group watchdog thread terminated with exception: )?"
+    r"(?:Process group watchdog thread terminated with exception: |what\(\): +)"
     r"CUDA error: an illegal memory access was encountered",
     Form.SAID,
+    kinds=("engine", "trainer"),
     exact=_four_steps,
 )
 DEVICE_ASSERT = Signature(

@@ -85,7 +85,7 @@ class Signature:
 #: 2026-11-23 06:40:11.132 ERROR   driver  session: …; [2025-03-08 02:04:48 TP0] …; [rank0]:[E1218 … a.cpp:629] …
 _PREFIX = (
     r"(?:\([\w.:= -]{1,60}\) ?|\[[^\]]{1,120}\]:? ?|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+ (?:WARNING|ERROR|CRITICAL) +"
-    r"\S+(?: \d+)?  [\w.]+: |error: |ERROR: +|what\(\): +|Uncaught exception: |\w+: (?=\d+ Workers))*"
+    r"\S+(?: \d+)?  [\w.]+: |error: |ERROR: +|what\(\): +|Uncaught exception: |\w+\.cc:\d+: )*"
 )
 _RAISED = r"(?:\[[^\]]{1,80}\]:? ?)*(?:why: )?(?:[A-Za-z_]\w*\.)*"
 _compiled_words: dict[tuple[str, Form], re.Pattern[str]] = {}
