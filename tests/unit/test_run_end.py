@@ -97,7 +97,8 @@ def test_a_failure_waits_for_the_checkpoint_under_way(run: Run, tmp_path: Path) 
     with pytest.raises(UserError) as caught:
         run(UserError("a mistake in the reward function"), finishes)
     assert caught.value.__notes__[0].startswith(NEWEST.format(root / "iter_0000001"))
-    assert "details: " in caught.value.__notes__[-1]
+    assert "details: " in caught.value.__notes__[-2]
+    assert caught.value.__notes__[-1].endswith(f" explain {tmp_path / 'run'}"), "the last line is the next command"
 
 
 def times_out(is_saved: Callable[[], bool]) -> None:
