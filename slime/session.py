@@ -13,10 +13,11 @@ from typing import NamedTuple
 from slime.cluster.launch import Generating
 from slime.cluster.rollout_actor import RolloutResult
 from slime.cluster.run_cluster import Cluster
-from slime.cluster.silence import stopped_parts
+from slime.cluster.silence import ask_for_stacks, stopped_parts
 from slime.cluster.trainer_group import TrainerActor
 from slime.cluster.waiting import StopRequested
 from slime.config.config import Config
+from slime.errors import RunFailed, UserError
 from slime.host import slime_command
 from slime.log import get_logger, setup_logging
 from slime.memory.check import check_memory
@@ -38,6 +39,8 @@ logger = get_logger(__name__)
 _CLOSE_SECONDS = 9.0
 #: More than that an evaluation under way does not hold up a run that was asked to stop and has saved.
 _EVALUATION_SECONDS = 5.0
+#: Of the actors of a run that failed, to write their stacks into their logs.
+_STACKS_SECONDS = 0.3
 #: What is wrong with a run as it ends: so much of it is in its last lines, the rest in the report.
 _MOST_WARNINGS = 2
 
@@ -292,6 +295,11 @@ class Session:
 
     def failed(self, error: BaseException) -> None:
         """Keep what explains the failure, and say in the error where it is."""
+        is_mistake = isinstance(error, UserError) and not isinstance(
+            error, RunFailed
+        )  # its message is all there is to it
+        if not is_mistake and ask_for_stacks():
+            time.sleep(_STACKS_SECONDS)
         folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
         was_imported = "slime.trainer.non_finite" in sys.modules  # by such an error, which brings torch with it
         if folder is not None and was_imported:

@@ -8,15 +8,17 @@ A deadline ends a wait (docs/deadlines.md); long before that, somebody who looks
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import psutil
 
 from slime.host import own_addresses
-from slime.log import get_logger
+from slime.log import STACKS_SIGNAL, get_logger
 
 logger = get_logger(__name__)
 
@@ -114,6 +116,32 @@ def stopped_parts() -> dict[int, str]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def ask_for_stacks() -> int:
+    """Let the run's actors on this host write the stacks of all their threads into their logs, also those that hang;
+    how many will. None of a Ray that this process has not started."""
+    asked = 0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            is_actor = (process.cmdline() or [""])[0].startswith("ray::")
+        except psutil.Error:
+            continue
+        if is_actor and _catches(process.pid, STACKS_SIGNAL):  # who does not catch it would die of it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, STACKS_SIGNAL)
+                asked += 1
+    return asked
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, as the kernel knows; false where it does not say."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def _name(process: psutil.Process) -> str:

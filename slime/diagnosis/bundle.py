@@ -162,7 +162,6 @@ def _crash_files(folder: Path, with_samples: bool) -> Iterator[Path]:
         if with_samples:
             yield one / _SAMPLES_OF_A_CRASH
         yield from sorted(one.glob("logs/*.log"))
-        yield from sorted(one.glob("stacks/*.txt"))
 
 
 def _newest_samples(folder: Path) -> list[Path]:
