@@ -297,7 +297,7 @@ class Session:
         """Keep what explains the failure, and say in the error where it is."""
         is_mistake = isinstance(error, UserError) and not isinstance(
             error, RunFailed
-        )  # its message is all there is to it
+        )  # its words are all there is to say
         if not is_mistake and ask_for_stacks():
             time.sleep(_STACKS_SECONDS)
         folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
@@ -312,7 +312,8 @@ class Session:
             error.add_note(to_go_on)
         where = f"details: {folder or 'not written, see above'}; report: {self.run.report_path}"
         error.add_note(f"{where}; every process's log: {self.run.logs}")
-        error.add_note(f"cause and remedies, as far as they are known: {slime_command()} explain {self.run.path}")
+        if not is_mistake:
+            error.add_note(f"cause and remedies, as far as they are known: {slime_command()} explain {self.run.path}")
 
     def stop_if_asked(self) -> None:
         """Raise `StopRequested` after a SIGTERM."""
