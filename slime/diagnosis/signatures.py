@@ -114,6 +114,8 @@ _CONTEXT_LINES = 120
 _STAMP = re.compile(r"^\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 #: Lines that tell of nothing wrong: our INFO and DEBUG.
 _CALM = re.compile(r"^(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d[.,]\d+ (?:INFO|DEBUG) ")
+#: What every line of a log has of which a signature's words are a part: most lines need no closer look.
+_ALARMING = re.compile(r"[Ee]rror|[Ee]xception|[Ff]ailed|Fatal|time(?:d )?out|killed|Refused|AddrInUse")
 
 
 def look(source: Source, signatures: Sequence[Signature], since: str = "") -> Iterator[Seen]:
@@ -123,6 +125,7 @@ def look(source: Source, signatures: Sequence[Signature], since: str = "") -> It
         since: "2026-11-23 06:40:11": lines under an earlier time, as far as the log tells, are of an earlier launch.
     """
     texts = [line.text for line in source.lines]
+    is_error = source.kind in ("crash", "driver")
     stamp = ""
     previous = ""
     for index, line in enumerate(source.lines):
@@ -133,6 +136,8 @@ def look(source: Source, signatures: Sequence[Signature], since: str = "") -> It
         is_raised = source.kind == "crash" or (previous[:1].isspace() and not text[:1].isspace())
         previous = text if text.strip() else previous
         if not text.strip() or _CALM.match(text) or (since and stamp and stamp < since):
+            continue
+        if not is_error and not _ALARMING.search(text):
             continue
         before = texts[max(0, index - _CONTEXT_LINES) : index]
         for signature in signatures:
