@@ -20,6 +20,7 @@ from slime.diagnosis.reading import Line, Source, logs_of, read_ends, read_log
 from slime.diagnosis.record import Finding, Trouble
 from slime.diagnosis.signatures import Flags, Form, Level, Seen, Signature, look
 from slime.errors import UserError
+from slime.host import slime_command
 from slime.observe.alarms import Alarm, find_alarms
 from slime.observe.report.data import flags_with_origins, is_held, merge_rows
 from slime.observe.run_folder import RunFolder
@@ -378,7 +379,8 @@ def _checkpoint(folder: Path, flags: Flags, entry: dict[str, Any]) -> Path | Non
     save = flags.get("save")
     if not isinstance(save, str) or not save:
         return None
-    for root in (Path(save), Path(str(entry.get("cwd") or ".")) / save, folder / "checkpoints"):
+    began = Path(str(entry.get("cwd") or "."))  # relative paths of a run count from there
+    for root in (began / save, folder / "checkpoints"):
         try:
             if root.is_dir() and (found := newest_whole(root)) is not None:
                 return found
@@ -389,7 +391,7 @@ def _checkpoint(folder: Path, flags: Flags, entry: dict[str, Any]) -> Path | Non
 
 def _next(folder: Path, state: str, flags: Flags, checkpoint: Path | None) -> str:
     if state in ("failed", "killed", "stopped") and flags.get("save"):
-        return f"slime resume {folder}"
+        return f"{slime_command()} resume {folder}"
     if state == "finished" and flags.get("save"):
-        return f"slime chat {folder}"
-    return f"slime report {folder}" if state == "running" else ""
+        return f"{slime_command()} chat {folder}"
+    return f"{slime_command()} report {folder}" if state == "running" else ""

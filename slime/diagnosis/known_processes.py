@@ -81,6 +81,25 @@ COLLECTIVE_RAISED = Signature(
     is_survived=True,
     exact=_network,
 )
+NCCL_ERROR = Signature(
+    Trouble(
+        "nccl-error",
+        "NCCL fails: “unhandled system error”, “unhandled cuda error”",
+        "NCCL could not talk to another rank or to a GPU: a wrong interface, InfiniBand that is down, too little"
+        " /dev/shm, two"
+        " ranks on one GPU, or a GPU that failed before.",
+        (
+            "NCCL_DEBUG=INFO: NCCL then says what failed",
+            "NCCL_SOCKET_IFNAME=<the right interface>",
+            "docker run --shm-size=8g",
+        ),
+        "NCCL_SOCKET_IFNAME with an interface that is not there",
+    ),
+    r"(?:DistBackendError|RuntimeError): NCCL error in: |(?:DistBackendError|RuntimeError): NCCL Error \d",
+    level=Level.TIME_OUT,
+    is_survived=True,
+    exact=_network,
+)
 CONNECTION = Trouble(
     "connection-lost",
     "processes that work together lost each other",
@@ -266,6 +285,25 @@ ROUTER_DIED = Signature(
     Form.ERROR,
     Level.DEATH,
 )
+ROLLOUT_DIED = Signature(
+    Trouble(
+        "rollout-died",
+        "the process that generates and scores died without a word",
+        "A function of your own, or a library that it calls, ended the process (os._exit, a crash in C), or it"
+        " was killed,"
+        " perhaps by the kernel for lack of memory.",
+        (
+            "the end of logs/rollout.log",
+            "dmesg names what the kernel killed",
+            "slime reward runs a reward on its own",
+            "slime resume goes on from the newest checkpoint and the journal",
+        ),
+        "a reward function that calls os._exit",
+    ),
+    r"(?:\w+: )?rollout \([^)]*\) died \(",
+    Form.ERROR,
+    Level.DEATH,
+)
 PROCESS_DIED = Signature(
     Trouble(
         "trainer-died",
@@ -283,7 +321,7 @@ PROCESS_DIED = Signature(
     Level.DEATH,
 )
 ALL = (
-    *(PORT_CLASH, PORT_CLASH_SAID, COLLECTIVE_SAID, COLLECTIVE_RAISED, NO_ANSWER, GCS, PLACEMENT),
-    *(PUSH_MISMATCH, PUSH_FAILED, NATIVE_CRASH, ENGINE_DIED, ROUTER_DIED, PROCESS_DIED),
+    *(PORT_CLASH, PORT_CLASH_SAID, NCCL_ERROR, COLLECTIVE_SAID, COLLECTIVE_RAISED, NO_ANSWER, GCS, PLACEMENT),
+    *(PUSH_MISMATCH, PUSH_FAILED, NATIVE_CRASH, ENGINE_DIED, ROUTER_DIED, ROLLOUT_DIED, PROCESS_DIED),
     *(CONNECTION_ERROR, CONNECTION_RAISED),
 )

@@ -208,8 +208,7 @@ USER_CODE = Signature(
         "a reward function that divides by 0",
     ),
     r"(?:\w+: )?(?:the (?:reward )?function (?:of --\S+|'\S+') (?:failed|returned)|\S+ returned (?:a |an )?\S.{0,120}"
-    r"(?: as the reward of sample \d+|$)|\d+ groups have failed in this rollout|the reward function returned"
-    r"|rollout \([^)]*\) died \()",
+    r"(?: as the reward of sample \d+|$)|\d+ groups have failed in this rollout|the reward function returned)",
     Form.ERROR,
 )
 WANDB = Signature(

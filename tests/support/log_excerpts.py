@@ -161,6 +161,12 @@ EXCERPTS = (
         " 600000ms for recv operation to complete\n",
     ),
     Excerpt(
+        "nccl-error",
+        "trainer-0",
+        f"{_TRACEBACK}torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/"
+        "NCCLUtils.cpp:94, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n",
+    ),
+    Excerpt(
         "connection-lost",
         "trainer-0",
         f"{_TRACEBACK}RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed"
@@ -260,6 +266,12 @@ EXCERPTS = (
         "",
         "generating: router (pid 1824) was killed (SIGKILL)\n  why: last lines of its log:",
         "RunFailed",
+    ),
+    Excerpt(
+        "rollout-died",
+        "",
+        "rollout (pid 6668 on 127.0.0.1) died (generating)\n  why: its process ended without a word: by os._exit",
+        "ActorDied",
     ),
     Excerpt(
         "trainer-died",

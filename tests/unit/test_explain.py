@@ -22,6 +22,7 @@ from slime.cli.explain import as_text
 from slime.diagnosis import reading
 from slime.diagnosis.explain import SIGNATURES, Explanation, explain
 from slime.diagnosis.reading import read_log
+from slime.host import slime_command
 from slime.observe.run_folder import RunFolder
 from tests.support.log_excerpts import EXCERPTS, HEALTHY, Excerpt
 
@@ -232,7 +233,7 @@ def test_a_run_that_was_killed_says_so_with_its_checkpoint_and_the_next_command(
     (folder / "metrics.jsonl").write_text('{"step": 4, "train/loss": 0.1}\n{"step": 5, "tra')
     found = explain(folder)
     assert (found.state, names(found), found.step, found.checkpoint) == ("killed", ["killed"], 4, whole)
-    assert found.next == f"slime resume {folder}" and "pid 4711" in as_text(found)
+    assert found.next == f"{slime_command()} resume {folder}" and "pid 4711" in as_text(found)
 
 
 def test_a_run_that_goes_on_is_left_in_peace(tmp_path: Path) -> None:
