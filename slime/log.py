@@ -10,17 +10,15 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import TextIO
 
+from slime import stacks
 from slime.errors import UserError
 
 _ROOT = "slime"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-#: Makes an actor of a run write the stacks of all its threads into its log, wherever it hangs: `kill -USR1 <pid>`.
-STACKS_SIGNAL = signal.SIGUSR1
 
 
 class _ProcessFormatter(logging.Formatter):
@@ -71,7 +69,7 @@ def log_level(level: str | None = None) -> int:
 
 def log_to_file_only(role: str, log_dir: Path, level: str | None = None) -> None:
     """`setup_logging` for processes without a terminal: what they and the libraries and user code in them print
-    goes to ``<log_dir>/<role>.log`` too, and so do the stacks that a fatal signal or `STACKS_SIGNAL` asks for."""
+    goes to ``<log_dir>/<role>.log`` too, a fatal signal's traceback included."""
     log_dir.mkdir(parents=True, exist_ok=True)
     with open(log_dir / f"{role.replace(' ', '-')}.log", "ab") as file:
         for stream in (sys.stdout, sys.stderr):
@@ -82,7 +80,7 @@ def log_to_file_only(role: str, log_dir: Path, level: str | None = None) -> None
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable()
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    stacks.answer()
     setup_logging(role, level, with_date=True)
 
 

@@ -210,6 +210,11 @@ def _check_rewards(config: Config) -> None:
             )  # fmt: skip
         if dataset.custom_rm_path:
             check_signature(load_function(dataset.custom_rm_path), RewardFunction, dataset.custom_rm_path)
+    if reward.custom_rm_path and _rows_name_rewards(config):
+        logger.warning(
+            "--prompt-data: the rm_type in its rows has no effect, as %s gives the rewards (and may read it)",
+            reward.custom_rm_path,
+        )
     if not _has_rewards(config):
         raise UserError(
             "there is no reward function",
@@ -223,8 +228,6 @@ def _check_rewards(config: Config) -> None:
 
 def _has_rewards(config: Config) -> bool:
     """Something gives samples a reward, or may do so: functions of the user's own are given the benefit of doubt."""
-    from slime.prompts.readers import iter_rows
-
     rollout, data = config.rollout, config.data
     if config.reward.rm_type or config.reward.custom_rm_path or config.algorithm.loss_type == "sft_loss":
         return True
@@ -232,8 +235,18 @@ def _has_rewards(config: Config) -> bool:
         return True
     if rollout.num_rollout == 0 or config.debug.debug_train_only or not data.prompt_data:
         return True
+    return _rows_name_rewards(config)
+
+
+def _rows_name_rewards(config: Config) -> bool:
+    """Whether one of the first rows has an rm_type of its own."""
+    from slime.prompts.readers import iter_rows
+
+    data = config.data
+    if not data.prompt_data or config.debug.debug_train_only:
+        return False
     first = (row.get(data.metadata_key) for _, row in itertools.islice(iter_rows(data.prompt_data), 10))
-    return any("rm_type" in (metadata or ()) for metadata in first)
+    return any(isinstance(metadata, dict | str) and "rm_type" in metadata for metadata in first)
 
 
 # -- data --------------------------------------------------------------------------------------------------

@@ -136,6 +136,8 @@ class Ages:
     def metrics(self, versions: Mapping[int, int], trained: int) -> dict[str, float]:
         """``rollout/staleness/…`` of a batch that is trained on after ``trained`` others.
 
+        Weights that a run had pushed before it began again at an older checkpoint are as far away in steps as others.
+
         Args:
             versions: weight version → samples whose oldest token it sampled.
 
@@ -149,11 +151,11 @@ class Ages:
             return {}
         most, behind = (
             self._config.sync.max_staleness,
-            {version: trained - self.trained_when(version) for version in versions},
+            {version: abs(trained - self.trained_when(version)) for version in versions},
         )
         mean = sum(behind[version] * count for version, count in versions.items()) / sum(versions.values())
         found = {"rollout/staleness/mean": mean, "rollout/staleness/max": float(max(behind.values()))}
-        if most is not None:
+        if most is not None and not self._config.rollout.mask_offpolicy_in_partial_rollout:
             too_old = sum(count for version, count in versions.items() if behind[version] > most)
             found["rollout/staleness/num_too_old"] = float(too_old)
         return found

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from slime import stacks
 from slime.cluster.launch import Generating
 from slime.cluster.rollout_actor import RolloutResult
 from slime.cluster.run_cluster import Cluster
-from slime.cluster.silence import ask_for_stacks, stopped_parts
+from slime.cluster.silence import own_actors, stopped_parts
 from slime.cluster.trainer_group import TrainerActor
-from slime.cluster.waiting import StopRequested
+from slime.cluster.waiting import DeadlinePassed, StopRequested
 from slime.config.config import Config
 from slime.errors import RunFailed, UserError
 from slime.host import slime_command
@@ -24,6 +25,7 @@ from slime.memory.check import check_memory
 from slime.memory.hardware import is_on_gpu
 from slime.memory.measured import Measured
 from slime.memory.plan import MemoryPlan
+from slime.observe.first_step import first_step_lines
 from slime.observe.report import write_report
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
@@ -39,8 +41,6 @@ logger = get_logger(__name__)
 _CLOSE_SECONDS = 9.0
 #: More than that an evaluation under way does not hold up a run that was asked to stop and has saved.
 _EVALUATION_SECONDS = 5.0
-#: Of the actors of a run that failed, to write their stacks into their logs.
-_STACKS_SECONDS = 0.3
 #: What is wrong with a run as it ends: so much of it is in its last lines, the rest in the report.
 _MOST_WARNINGS = 2
 
@@ -132,6 +132,8 @@ class Session:
         if metrics:
             metrics |= self.cluster.turns()
             self.sinks.log(self.step, metrics)
+        for line in first_step_lines(metrics) if self.step == 1 else ():
+            logger.info("%s", line)
         for line in self._memory.look(metrics) if self._memory is not None else ():
             logger.warning("%s", line)
         self._not_logged = {}
@@ -298,8 +300,8 @@ class Session:
         is_mistake = isinstance(error, UserError) and not isinstance(
             error, RunFailed
         )  # its words are all there is to say
-        if not is_mistake and ask_for_stacks():
-            time.sleep(_STACKS_SECONDS)
+        if not is_mistake and not isinstance(error, DeadlinePassed):  # which has asked those who are waited for
+            stacks.ask(own_actors(), wait=True)
         folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
         was_imported = "slime.trainer.non_finite" in sys.modules  # by such an error, which brings torch with it
         if folder is not None and was_imported:

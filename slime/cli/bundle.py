@@ -43,7 +43,5 @@ def main(argv: list[str]) -> int:
         "samples are in it: prompts and responses" if arguments.samples else
         "samples are not in it (--samples puts them in), nor are weights; keys and tokens are hidden",
     )  # fmt: skip
-    print(
-        "names of paths and hosts are in it, and what your own functions printed into the logs: look before you send it"
-    )
+    print("paths and hosts' names are in it, what your own functions printed and errors quote: look before you send it")
     return 0

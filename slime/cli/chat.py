@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from slime.cli.arguments import Arguments, at_least_one
 from slime.cli.model_source import model_directory, model_name
-from slime.cli.serve import add_model_flags, serving
+from slime.cli.serve import add_model_flags, leave_on_signals, serving
 from slime.engines.tool_calls import chat_template
 from slime.errors import RunFailed, UserError
 
@@ -32,6 +32,7 @@ _COMMANDS = "/reset, /system TEXT, /quit"
 def main(argv: list[str]) -> int:
     """Answer what is typed, or what stands on standard input. Returns the exit status."""
     flags = _parser().parse_args(argv)
+    leave_on_signals()
     directory, name = model_directory(flags.path, flags.hf_checkpoint), model_name(flags.path)
     sampling = {key: getattr(flags, key) for key in _SAMPLING if getattr(flags, key) is not None}
     is_terminal = sys.stdin.isatty()

@@ -40,9 +40,7 @@ def main(argv: list[str]) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status."""
     at = argv.index("--") if "--" in argv else len(argv)
     flags, extra = _parser().parse_args(argv[:at]), argv[at + 1 :]
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
-            signal.signal(number, _leave)
+    leave_on_signals()
     directory, name = model_directory(flags.path, flags.hf_checkpoint), flags.name or model_name(flags.path)
     with serving(directory, name, engine=flags.engine, host=flags.host, port=flags.port, extra=extra) as server:
         print(_welcome(server.url, name, directory, server.log_path), flush=True)
@@ -77,8 +75,15 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _leave(number: int, frame: object) -> None:
-    raise SystemExit(0)
+def leave_on_signals() -> None:
+    """SIGTERM and SIGHUP leave the way that Ctrl-C does: the server ends, and what it wrote is removed."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, leave)
 
 
 @contextlib.contextmanager

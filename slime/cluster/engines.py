@@ -162,7 +162,7 @@ class Engines:
         urls = tuple(engine.url for engine in engines)
         if urls not in self._fleets:
             self.drop_fleets()
-            self._fleets[urls] = EngineFleet(urls)
+            self._fleets[urls] = EngineFleet(urls, self._health.timeout if self._health is not None else None)
         return self._fleets[urls]
 
     def drop_fleets(self) -> None:

@@ -50,6 +50,7 @@ class RolloutActor:
     def __init__(self, config: Config, run_path: Path) -> None:
         self.config, self.run_path = config, run_path
         self._groups_of: dict[int, list[int]] = {}
+        self._under_way: dict[int, asyncio.Task[RolloutResult]] = {}
         self.loop: Any = None  # a `RolloutLoop`, from `connect` on
         self.journal: Any = None  # a `slime.rollout.journal.Journal`, where there is one
         log_to_file_only("rollout", run_path / "logs", config.observe.log_level)
@@ -95,12 +96,29 @@ class RolloutActor:
         self.loop = RolloutLoop(self.config, self.tokenizer, self.source, router_url, router_urls, self.journal)
         await self.loop.start()
 
-    async def generate(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> RolloutResult:
-        """One rollout, converted, packed and put into the object store, one shard per data-parallel rank.
+    async def generate(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> RolloutResult | None:
+        """One rollout, converted, packed and put into the object store, one shard per data-parallel rank; None for
+        one that was given up.
 
         Args:
             oldest_version: of weights; what older ones have begun is generated anew.
         """
+        task = asyncio.ensure_future(self._generate(rollout_id, layout, oldest_version))
+        self._under_way[rollout_id] = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return None
+        finally:
+            del self._under_way[rollout_id]
+
+    async def give_up(self, rollout_id: int) -> None:
+        """End a rollout that nobody will train on. What it has finished stays in the journal."""
+        if task := self._under_way.get(rollout_id):
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _generate(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> RolloutResult:
         from slime.samples.convert import to_train_batches
 
         started = time.perf_counter()
@@ -169,7 +187,7 @@ class RolloutActor:
     async def forget(self, rollout_id: int) -> None:
         """Training has failed on the groups of ``rollout_id``: whoever goes on from here has them generated anew."""
         if self.journal is not None:
-            self.journal.forget(rollout_id, self._groups_of.get(rollout_id, []))
+            self.journal.forget(rollout_id, self._groups_of.get(rollout_id))
 
     async def load_source(self, config: Config, rollout_id: int, state: dict[str, Any]) -> None:
         """Go on where `save_source` was called for ``rollout_id`` and returned ``state``.
@@ -236,6 +254,9 @@ class RolloutHandle:
         ref = self._actor.mark_consumed.remote(rollout_id)
         metrics: dict[str, float] = self._answer(ref, "noting consumed prompts")
         return metrics
+
+    def give_up(self, rollout_id: int) -> None:
+        self._answer(self._actor.give_up.remote(rollout_id), "giving a rollout up")
 
     def forget(self, rollout_id: int) -> None:
         self._answer(self._actor.forget.remote(rollout_id), "forgetting what cannot be trained on")

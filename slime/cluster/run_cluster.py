@@ -1,12 +1,4 @@
-"""Everything of a run that lives in Ray, as plain blocking verbs for the drivers.
-
-cluster = Cluster(config, run_path)
-cluster.launch()
-batch = cluster.collect(cluster.start_generating(rollout_id))
-metrics = cluster.train(batch)
-cluster.update_weights()
-cluster.close()
-"""
+"""Everything of a run that lives in Ray, as plain blocking verbs for the drivers."""
 
 from __future__ import annotations
 
@@ -19,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from slime.checkpoints.load_plan import going_on
+from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_turns import EngineMemory, GpuTurns
 from slime.cluster.launch import Clock, Generating, Launch
@@ -30,6 +23,7 @@ from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_proc
 from slime.cluster.waiting import (
     ConnectionBroken,
     Lost,
+    NobodyAnswers,
     StartNews,
     StopRequested,
     Watch,
@@ -89,6 +83,7 @@ class Cluster:
         self._slots: Slots | None = None
         self._rollout: RolloutHandle | None = None
         self._trainers: Trainers | None = None
+        self._lacks_trainers = False  # they are lost, and not started again yet
         self._engines: Engines | None = None
         self._turns: GpuTurns | None = None
         self._weights: WeightPush | None = None  # where there are engines
@@ -187,7 +182,8 @@ class Cluster:
 
     def restart_trainers(self, version: int) -> TrainerStart:
         """Start all trainer ranks again from the newest checkpoint; engines and rollout actor stay. What is being
-        generated is waited for, and thrown away: the data stands where the checkpoint says. Raises as `launch`.
+        generated is waited for, while engines answer, and thrown away: the data stands where the checkpoint says, and
+        what was finished is in the journal. Raises as `launch`.
 
         Args: version: of the weights that the engines have, so that the numbers of pushes go on.
         Returns: the rollout to go on with, and what its checkpoint has besides the weights.
@@ -198,10 +194,15 @@ class Cluster:
         self._watches = [self._engines.watch()] if self._engines is not None else []
         if half_pushed := self._weights is not None and self._weights.is_pushing:
             _there(self._engines).go_on()  # or what is under way would wait for ever
+        self._lacks_trainers = True
         for generating in list(self._generating.values()):
-            self.collect(generating)
+            try:
+                self.collect(generating)
+            except NobodyAnswers:
+                _there(self._rollout).give_up(self._generating.pop(generating.rollout_id).rollout_id)
             if half_pushed:  # some of it is of no weights that have a version
                 _there(self._rollout).forget(generating.rollout_id)
+        self._lacks_trainers = False
         trainers = self._make_trainers(slots, config)
         assert trainers is not None
         if self._turns is not None and self._turns.taken:
@@ -237,14 +238,9 @@ class Cluster:
         if self._engines is not None:
             shares = flags.colocate and (slots.on_gpu or engine_of(self.config).releases_without_gpu)
             memory = EngineMemory(self._engines.table, self._engines.fleet_of, self._engines.explained)
-            self._turns = GpuTurns(
-                memory.release,
-                memory.resume,
-                trainers.sleep,
-                trainers.wake,
-                offload_train=shares and flags.offload_train,
-                offload_rollout=shares and flags.offload_rollout,
-            )
+            train, rollout = shares and flags.offload_train, shares and flags.offload_rollout
+            sides = memory.release, memory.resume, trainers.sleep, trainers.wake
+            self._turns = GpuTurns(*sides, offload_train=train, offload_rollout=rollout)
             self._engines.restarts_at_once = not self._turns.taken
         return trainers
 
@@ -402,7 +398,10 @@ class Cluster:
     def _care_for(self, engines: Engines) -> None:
         """While a rollout is waited for, with --use-fault-tolerance."""
         engines.kill_hanging()
-        if self._trainers is None:  # the weights that engines start with are right
+        if self._lacks_trainers:  # without a push no engine comes back
+            if not engines.table.those(State.SERVING):
+                raise NobodyAnswers
+        elif self._trainers is None:  # the weights that engines start with are right
             _there(self._weights).take_in()
             engines.admit()
         elif not engines.table.policy:

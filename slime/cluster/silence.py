@@ -12,19 +12,21 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import psutil
 
+from slime import stacks
 from slime.host import own_addresses
-from slime.log import STACKS_SIGNAL, get_logger
+from slime.log import get_logger
 
 logger = get_logger(__name__)
 
 #: Until the first line, and between two where somebody is stopped or idle; else they come at growing intervals.
 _QUIET_SECONDS = 60.0
 _NAME_LENGTH = 70
+#: Of silence, after which those who are waited for are asked for their stacks, though they seem to work.
+_STACKS_SECONDS = 240.0
 
 
 class Waited(Protocol):
@@ -80,6 +82,10 @@ class Silence:
         text = f"{self._what}: nothing heard for {quiet:.0f} s from {', '.join(rows)}"
         text += f"; stopped besides: {', '.join(stopped)}" if stopped else ""
         text += f"; {said}" if (said := words()) else ""
+        if is_odd or quiet >= _STACKS_SECONDS:
+            names = {_pid(worker): worker.name for worker in here}
+            if asked := stacks.ask(pid for pid in names if pid not in stopped_parts()):
+                text += f"; Python stacks: {', '.join(f'{names[pid]}.log' for pid in asked)}"
         (logger.warning if is_odd else logger.info)("%s", text)
         self._next = quiet + _QUIET_SECONDS if is_odd else 2 * quiet
         self._cpu = {}
@@ -118,30 +124,14 @@ def stopped_parts() -> dict[int, str]:
     return found
 
 
-def ask_for_stacks() -> int:
-    """Let the run's actors on this host write the stacks of all their threads into their logs, also those that hang;
-    how many will. None of a Ray that this process has not started."""
-    asked = 0
+def own_actors() -> list[int]:
+    """Process ids of Ray's workers on this host, idle ones included, as far as this process has started them."""
+    found = []
     for process in psutil.Process().children(recursive=True):
-        try:
-            is_actor = (process.cmdline() or [""])[0].startswith("ray::")
-        except psutil.Error:
-            continue
-        if is_actor and _catches(process.pid, STACKS_SIGNAL):  # who does not catch it would die of it
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, STACKS_SIGNAL)
-                asked += 1
-    return asked
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, as the kernel knows; false where it does not say."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(mask, 16) >> (number - 1) & 1)
+        with contextlib.suppress(psutil.Error):  # gone meanwhile
+            if (process.cmdline() or [""])[0].startswith("ray::"):
+                found.append(process.pid)
+    return found
 
 
 def _name(process: psutil.Process) -> str:
@@ -153,6 +143,11 @@ def _name(process: psutil.Process) -> str:
 def _pid(worker: Waited) -> int:
     assert worker.process is not None
     return worker.process[0]
+
+
+def pid_here(worker: Waited) -> int | None:
+    """Its process, where that is one of this host's, and of this run."""
+    return _pid(worker) if _is_here(worker) else None
 
 
 def _is_here(worker: Waited) -> bool:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
-from slime.cluster.silence import Silence
+from slime import stacks
+from slime.cluster.silence import Silence, pid_here
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 
@@ -51,6 +52,10 @@ class ActorDied(Lost):
 
 class ConnectionBroken(Lost):
     """Actors that work together lost each other, and none of them has said why."""
+
+
+class NobodyAnswers(Exception):
+    """No engine is left that what is being generated could wait for, nor anybody who could bring one back."""
 
 
 class Process(NamedTuple):
@@ -242,9 +247,12 @@ class StartNews:
 def _deadline_passed(silent: list[Worker], what: str, timeout: float) -> Lost:
     process = next((worker.process for worker in silent if worker.process is not None), None)
     dump = f"py-spy dump --pid {process.pid}, on {process.host}," if process else "py-spy dump --pid <its pid>"
+    here = {pid: worker.name for worker in silent if (pid := pid_here(worker)) is not None}
+    asked = [f"{here[pid]}.log" for pid in stacks.ask(here, wait=True)]
+    where = f"the Python stacks of all threads are in {', '.join(asked)}; " if asked else "look into its log; "
     return DeadlinePassed(
         f"{what}: no answer within {timeout:.0f} s from {', '.join(map(str, silent))}",
-        fix=f"look into its log; {dump} shows where it hangs",
+        fix=f"{where}{dump} shows where it hangs",
     ).of(*silent)
 
 

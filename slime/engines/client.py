@@ -106,16 +106,42 @@ class BusyClock:
         return max(0.0, 1.0 - busy / seconds) if seconds > 0 else 0.0
 
 
+class Slots(asyncio.Semaphore):
+    """A semaphore whose number of slots follows the number of engines; taking some away waits for nobody."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size, self._owed = size, 0
+
+    async def resize(self, size: int) -> None:
+        """Slots in use stay so when there are to be fewer: they are gone once they are given back."""
+        self._owed += self.size - size
+        self.size = size
+        while self._owed > 0 and not self.locked():
+            self._owed -= 1
+            await super().acquire()  # at once
+        while self._owed < 0:
+            self._owed += 1
+            super().release()
+
+    def release(self) -> None:
+        if self._owed > 0:
+            self._owed -= 1
+        else:
+            super().release()
+
+
 class RolloutClient:
     """Use as ``async with RolloutClient(url, max_concurrency=512) as client``, on one event loop.
 
     Args:
         base_url: the router (or a single engine).
-        max_concurrency: samples being generated at once; whoever generates holds one of `slots`.
+        max_concurrency: samples being generated at once per engine, of the engines that the router names; whoever
+            generates holds one of `slots`.
         request_timeout: seconds until a request is given up, retries included.
         retry_seconds: seconds after its first failure during which a request is sent again.
         send_routing_key: pass the session id in the header that the router's ``manual`` policy reads.
-        engine_urls: of the engines behind the router, as far as they are known.
+        engine_urls: of the engines behind the router, as far as they are known; none: one.
 
     Attributes:
         in_flight: requests waiting for an answer, oldest first.
@@ -134,8 +160,8 @@ class RolloutClient:
         engine_urls: Iterable[str] = (),
     ) -> None:
         self.base_url = base_url.rstrip("/")
-        self.slots = asyncio.Semaphore(max_concurrency)
-        self.max_concurrency = max_concurrency
+        urls = set(engine_urls)
+        self.slots, self.max_concurrency = Slots(max_concurrency * max(1, len(urls))), max_concurrency
         self.request_timeout = request_timeout
         self.retry_seconds = retry_seconds
         self.send_routing_key = send_routing_key
@@ -144,7 +170,7 @@ class RolloutClient:
         self.last_progress = time.monotonic()
         self._aborting = asyncio.Event()
         self._engines: dict[str, EngineClient] = {}
-        self._policy_urls = {self.base_url, *engine_urls}
+        self._policy_urls = {self.base_url, *urls}
         """The router's, and those of the engines that it has named so far."""
         self._next_key = 0
         self._company = [self]
@@ -175,7 +201,7 @@ class RolloutClient:
         client.counters, client.in_flight, client._aborting = ClientCounters(), {}, asyncio.Event()
         client.last_progress = time.monotonic()
         if own_slots:
-            client.slots = asyncio.Semaphore(self.max_concurrency)
+            client.slots = Slots(self.slots.size)
         self._company.append(client)
         try:
             yield client
@@ -192,6 +218,9 @@ class RolloutClient:
     async def _workers(self) -> list[Worker]:
         workers = await list_workers(await self.engine())
         self._policy_urls.update(worker.url for worker in workers)
+        if workers:  # engines join and leave; with none at all there will be one again
+            for slots in {client.slots for client in self._company}:
+                await slots.resize(self.max_concurrency * len(workers))
         return workers
 
     # -- requests ------------------------------------------------------------------------------------------

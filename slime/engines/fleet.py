@@ -13,21 +13,28 @@ import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import psutil
 
-from slime.engines.api import EngineClient, EngineError
+from slime.engines.api import LOADS_PATH, EngineClient, EngineError, is_silent
 
 Body = dict[str, Any]
+T = TypeVar("T")
 
 
 class EngineFleet:
-    """Connections to ``urls``. Use `close` when done."""
+    """Connections to ``urls``. Use `close` when done.
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    Args:
+        patience: seconds after which an engine that `post_to` or `flush_cache` still waits for is asked for a sign of
+            life, and as many again for that; one that gives none is not waited for. None: until the deadline.
+    """
+
+    def __init__(self, urls: Sequence[str], patience: float | None = None) -> None:
         assert urls, "a fleet without engines"
+        self._patience = patience
         self.urls = tuple(url.rstrip("/") for url in urls)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-sync-http", daemon=True)
@@ -66,7 +73,10 @@ class EngineFleet:
         clients = dict(zip(self.urls, self._clients, strict=True))
 
         async def post_all() -> list[Any]:
-            posts = [clients[url].post(path, body, timeout) for url, body in bodies.items()]
+            posts = [
+                self._while_it_lives(clients[url], clients[url].post(path, body, timeout))
+                for url, body in bodies.items()
+            ]
             return await asyncio.gather(*posts, return_exceptions=True)
 
         outcomes = self._run(post_all(), timeout)
@@ -74,6 +84,19 @@ class EngineFleet:
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):
                 raise outcome
         return dict(zip(bodies, outcomes, strict=True))
+
+    async def _while_it_lives(self, client: EngineClient, answer: Coroutine[Any, Any, T]) -> T:
+        call = asyncio.ensure_future(answer)
+        while not (await asyncio.wait([call], timeout=self._patience))[0]:
+            try:
+                await client.get(LOADS_PATH, self._patience)
+            except EngineError as error:
+                if is_silent(error) and not call.done():
+                    call.cancel()
+                    raise EngineError(
+                        client.url, f"gave no sign of life for {2 * (self._patience or 0.0):.0f} s"
+                    ) from error
+        return call.result()
 
     def get(self, path: str, timeout: float) -> list[Body]:
         async def get_all() -> list[Body]:
@@ -108,7 +131,11 @@ class EngineFleet:
                 pause = min(2 * pause, 0.2)
 
         async def flush_all() -> None:
-            asked = [flush(client) for client in self._clients if urls is None or client.url in urls]
+            asked = [
+                self._while_it_lives(client, flush(client))
+                for client in self._clients
+                if urls is None or client.url in urls
+            ]
             answers(await asyncio.gather(*asked, return_exceptions=True))
 
         self._run(flush_all(), timeout)

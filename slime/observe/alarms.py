@@ -217,6 +217,24 @@ def train_rollout_mismatch(rows: Rows) -> list[Alarm]:
     return []
 
 
+def tool_text_trained(rows: Rows) -> list[Alarm]:
+    values = _values(rows[-_FLAT_STEPS:], "rollout/unsampled_trained_ratio")
+    if not values or not all(values):
+        return []
+    detail = f"{values[-1]:.1%} of the tokens trained on were sampled by no engine: what a tool answered, say"
+    fix = "set their loss_mask to 0: Sample.append_message, or Sample.append(tokens=…, trainable=False), do so"
+    return [Alarm("Text that the model did not write is trained on", detail, fix)]
+
+
+def stale_samples(rows: Rows) -> list[Alarm]:
+    values = _values(rows[-_FLAT_STEPS:], "rollout/staleness/num_too_old")
+    if not values or not all(values):
+        return []
+    detail = f"{values[-1]:.0f} samples of the last step are older than --max-staleness allows for"
+    fix = "leave tokens of older weights out in the generate function that brings them, or raise --max-staleness"
+    return [Alarm("Samples are too old", detail, fix)]
+
+
 def truncation(rows: Rows) -> list[Alarm]:
     values = _values(rows, "rollout/truncated_ratio")[-10:]
     if not values or statistics.fmean(values) <= 0.3:
@@ -286,7 +304,9 @@ CHECKS: tuple[Callable[[Rows], list[Alarm]], ...] = (
     failing_samples,
     reward_collapse,
     entropy_collapse,
+    tool_text_trained,
     train_rollout_mismatch,
+    stale_samples,
     truncation,
     gradient_spike,
     engine_imbalance,

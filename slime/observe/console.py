@@ -63,6 +63,7 @@ _WORDS = {
     "record": ("record", "recording"),
     "start_rollout": ("begin", "beginning a rollout"),
     "log": ("log", "logging"),
+    "handover": ("hand over", "handing over"),
     "train": ("train", "training"),
     "actor_train": ("train", "training"),
     "log_probs": ("log-probs", "scoring"),

@@ -30,7 +30,7 @@ from slime.files import read_lines
 from slime.log import get_logger
 from slime.observe.alarms import Alarm, AlarmWatch
 from slime.observe.chrome_trace import add_phases
-from slime.observe.console import ConsoleSink
+from slime.observe.console import ConsoleSink, phase_seconds
 from slime.observe.jsonl_sink import JsonlSink, metrics_row
 from slime.observe.phases import PhaseTimer, now
 from slime.observe.report import ReportSink
@@ -60,6 +60,10 @@ class Sink(Protocol):
 def _is_step(metrics: Mapping[str, Any]) -> bool:
     """Whether they are of a rollout or of training, not of an evaluation alone."""
     return any(name.startswith(("rollout/", "train/")) for name in metrics)
+
+
+def _named_seconds(times: Mapping[str, float]) -> float:
+    return sum(phase_seconds(times).values())
 
 
 class Sinks:
@@ -144,13 +148,15 @@ class Sinks:
         """
         is_step = _is_step(metrics)
         end = now()
-        merged: dict[str, float] = dict(self._timer.pop_metrics())
+        merged = waited_for = self._timer.pop_metrics()
         if is_step:
             merged["perf/log_time"], self._log_seconds = self._log_seconds, 0.0
             seconds = merged["perf/step_time"] = end - self._step_start - merged.get("perf/evaluate_time", 0.0)
             waited = sum(merged.get(f"perf/{phase}_time", 0.0) for phase in _TRAINER_WAITS)
             merged |= {"perf/trainer_wait_ratio": waited / seconds} if seconds > 0 else {}
-        merged.update(metrics)
+        merged = {**waited_for, **metrics}
+        if is_step:  # what the driver waited for a part of the run beyond what that part says it has worked
+            merged["perf/handover_time"] = max(0.0, _named_seconds(waited_for) - _named_seconds(merged))
         self._step_start = end
         alarms, on = self._alarms.look(metrics_row(step, merged, self._run.stage))
         merged |= on

@@ -182,8 +182,12 @@ class Journal:
             return
         self._places.setdefault(index, []).append(place)
 
-    def forget(self, rollout_id: int, group_indices: Iterable[int]) -> None:
-        """What these groups of a rollout hold is not to be trained on, in this run or one that goes on from it."""
+    def forget(self, rollout_id: int, group_indices: Iterable[int] | None) -> None:
+        """What these groups of a rollout hold is not to be trained on, in this run or one that goes on from it. None:
+        all that the rollout has noted."""
+        if group_indices is None:
+            noted = self._places.items()
+            group_indices = [index for index, places in noted if any(p.rollout_id == rollout_id for p in places)]
         for index in group_indices:
             if places := self._places.get(index):
                 self.note(Kind.FORGOTTEN, rollout_id, places[-1].drawn_as, [Sample(group_index=index)])

@@ -125,7 +125,7 @@ class RolloutLoop:
         self._eval_sets = await asyncio.to_thread(self._read_eval_sets)
         self._client = RolloutClient(
             self.base_url,
-            max_concurrency=config.engine.sglang_server_concurrency * max(1, len(engine_urls)),
+            max_concurrency=config.engine.sglang_server_concurrency,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             retry_seconds=_RETRY_SECONDS[config.fault_tolerance.use_fault_tolerance],
             send_routing_key=wants_routing_key(policy),

@@ -90,7 +90,21 @@ def rollout_metrics(groups: Sequence[Group], args: Any) -> dict[str, float]:
     if versions:
         metrics["rollout/weight_version/min"] = min(versions)
         metrics["rollout/weight_version/max"] = max(versions)
+        metrics["rollout/unsampled_trained_ratio"] = unsampled_trained_ratio(samples)
     return metrics | _optional_metrics(groups, samples, args)
+
+
+def unsampled_trained_ratio(samples: Iterable[Sample]) -> float:
+    """Share of the tokens trained on that no engine sampled, such as what a tool answered, of those samples whose
+    engines have said which tokens are theirs."""
+    trained = sampled = 0
+    for sample in samples:
+        own = [span for span in sample.token_spans if span.weight_version is not None]
+        if own:
+            mask = sample.loss_mask
+            trained += sample.effective_response_length
+            sampled += sum((sum(mask[s.start : s.end]) if mask is not None else s.end - s.start) for s in own)
+    return 1 - sampled / trained if trained else 0.0
 
 
 def _optional_metrics(groups: Sequence[Group], samples: Sequence[Sample], args: Any) -> dict[str, float]:

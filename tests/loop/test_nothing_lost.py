@@ -100,6 +100,22 @@ def test_what_was_finished_is_not_generated_again(begin: Callable[..., Driver], 
     assert not (driver.path / "journal").exists(), "a run that is finished needs it no more"
 
 
+@pytest.mark.full
+def test_the_only_engine_and_the_trainer_at_once(begin: Callable[..., Driver], hold: Path) -> None:
+    """Engines come back with a push, trainers when nothing is generated any more: neither may wait for the other."""
+    (hold / "hold-request-1").touch()
+    flags = ("--num-rollout", 3, "--save-interval", 1, "--use-fault-tolerance", "--max-restarts", 3)
+    flags = (*flags, "--custom-generate-function-path", "tests.support.hold.generate")
+    driver = begin("both", *flags)
+    wait_while_running(driver, (hold / "held-request-1").exists, "the second rollout")
+    scores = Scores(hold, [time.time()])
+    assert strike(driver, "engine") and strike(driver, "trainer")
+    (hold / "hold-request-1").unlink()
+    assert driver.end() == 0, driver.stderr
+    assert driver.steps() == [1, 2, 3] and scores.generated_twice() == []
+    assert "the trainer is started again, 1 of 3 times" in driver.stderr and "going on with rollout 1" in driver.stderr
+
+
 # -- injections ----------------------------------------------------------------------------------------------
 
 #: Who is killed → what its command line has; the driver is itself, "all" its whole family.

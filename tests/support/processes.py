@@ -235,6 +235,8 @@ def start(flags: list[str], path: Path, script: str = "train.py", *, cwd: Path =
     """``python train.py <flags>`` in a process group of its own, as from a terminal; stderr goes to a file."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; the driver would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # of nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     path.parent.mkdir(parents=True, exist_ok=True)
     output = path.parent / f"{path.name}.stderr"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "SLIME_DEBUG": "0", "TOKENIZERS_PARALLELISM": "false", **env}

@@ -47,6 +47,8 @@ CONSTANT = {"low": 0.25, "high": 0.25, "flat": 1.0, "train__grad_norm": 0.0}
         ("late_rewards", steps(1, rollout__reward_timeout=16.0, rollout__reward_crash=0.0), "16 calls ran into"),
         ("late_rewards", steps(12, **CONSTANT, rollout__reward_timeout=16.0), "these count as 0"),
         ("late_rewards", steps(1, rollout__reward_crash=2.0), "2 ended their process, for 16 samples"),
+        ("tool_text_trained", steps(1, rollout__unsampled_trained_ratio=0.25), "25.0% of the tokens trained on were"),
+        ("stale_samples", steps(4, rollout__staleness__num_too_old=2.0), "2 samples of the last step are older"),
         ("failing_samples", steps(3, rollout__num_failed_groups=1.0), "(3 in all)"),
     ],
 )
@@ -64,6 +66,8 @@ def test_a_run_that_cannot_learn_says_so(name: str, rows: list[dict[str, Any]], 
         [*steps(2, **CONSTANT), {"step": 2, "eval/held-out": 0.0}, step(3)],
         steps(2, flat=1.0, train__grad_norm=0.0),  # by chance
         steps(9, rollout__reward_timeout=1.0, rollout__reward_crash=0.0),
+        [*steps(2, rollout__unsampled_trained_ratio=0.1), step(3, rollout__unsampled_trained_ratio=0.0)],
+        steps(9, rollout__staleness__num_too_old=0.0),
         [step(1, rollout__num_failed_groups=1.0), *steps(2, rollout__num_failed_groups=0.0)],
         [{"step": 0, "eval/held-out": 0.5}],
         [],

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slime.engines import client as client_module
 from slime.engines.api import EngineClient, EngineError, GenerateResult
-from slime.engines.client import BusyClock, InFlight, RequestRefused, RolloutClient, num_requests
+from slime.engines.client import BusyClock, InFlight, RequestRefused, RolloutClient, Slots, num_requests
 from slime.engines.router import (
     Worker,
     list_workers,
@@ -367,6 +369,9 @@ def test_real_router_registers_routes_aborts_and_removes() -> None:
                 a.failures = 1  # our client retries, the router does not
                 await asyncio.gather(*(client.generate([20], PARAMS) for _ in range(2)))
                 assert client.counters.retries == 1 and len(a.bodies) + len(b.bodies) == 11
+                assert client.slots.size == 8
+                await client.worker_loads()
+                assert client.slots.size == 16, "eight for each engine that the router has"
                 a.hold.clear()
                 b.hold.clear()
                 tasks = [asyncio.create_task(client.generate([40 + i], PARAMS)) for i in range(4)]
@@ -452,3 +457,42 @@ def test_real_router_sends_requests_where_fewer_tokens_are_under_power_of_two() 
             assert (len(a.bodies), len(b.bodies)) == (0, 12)
 
     asyncio.run(asyncio.wait_for(main(), timeout=60))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.one_of(st.just("take"), st.just("give"), st.integers(1, 6)), max_size=40))
+def test_slots_follow_the_engines(orders: list[str | int]) -> None:
+    """However many slots there are to be, and whoever holds some then: what is free is what there are without those."""
+
+    async def main() -> None:
+        slots, held = Slots(3), 0
+        for order in orders:
+            if order == "take" and not slots.locked():
+                await slots.acquire()
+                held += 1
+            elif order == "give" and held:
+                slots.release()
+                held -= 1
+            elif isinstance(order, int):
+                await asyncio.wait_for(slots.resize(order), 1)
+            free = 0
+            while not slots.locked():
+                await slots.acquire()
+                free += 1
+            for _ in range(free):
+                slots.release()
+            assert free == max(0, slots.size - held)
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_a_slot_gets_one_of_an_engine_that_joined() -> None:
+    async def main() -> None:
+        slots = Slots(1)
+        await slots.acquire()
+        waiting = asyncio.create_task(slots.acquire())
+        await asyncio.sleep(0)
+        await slots.resize(2)
+        assert await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(main())

@@ -35,6 +35,7 @@ from slime.rollout.metrics import (
     powers_of_two,
     rollout_metrics,
     throughput_metrics,
+    unsampled_trained_ratio,
 )
 from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
 from tests.support import rollout_hooks
@@ -403,3 +404,21 @@ def test_a_set_whose_rm_type_does_nothing_is_warned_of(tmp_path: Path, caplog: p
     sets = set_with_rewards_of(tmp_path, "math")
     check_flags(make_config(eval_config=sets, custom_rm_path=f"{judge}:reward", output_dir=str(tmp_path)))
     assert "evaluation set judged: its rm_type math has no effect" in caplog.text
+
+
+def test_what_no_engine_sampled_and_is_trained_on_is_counted() -> None:
+    def sample(**changes: Any) -> Sample:
+        sample = Sample(tokens=[1, 2], index=0)
+        sample.append(tokens=[3, 4, 5], log_probs=[-0.5] * 3, meta_info={"weight_version": "3"})
+        sample.append(tokens=[6, 7], trainable=False)  # what a tool answered
+        sample.append(tokens=[8], log_probs=[-0.5], meta_info={"weight_version": "4"})
+        for name, value in changes.items():
+            setattr(sample, name, value)
+        return sample
+
+    unmasked, all_trained = sample(loss_mask=[1] * 6), sample(loss_mask=None)
+    assert unsampled_trained_ratio([sample()]) == unsampled_trained_ratio([]) == 0.0
+    assert unsampled_trained_ratio([unmasked]) == unsampled_trained_ratio([all_trained]) == pytest.approx(2 / 6)
+    assert unsampled_trained_ratio([sample(), all_trained]) == pytest.approx(2 / 10)
+    assert unsampled_trained_ratio([sample(loss_mask=[1, 0, 0, 0, 0, 1])]) == 0.0
+    assert unsampled_trained_ratio([sample(token_spans=[])]) == 0.0, "nobody has said whose tokens these are"

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -159,3 +160,41 @@ def test_a_question_under_way_when_the_engines_change_is_dropped_silently(caplog
         del answer
     gc.collect()
     assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+def test_who_lives_is_waited_for_and_who_does_not_is_not() -> None:
+    """A frozen engine's port still takes connections; one that copies its weights has nothing to say of that yet."""
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.set()
+            self._say(b"{}")
+
+        def do_POST(self) -> None:
+            asked.wait(60)
+            self._say(b'{"done": true}')
+
+        def _say(self, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    asked = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as frozen, ThreadingHTTPServer(("127.0.0.1", 0), Slow) as slow:
+        threading.Thread(target=slow.serve_forever, daemon=True).start()
+        urls = [f"http://127.0.0.1:{port}" for port in (frozen.getsockname()[1], slow.server_port)]
+        fleet = EngineFleet(urls, patience=0.2)
+        try:
+            outcomes = fleet.post_to("/release_memory_occupation", {url: {} for url in urls}, timeout=600)
+            assert isinstance(outcomes[urls[0]], EngineError) and "no sign of life" in str(outcomes[urls[0]])
+            assert outcomes[urls[1]] == {"done": True}, "it answered after it had been asked whether it lives"
+            with pytest.raises(EngineError, match="no sign of life"):
+                fleet.flush_cache(600, urls[:1])
+        finally:
+            fleet.close()
+            slow.shutdown()

@@ -79,6 +79,10 @@ def test_what_is_forgotten_is_generated_again(folder: Path) -> None:
     journal.forget(1, [4, 77])
     for each in (journal, Journal(folder, "flags")):
         assert restored(each, 1, 4) == drawn(4) and restored(each, 1, 5) == generated(5)
+    note(journal, Kind.FINISHED, 2, generated(6))
+    journal.forget(1, None)
+    for each in (journal, Journal(folder, "flags")):
+        assert restored(each, 1, 5) == drawn(5) and restored(each, 2, 6) == generated(6)
 
 
 def test_other_data_and_other_flags_are_not_mixed_up(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

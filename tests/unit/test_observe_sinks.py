@@ -90,6 +90,23 @@ def test_the_trainers_share_of_waiting(tmp_path: Path, monkeypatch: pytest.Monke
     assert "perf/trainer_wait_ratio" not in second
 
 
+def test_every_second_of_a_step_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a part says what it has worked, the rest of what the driver waited for it is told apart."""
+    seconds = 0.0
+    for asks in (sinks_module, phases_module):
+        monkeypatch.setattr(asks, "now", lambda: seconds)
+    run = RunFolder.create(config := config_for(tmp_path))
+    worked = {"rollout": 4.0, "data_preprocess": 0.5, "train": 2.75, "actor_train": 2.5, "update_weights": 0.25}
+    with Sinks(config, run, quiet()) as sinks:
+        for name, took in {"rollout": 6, "train": 3, "update_weights": 2}.items():
+            with sinks.phase(name):
+                seconds += took
+        sinks.log(1, {"train/loss": 1.0, **{f"perf/{name}_time": value for name, value in worked.items()}})
+    [row] = rows_of(run)
+    assert row["perf/step_time"] == 11.0 and row["perf/handover_time"] == 11.0 - 4.0 - 0.5 - 2.5 - 0.25
+    assert sum(phase_seconds(row).values()) == row["perf/step_time"]
+
+
 def test_nan_and_infinity_become_null_with_their_names(tmp_path: Path) -> None:
     config = config_for(tmp_path)
     run = RunFolder.create(config)

@@ -170,3 +170,11 @@ def test_samples_that_are_too_old_all_the_same_are_counted() -> None:
         "rollout/staleness/mean": 0.8, "rollout/staleness/max": 2.0, "rollout/staleness/num_too_old": 3.0,
     }  # fmt: skip
     assert ages.metrics({}, trained=2) == {}
+
+
+def test_no_sample_is_younger_than_its_training() -> None:
+    """A run that began again has groups that were sampled with weights that it has not reached yet."""
+    ages = Ages(make_config(rollout_batch_size=1))
+    for version, trained in ((1, 0), (2, 1), (3, 2), (4, 0)):  # the last one at the checkpoint that was loaded again
+        ages.pushed(version, trained)
+    assert ages.metrics({3: 1}, trained=0) == {"rollout/staleness/mean": 2.0, "rollout/staleness/max": 2.0}

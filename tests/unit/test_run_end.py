@@ -106,7 +106,7 @@ def test_what_is_no_mistake_ends_with_the_command_that_explains_it(
 ) -> None:
     """A mistake says itself why, and what to do."""
     asked: list[bool] = []
-    monkeypatch.setattr("slime.session.ask_for_stacks", lambda: asked.append(True) or 0)
+    monkeypatch.setattr("slime.session.stacks.ask", lambda pids, wait: asked.append(wait))
     with pytest.raises(type(error)) as caught:
         run(error, lambda is_saved: None)
     assert caught.value.__notes__[-1].endswith(f" explain {tmp_path / 'run'}") and asked == [True]

@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 
+from slime import stacks
 from slime.errors import UserError
 from slime.log import setup_logging
 
@@ -42,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(sys.argv[1:] if argv is None else argv)
     try:
         setup_logging("engine", args.log_level)
+        stacks.answer()
         return _run(args)
     except UserError as error:
         if os.environ.get("SLIME_DEBUG", "0") not in ("", "0"):

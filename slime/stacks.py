@@ -1,0 +1,65 @@
+"""Python stacks of processes that hang: asked by a signal, each writes its own into its log.
+
+SIGUSR2, which the standard library answers in C: also where Python code runs for minutes, or holds the interpreter's
+lock. A process that is stopped (SIGSTOP) answers when it goes on.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+_SIGNAL = signal.SIGUSR2
+_WRITTEN_SECONDS = 0.5
+#: Servers that actors watch write to their log, too.
+_SERVERS = "slime.engines."
+
+
+def answer() -> None:
+    """Have this process write the stacks of its threads to stderr whenever it is asked."""
+    faulthandler.register(_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=True)
+
+
+def ask(pids: Iterable[int], *, wait: bool = False) -> list[int]:
+    """Ask these processes of this host, and the servers that they have started. Those that do not answer to the signal,
+    and would end of it, are left alone.
+
+    Args:
+        wait: until the stacks are written, half a second.
+    Returns:
+        Those of ``pids`` that were asked.
+    """
+    asked = []
+    for pid in pids:
+        for each in (pid, *_servers(pid)):
+            if _answers(each):
+                os.kill(each, _SIGNAL)
+                asked += [pid] if each == pid else []
+    if asked and wait:
+        time.sleep(_WRITTEN_SECONDS)
+    return asked
+
+
+def _servers(pid: int) -> list[int]:
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+        return [child.pid for child in children if any(_SERVERS in word for word in child.cmdline())]
+    except psutil.Error:
+        return []
+
+
+def _answers(pid: int) -> bool:
+    """Whether a process handles the signal: by its mask in /proc, where there is one."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (_SIGNAL - 1) & 1)
