@@ -51,6 +51,10 @@ COMMANDS: dict[str, Command] = {
     "reward": Command("slime.cli.reward", "main", "run a reward function on data, without training"),
     "report": Command("slime.cli.report", "main", "write report.html of a run folder, or compare several"),
     "watch": Command("slime.cli.watch", "main", "runs as a live page: curves, timelines, every sample"),
+    "explain": Command(
+        "slime.cli.explain", "main", "why a run ended, or goes wrong: cause and remedies, from its folder"
+    ),
+    "bundle": Command("slime.cli.bundle", "main", "pack what an issue needs of a run, without secrets and weights"),
     "convert": Command("slime.cli.convert", "main", "convert checkpoints between Hugging Face and Megatron"),
 }
 

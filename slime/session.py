@@ -10,14 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from slime import stacks
 from slime.cluster.launch import Generating
 from slime.cluster.rollout_actor import RolloutResult
 from slime.cluster.run_cluster import Cluster
-from slime.cluster.silence import stopped_parts
+from slime.cluster.silence import own_actors, stopped_parts
 from slime.cluster.trainer_group import TrainerActor
-from slime.cluster.waiting import StopRequested
+from slime.cluster.waiting import DeadlinePassed, StopRequested
 from slime.config.config import Config
 from slime.diagnosis.doctor import at_start
+from slime.errors import RunFailed, UserError
 from slime.host import slime_command
 from slime.log import get_logger, setup_logging
 from slime.memory.check import check_memory
@@ -296,6 +298,11 @@ class Session:
 
     def failed(self, error: BaseException) -> None:
         """Keep what explains the failure, and say in the error where it is."""
+        is_mistake = isinstance(error, UserError) and not isinstance(
+            error, RunFailed
+        )  # its words are all there is to say
+        if not is_mistake and not isinstance(error, DeadlinePassed):  # which has asked those who are waited for
+            stacks.ask(own_actors(), wait=True)
         folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
         was_imported = "slime.trainer.non_finite" in sys.modules  # by such an error, which brings torch with it
         if folder is not None and was_imported:
@@ -308,6 +315,8 @@ class Session:
             error.add_note(to_go_on)
         where = f"details: {folder or 'not written, see above'}; report: {self.run.report_path}"
         error.add_note(f"{where}; every process's log: {self.run.logs}")
+        if not is_mistake:
+            error.add_note(f"cause and remedies, as far as they are known: {slime_command()} explain {self.run.path}")
 
     def stop_if_asked(self) -> None:
         """Raise `StopRequested` after a SIGTERM."""

@@ -8,6 +8,7 @@ A deadline ends a wait (docs/deadlines.md); long before that, somebody who looks
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -120,6 +121,16 @@ def stopped_parts() -> dict[int, str]:
                 found[process.pid] = f"pid {process.pid} ({_name(process)})"
         except psutil.NoSuchProcess:
             continue
+    return found
+
+
+def own_actors() -> list[int]:
+    """Process ids of Ray's workers on this host, idle ones included, as far as this process has started them."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # gone meanwhile
+            if (process.cmdline() or [""])[0].startswith("ray::"):
+                found.append(process.pid)
     return found
 
 

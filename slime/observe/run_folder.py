@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+#: What a crash folder keeps of each log, and of how many.
+_LOG_BYTES, _MOST_LOGS = 64 << 10, 64
 _REPORTED_PACKAGES = ("slime-rl", "torch", "megatron-core", "sglang", "ray", "transformers", "sglang-router")
 
 
@@ -234,7 +236,8 @@ class RunFolder:
         return str(state) if state is not None else None
 
     def write_crash(self, error: BaseException, note: str = "") -> Path | None:
-        """Keep what explains a failure: ``crash/<time>/`` with the traceback, the last metrics and the configuration.
+        """Keep what explains a failure: ``crash/<time>/`` with the traceback, the last metrics, the configuration and
+        the ends of all logs (which the next launch goes on with).
 
         Drivers call it on the way out. It never hides the error itself: when the folder cannot be written (a full
         disk may be the reason of the crash), it logs that and returns None.
@@ -265,10 +268,26 @@ class RunFolder:
             if self.config_path.exists():
                 shutil.copyfile(self.config_path, folder / self.config_path.name)
             self.set_state("failed")
+            self._keep_ends_of_logs(folder / "logs")
         except OSError as problem:
             logger.error("could not write the crash report to %s: %s", folder, problem)
             return None
         return folder
+
+    def _keep_ends_of_logs(self, folder: Path) -> None:
+        newest = sorted(self.logs.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)[:_MOST_LOGS]
+        for path in newest:
+            folder.mkdir(exist_ok=True)
+            (folder / path.name).write_bytes(_end_of(path))
+
+
+def _end_of(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        skipped = path.stat().st_size - _LOG_BYTES
+        if skipped <= 0:
+            return file.read(_LOG_BYTES)
+        file.seek(skipped)
+        return file.read(_LOG_BYTES).partition(b"\n")[2]
 
 
 def package_versions() -> dict[str, str]:

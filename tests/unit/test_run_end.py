@@ -19,7 +19,7 @@ from slime.cluster.launch import Launch
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.waiting import Worker
 from slime.config import make_config
-from slime.errors import UserError
+from slime.errors import RunFailed, UserError
 from slime.preflight import warn_if_nothing_is_kept
 from slime.stopping import StopSignals
 from tests.support.checkpoint_dirs import complete
@@ -98,6 +98,18 @@ def test_a_failure_waits_for_the_checkpoint_under_way(run: Run, tmp_path: Path) 
         run(UserError("a mistake in the reward function"), finishes)
     assert caught.value.__notes__[0].startswith(NEWEST.format(root / "iter_0000001"))
     assert "details: " in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("error", [RunFailed("engine-0 was killed (SIGKILL)"), KeyError("x")], ids=["lost", "defect"])
+def test_what_is_no_mistake_ends_with_the_command_that_explains_it(
+    error: Exception, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake says itself why, and what to do."""
+    asked: list[bool] = []
+    monkeypatch.setattr("slime.session.stacks.ask", lambda pids, wait: asked.append(wait))
+    with pytest.raises(type(error)) as caught:
+        run(error, lambda is_saved: None)
+    assert caught.value.__notes__[-1].endswith(f" explain {tmp_path / 'run'}") and asked == [True]
 
 
 def times_out(is_saved: Callable[[], bool]) -> None:

@@ -121,6 +121,18 @@ def test_a_crash_leaves_traceback_configuration_and_last_metrics(tmp_path: Path)
     assert run.state() == "failed"
 
 
+def test_a_crash_keeps_the_ends_of_the_logs(tmp_path: Path) -> None:
+    """The next launch writes on in the same files."""
+    run = RunFolder.create(config_for(tmp_path))
+    (run.logs / "engine-0.log").write_text("short\n")
+    (run.logs / "trainer-0.log").write_text("".join(f"line {number}\n" for number in range(100_000)))
+    folder = run.write_crash(RuntimeError("x"))
+    assert folder is not None
+    assert (folder / "logs" / "engine-0.log").read_text() == "short\n"
+    kept = (folder / "logs" / "trainer-0.log").read_text()
+    assert 60_000 < len(kept) <= 1 << 16 and kept.startswith("line ") and kept.endswith("line 99999\n")
+
+
 def test_keys_on_the_command_line_reach_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [
         "train.py",

@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from slime.cluster import silence as module
-from slime.cluster.silence import Silence, stopped_parts
+from slime.cluster.silence import Silence, own_actors, stopped_parts
 from slime.host import own_addresses
+from tests.support.processes import wait_until
 
 HERE = "127.0.0.1"
 
@@ -134,3 +135,15 @@ def test_an_actor_works_when_its_server_does() -> None:
             assert own.user + own.system < 0.5
         finally:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_actors_are_known_by_their_names() -> None:
+    names = ("ray::TrainerActor.train", "ray::IDLE", "python")
+    started = [subprocess.Popen([name, "-c", "input()"], executable=sys.executable, stdin=-1) for name in names]
+    try:
+        wait_until(lambda: len(own_actors()) == 2, "both have their names")
+        assert set(own_actors()) == {process.pid for process in started[:2]}
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,172 @@
+"""What an issue needs of a run as one .tar.gz: without secrets, weights and, unless they are asked for, samples.
+
+Only files of the folder itself are read, through no link, and of large ones the ends.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import platform
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from slime.diagnosis.explain import Explanation
+from slime.diagnosis.reading import is_within, logs_of, read_ends
+from slime.diagnosis.scrub import known_secrets, scrubbed
+from slime.errors import UserError
+from slime.files import json_safe, read_object, replacing, without_secrets
+from slime.observe.report.data import flags_with_origins
+from slime.observe.run_folder import package_versions
+
+#: Of one file: its beginning and its end.
+_HEAD, _TAIL = 64 << 10, 512 << 10
+_METRICS_TAIL = 2 << 20
+_SAMPLES_HEAD = 4 << 20
+#: Of all files together, before they are packed.
+_MOST_BYTES = 64 << 20
+_MOST_CRASHES = 3
+_NAMES_OF_A_CRASH = ("crash.json", "traceback.txt", "last_metrics.jsonl", "step.json")
+_SAMPLES_OF_A_CRASH = "samples.jsonl"
+
+
+@dataclass
+class Bundle:
+    """What was packed.
+
+    Attributes:
+        path: the archive.
+        sizes: bytes of each file in it, before they were packed, in order.
+        left_out: what there was and is not in it, with the reason.
+    """
+
+    path: Path
+    sizes: dict[str, int] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+
+def bundle(folder: Path, output: Path, found: Explanation, text: str, *, with_samples: bool = False) -> Bundle:
+    """Pack a run.
+
+    Args:
+        folder: of the run.
+        output: ends in .tar.gz or .tgz; an archive that is there is replaced.
+        found: what `slime.diagnosis.explain.explain` tells of it, and ``text`` the same for people.
+        with_samples: prompts and responses of the newest step, and of the step that failed.
+    Raises:
+        UserError: ``output`` is no such name, or cannot be written.
+    """
+    if not output.name.endswith((".tar.gz", ".tgz")) or output.is_dir():
+        raise UserError(f"--output {output} is no name of an archive", fix="let it end in .tar.gz")
+    packed = Bundle(output)
+    configs = [read_object(path) for path in sorted(folder.glob("config*.json")) if is_within(path, folder)]
+    settings = [{flag: value for flag, value, _ in flags_with_origins(config)} for config in configs]
+    secrets = known_secrets(*settings)
+    try:
+        with (
+            replacing(output) as unfinished,
+            open(unfinished, "wb") as raw,
+            gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packer,
+            tarfile.open(fileobj=packer, mode="w") as tar,
+        ):
+            root = f"{folder.resolve().name}-bundle"
+            _fill(_Adder(tar, root, packed, lambda text: scrubbed(text, secrets)), folder, found, text, with_samples)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {output}", why=error.strerror or str(error), fix="pass --output with another place"
+        ) from error
+    return packed
+
+
+class _Adder:
+    """Puts texts into an archive, scrubbed and bounded."""
+
+    def __init__(self, tar: tarfile.TarFile, root: str, packed: Bundle, scrub: Callable[[str], str]) -> None:
+        self._tar, self._root, self._packed, self._scrub, self._left = tar, root, packed, scrub, _MOST_BYTES
+
+    def text(self, name: str, text: str) -> None:
+        content = self._scrub(text).encode("utf-8", "replace")
+        if len(content) > self._left:
+            self._packed.left_out.append(f"{name}: the bundle is full at {_MOST_BYTES >> 20} MB")
+            return
+        self._left -= len(content)
+        info = tarfile.TarInfo(f"{self._root}/{self._scrub(name)}")
+        info.size, info.mtime, info.mode = len(content), int(time.time()), 0o644
+        self._tar.addfile(info, io.BytesIO(content))
+        self._packed.sizes[name] = len(content)
+
+    def file(self, path: Path, folder: Path, head: int = _HEAD, tail: int = _TAIL) -> None:
+        """The two ends of a file of the run; one that is not there is left out."""
+        name = str(path.relative_to(folder))
+        if not is_within(path, folder):
+            if path.is_symlink() or path.exists():
+                self._packed.left_out.append(f"{name}: a link, or no plain file")
+            return
+        first, last, skipped = read_ends(path, folder, head, tail)
+        mark = f"\n[… {skipped:,} bytes left out …]\n" if skipped else ""
+        if skipped:  # a secret that is cut in two is no longer recognised
+            first, last = first[: first.rfind(b"\n") + 1], last[last.find(b"\n") + 1 :]
+        self.text(name, first.decode("utf-8", "replace") + mark + last.decode("utf-8", "replace"))
+
+    def setting(self, path: Path, folder: Path) -> None:
+        """A JSON file whose keys say what is secret."""
+        name = str(path.relative_to(folder))
+        if not is_within(path, folder):
+            self.file(path, folder)
+            return
+        found = _plain(read_object(path))
+        if found:
+            self.text(name, orjson.dumps(json_safe(found), option=orjson.OPT_INDENT_2).decode())
+        else:
+            self.file(path, folder)  # damaged: as it is
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    shown = {name: without_secrets(str(name), inner) for name, inner in value.items() if not isinstance(inner, dict)}
+    groups = {name: _plain(inner) for name, inner in value.items() if isinstance(inner, dict)}
+    return {name: groups.get(name, shown.get(name)) for name in value}
+
+
+def _fill(add: _Adder, folder: Path, found: Explanation, text: str, with_samples: bool) -> None:
+    add.text("explain.txt", f"{text}\n")
+    add.text("explain.json", orjson.dumps(json_safe(found.as_json()), option=orjson.OPT_INDENT_2).decode())
+    versions = {"python": platform.python_version(), "system": platform.platform(), **package_versions()}
+    add.text("versions.txt", "".join(f"{name} {version}\n" for name, version in versions.items()))
+    for path in [*sorted(folder.glob("config*.json")), folder / "run.json"]:
+        add.setting(path, folder)
+    add.file(folder / "metrics.jsonl", folder, 4096, _METRICS_TAIL)
+    for path in _crash_files(folder, with_samples):
+        is_text = path.suffix in (".txt", ".log")
+        add.file(path, folder, _HEAD if is_text else _SAMPLES_HEAD, _TAIL)
+    for path in sorted((folder / "logs").glob("*.log")):
+        if path.is_symlink():
+            add.file(path, folder)  # says that it is left out
+    for path in logs_of(folder):
+        add.file(path, folder)
+    for path in _newest_samples(folder) if with_samples else ():
+        add.file(path, folder, _SAMPLES_HEAD, 0)
+
+
+def _crash_files(folder: Path, with_samples: bool) -> Iterator[Path]:
+    crash = folder / "crash"
+    if crash.is_symlink() or not crash.is_dir():
+        return
+    for one in sorted(crash.iterdir(), reverse=True)[:_MOST_CRASHES]:
+        yield from (one / name for name in _NAMES_OF_A_CRASH)
+        if with_samples:
+            yield one / _SAMPLES_OF_A_CRASH
+        yield from sorted(one.glob("logs/*.log"))
+
+
+def _newest_samples(folder: Path) -> list[Path]:
+    """The newest rollout of each stage."""
+    found: dict[Path, Path] = {}
+    for path in sorted((folder / "samples").rglob("rollout_*.jsonl")):
+        found[path.parent] = path
+    return list(found.values())

@@ -1,0 +1,397 @@
+"""What a run folder tells about its run: how it ended, the likeliest cause first, and what to do next.
+
+Reads the folder alone, whatever state it is in, and of large files only their ends (`slime.diagnosis.reading`).
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from slime.checkpoints.directory import newest_whole
+from slime.diagnosis import known_memory, known_processes, known_run
+from slime.diagnosis.reading import Line, Source, logs_of, read_ends, read_log
+from slime.diagnosis.record import Finding, Trouble
+from slime.diagnosis.signatures import Flags, Form, Level, Seen, Signature, look
+from slime.errors import UserError
+from slime.host import slime_command
+from slime.observe.alarms import Alarm, find_alarms
+from slime.observe.report.data import flags_with_origins, is_held, merge_rows
+from slime.observe.run_folder import RunFolder
+
+SIGNATURES: tuple[Signature, ...] = (*known_memory.ALL, *known_processes.ALL, *known_run.ALL)
+#: Of metrics.jsonl: the newest rows are at its end.
+_METRICS_BYTES = 4 << 20
+_OBJECT_BYTES = 16 << 20
+#: Errors of these names say themselves why, and what to do.
+_SAYS_WHY = ("UserError", "OutOfMemory", "NonFiniteTraining", "WeightMismatch")
+_MOST_TRUNCATED = 0.9
+
+ENDLESS = Trouble(
+    "endless-generation",
+    "responses do not end: nearly all are cut at the length limit",
+    "The model's stop tokens are not those that end a turn of its chat template, or the limit is shorter than"
+    " what the model"
+    " has to say.",
+    (
+        "--rollout-stop-token-ids or --rollout-stop with the token that ends a turn",
+        "a larger --rollout-max-response-len",
+        "--apply-chat-template, for a model that was taught to chat",
+    ),
+    "a model directory whose generation_config.json names another token",
+)
+OWN_WORDS = Trouble(
+    "run-error",
+    "the run failed",
+    "The error itself says why.",
+    ("what the error says; every process's log is in logs/",),
+    "any mistake in flags or data",
+)
+DEFECT = Trouble(
+    "unknown-error",
+    "the run failed of something that is not known here",
+    "An exception that nobody expected; the traceback in the crash folder says where.",
+    (
+        "the traceback in crash/, and the last lines of each log",
+        "SLIME_DEBUG=1 and the same command tell more",
+        "slime bundle packs what an issue needs",
+    ),
+    "a defect",
+)
+VANISHED = Trouble(
+    "killed",
+    "the run's driver is gone, without a word",
+    "It was killed (SIGKILL: a scheduler, or the kernel for lack of memory), or its host went down.",
+    (
+        "dmesg, or the scheduler's log: who killed it?",
+        "slime resume goes on from the newest checkpoint and the journal",
+    ),
+    "kill -9 of the driver",
+)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is known of a run.
+
+    Attributes:
+        state: "running", "finished", "stopped", "failed", "killed" or "unknown".
+        stage: the newest; "" where there is only one.
+        step: of the newest row of metrics; None before the first.
+        checkpoint: the newest whole one.
+        next: a command; "" where there is none to give.
+        findings: the most direct cause first.
+        notes: of what could not be read, or was not.
+    """
+
+    folder: Path
+    state: str
+    stage: str
+    step: float | None
+    checkpoint: Path | None
+    next: str
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """What `slime explain --json` prints."""
+        return {
+            "run": str(self.folder),
+            "state": self.state,
+            "stage": self.stage or None,
+            "step": self.step,
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "next": self.next or None,
+            "findings": [finding.as_json() for finding in self.findings],
+            "notes": list(self.notes),
+        }
+
+
+def explain(folder: Path) -> Explanation:
+    """Look at the newest stage of a run, whatever state its folder is in.
+
+    Raises:
+        UserError: it is no run folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"there is no run folder {folder}", fix="pass a directory below outputs/")
+    summary = _object(folder / "run.json", folder)
+    entries = summary.get("stages")
+    entries = {str(name): entry for name, entry in entries.items() if isinstance(entry, dict)} if isinstance(
+        entries, dict) else {}  # fmt: skip
+    stage = max(entries, key=lambda name: _number(entries[name].get("started")), default="")
+    run, entry = RunFolder(folder, stage or None), entries.get(stage, {})
+    if not entries and not run.config_path.exists() and not run.metrics_path.exists() and not run.logs.is_dir():
+        there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise UserError(
+            f"{folder} is not a run folder", why=f"it has none of config.json, run.json and logs/; it holds: {there}",
+            fix="pass a directory below outputs/",
+        )  # fmt: skip
+    flags = {name: value for name, value, _ in flags_with_origins(_object(run.config_path, folder))}
+    rows = _rows(run, stage)
+    state = _state(folder, entry)
+    crash = _crash(run, stage, entry, state)
+    sources = [*_of_crash(crash), *(read_log(path, folder) for path in logs_of(folder))]
+    notes = [f"{source.name}: {source.num_skipped:,} bytes between its ends were not read" for source in sources if
+             source.num_skipped]  # fmt: skip
+    if not flags:
+        notes.append(f"{run.config_path.name} is missing or damaged: remedies are without this run's values")
+    if not entries:
+        notes.append("run.json is missing or damaged: how the run ended is told by its logs alone")
+    findings = _of_sources(sources, flags, state, _since(entry))
+    findings += _of_end(crash, findings, state, entry)
+    findings.sort(key=lambda found: (not found[1].is_fatal, found[0]))
+    alarms = _of_metrics(rows, flags, ended=state != "running")
+    checkpoint = _checkpoint(folder, flags, entry)
+    step = _number(rows[-1]["step"]) if rows else None
+    told = (*(finding for _, finding in findings), *alarms)
+    next_one = _next(folder, state, flags, checkpoint)
+    return Explanation(folder, state, stage, step, checkpoint, next_one, told, tuple(notes))
+
+
+# -- what is there ----------------------------------------------------------------------------------------------------
+
+
+def _object(path: Path, root: Path) -> dict[str, Any]:
+    content, _, skipped = read_ends(path, root, _OBJECT_BYTES, 0)
+    try:
+        value = orjson.loads(content) if not skipped else {}
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _rows(run: RunFolder, stage: str) -> list[dict[str, Any]]:
+    whole, tail, _ = read_ends(run.metrics_path, run.path, 0, _METRICS_BYTES)
+    rows = []
+    for line in (whole + tail).split(b"\n"):
+        try:
+            row = orjson.loads(line) if line.strip() else None
+        except orjson.JSONDecodeError:  # being written, cut by a crash, or by where we begin to read
+            continue
+        if isinstance(row, dict) and (row.get("stage") or "") == stage:
+            rows.append(row)
+    return merge_rows(rows)
+
+
+def _state(folder: Path, entry: dict[str, Any]) -> str:
+    state = str(entry.get("state") or "unknown")
+    if state != "running":
+        return state
+    held = is_held(folder) if not (folder / ".lock").is_symlink() and (folder / ".lock").is_file() else False
+    elsewhere = (
+        entry.get("host") != platform.node() and time.time() - _written(folder) < 600
+    )  # locks may not reach there
+    return "running" if held or elsewhere else "killed"
+
+
+def _written(folder: Path) -> float:
+    """When the run last wrote something."""
+    times = [0.0]
+    for path in (folder / "metrics.jsonl", *logs_of(folder)):
+        try:
+            times.append(path.stat().st_mtime)
+        except OSError:
+            continue
+    return max(times)
+
+
+def _since(entry: dict[str, Any]) -> str:
+    """When this launch began, as its logs write it; "" where their clock is not ours."""
+    started = _number(entry.get("started"))
+    if not started or entry.get("host") != platform.node():
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started - 2))
+
+
+def _crash(run: RunFolder, stage: str, entry: dict[str, Any], state: str) -> tuple[Path, dict[str, Any]] | None:
+    """The newest crash of this launch: what an earlier one failed of has been dealt with."""
+    if state not in ("failed", "unknown") or not run.crash.is_dir():
+        return None
+    for folder in sorted(run.crash.iterdir(), reverse=True):
+        found = _object(folder / "crash.json", run.path)
+        mine = (found.get("stage") or "") == stage and _number(found.get("time")) >= _number(entry.get("started"))
+        if found and mine:
+            return folder, found
+    return None
+
+
+def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[Source]:
+    """The error that ended the run as texts: its own words, those of an engine's log in it, and the traceback."""
+    if crash is None:
+        return []
+    folder, said = crash
+    root = folder.parent.parent
+    name = str((folder / "crash.json").relative_to(root))
+    message = str(said.get("message") or "")
+    if str(said.get("error")) not in (*_SAYS_WHY, "RunFailed", "ActorDied", "DeadlinePassed", "ConnectionBroken"):
+        message = f"{said.get('error')}: {message}"
+    notes = said.get("notes")
+    texts = message.split("\n")
+    texts += [line for note in notes for line in str(note).split("\n")] if isinstance(notes, list) else []
+    lines = [Line(text.strip()[:2000], number) for number, text in enumerate(texts, 1)]
+    is_engine = lines[0].text.partition(" (pid")[0].rpartition(": ")[2].startswith("engine-")
+    sources = [Source(name, "engine" if is_engine else "crash", lines[1:]), Source(name, "crash", lines[:1])]
+    traceback = read_log(folder / "traceback.txt", root)
+    return [*sources, Source(traceback.name, "traceback", traceback.lines, traceback.num_skipped)]
+
+
+# -- what it means ----------------------------------------------------------------------------------------------------
+
+
+def _of_sources(sources: list[Source], flags: Flags, state: str, since: str) -> list[tuple[int, Finding]]:
+    """A finding per trouble, from where it shows best: the error for words of ours, else the newest line of a log."""
+    ended = state not in ("running", "finished", "stopped")
+    by_trouble: dict[str, list[Seen]] = {}
+    for source in sources:
+        for seen in look(source, SIGNATURES, since):
+            if ended or not seen.signature.is_survived:
+                by_trouble.setdefault(seen.signature.trouble.name, []).append(seen)
+    found = []
+    for several in by_trouble.values():
+        best = max(reversed(several), key=_worth)
+        more = f" (and {len(several) - 1} more lines like it)" if len(several) > 1 else ""
+        own = _own_remedies(sources, best)
+        remedies = (*own, *(way for way in best.signature.exact(flags, best.match) if not _is_told(way, own)))
+        detail = f"{best.line.text.strip()[:400]}{_why(sources, best)}{more}"
+        is_error = best.signature.form is Form.ERROR and best.source.kind == "crash"
+        rank = 10 * best.signature.level + (0 if is_error else 1)
+        place = best.source.name if best.source.kind == "crash" else f"{best.source.name}, {best.line.place}"
+        found.append((rank, Finding(best.signature.trouble, detail, remedies, place, ended)))
+    return found
+
+
+def _is_told(remedy: str, own: tuple[str, ...]) -> bool:
+    """The error names its flag, too."""
+    flag = re.search(r"--[a-z-]+", remedy)
+    return flag is not None and any(flag[0] in way for way in own)
+
+
+def _worth(seen: Seen) -> tuple[int, int]:
+    order = {"crash": 3 if seen.signature.form is Form.ERROR else 1, "traceback": 0}
+    is_crash_folder = seen.source.name.startswith("crash")
+    return (order.get(seen.source.kind, 1 if is_crash_folder else 2), 0)
+
+
+def _own_remedies(sources: list[Source], seen: Seen) -> tuple[str, ...]:
+    """Of an error of ours, which names them with values that are nowhere else (batches, peaks)."""
+    if seen.source.kind != "crash" or seen.signature.form is not Form.ERROR:
+        return ()
+    rest = next((source.lines for source in sources if source.name == seen.source.name), [])
+    return _fix_of([line.text for line in rest])
+
+
+def _why(sources: list[Source], seen: Seen) -> str:
+    """What the error itself tells of its cause, and the line of the user's own code."""
+    if seen.source.kind != "crash" or seen.signature.form is not Form.ERROR:
+        return ""
+    rest = next((source.lines for source in sources if source.name == seen.source.name), [])
+    texts = [line.text for line in rest]
+    ends = [
+        index for index, text in enumerate(texts) if text.startswith(("fix: ", "in your code:", "why: last lines of"))
+    ] or [len(texts)]
+    why = [text for text in texts[: ends[0]] if text][:4]
+    mine = next((texts[index + 1 : index + 3] for index, text in enumerate(texts) if text == "in your code:"), [])
+    return "".join(f"; {text[:300]}" for text in (*why, *mine))
+
+
+def _fix_of(lines: list[str]) -> tuple[str, ...]:
+    if "in your code:" in lines:
+        lines = lines[: lines.index("in your code:")]
+    for index, text in enumerate(lines):
+        if text.startswith("fix: "):
+            fix = [text.removeprefix("fix: "), *lines[index + 1 :]]
+            fix = [line for line in fix if line]
+            listed = fix[1:] if len(fix) > 1 and fix[0].endswith(":") else fix
+            return tuple(way for line in listed for way in re.split(r"^1\. |  \d\. ", line) if way)
+    return ()
+
+
+def _of_end(
+    crash: tuple[Path, dict[str, Any]] | None, findings: list[tuple[int, Finding]], state: str, entry: dict[str, Any]
+) -> list[tuple[int, Finding]]:
+    """The end itself, where no signature has the words of its error."""
+    if state == "killed":
+        pid, host = entry.get("pid"), entry.get("host")
+        detail = f"run.json says that it runs, and nobody holds the folder any more (it was pid {pid} on {host})"
+        return [(10 * Level.RUN, Finding(VANISHED, detail, source="run.json"))]
+    if state != "failed" or any(
+        finding.source.startswith("crash") and rank < 10 * Level.RUN for rank, finding in findings
+    ):
+        return []
+    if crash is None:
+        detail = "run.json says that it failed, and there is no crash folder of that"
+        return [(10 * Level.RUN, Finding(DEFECT, detail, source="run.json"))]
+    folder, said = crash
+    source = str((folder / "crash.json").relative_to(folder.parent.parent))
+    lines = [line.strip() for line in str(said.get("message") or "").split("\n")]
+    note = f" ({said['note']})" if said.get("note") else ""
+    fix = _fix_of(lines)
+    if fix or said.get("error") in _SAYS_WHY:
+        what = [line for line in lines if line not in fix and not line.startswith("fix: ")][:6]
+        return [(10 * Level.CAUSE, Finding(OWN_WORDS, "; ".join(what)[:800] + note, fix, source))]
+    detail = f"{said.get('error')}: {lines[0][:400]}{note}"
+    return [(10 * Level.RUN, Finding(DEFECT, detail, source=source))]
+
+
+def _of_metrics(rows: list[dict[str, Any]], flags: Flags, *, ended: bool) -> list[Finding]:
+    """What is wrong with the curves: it ended no run, and may have made it worthless."""
+    try:
+        alarms = find_alarms(rows, ended=ended)
+    except (TypeError, KeyError, ValueError):  # rows of another version
+        return []
+    return [_of_alarm(alarm, rows, flags) for alarm in alarms]
+
+
+def _of_alarm(alarm: Alarm, rows: list[dict[str, Any]], flags: Flags) -> Finding:
+    ratio = next((row["rollout/truncated_ratio"] for row in reversed(rows) if row.get("rollout/truncated_ratio")), 0.0)
+    if alarm.name == "truncation" and ratio >= _MOST_TRUNCATED:
+        stops = flags.get("rollout_stop_token_ids") or flags.get("rollout_stop")
+        remedies = (
+            f"--rollout-stop-token-ids or --rollout-stop with the token that ends a turn (now {stops or 'not set'})",
+            f"a larger --rollout-max-response-len (now {flags.get('rollout_max_response_len')})",
+            *(
+                ()
+                if flags.get("apply_chat_template")
+                else ("--apply-chat-template, for a model that was taught to chat",)
+            ),
+        )
+        return Finding(ENDLESS, alarm.detail, remedies, "metrics.jsonl", False)
+    trouble = Trouble(alarm.name.replace("_", "-"), alarm.title, "docs/metrics.md tells what it means.",
+                      (alarm.fix,) if alarm.fix else (), "tests/unit/test_alarms.py")  # fmt: skip
+    return Finding(trouble, alarm.detail, source="metrics.jsonl", is_fatal=False)
+
+
+# -- what now ---------------------------------------------------------------------------------------------------------
+
+
+def _checkpoint(folder: Path, flags: Flags, entry: dict[str, Any]) -> Path | None:
+    save = flags.get("save")
+    if not isinstance(save, str) or not save:
+        return None
+    began = Path(str(entry.get("cwd") or "."))  # relative paths of a run count from there
+    for root in (began / save, folder / "checkpoints"):
+        try:
+            if root.is_dir() and (found := newest_whole(root)) is not None:
+                return found
+        except (OSError, UserError):  # damaged, or not ours to read: then there is none to name
+            continue
+    return None
+
+
+def _next(folder: Path, state: str, flags: Flags, checkpoint: Path | None) -> str:
+    if state in ("failed", "killed", "stopped") and flags.get("save"):
+        return f"{slime_command()} resume {folder}"
+    if state == "finished" and flags.get("save"):
+        return f"{slime_command()} chat {folder}"
+    return f"{slime_command()} report {folder}" if state == "running" else ""

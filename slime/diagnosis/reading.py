@@ -1,0 +1,121 @@
+"""Files of a run folder as they are found: huge, half-written, links, pipes. Only regular files within the folder are
+opened, and of each only its two ends are read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: Of one log: its launch is at the head, its end at the tail. What lies between is not read.
+HEAD_BYTES, TAIL_BYTES = 256 << 10, 2 << 20
+#: Of a line; the rest of it is left out.
+_MOST_CHARACTERS = 2000
+#: Of one run; those that were written last are read.
+MOST_LOGS = 64
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a text.
+
+    Attributes:
+        number: from the beginning of the file, 1 is the first; negative: from its end, -1 is the last.
+    """
+
+    text: str
+    number: int
+
+    @property
+    def place(self) -> str:
+        return f"line {self.number}" if self.number > 0 else f"line {-self.number} from the end"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text in which causes are looked for.
+
+    Attributes:
+        name: for people: "logs/engine-0.log".
+        kind: "engine", "trainer", "rollout", "router", "driver", or "crash" for the error itself.
+        lines: in order.
+        num_skipped: bytes between its two ends that were not read.
+    """
+
+    name: str
+    kind: str
+    lines: list[Line] = field(repr=False)
+    num_skipped: int = 0
+
+
+def is_within(path: Path, root: Path) -> bool:
+    """A regular file below ``root`` that is reached through no link."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return False
+        return path.resolve().is_relative_to(root.resolve()) and path.parent.resolve() == _plain(path.parent, root)
+    except OSError:  # it has gone meanwhile, or lies where we may not look
+        return False
+
+
+def _plain(folder: Path, root: Path) -> Path:
+    """``folder`` by its own names below the root: differs from where it leads to if one of them is a link."""
+    return root.resolve() / folder.relative_to(root)
+
+
+def read_ends(path: Path, root: Path, head: int = HEAD_BYTES, tail: int = TAIL_BYTES) -> tuple[bytes, bytes, int]:
+    """The beginning and the end of a file, and how many bytes lie between them; a file that fits is all beginning.
+
+    Whatever cannot be read (a link, a pipe, a file that has gone) is empty.
+    """
+    if not is_within(path, root):
+        return b"", b"", 0
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return b"", b"", 0
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        if size <= head + tail:
+            return file.read(head + tail), b"", 0
+        first = file.read(head)
+        file.seek(size - tail)
+        return first, file.read(tail), size - head - tail
+
+
+def read_log(path: Path, root: Path) -> Source:
+    """A log's two ends as lines, without colours."""
+    head, tail, skipped = read_ends(path, root)
+    lines = [Line(text, number) for number, text in enumerate(_texts(head), 1)]
+    if skipped:
+        last = _texts(tail.partition(b"\n")[2])  # the first line of what is read begins somewhere
+        lines = lines[:-1] + [Line(text, number - len(last)) for number, text in enumerate(last)]
+    return Source(str(path.relative_to(root)), path.stem.partition("-")[0], lines, skipped)
+
+
+def _texts(content: bytes) -> list[str]:
+    # by newlines alone: a progress bar's carriage returns do not count as lines in an editor
+    texts = content.decode("utf-8", "replace").split("\n")
+    if texts and not texts[-1]:
+        texts.pop()
+    return [_COLOUR.sub("", text.rsplit("\r", 1)[-1] if not text.endswith("\r") else text[:-1])[:_MOST_CHARACTERS]
+            for text in texts]  # fmt: skip
+
+
+def logs_of(root: Path) -> Iterator[Path]:
+    """The logs of a run, by name; of very many those that were written last."""
+    folder = root / "logs"
+    found = [path for path in folder.glob("*.log") if is_within(path, root)] if folder.is_dir() else []
+    yield from sorted(sorted(found, key=_written, reverse=True)[:MOST_LOGS])
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0

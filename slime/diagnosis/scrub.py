@@ -1,0 +1,79 @@
+"""Text without secrets: logs repeat what was in the environment, on a command line or in a URL.
+
+>>> scrubbed("WANDB_API_KEY=abcdef123456 python train.py", secrets=())
+'WANDB_API_KEY=••• python train.py'
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from slime.files import HIDDEN, is_secret_variable
+
+#: Shorter values are words that stand in every log ("1", "true", "none").
+_LEAST = 6
+#: What a key looks like by itself: those of the hub, W&B, OpenAI and the like, GitHub, AWS, Google, Slack.
+_KEYS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|wandb_v\d_[\w-]{16,}|local-[0-9a-f]{40}"
+    r"|sk-[A-Za-z0-9_-]{12,}|gh[opsru]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{12,}|AKIA[0-9A-Z]{12,}"
+    r"|AIza[\w-]{20,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
+)
+_IN_URL = re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://)[^/\s:@'\"]{1,200}:[^/\s@'\"]{1,400}@")
+_BEARER = re.compile(r"(?i)\b(bearer|basic|token) +[\w.~+/=-]{12,}")
+#: NAME=value, "name": "value", --name value; the name decides.
+_NAMED = re.compile(
+    r"""(?P<name>-{0,2}\b[A-Za-z][\w-]{2,60})(?P<between>["']?\s{0,3}[=:]\s{0,3}|\s(?=[^\s-]))"""
+    r"""(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s,;"'}\])]+)"""
+)
+
+
+def scrubbed(text: str, secrets: Iterable[str]) -> str:
+    """`text` with every secret hidden: the values given, what looks like a key, and what is called one.
+
+    Args:
+        secrets: values that must not be in it, wherever they stand.
+    """
+    for secret in sorted({value for value in secrets if len(value) >= _LEAST}, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    text = _KEYS.sub(HIDDEN, text)
+    text = _IN_URL.sub(rf"\1{HIDDEN}@", text)
+    text = _BEARER.sub(rf"\1 {HIDDEN}", text)
+    return _NAMED.sub(_without_value, text)
+
+
+def _without_value(match: re.Match[str]) -> str:
+    name, between, value = match["name"], match["between"], match["value"]
+    if not is_secret_variable(name) or _is_innocent(name, between, value):
+        return match[0]
+    quote = value[0] if value[:1] in ("'", '"') else ""
+    return f"{name}{between}{quote}{HIDDEN}{quote}"
+
+
+def _is_innocent(name: str, between: str, value: str) -> bool:
+    """--input-key prompt: the flags of columns end as keys do; and "a token of …" is prose."""
+    if between.isspace():
+        return not name.startswith("--") or (name.lower().replace("-", "_").endswith("_key") and len(value) < 20)
+    plain = name.strip("-").lower().replace("-", "_")
+    columns = ("input_key", "label_key", "metadata_key", "tool_key", "reward_key", "multimodal_keys")
+    return plain.endswith(columns) or value.strip("\"'") in ("None", "null", "True", "False", "")
+
+
+def known_secrets(*flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Collection[str]:
+    """Values of the environment, and of dicts of flags, whose names say that they are secret.
+
+    Example:
+        >>> flags = {"train_env_vars": {"MY_TOKEN": "abcdefgh"}}
+        >>> sorted(known_secrets(flags, environ={"HF_TOKEN": "hf_x", "HOME": "/"}))
+        ['abcdefgh', 'hf_x']
+    """
+    found = {value for name, value in environ.items() if value and is_secret_variable(name)}
+    for one in flags:
+        for name, value in one.items():
+            if isinstance(value, Mapping):
+                found |= set(known_secrets(value, environ={}))
+            elif isinstance(value, str) and value and is_secret_variable(name) and not _is_innocent(name, "=", value):
+                found.add(value)
+    return found
