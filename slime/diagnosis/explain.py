@@ -75,6 +75,12 @@ VANISHED = Trouble(
     "kill -9 of the driver",
 )
 
+#: Whatever may be found of a run, each once.
+TROUBLES: tuple[Trouble, ...] = (
+    *dict.fromkeys(signature.trouble for signature in SIGNATURES),
+    *(ENDLESS, VANISHED, OWN_WORDS, DEFECT),
+)
+
 
 @dataclass(frozen=True)
 class Explanation:

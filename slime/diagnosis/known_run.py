@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slime.diagnosis import troubles
 from slime.diagnosis.record import Trouble
 from slime.diagnosis.signatures import Form, Signature
 
@@ -19,25 +20,15 @@ COMPILE_CACHE = Signature(
     r"(?:\w+(?:Error|Failed|Exception): )?(?:.{0,80}\braised:$|(?:json\.decoder\.)?JSONDecodeError: )",
     context=r"torch/_inductor/|torch/_dynamo/|triton/runtime/|triton/compiler/|torchinductor|torch_compile_cache",
 )
-MISSING_SHARD = Trouble(
-    "missing-shards",
-    "weights of the model are missing or cut short",
-    "A download or a conversion was not finished: a file of the index is not there, or shorter than it says.",
-    (
-        "download the missing files again, from the same revision",
-        "compare the *.safetensors files with model.safetensors.index.json",
-    ),
-    "a model directory without one of its shards",
-)
 SHARD_ERROR = Signature(
-    MISSING_SHARD,
+    troubles.MISSING_SHARDS,
     r"(?:\w+: )?(?:\d+ of \d+ shards are missing in |\S+ lacks \d+ tensors that the index promises|\S+ is not a"
     r" readable"
     r" safetensors file|\S+ is not a complete [\w.-]+ model|no weights in )",
     Form.ERROR,
 )
 SHARD_RAISED = Signature(
-    MISSING_SHARD,
+    troubles.MISSING_SHARDS,
     r"(?:FileNotFoundError: .{0,300}\.safetensors|SafetensorError: |RuntimeError: Cannot find any model weights"
     r" with)",
 )
@@ -70,7 +61,7 @@ DAMAGED_CHECKPOINT = Signature(
 )
 CONTEXT = Signature(
     Trouble(
-        "context-length",
+        "context-too-long",
         "an engine refuses prompts that are longer than its context",
         "Prompts, or conversations of several turns, are longer than the engine's context.",
         (
@@ -135,14 +126,7 @@ PERMISSION_ERROR = Signature(
     PERMISSION.trouble, r"(?:\w+: )?(?:\[Errno 13\] Permission denied|PermissionError: )", Form.ERROR
 )
 OPEN_FILES = Signature(
-    Trouble(
-        "open-files",
-        "“too many open files”",
-        "Each request under way holds a connection in the rollout process, the router and the engine; the limit"
-        " is lower.",
-        ("ulimit -n 65536 before the run", "a lower --sglang-server-concurrency"),
-        "ulimit -n 64",
-    ),
+    troubles.OPEN_FILES,
     r"\w*Error: (?:\[Errno 24\]|.{0,160}Too many open files)",
 )
 LOCKED = Signature(
@@ -213,7 +197,7 @@ USER_CODE = Signature(
 )
 WANDB = Signature(
     Trouble(
-        "wandb-key",
+        "wandb-refused",
         "--use-wandb has no key, or the server refuses it",
         "Neither --wandb-key nor WANDB_API_KEY nor `wandb login` gave a key that the server takes.",
         (

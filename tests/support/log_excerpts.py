@@ -216,7 +216,7 @@ EXCERPTS = (
     ),
     Excerpt("damaged-checkpoint", "", "/data/iter_0000004 is not a complete checkpoint\n  why: missing: common.pt"),
     Excerpt(
-        "context-length",
+        "context-too-long",
         "engine-0",
         f"{_SCHEDULER}ValueError: The input (9001 tokens) is longer than the model's context length (8192 tokens).\n",
     ),
@@ -279,7 +279,7 @@ EXCERPTS = (
         "trainer-0 (pid 27030 on 127.0.0.1) died (pushing weights)\n  why: its process ended without a word",
         "ActorDied",
     ),
-    Excerpt("wandb-key", "", "--use-wandb: there is no API key for W&B\n  fix: WANDB_API_KEY"),
+    Excerpt("wandb-refused", "", "--use-wandb: there is no API key for W&B\n  fix: WANDB_API_KEY"),
 )
 
 #: Lines of runs in which nothing is wrong, and texts of samples that sound as if something were.

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from slime.__main__ import main
 from slime.cli.explain import as_text
-from slime.diagnosis import reading
-from slime.diagnosis.explain import SIGNATURES, Explanation, explain
+from slime.diagnosis import reading, troubles
+from slime.diagnosis.explain import SIGNATURES, TROUBLES, Explanation, explain
 from slime.diagnosis.reading import read_log
 from slime.host import slime_command
 from slime.observe.run_folder import RunFolder
@@ -365,3 +365,10 @@ def test_it_imports_nothing_heavy() -> None:
 
 def test_no_two_excerpts_are_the_same() -> None:
     assert all(one.text != other.text for one, other in itertools.combinations(EXCERPTS, 2))
+
+
+def test_a_trouble_has_one_record_whoever_finds_it() -> None:
+    before, within = troubles.TROUBLES, {trouble.name: trouble for trouble in TROUBLES}
+    assert len(within) == len(TROUBLES), "each name once"
+    shared = before.keys() & within.keys()
+    assert shared >= {"missing-shards", "open-files"} and all(before[name] is within[name] for name in shared)
