@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -174,7 +175,8 @@ def _answered(row: Sample, text: str, tokenizer: Any) -> Sample:
         response=text,
         tokens=[*row.tokens, *ids],
         response_length=len(ids),
-        metadata=dict(row.metadata),
+        label=copy.deepcopy(row.label),  # a reward may change what it is given
+        metadata=copy.deepcopy(row.metadata),
         status=SampleStatus.COMPLETED,
     )
 
