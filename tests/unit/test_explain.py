@@ -343,6 +343,14 @@ def test_a_time_that_is_none_is_no_obstacle(started: object, tmp_path: Path) -> 
     assert explain(folder).state == "failed"
 
 
+@pytest.mark.parametrize("nonfinite", [None, 5, "x", {}])
+def test_a_row_of_another_version_is_no_obstacle(nonfinite: object, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", "finished")
+    rows = [{"step": 1, "nonfinite": nonfinite}, {"step": 1, "nonfinite": nonfinite}, {"step": 2, "nonfinite": ["x"]}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert explain(folder).step == 2
+
+
 def test_the_next_command_can_be_pasted(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "my run", "failed", {"checkpoint": {"save": "x"}, "origins": {"save": "flag"}})
     assert shlex.split(explain(folder).next)[-1] == str(folder)
