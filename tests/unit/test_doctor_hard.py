@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime.config import parse_args
-from slime.diagnosis import checks_host, doctor
+from slime.diagnosis import checks_data, checks_host, doctor
 from slime.diagnosis.doctor import Report, at_start, examine
 from slime.samples.types import Sample
 from tests.support.processes import ROOT, World
@@ -58,6 +59,13 @@ def quotes_surrogates(args: Any, sample: Sample) -> float:
 def uses_up(args: Any, sample: Sample) -> float:
     return float(str(sample.label.pop("answer", "")) == sample.response)
 
+
+async def blocks_its_loop(args: Any, sample: Sample) -> float:
+    BLOCKED.wait(60)
+    return 1.0
+
+
+BLOCKED = threading.Event()
 
 # -- what is expected ------------------------------------------------------------------------------------------------
 
@@ -105,6 +113,16 @@ def test_a_reward_may_change_its_sample(world: World, tmp_path: Path) -> None:
     report = examine(_flags(world, *given, "--custom-rm-path", f"{__file__}:uses_up"))
     (reward,) = (outcome for outcome in report.outcomes if outcome.check.name == "reward")
     assert "check-broken" not in _found(report) and reward.state in ("ok", "warning")
+
+
+def test_a_reward_that_blocks_its_event_loop_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_data, "_ALL_SECONDS", 0.05)
+    try:
+        report = examine(_flags(world, "--custom-rm-path", f"{__name__}:blocks_its_loop"))
+        (reward,) = (outcome for outcome in report.outcomes if outcome.check.name == "reward")
+        assert reward.state == "left out" and "more than 0.05 s" in reward.said
+    finally:
+        BLOCKED.set()
 
 
 def test_nothing_but_the_answer_is_on_stdout(world: World) -> None:
