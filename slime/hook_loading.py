@@ -70,7 +70,7 @@ def load_function(path: str) -> Any:
         return _saved_function(path, Path(module_path))
     try:
         target = _module_of_file(module_path) if module_path.endswith(".py") else importlib.import_module(module_path)
-    except Exception as error:  # whatever user code raises on import is the message
+    except (Exception, SystemExit) as error:  # whatever user code raises on import is the message
         raise _import_error(path, module_path, error) from error
     for part in name.split("."):
         found = vars(target).get(part, _MISSING) if inspect.ismodule(target) else getattr(target, part, _MISSING)

@@ -39,19 +39,33 @@ def ask(pids: Iterable[int], *, wait: bool = False) -> list[int]:
     asked = []
     for pid in pids:
         for each in (pid, *_servers(pid)):
-            if _answers(each):
-                os.kill(each, _SIGNAL)
+            if _answers(each) and _signalled(each):
                 asked += [pid] if each == pid else []
     if asked and wait:
         time.sleep(_WRITTEN_SECONDS)
     return asked
 
 
+def _signalled(pid: int) -> bool:
+    try:
+        os.kill(pid, _SIGNAL)
+    except OSError:  # it has ended since it was looked at: whoever asks tells of a failure, and must not meet another
+        return False
+    return True
+
+
 def _servers(pid: int) -> list[int]:
     try:
         children = psutil.Process(pid).children(recursive=True)
-        return [child.pid for child in children if any(_SERVERS in word for word in child.cmdline())]
     except psutil.Error:
+        return []
+    return [child.pid for child in children if any(_SERVERS in word for word in _words_of(child))]
+
+
+def _words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # a zombie among the others
         return []
 
 

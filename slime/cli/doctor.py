@@ -13,7 +13,9 @@ the run, with 1 when something does; what is only worth a look does not count.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+from collections.abc import Iterator
 
 import orjson
 
@@ -39,7 +41,25 @@ def main(argv: list[str]) -> int:
         raise UserError("slime doctor needs the flags of a run", fix="slime doctor --config recipe.yaml …")
     from slime.diagnosis import doctor
 
-    with contextlib.redirect_stdout(sys.stderr):  # what functions of the user's print is no part of the answer
+    with _answer_alone():
         report = doctor.examine(words, entry or "train", with_round=with_round)
-    print(orjson.dumps(doctor.as_json(report), option=orjson.OPT_INDENT_2).decode() if as_json else doctor.text(report))
+    said = doctor.text(report).encode("utf-8", "replace").decode()
+    print(orjson.dumps(doctor.as_json(report), option=orjson.OPT_INDENT_2).decode() if as_json else said)
     return int(report.is_fatal)
+
+
+@contextlib.contextmanager
+def _answer_alone() -> Iterator[None]:
+    """Within the block, what functions of the user's print, also in C or by programs that they start, goes to stderr:
+    it is no part of the answer."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        if sys.__stdout__ is not None:
+            sys.__stdout__.flush()
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -116,8 +116,9 @@ def check_plain_weights(hf_checkpoint: str | None) -> None:
         return
     quantised = facts.get("quantization_config") if isinstance(facts, dict) else None
     if quantised:
+        method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else quantised
         raise UserError(
-            f"--hf-checkpoint {hf_checkpoint} asks for quantised weights ({quantised.get('quant_method', 'unnamed')})",
+            f"--hf-checkpoint {hf_checkpoint} asks for quantised weights ({method})",
             why="config.json has a quantization_config, and quantised rollouts are not in this version: engines would"
             " quantise what the trainer pushes, which is plain weights",
             fix="take the model with plain weights, whose config.json has no quantization_config",

@@ -23,7 +23,7 @@ CHECKS: tuple[Check, ...] = (
     Check("reward", checks_data.reward, troubles.REWARD_MISSING, after=("hooks", "data")),
     Check("outputs", checks_model.outputs, troubles.FOLDER),
     Check("disk", checks_host.disk, troubles.DISK_ROOM, after=("outputs", "model")),
-    Check("shared memory", checks_host.shared_memory, troubles.SHARED_MEMORY, after=("flags",)),
+    Check("shared memory", checks_host.shared_memory, troubles.SHARED_MEMORY, after=("flags", "model")),
     Check("GPUs", checks_plan.slots, troubles.GPUS_MISSING, after=("flags",)),
     Check("engines", checks_plan.engines, troubles.ENGINE_FLAGS, after=("flags",)),
     Check("trainer", checks_plan.trainer, troubles.TRANSFORMER_ENGINE, after=("flags",)),

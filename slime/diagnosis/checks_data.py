@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import itertools
+import queue
+import threading
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
@@ -28,6 +31,8 @@ from slime.samples.types import Sample, SampleStatus
 _ROWS = 6
 #: A reward that takes longer for one sample is not waited for here.
 _SECONDS = 5.0
+#: Nor one that takes longer for all of them.
+_ALL_SECONDS = 20.0
 #: What an answer of nothing but its label may have to look like: rewards often want more than the label.
 _FORMS = (
     "{}",
@@ -128,7 +133,24 @@ class Scores:
 
 def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any) -> Scores:
     reward = dataclasses.replace(config.reward, rm_timeout=min(config.reward.rm_timeout, _SECONDS))
-    return asyncio.run(_scored(dataclasses.replace(config, reward=reward), rows, tokenizer, config.reward.rm_timeout))
+    config, patience = dataclasses.replace(config, reward=reward), config.reward.rm_timeout
+    done = queue.SimpleQueue[Scores | BaseException]()
+
+    def score() -> None:
+        try:
+            done.put(asyncio.run(_scored(config, rows, tokenizer, patience)))
+        except BaseException as error:  # delivered to whoever waits
+            done.put(error)
+
+    # in a thread, as an async function that blocks its loop cannot be ended
+    threading.Thread(target=score, name="slime-doctor-reward", daemon=True).start()
+    try:
+        found = done.get(timeout=_ALL_SECONDS)
+    except queue.Empty as none:
+        raise LeftOut(f"{_ROWS * (len(_FORMS) + 3)} answers take it more than {_ALL_SECONDS:g} s") from none
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
 
 async def _scored(config: Config, rows: Sequence[Sample], tokenizer: Any, patience: float) -> Scores:
@@ -174,7 +196,8 @@ def _answered(row: Sample, text: str, tokenizer: Any) -> Sample:
         response=text,
         tokens=[*row.tokens, *ids],
         response_length=len(ids),
-        metadata=dict(row.metadata),
+        label=copy.deepcopy(row.label),  # a reward may change what it is given
+        metadata=copy.deepcopy(row.metadata),
         status=SampleStatus.COMPLETED,
     )
 

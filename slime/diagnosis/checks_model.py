@@ -64,8 +64,9 @@ def quantisation(case: Case, look: Look) -> None:
     """The weights are plain; if they are not, the ignore list spares what is no Linear layer."""
     config = read_hf_config(str(case.model))
     look.attempt(check_plain_weights, str(case.model))
-    ignored = (config.get("quantization_config") or {}).get("ignore")
-    if ignored is None:
+    quantised = config.get("quantization_config")
+    ignored = quantised.get("ignore") if isinstance(quantised, dict) else None
+    if not isinstance(ignored, list):
         return
     family = family_of(config, case.run.checkpoint.model_name)
     spared = unspared(weights_that_are_not_linear(family, config), ignored)

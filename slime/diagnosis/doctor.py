@@ -8,13 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from traceback import walk_tb
+from typing import Literal, cast
 
 from slime.config.config import Config
+from slime.diagnosis import troubles
 from slime.diagnosis.checks import AT_START, CHECKS
 from slime.diagnosis.look import Case, Check, LeftOut, Look
 from slime.diagnosis.one_round import ROUND
 from slime.diagnosis.record import Finding
+from slime.files import json_safe
 
 State = Literal["ok", "warning", "FAIL", "left out"]
 
@@ -74,9 +77,11 @@ def examine(
 
 
 def at_start(config: Config) -> list[Finding]:
-    """What a launch looks at beyond what it refuses: what only takes a look at the host."""
+    """What a launch looks at beyond what it refuses: what only takes a look at the host. A check that fails itself says
+    nothing here: no run is to end of being looked at."""
     case = Case(config)
-    return [finding for check in AT_START for finding in _made(check, case, {}).findings]
+    found = [finding for check in AT_START for finding in _made(check, case, {}).findings]
+    return [finding for finding in found if finding.trouble is not troubles.CHECK_BROKEN]
 
 
 def _made(check: Check, case: Case, earlier: dict[str, Outcome]) -> Outcome:
@@ -87,6 +92,9 @@ def _made(check: Check, case: Case, earlier: dict[str, Outcome]) -> Outcome:
         state = "ok"
     except LeftOut as reason:
         look.notes = [str(reason)]
+    except (Exception, SystemExit) as error:  # the next check is made; a launch that runs the same code ends of it, too
+        detail = f"{type(error).__name__}: {error} ({_place(error)})"
+        look.found(troubles.CHECK_BROKEN, detail, source=check.name, is_fatal=not _place(error).startswith(_OURS))
     if look.findings:
         state = "FAIL" if any(finding.is_fatal for finding in look.findings) else "warning"
     return Outcome(check, state, ", ".join(look.notes), tuple(look.findings), time.perf_counter() - started)  # type: ignore[arg-type]
@@ -102,6 +110,15 @@ def _may_be_made(check: Check, case: Case, earlier: dict[str, Outcome]) -> None:
     for name in check.after:
         if name in earlier and earlier[name].state in ("FAIL", "left out"):
             raise LeftOut(f"after {name}")
+
+
+_OURS = "slime.diagnosis."
+
+
+def _place(error: BaseException) -> str:
+    """The line of slime's that is nearest to an error: "slime.prompts.readers:141"."""
+    lines = [(str(frame.f_globals.get("__name__")), line) for frame, line in walk_tb(error.__traceback__)]
+    return next((f"{module}:{line}" for module, line in reversed(lines) if module.startswith("slime.")), "")
 
 
 # -- what is said ----------------------------------------------------------------------------------------------------
@@ -132,7 +149,7 @@ def _told(finding: Finding) -> list[str]:
 
 def as_json(report: Report) -> dict[str, object]:
     """What ``--json`` prints."""
-    return {
+    shown = {
         "ok": not report.findings,
         "fatal": report.is_fatal,
         "seconds": round(report.seconds, 3),
@@ -142,3 +159,4 @@ def as_json(report: Report) -> dict[str, object]:
             for o in report.outcomes
         ],
     }
+    return cast(dict[str, object], json_safe(shown))  # errors of users' code quote whatever it was given

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ SIGNATURES: tuple[Signature, ...] = (*known_memory.ALL, *known_processes.ALL, *k
 #: Of metrics.jsonl: the newest rows are at its end.
 _METRICS_BYTES = 4 << 20
 _OBJECT_BYTES = 16 << 20
+#: Of steps and seconds: a number beyond it is damage, and no calendar has it.
+_MOST = 1e11
 #: Errors of these names say themselves why, and what to do.
 _SAYS_WHY = ("UserError", "OutOfMemory", "NonFiniteTraining", "WeightMismatch")
 _MOST_TRUNCATED = 0.9
@@ -174,7 +177,7 @@ def _object(path: Path, root: Path) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    return float(value) if isinstance(value, (int, float)) and abs(value) < _MOST else 0.0
 
 
 def _rows(run: RunFolder, stage: str) -> list[dict[str, Any]]:
@@ -396,8 +399,9 @@ def _checkpoint(folder: Path, flags: Flags, entry: dict[str, Any]) -> Path | Non
 
 
 def _next(folder: Path, state: str, flags: Flags, checkpoint: Path | None) -> str:
+    quoted = shlex.quote(str(folder))
     if state in ("failed", "killed", "stopped") and flags.get("save"):
-        return f"{slime_command()} resume {folder}"
+        return f"{slime_command()} resume {quoted}"
     if state == "finished" and flags.get("save"):
-        return f"{slime_command()} chat {folder}"
-    return f"{slime_command()} report {folder}" if state == "running" else ""
+        return f"{slime_command()} chat {quoted}"
+    return f"{slime_command()} report {quoted}" if state == "running" else ""

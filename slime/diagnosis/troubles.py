@@ -388,6 +388,15 @@ WANDB_KEY = Trouble(
     "--use-wandb without a key",
 )
 
+CHECK_BROKEN = Trouble(
+    "check-broken",
+    "a check of slime doctor itself ends with an error",
+    "Something has a form that nobody expected: a damaged file, a value of another type. A launch that reads the same"
+    " ends of it, too, unless the place is in slime.diagnosis.",
+    ("the error names what it could not read; look there", "SLIME_DEBUG=1 slime train … --dry-run shows the traceback"),
+    "a check that raises a ValueError",
+)
+
 # -- one round (--round) ---------------------------------------------------------------------------------------------
 
 ROUND_FAILED = Trouble(
@@ -427,6 +436,7 @@ SECTIONS: dict[str, tuple[Trouble, ...]] = {
         REWARD_FAILS, HOOK, OLD_PLUGIN,
     ),
     "Memory, credentials": (MEMORY_TRAINING, MEMORY_COLOCATED, MEMORY_HOST, WANDB_KEY),
+    "The examination itself": (CHECK_BROKEN,),
     "One round (`slime doctor --round`)": (ROUND_FAILED, LOG_PROBS_DIFFER),
 }  # fmt: skip
 

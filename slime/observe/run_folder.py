@@ -275,10 +275,19 @@ class RunFolder:
         return folder
 
     def _keep_ends_of_logs(self, folder: Path) -> None:
-        newest = sorted(self.logs.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)[:_MOST_LOGS]
+        newest = sorted(self.logs.glob("*.log"), key=_written, reverse=True)[:_MOST_LOGS]
         for path in newest:
+            if not path.is_file():  # gone meanwhile, a broken link, or a pipe, which nobody may ever write to
+                continue
             folder.mkdir(exist_ok=True)
             (folder / path.name).write_bytes(_end_of(path))
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _end_of(path: Path) -> bytes:

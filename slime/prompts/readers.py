@@ -138,7 +138,15 @@ def _iter_parquet(file: str) -> Iterator[tuple[str, Row]]:
     import pyarrow.parquet
 
     position = 0
-    with pyarrow.parquet.ParquetFile(file) as table:
+    try:
+        opened = pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(
+            f"'{file}' is no Parquet file",
+            why=str(error).split(". ")[0],
+            fix="it may be cut short, or a pointer of git lfs (git lfs pull fetches what it stands for)",
+        ) from error
+    with opened as table:
         for batch in table.iter_batches(batch_size=256):
             for row in batch.to_pylist():
                 yield f"{file} row {position}", row

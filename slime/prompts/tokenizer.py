@@ -58,9 +58,19 @@ def load_tokenizer(path: str, *, without_torch: bool = False) -> PreTrainedToken
 
 
 def generation_config_of(path: str) -> dict[str, Any]:
-    """generation_config.json of a model directory; {} where there is none."""
+    """generation_config.json of a model directory; {} where there is none.
+
+    Raises:
+        UserError: it is no JSON object.
+    """
     file = Path(path) / "generation_config.json"
-    return orjson.loads(file.read_bytes()) if file.is_file() else {}
+    try:
+        found = orjson.loads(file.read_bytes()) if file.is_file() else {}
+    except orjson.JSONDecodeError as error:
+        raise UserError(f"{file} is no JSON", why=str(error), fix="copy it again, or remove it") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file} holds no JSON object", fix="copy it again, or remove it")
+    return found
 
 
 def end_token_ids(tokenizer: Any, path: str) -> frozenset[int]:

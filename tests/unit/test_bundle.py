@@ -7,6 +7,7 @@ import os
 import tarfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given, settings
@@ -197,10 +198,38 @@ def test_what_is_called_a_secret_is_hidden(name: str, between: str, value: str) 
         "2026-11-23 06:40:01.360 INFO    driver  session: launched: ray 6.5 s",
         "loaded from 5f0b1c0e9a1b2c3d4e5f60718293a4b5c6d7e8f9",
         "http://127.0.0.1:19218/generate",
+        '"eos_token": "<|im_end|>", pad_token=<|endoftext|>',
+        "last_token=151645 #new-token: 512, #cached-token: 3",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
     assert scrubbed(text, ()) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "redis://:hunter2hunter2@host:6379/0",
+        "https://hunter2hunter2hunter2@github.example/me/x.git",
+        "postgres://me:p@hunter2hunter2@host/db",
+        "-----BEGIN RSA PRIVATE KEY-----\\nhunter2hunter2\\n-----END RSA PRIVATE KEY-----",
+        "-----BEGIN PRIVATE KEY-----\nhunter2hunter2\n-----END PRIVATE KEY-----",
+    ],
+)
+def test_secrets_are_known_by_where_they_stand(text: str) -> None:
+    assert "hunter2" not in scrubbed(text, ())
+
+
+def test_a_known_secret_is_hidden_in_every_shape() -> None:
+    secret = 'first line "of" é\\\nthe second line of it/'
+    shapes = [secret, json.dumps(secret), json.dumps(secret, ensure_ascii=False), repr(secret), quote(secret, safe="")]
+    for text in [*shapes, *secret.splitlines()]:
+        left = scrubbed(text, [secret])
+        assert HIDDEN in left and "second" not in left and "first" not in left, text
+
+
+def test_short_secrets_do_not_blank_everything() -> None:
+    assert scrubbed("a banana at 12345", ["a", "", "12345"]) == "a banana at 12345"
 
 
 def test_secrets_are_known_by_the_names_of_flags_and_variables() -> None:

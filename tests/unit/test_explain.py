@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -332,6 +333,27 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("started", [1e300, -1e300, True, "now", None, [1]])
+def test_a_time_that_is_none_is_no_obstacle(started: object, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", "failed", driver="2026-11-23 06:40:11.132 ERROR   driver  x: y\n")
+    summary = {"stages": {"": {"state": "failed", "started": started, "host": platform.node()}}}
+    (folder / "run.json").write_text(json.dumps(summary))
+    assert explain(folder).state == "failed"
+
+
+@pytest.mark.parametrize("nonfinite", [None, 5, "x", {}])
+def test_a_row_of_another_version_is_no_obstacle(nonfinite: object, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", "finished")
+    rows = [{"step": 1, "nonfinite": nonfinite}, {"step": 1, "nonfinite": nonfinite}, {"step": 2, "nonfinite": ["x"]}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert explain(folder).step == 2
+
+
+def test_the_next_command_can_be_pasted(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "my run", "failed", {"checkpoint": {"save": "x"}, "origins": {"save": "flag"}})
+    assert shlex.split(explain(folder).next)[-1] == str(folder)
 
 
 def test_the_command_tells_and_its_status_says_whether_something_is_wrong(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -150,6 +151,15 @@ def test_keys_on_the_command_line_reach_no_file(tmp_path: Path, monkeypatch: pyt
     assert run.read_summary()["stages"][""]["argv"][-2:] == ["--lr", "1"]
     files = [path for path in run.path.rglob("*") if path.is_file()]
     assert [path.name for path in files if b"s3cret" in path.read_bytes()] == []
+
+
+def test_a_crash_is_told_whatever_lies_among_the_logs(tmp_path: Path) -> None:
+    run = RunFolder.create(config_for(tmp_path))
+    (run.logs / "gone.log").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(run.logs / "pipe.log")
+    (run.logs / "driver.log").write_text("the last words\n")
+    folder = run.write_crash(RuntimeError("x"))
+    assert folder is not None and [path.name for path in (folder / "logs").iterdir()] == ["driver.log"]
 
 
 def test_a_crash_report_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:

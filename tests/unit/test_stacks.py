@@ -80,3 +80,10 @@ def test_others_are_left_alone() -> None:
         assert stacks.ask([other.pid, 2**22 + 1], wait=True) == []
         assert other.poll() is None
         other.kill()
+
+
+def test_a_process_that_ends_while_it_is_asked_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setattr(stacks, "_answers", lambda pid: True)
+    assert stacks.ask([ended.pid], wait=True) == []

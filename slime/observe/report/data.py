@@ -58,13 +58,15 @@ class RunData:
 
 
 def merge_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per step, by step: later rows of a step add to and override earlier ones."""
+    """One row per step, by step: later rows of a step add to and override earlier ones. Rows of another version, or
+    damaged ones, are taken as far as they are understood."""
     by_step: dict[float, dict[str, Any]] = {}
     for row in rows:
         step = row.get("step")
         if isinstance(step, (int, float)):
-            nonfinite = [*by_step.get(step, {}).get("nonfinite", []), *row.get("nonfinite", [])]
-            merged = {**by_step.get(step, {}), **{k: v for k, v in row.items() if _is_cell(k, v)}}
+            added = row.get("nonfinite")
+            nonfinite = [*by_step.get(step, {}).get("nonfinite", []), *(added if isinstance(added, list) else ())]
+            merged = {**by_step.get(step, {}), **{k: v for k, v in row.items() if k != "nonfinite" and _is_cell(k, v)}}
             by_step[step] = {**merged, "nonfinite": nonfinite} if nonfinite else merged
     return [by_step[step] for step in sorted(by_step)]
 
