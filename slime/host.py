@@ -176,7 +176,8 @@ def bind(host: str, port: int, inherited_fd: int | None = None) -> socket.socket
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # what is larger than a port overflows
+        listener.close()
         raise UserError(f"cannot listen on {host}:{port}", why=str(error), fix="choose another --port") from error
     listener.listen(1024)
     return listener

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MAX_TEXT = 20_000
 #: Tokens of a file that are kept one by one with their log-probs: some 15 bytes each, a megabyte per rollout.
 MAX_TOKENS = 65_536
+#: What a part of a character reads, and of how many parts one has at most.
+_PART, _MOST_PARTS = "\ufffd", 4
 
 
 def run_lengths(mask: Sequence[int]) -> list[list[int]]:
@@ -74,23 +76,44 @@ def _log_prob_stats(values: Sequence[float] | None, mask: Sequence[int] | None) 
 
 
 class TokenTexts:
-    """The text of each token by itself, as it reads within a text; one that is a part of a character reads �.
+    """The text of each token by itself, as it reads within a text. A character of several tokens stands at the first of
+    them; what is no character reads �.
 
     Args:
-        decode: turns token ids into text. Asked once per token id.
+        decode: turns token ids into text. Asked once per token id, and once per such character.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._known: dict[int, str] = {}
+        self._characters: dict[tuple[int, ...], str] = {}
 
     def of(self, tokens: Sequence[int]) -> list[str]:
-        return [self._known[token] if token in self._known else self._look(token) for token in tokens]
+        texts = [self._known[token] if token in self._known else self._look(token) for token in tokens]
+        parts: list[int] = []
+        for i, text in enumerate(texts):
+            parts = [*parts, i][-_MOST_PARTS:] if _PART in text else []
+            if len(parts) > 1 and _PART not in (whole := self._together(tuple(tokens[part] for part in parts))):
+                for part in parts:
+                    texts[part] = whole if part == parts[0] else ""
+                parts = []
+        return texts
 
     def _look(self, token: int) -> str:
-        alone, twice = self._decode([token]), self._decode([token, token])
+        try:
+            alone, twice = self._decode([token]), self._decode([token, token])
+        except (OverflowError, ValueError, TypeError, IndexError, KeyError):
+            alone, twice = "", f"<{token}>"  # of a user's own, unknown to the tokenizer: no reason to lose a rollout
         # where decoding strips the space that begins a text, the second of two has it still
         text = self._known[token] = str(json_safe(twice[len(alone) :] if twice.startswith(alone) else alone))
+        return text
+
+    def _together(self, tokens: tuple[int, ...]) -> str:
+        if tokens in self._characters:
+            return self._characters[tokens]
+        text = str(json_safe(self._decode(list(tokens))))
+        if _PART not in text:  # of what is no character there is no end
+            self._characters[tokens] = text
         return text
 
 

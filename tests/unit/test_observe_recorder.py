@@ -201,3 +201,23 @@ def test_a_token_reads_as_it_does_within_a_text() -> None:
 
     asked = TokenTexts(stripping)
     assert asked.of([0, 1, 2, 3, 0]) == [" the", " cat", "s", "�", " the"]
+
+
+def test_a_character_of_several_tokens_stands_at_the_first_of_them() -> None:
+    def of_bytes(tokens: list[int]) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
+
+    said = "a\U0001f642\U0001f642é!"
+    smile = ["\U0001f642", "", "", ""]
+    texts = TokenTexts(of_bytes)
+    assert texts.of(list(said.encode())) == ["a", *smile, *smile, "é", "", "!"]
+    assert texts.of([0xF0, 0x9F, 65, 0xC3, 0xA9]) == ["\ufffd", "\ufffd", "A", "é", ""]
+
+
+def test_tokens_that_the_tokenizer_does_not_know_end_no_rollout() -> None:
+    def refuses(tokens: list[int]) -> str:
+        if min(tokens) < 0:
+            raise OverflowError("number too small to fit in target type")
+        return decode(tokens)
+
+    assert TokenTexts(refuses).of([1, -1, 2]) == ["b", "<-1>", "c"]

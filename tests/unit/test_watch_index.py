@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from slime.observe.report.data import read_stages
 from slime.observe.watch.index import SampleIndex
+from slime.observe.watch.index import _transaction as transaction
 from slime.observe.watch.rows import SORTS, Query, searched_text
 from tests.support.watched_runs import make_run, write_lines
 
@@ -161,6 +162,79 @@ def test_an_index_is_kept_and_one_that_is_damaged_or_old_is_made_anew(tmp_path: 
     mended = index_of(folder, cache)
     assert mended.rollouts("") == told
     mended.close()
+
+
+def test_a_disk_that_was_full_for_a_while_leaves_no_trace(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", rollouts=3)
+    index = SampleIndex(folder)
+    index._writer.execute("PRAGMA max_page_count = 1")  # no page more than there are
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        index.update(read_stages(folder, {}))
+    index._writer.execute("PRAGMA max_page_count = 1000000")
+    index.update(read_stages(folder, {}))
+    assert index.progress() == {"samples": 51, "texts": 51}
+    index.close()
+
+
+def test_a_commit_that_fails_is_taken_back() -> None:
+    class Refusing(sqlite3.Connection):
+        refuses = True
+
+        def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+            if sql == "COMMIT" and self.refuses:
+                raise sqlite3.OperationalError("database or disk is full")
+            return super().execute(sql, *values)
+
+    connection = sqlite3.connect(":memory:", isolation_level=None, factory=Refusing)
+    with pytest.raises(sqlite3.OperationalError, match="full"), transaction(connection):
+        connection.execute("CREATE TABLE one (a)")
+    connection.refuses = False
+    with transaction(connection):
+        connection.execute("CREATE TABLE one (a)")
+    connection.close()
+
+
+def test_an_index_that_another_process_holds_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, cache = make_run(tmp_path / "run", rollouts=1), tmp_path / "cache"
+    index_of(folder, cache).close()
+    (file,) = cache.glob("*.sqlite")
+    inode = file.stat().st_ino
+    monkeypatch.setattr("slime.observe.watch.index._BUSY_MS", 1)
+    holder = sqlite3.connect(file, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    second = index_of(folder, cache)
+    assert second.progress() == {"samples": 19, "texts": 19} and file.stat().st_ino == inode
+    second.close()
+    holder.close()
+
+
+def test_samples_are_there_while_the_rest_is_being_indexed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", rollouts=3)
+    index, seen = SampleIndex(folder), []
+
+    def look() -> bool:
+        seen.append((index.progress()["samples"], len(index.rollouts(""))))
+        return True
+
+    index.update(read_stages(folder, {}), look)
+    assert seen[:4] == [(0, 0), (16, 1), (32, 2), (48, 3)] and seen[-1] == (51, 4)
+    index.close()
+
+
+def test_numbers_that_no_table_holds(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    large = {
+        "group": 2**63,
+        "index": 2**64 - 1,
+        "reward": 2**64 - 1,
+        "response_length": 2**63,
+        "cached_tokens": -(2**63),
+    }
+    write_lines(folder / "samples" / "rollout_000000.jsonl", [large | {"response": "large"}, {"response": "small"}])
+    write_lines(folder / "samples" / f"rollout_{10**30}.jsonl", [{"response": "far"}])
+    index = index_of(folder)
+    assert sorted(responses(index)) == ["far", "large", "small"]
+    index.close()
 
 
 def test_reward_against_the_group_groups_prompts_and_evaluations(tmp_path: Path) -> None:

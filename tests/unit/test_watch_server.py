@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from slime.observe.phases import PhaseEvent
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.access import POLICY, host_of, is_loopback
 from slime.observe.watch.folders import runs_below, timeline
+from slime.observe.watch.index import SampleIndex, path_key
 from slime.observe.watch.server import Runs, application
 from tests.support.watched_runs import make_run, metrics_row, write_lines
 
@@ -52,6 +54,11 @@ async def ask(client: TestClient[Any, Any], question: str, **parameters: Any) ->
     async with client.get(f"/api/{question}", params=parameters) as answer:
         assert answer.status == 200, await answer.text()
         return await answer.json()
+
+
+def run_id(folder: Path) -> str:
+    """Of a run that has one stage."""
+    return f"{path_key(folder)}."
 
 
 def test_every_question_about_two_runs(tmp_path: Path) -> None:
@@ -97,22 +104,22 @@ def test_only_steps_that_are_new_come_over_the_wire(tmp_path: Path) -> None:
     path, chance = folder / "metrics.jsonl", random.Random(0)
 
     async def what(client: TestClient[Any, Any], runs: Runs) -> None:
-        first = await ask(client, "metrics", run="0.", names="train/loss")
+        first = await ask(client, "metrics", run=run_id(folder), names="train/loss")
         new = {"names": "train/loss", "generation": first["generation"]}
         with path.open("a") as file:
             file.write(json.dumps(metrics_row(4, 4, chance)) + '\n{"step": 5, "train/lo')
         runs.look()
-        second = await ask(client, "metrics", run="0.", **new, since=first["since"])
+        second = await ask(client, "metrics", run=run_id(folder), **new, since=first["since"])
         assert second["steps"] == [4] and second["columns"] == {"train/loss": [0.0]}
         with path.open("a") as file:
             file.write('ss": 7}\n{"step": 2, "eval/late": 1}\n')  # an evaluation beside training comes behind its step
         runs.look()
-        third = await ask(client, "metrics", run="0.", **new, since=second["since"])
+        third = await ask(client, "metrics", run=run_id(folder), **new, since=second["since"])
         assert third["steps"] == [2, 5] and third["columns"] == {"train/loss": [0.0, 7]}
         assert "eval/late" in third["names"]
         write_lines(path, [{"step": 1, "train/loss": 3.0}])  # steps that a resumed run took back
         runs.look()
-        fourth = await ask(client, "metrics", run="0.", **new, since=third["since"])
+        fourth = await ask(client, "metrics", run=run_id(folder), **new, since=third["since"])
         assert fourth["generation"] != first["generation"] and fourth["columns"] == {"train/loss": [3.0]}
 
     visit([folder], what)
@@ -197,7 +204,7 @@ def test_nothing_but_reading_and_nothing_beside_the_runs(tmp_path: Path) -> None
         ):
             async with client.get(path) as answer:
                 assert answer.status == 404, path
-        assert (await ask(client, "timeline", run="0.", rollout=7))["timeline"] is None
+        assert (await ask(client, "timeline", run=run_id(folder), rollout=7))["timeline"] is None
 
     visit([folder], what)
 
@@ -207,7 +214,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     write_lines(folder / "samples" / "rollout_000001.jsonl", [{"prompt": HOSTILE, "response": HOSTILE, "reward": 1}])
 
     async def what(client: TestClient[Any, Any], runs: Runs) -> None:
-        async with client.get("/api/samples", params={"run": "0.", "search": HOSTILE, "whole": 1}) as answer:
+        async with client.get("/api/samples", params={"run": run_id(folder), "search": HOSTILE, "whole": 1}) as answer:
             assert answer.content_type == "application/json"
             (row,) = (await answer.json())["samples"]
             assert row["record"]["response"] == HOSTILE
@@ -248,6 +255,54 @@ def test_folders_that_are_meant(tmp_path: Path) -> None:
     runs.close()
 
 
+def test_a_folder_that_goes_or_cannot_be_read_keeps_nobody_from_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone, odd, good = (make_run(tmp_path / name, rollouts=1) for name in ("gone", "odd", "good"))
+    runs = Runs([gone, odd, good])
+    shutil.rmtree(gone)
+    write_lines(odd / "metrics.jsonl", [{"step": 1}, {"step": 1, "nonfinite": 5}])
+    write_lines(good / "metrics.jsonl", [{"step": 7}])
+    for _ in range(3):
+        runs.look()
+    steps = {watch.path.name: stage.rows[-1]["step"] for watch, stage in runs.all().values() if stage.rows}
+    assert steps["good"] == 7
+    assert {watch.path.name: watch.index.progress()["samples"] for watch, _ in runs.all().values()}["good"] == 19
+    assert len([record for record in caplog.records if str(odd) in record.getMessage()]) == 1
+    runs.close()
+
+
+def test_curves_are_followed_while_an_index_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = make_run(tmp_path / "one", rollouts=3), make_run(tmp_path / "two", rollouts=1)
+    monkeypatch.setattr("slime.observe.watch.server._LOOK_SECONDS", 0.0)
+    runs = Runs([one, two])
+    update, steps = SampleIndex.update, []
+
+    def grown(index: SampleIndex, stages: Any, goes_on: Callable[[], bool]) -> bool:
+        write_lines(two / "metrics.jsonl", [{"step": 9}])
+        goes_on()
+        steps.extend(stage.rows[-1]["step"] for watch, stage in runs.all().values() if watch.path == two)
+        return update(index, stages, goes_on)
+
+    monkeypatch.setattr(SampleIndex, "update", grown)
+    runs.look()
+    assert steps[0] == 9
+    runs.close()
+
+
+def test_a_page_of_an_earlier_server_meets_the_same_runs_and_asks_for_all(tmp_path: Path) -> None:
+    one = make_run(tmp_path / "one", rollouts=1)
+    first = Runs([tmp_path])
+    two = make_run(tmp_path / "two", rollouts=1)
+    second = Runs([tmp_path])
+    names = {key: watch.path for key, (watch, _) in second.all().items()}
+    assert [names[key] for key in first.all()] == [one] and two in names.values()
+    before, after = ({w.path: w.generation for w, _ in runs.all().values()}[one] for runs in (first, second))
+    assert before != after and after < 2**53  # what a page can tell apart
+    first.close()
+    second.close()
+
+
 def test_a_run_that_goes_on_is_running_as_long_as_somebody_holds_it(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", rollouts=1)
     stages = {"": {"state": "running", "started": 1.0, "ended": None}}
@@ -273,6 +328,8 @@ def test_mistakes_are_told_before_anything_is_served(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="there is no outputs/ here"):
         main([])
+    with pytest.raises(UserError, match="cannot listen on"):
+        main([str(make_run(tmp_path / "large", rollouts=1)), "--port", "99999"])
     with bind("127.0.0.1", 0) as taken, pytest.raises(UserError, match="cannot listen on"):
         main([str(make_run(tmp_path / "run", rollouts=1)), "--port", str(taken.getsockname()[1])])
 

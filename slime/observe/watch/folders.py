@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from slime.observe.report.data import (
     read_stages,
 )
 from slime.observe.watch.files import Place, is_inside, is_unchanged, new_lines
-from slime.observe.watch.index import SampleIndex
+from slime.observe.watch.index import SampleIndex, path_key
 
 #: Of a folder of runs, so many of the newest are shown.
 MOST_RUNS = 30
@@ -38,14 +39,16 @@ class RunWatch:
     """One run folder. Any thread may ask; `refresh` reads what is new.
 
     Attributes:
+        key: names the folder, the same in every process, and tells nothing of it.
         index: of its samples.
-        generation: counts how often the metrics began anew, as when a resumed run takes steps back.
+        generation: changes when the metrics begin anew, as when a resumed run takes steps back; no number comes back.
     """
 
     def __init__(self, path: Path, cache: Path | None = None) -> None:
         self.path = path
         self.index = SampleIndex(path, cache)
-        self.generation = 0
+        self.key = path_key(path)
+        self.generation = time.time_ns() // 1000  # a page that knows an earlier server's asks for everything
         self._lock = threading.RLock()
         self._place = Place()
         self._changed: list[tuple[str, float]] = []  # stage and step of each line, in the order of the lines

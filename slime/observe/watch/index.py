@@ -20,9 +20,12 @@ from typing import Any
 
 import orjson
 
+from slime.log import get_logger
 from slime.observe.report.data import Stage, config_value
 from slime.observe.watch.files import Place, is_inside, is_unchanged, new_lines
 from slime.observe.watch.rows import COLUMNS, SORTS, Query, condition_of, row_of, searched_text
+
+logger = get_logger(__name__)
 
 #: Changes with the tables: a database of another version is made anew.
 _VERSION = 1
@@ -53,6 +56,11 @@ def cache_folder() -> Path:
     return Path(base) / "slime" / "watch"
 
 
+def path_key(run: Path) -> str:
+    """Names a folder where its path does not belong."""
+    return hashlib.blake2b(str(run.resolve()).encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
+
+
 class SampleIndex:
     """The index of one run folder. `update` is for one thread; the rest may be asked from others at the same time.
 
@@ -63,19 +71,32 @@ class SampleIndex:
 
     def __init__(self, run: Path, cache: Path | None = None) -> None:
         self.run = run
-        self._own = None if cache else tempfile.TemporaryDirectory(prefix="slime-watch-")
-        folder = cache or Path(self._own.name if self._own else "")
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        name = hashlib.blake2b(str(run.resolve()).encode(), digest_size=12).hexdigest()
-        self._path = folder / f"{name}.sqlite"
+        self._own: tempfile.TemporaryDirectory[str] | None = None
         try:
-            self._writer = self._opened()
-        except sqlite3.DatabaseError:  # damaged, or of another version: it is only an index
-            self._remove()
-            self._writer = self._opened()
+            self._open(cache or self._own_folder())
+        except sqlite3.OperationalError as problem:  # a full or odd disk, an index that is held: it is only an index
+            if cache is None:
+                raise
+            logger.warning("%s: %s; the index of %s goes with this process", cache, problem, run)
+            self._open(self._own_folder())
         self._state = 0
         self._cached: dict[str, Any] = {}  # what takes a walk over all rows, until something changes
         self.has_trigrams = bool(self._writer.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone())
+
+    def _own_folder(self) -> Path:
+        self._own = tempfile.TemporaryDirectory(prefix="slime-watch-")
+        return Path(self._own.name)
+
+    def _open(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._path = folder / f"{path_key(self.run)}.sqlite"
+        try:
+            self._writer = self._opened()
+        except sqlite3.OperationalError:  # another process may be at it: no reason to take it away
+            raise
+        except sqlite3.DatabaseError:  # damaged, or of another version: it is only an index
+            self._remove()
+            self._writer = self._opened()
 
     def close(self) -> None:
         self._writer.close()
@@ -151,7 +172,7 @@ class SampleIndex:
             if not is_unchanged(path, place) and is_inside(path, self.run):
                 with contextlib.suppress(FileNotFoundError):  # a resumed run moved it away
                     self._read(name, path, stage, kind)
-                    changed = True
+                    self._cached, changed = {}, True
         return self._add_texts(goes_on) or changed
 
     def _forget(self, file: int) -> None:
@@ -205,6 +226,7 @@ class SampleIndex:
                 ]
                 self._writer.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
                 self._writer.execute("UPDATE progress SET texts = ?", (rows[-1]["id"],))
+            self._cached.pop("progress", None)
             added = True
         return added
 
@@ -349,10 +371,11 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
+        connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # on a full disk SQLite has taken it back already
+            connection.execute("ROLLBACK")
         raise
-    connection.execute("COMMIT")
 
 
 def _shown(row: sqlite3.Row, record: dict[str, Any]) -> dict[str, Any]:

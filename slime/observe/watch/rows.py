@@ -28,6 +28,9 @@ SORTS = {
 }
 
 
+_INT64 = 1 << 63
+
+
 @dataclass(frozen=True)
 class Query:
     """Which samples, in which order.
@@ -67,7 +70,9 @@ def prompt_key(prompt: Any) -> str:
 
 
 def _number(value: Any) -> float | int | None:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if abs(value) < _INT64 else float(value)  # SQLite has no larger integers
 
 
 def row_of(file: int, line: Line, stage: str, kind: str, stem: str, reward_key: str | None) -> tuple[Any, ...]:
@@ -82,7 +87,7 @@ def row_of(file: int, line: Line, stage: str, kind: str, stem: str, reward_key: 
         line.length,
         stage,
         kind,
-        int(number) if number.isdecimal() else -1,
+        int(number) if number.isdecimal() and int(number) < _INT64 else -1,
         str(dataset) if dataset is not None else None,
         _number(record.get("group")),
         _number(record.get("index")),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.resources
-import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,14 +48,42 @@ class Runs:
     def __init__(self, paths: list[Path], cache: Path | None = None) -> None:
         self._paths, self._cache = paths, cache
         self._watches: dict[Path, RunWatch] = {}
+        self._troubles: dict[Path, str] = {}
         self._stop, self._looking = threading.Event(), threading.Lock()
+        runs_below(paths)  # mistakes are told at once
         self._find()
         self._thread = threading.Thread(target=self._keep_looking, name="watch", daemon=True)
 
     def _find(self) -> None:
-        for path in runs_below(self._paths):
-            if path not in self._watches:
-                self._watches[path] = RunWatch(path, self._cache)
+        for given in self._paths:
+            with contextlib.suppress(UserError):  # gone since: the others go on
+                for path in runs_below([given]):
+                    if path not in self._watches:
+                        self._tried(path, lambda path=path: self._add(path))  # type: ignore[misc]
+
+    def _add(self, path: Path) -> None:
+        self._watches[path] = RunWatch(path, self._cache)
+
+    def _refresh(self) -> None:
+        for path, watch in self._watches.items():
+            self._tried(path, watch.refresh)
+        self._refreshed = time.monotonic()
+
+    def _goes_on(self) -> bool:
+        """Asked while an index is made: until it is whole, which may take minutes, curves are followed."""
+        if time.monotonic() - self._refreshed > _LOOK_SECONDS:
+            self._refresh()
+        return not self._stop.is_set()
+
+    def _tried(self, path: Path, action: Callable[[], Any]) -> None:
+        """What cannot be read of one run, for whatever reason, keeps nobody from the others. Said once."""
+        try:
+            action()
+        except Exception as problem:  # a folder that goes, a full disk, files that something else wrote: tried again
+            trouble = f"{type(problem).__name__}: {problem}"
+            if self._troubles.get(path) != trouble:
+                self._troubles[path] = trouble
+                logger.warning("could not read what is new in %s, and will try again: %s", path, trouble)
 
     def start(self) -> None:
         self._thread.start()
@@ -71,27 +100,27 @@ class Runs:
         """Read everything that is new, once."""
         with self._looking:
             self._find()
-            for watch in self._watches.values():
-                watch.refresh()
-            for watch in self._watches.values():
+            self._refresh()
+            for path, watch in self._watches.items():
                 if self._stop.is_set():
                     return
-                watch.index.update(watch.stages(), lambda: not self._stop.is_set())
+                self._tried(path, lambda watch=watch: watch.index.update(watch.stages(), self._goes_on))  # type: ignore[misc]
 
     def _keep_looking(self) -> None:
         while not self._stop.is_set():
             try:
                 self.look()
-            except (OSError, UserError, sqlite3.Error) as problem:  # a folder that goes, a full disk: tried again
-                logger.warning("could not read what is new: %s", problem)
+            except OSError as problem:  # a folder that goes
+                logger.warning("could not look for new runs: %s", problem)
             self._stop.wait(_LOOK_SECONDS)
 
     def all(self) -> dict[str, tuple[RunWatch, Stage]]:
-        """Id → run and stage, the newest first. Ids are numbers of folders and stages, never paths."""
+        """Id → run and stage, the newest first. Ids are made of a folder's path, but are none: what an address of the
+        page shows stays the same when the server starts again."""
         found = {}
-        for number, watch in enumerate(list(self._watches.values())):
+        for watch in list(self._watches.values()):
             for stage in reversed(watch.stages()):
-                found[f"{number}.{stage.name}"] = (watch, stage)
+                found[f"{watch.key}.{stage.name}"] = (watch, stage)
         return found
 
 

@@ -27,9 +27,9 @@ function drawRuns() {
   drawnRuns = key;
   const pick = (run, on) => {
     const ids = on ? [...picked, run] : picked.filter((other) => other !== run);
-    go({ runs: (ids.length ? ids : [run]).map((r) => r.id).join(","), run: on ? run.id : "", sample: "", prompt: "", rollout: "" });
+    go({ runs: (ids.length ? ids : [run]).map((r) => r.id).join(","), run: on ? run.id : "", sample: "", prompt: "", rollout: "", group: "", dataset: "" });
   };
-  const only = (run) => go({ runs: run.id, run: "", sample: "", prompt: "", rollout: "" });
+  const only = (run) => go({ runs: run.id, run: "", sample: "", prompt: "", rollout: "", group: "", dataset: "" });
   const items = state.runs.map((run) => {
     const on = picked.includes(run);
     return h("li", { class: run === one ? "current" : "" },
@@ -39,7 +39,8 @@ function drawRuns() {
       h("small", {}, h("span", { class: `state ${run.state}` }, WORDS[run.state] ?? (run.state || "?")), ` step ${run.step ?? 0}`,
         run.elapsed ? ` · ${duration(run.elapsed)}` : "", run.alarms.length ? [" ", chip(`${run.alarms.length} alarm${run.alarms.length > 1 ? "s" : ""}`, "warn")] : null));
   });
-  document.getElementById("runs").replaceChildren(h("details", { open: window.innerWidth > 900 }, h("summary", {}, "Runs ", chip(state.runs.length)), h("ul", {}, items)));
+  const list = document.getElementById("runs"), open = list.querySelector("details")?.open ?? window.innerWidth > 900;
+  list.replaceChildren(h("details", { open }, h("summary", {}, "Runs ", chip(state.runs.length)), h("ul", {}, items)));
 }
 
 async function show() {
@@ -55,8 +56,13 @@ async function show() {
     update = null;
     const place = h("div", {});
     root.replaceChildren(place);
-    const next = await VIEWS[view][1](place);
-    if (shown === key) update = next;
+    try {
+      const next = await VIEWS[view][1](place);
+      if (shown === key) update = next;
+    } catch (error) {
+      if (shown === key) shown = ""; // the next look tries again
+      throw error;
+    }
   } else await update?.();
 }
 

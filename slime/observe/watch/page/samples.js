@@ -11,7 +11,7 @@ const signed = (value) => (value === null || value === undefined ? "–" : (valu
 const toneOf = (value) => (value > 0 ? "good" : value < 0 ? "bad" : "");
 
 function queryOf(at) {
-  return { run: current().id, kind: at.kind, rollout: at.at, group: at.group, status: at.status, search: at.search, sort: at.sort, descending: at.descending };
+  return { run: current().id, kind: at.kind, rollout: at.at, group: at.group, dataset: at.dataset, status: at.status, search: at.search, sort: at.sort, descending: at.descending };
 }
 
 export async function samples(root) {
@@ -25,9 +25,15 @@ export async function samples(root) {
     redraw = null;
     const part = h("div", {});
     place.replaceChildren(part);
-    if (at.sample) return one(part, at.sample);
-    if (at.prompt) return through(part, at.prompt);
-    redraw = await list(part);
+    try {
+      if (at.sample) return await one(part, at.sample);
+      if (at.prompt) return await through(part, at.prompt);
+      const next = await list(part);
+      if (shown === key) redraw = next;
+    } catch (error) {
+      if (shown === key) shown = ""; // the next look tries again
+      throw error;
+    }
   }
   await draw();
   return draw;
@@ -49,7 +55,7 @@ async function list(root) {
     if (key === known) return;
     known = key;
     const options = [["rollout:", "all rollouts"], ["eval:", "all evaluations"], ...rollouts.toReversed().map((r) => [`${r.kind}:${r.rollout}`, `${stepName(r.kind, r.rollout)} (${number(r.reward)})`])];
-    const step = select(options, `${at.kind ?? "rollout"}:${at.at ?? ""}`, (value) => { const [kind, rollout] = value.split(":"); change({ kind: kind === "rollout" ? "" : kind, at: rollout, group: "" }); });
+    const step = select(options, `${at.kind ?? "rollout"}:${at.at ?? ""}`, (value) => { const [kind, rollout] = value.split(":"); change({ kind: kind === "rollout" ? "" : kind, at: rollout, group: "", dataset: "" }); });
     const typing = document.activeElement === search;
     controls.replaceChildren(
       labelled("Search", search), labelled("Of", step),
@@ -57,7 +63,7 @@ async function list(root) {
       at.list === "groups" ? "" : labelled("Sorted by", select(state.sorts.map((name) => [name, SORTS[name] ?? name]), at.sort, (value) => change({ sort: value }))),
       at.list === "groups" ? "" : h("button", { type: "button", "aria-label": "turn the order around", onclick: () => change({ descending: address().descending === "1" ? "0" : "1" }) }, at.descending === "1" ? "↓ most first" : "↑ least first"),
       labelled("Status", select([["", "any"], ...STATUSES.map((name) => [name, name])], at.status ?? "", (value) => change({ status: value }))),
-      at.group ? h("button", { type: "button", onclick: () => change({ group: "" }) }, `group ${at.group} ✕`) : "");
+      at.group ? h("button", { type: "button", onclick: () => change({ group: "", dataset: "" }) }, `${at.dataset ? `${at.dataset}, ` : ""}group ${at.group} ✕`) : "");
     if (typing) search.focus();
   }
 
@@ -117,7 +123,7 @@ function groupTable(groups) {
     });
     return h("tr", {}, h("td", { class: "num" }, group.rollout), h("td", {}, h("span", { class: "rewards", role: "img", "aria-label": `rewards ${rewards.map(number).join(", ")}` }, bars)),
       h("td", { class: "num" }, number(group.mean)), h("td", { class: "num" }, group.samples),
-      h("td", { class: "texts" }, h("button", { type: "button", class: "open", onclick: () => go({ list: "", at: group.rollout, group: group.group, sort: "reward", descending: "1" }) },
+      h("td", { class: "texts" }, h("button", { type: "button", class: "open", onclick: () => go({ list: "", at: group.rollout, group: group.group, dataset: group.dataset, sort: "reward", descending: "1" }) },
         h("span", { class: "prompt-line" }, group.text || `group ${group.group}`), h("span", { class: "response-line" }, group.dataset ?? `group ${group.group}`))));
   });
   const head = h("thead", {}, h("tr", {}, ["step", "rewards", "mean", "samples", "prompt"].map((t) => h("th", { scope: "col" }, t))));
@@ -152,7 +158,7 @@ async function one(root, id) {
     h("div", { class: "controls" },
       h("button", { type: "button", onclick: () => go({ sample: "" }) }, "← samples"),
       labelled("Colour by", select(Object.entries(COLORINGS), coloring, (value) => { go({ color: value }, { quiet: true }); paint(value); })),
-      sample.grp !== null && h("button", { type: "button", onclick: () => go({ sample: "", kind: sample.kind === "rollout" ? "" : sample.kind, at: sample.rollout, group: sample.grp, sort: "reward", descending: "1" }) }, "its group"),
+      sample.grp !== null && h("button", { type: "button", onclick: () => go({ sample: "", kind: sample.kind === "rollout" ? "" : sample.kind, at: sample.rollout, group: sample.grp, dataset: sample.dataset, sort: "reward", descending: "1" }) }, "its group"),
       h("button", { type: "button", onclick: () => go({ sample: "", prompt: sample.prompt }) }, "this prompt through the steps")),
     h("article", { class: "card sample" },
       h("h2", {}, `${stepName(sample.kind, sample.rollout)}, ${sample.dataset ?? `group ${sample.grp ?? "?"}`}, sample ${sample.sample ?? "?"}`), chips(sample),

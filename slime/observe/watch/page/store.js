@@ -4,6 +4,8 @@ export const state = { runs: [], catalog: [], sorts: [], version: "" };
 const metrics = new Map(); // run → {generation, since, steps, columns, names, asked}
 const DEFAULTS = { view: "overview", smooth: "0.6", sort: "step", descending: "1" };
 
+const LARGEST = 1e300; // so that the difference of two is a number
+
 export class Gone extends Error {}
 
 export async function ask(question, parameters = {}) {
@@ -82,6 +84,7 @@ function merge(known, answer, names) {
 export function series(known, name) {
   const column = known.columns[name];
   if (!column) return [];
-  const points = known.steps.map((step, i) => [step, column[i]]);
+  const within = (value) => (Math.abs(value) > LARGEST ? Math.sign(value) * LARGEST : value);
+  const points = known.steps.map((step, i) => [step, typeof column[i] === "number" ? within(column[i]) : null]);
   return points.filter(([, value]) => value !== undefined && value !== null).sort((a, b) => a[0] - b[0]);
 }

@@ -5,12 +5,15 @@ const LEVELS = 8, DEEPEST = -6, FOLDED = 160;
 
 export const COLORINGS = { none: "plain", mask: "trained or not", log_prob: "log-prob", advantage: "reward against its group", version: "weights" };
 
+const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
 export function roles(prompt) {
   if (!Array.isArray(prompt)) return [String(prompt ?? "")];
   return prompt.flatMap((message) => {
     if (message === null || typeof message !== "object") return [String(message), "\n"];
-    const text = typeof message.content === "string" ? message.content : JSON.stringify(message.content);
-    return [h("span", { class: "role" }, message.role ?? "?"), " ", text, "\n"];
+    const { role, content, ...more } = message; // calls of tools, names, reasoning: beside the content or instead of it
+    const said = Object.entries(more).filter(([, value]) => value !== null).flatMap(([name, value]) => ["\n", h("em", {}, name), " ", plain(value)]);
+    return [h("span", { class: "role" }, role ?? "?"), " ", content === null ? "" : plain(content), ...said, "\n"];
   });
 }
 
@@ -28,11 +31,14 @@ function flat(runs, length) {
 }
 
 // The response in pieces: {text, trained, version, log_prob}. Of tokens where they were recorded, else as far as is known.
-function pieces(record) {
+// A token may be a part of a character, so that the text as it is comes from the response itself.
+function pieces(record, byToken) {
   const tokens = record.tokens;
-  if (tokens && Array.isArray(tokens.text)) {
+  if (byToken && tokens && Array.isArray(tokens.text)) {
     const mask = flat(record.loss_mask, tokens.text.length), versions = [];
-    for (const [start, end, version] of record.token_spans ?? []) versions.fill(version, start, end), [...Array(Math.max(0, end - start))].forEach((_, i) => { versions[start + i] = version; });
+    for (const [start, end, version] of record.token_spans ?? []) {
+      for (let i = Math.max(0, start); i < Math.min(end, tokens.text.length); i++) versions[i] = version;
+    }
     return tokens.text.map((text, i) => ({ text, trained: Boolean(mask[i]), version: versions[i] ?? null, log_prob: tokens.log_probs?.[i] ?? null, token: i }));
   }
   if (record.segments?.length) return record.segments.map((piece) => ({ ...piece, log_prob: null }));
@@ -58,7 +64,7 @@ function titleOf(piece) {
 
 // What is not trained on within a response is what a tool or the environment said: folded when it is long.
 export function response(sample, coloring) {
-  const record = sample.record, all = pieces(record), versions = [...new Set(all.map((piece) => piece.version))];
+  const record = sample.record, all = pieces(record, coloring !== "none"), versions = [...new Set(all.map((piece) => piece.version))];
   if (!all.length) return h("pre", { class: "response-text" }, h("span", { class: "empty" }, "(empty response)"));
   const out = [];
   const mixed = all.some((piece) => piece.trained);
