@@ -211,7 +211,7 @@ def check_rewards(config: Config) -> None:
             )  # fmt: skip
         if dataset.custom_rm_path:
             check_signature(load_function(dataset.custom_rm_path), RewardFunction, dataset.custom_rm_path)
-    if reward.custom_rm_path and _rows_name_rewards(config):
+    if reward.custom_rm_path and _rows_name_rewards(config, unreadable=False):
         logger.warning(
             "--prompt-data: the rm_type in its rows has no effect, as %s gives the rewards (and may read it)",
             reward.custom_rm_path,
@@ -236,17 +236,23 @@ def _has_rewards(config: Config) -> bool:
         return True
     if rollout.num_rollout == 0 or config.debug.debug_train_only or not data.prompt_data:
         return True
-    return _rows_name_rewards(config)
+    return _rows_name_rewards(config, unreadable=True)
 
 
-def _rows_name_rewards(config: Config) -> bool:
-    """Whether one of the first rows has an rm_type of its own."""
+def _rows_name_rewards(config: Config, *, unreadable: bool) -> bool:
+    """Whether one of the first rows has an rm_type of its own; ``unreadable`` for rows of which nobody can tell.
+
+    What is wrong with those is for ``check_data`` to say, which counts them.
+    """
     from slime.prompts.readers import iter_rows
 
     data = config.data
     if not data.prompt_data or config.debug.debug_train_only:
         return False
-    first = (row.get(data.metadata_key) for _, row in itertools.islice(iter_rows(data.prompt_data), 10))
+    try:
+        first = [row.get(data.metadata_key) for _, row in itertools.islice(iter_rows(data.prompt_data), 10)]
+    except UserError:
+        return unreadable
     return any(isinstance(metadata, dict | str) and "rm_type" in metadata for metadata in first)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
+from slime.checkpoints.run_models import newest_model
 from slime.cluster.run_cluster import Cluster
 from slime.config.config import Config
 from slime.errors import UserError
@@ -92,10 +93,28 @@ class Saving:
         if self.last is not None and flags.async_save:
             with self._sinks.phase("save_model"):
                 self._cluster.finish_saving()
-        if flags.save and flags.export_model and not flags.save_hf and self.last is not None:
-            with self._sinks.phase("save_model"):
-                self._cluster.export(self._run.model)
-            self.model = self._run.model
+        if self.last is None:
+            self._make_up_for_the_model()
+        elif flags.save and flags.export_model and not flags.save_hf:
+            self._export(self._run.model)
+
+    def _make_up_for_the_model(self) -> None:
+        """Nothing was left to train on. The launch before this one may have been killed between its last checkpoint and
+        its model, whose weights are those that were loaded."""
+        done = self._schedule.start_rollout_id - 1
+        newest = self.newest() if self._cluster.has_trainers and done >= 0 else None
+        if newest is None or newest.name != iteration_name(done):
+            return
+        left, named = newest_model(self._run.path), self._flags.save_hf
+        if left.is_hf:
+            self.model = left.path
+        elif named or self._flags.export_model:
+            self._export(Path(named.format(rollout_id=done)) if named else self._run.model)
+
+    def _export(self, path: Path) -> None:
+        with self._sinks.phase("save_model"):
+            self._cluster.export(path)
+        self.model = path
 
     # -- a run that ends early -------------------------------------------------------------------------------
 

@@ -330,7 +330,7 @@ class Session:
         name = f"{self.run.stage}: " if self.run.stage else ""
         length, saving, flags = self.schedule.num_rollout, self.saving, self.config.checkpoint
         lines = [f"{name}{self._state}" + (f", {self.step} of {length} steps" if length else "")]
-        if self._last_trained is not None and not self.config.debug.debug_rollout_only:
+        if (self._last_trained is not None or saving.model) and not self.config.debug.debug_rollout_only:
             newest = saving.newest()
             lines += [f"  model: {saving.model}"] if saving.model else []
             lines += [f"  checkpoint: {newest}"] if newest else []

@@ -57,6 +57,11 @@ class Trainers:
     def finish_saving(self) -> None:
         self.settles(lambda: False)
 
+    def export(self, path: Path) -> None:
+        path.mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            (path / name).write_text('{"model_type": "llama"}')
+
     def close(self, *, politely: bool) -> None:
         self.has_trainers = False
 
@@ -156,6 +161,37 @@ def test_a_save_in_the_foreground_is_not_waited_for(run: Run, tmp_path: Path) ->
         run(ZeroDivisionError(), never, async_save=False)
     assert "iter_0000000" in caught.value.__notes__[0]
     assert not list((tmp_path / "checkpoints").glob(".iter*"))
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags", "expected"),
+    [
+        (3, {}, "model"),
+        (3, {"save_hf": "{run}/hf/{rollout_id}"}, "hf/3"),
+        (3, {"export_model": False}, None),
+        (2, {}, None),
+    ],
+)
+def test_a_run_that_was_killed_before_its_model_was_written_makes_up_for_it(
+    saved: int, flags: dict[str, Any], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All was trained on, and the last checkpoint written, in a launch that came no further. A checkpoint of another
+    rollout than the one that was loaded has other weights. The second time the model is there."""
+    folder, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)
+    trainers = Trainers(root, lambda _: None)
+    monkeypatch.setattr(module, "Cluster", lambda *_, **__: trainers)
+    complete(root, saved)
+    given = {"save": "{run}/checkpoints", "num_rollout": 4, "output_dir": str(tmp_path), "run_name": "run", **flags}
+    config = make_config(rollout_batch_size=1, use_tensorboard=False, **given)
+    for _ in range(2):
+        session = module.Session(config, StopSignals(), resuming=True)
+        session.schedule.begin(4, 0)
+        session.saving.begin()
+        session.saving.finish()
+        session.sinks.close()
+        assert session.saving.model == (folder / expected if expected else None)
+    assert {path.parent for path in folder.rglob("*.safetensors")} == ({folder / expected} if expected else set())
 
 
 def test_the_last_lines_of_two_steps_without_contrast_say_so(
