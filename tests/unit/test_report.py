@@ -18,19 +18,19 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from slime.observe.report.charts import BOTTOM, DIGIT, HEIGHT, Chart, Series, points_json, smooth, svg, thin, ticks
+from slime.observe.report.compare import comparison_charts
+from slime.observe.report.page import script_json
+from slime.observe.report.samples import group_html, groups_by_contrast
 
 from slime.cli.report import main
 from slime.config import make_config
 from slime.errors import UserError
 from slime.files import read_object
 from slime.observe.alarms import find_alarms
+from slime.observe.catalog import charts_of
 from slime.observe.report import ReportSink, write_comparison, write_report
-from slime.observe.report.catalog import charts_of
-from slime.observe.report.charts import BOTTOM, DIGIT, HEIGHT, Chart, Series, points_json, smooth, svg, thin, ticks
-from slime.observe.report.compare import comparison_charts
-from slime.observe.report.data import Stage, flags_with_origins, merge_rows, read_run
-from slime.observe.report.page import script_json
-from slime.observe.report.samples import group_html, groups_by_contrast
+from slime.observe.run_data import Stage, flags_with_origins, merge_rows, read_run
 from slime.observe.run_folder import RunFolder
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;<!--\u2028"

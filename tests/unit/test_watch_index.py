@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.observe.report.data import read_stages
+from slime.observe.run_data import read_stages
 from slime.observe.watch.index import SampleIndex
 from slime.observe.watch.index import _transaction as transaction
 from slime.observe.watch.rows import SORTS, Query, searched_text

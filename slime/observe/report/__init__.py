@@ -1,4 +1,5 @@
-"""``report.html``: a run on one page. The run writes it while it goes on, `slime report RUN_DIR` at any time.
+"""``report.html``: the page of `slime watch` with a run frozen into it, one file. The run writes it while it goes on,
+`slime report RUN_DIR` at any time.
 
 The file needs no network and no server: open it from the file system, send it by mail, attach it to an issue.
 """
@@ -11,10 +12,11 @@ from pathlib import Path
 
 from slime.files import write_atomically
 from slime.log import get_logger
-from slime.observe.report.compare import render_comparison
-from slime.observe.report.data import read_run
-from slime.observe.report.page import render
+from slime.observe.report.contents import contents, packed
+from slime.observe.report.words import words_html
+from slime.observe.run_data import RunData, read_run
 from slime.observe.run_folder import RunFolder
+from slime.observe.watch.page_files import one_file
 
 __all__ = ["ReportSink", "write_comparison", "write_report"]
 
@@ -33,7 +35,7 @@ def write_report(run_dir: str | Path, output: str | Path | None = None) -> Path:
     """
     run = read_run(Path(run_dir))
     path = Path(output) if output is not None else run.path / "report.html"
-    write_atomically(path, render(run).encode("utf-8", "replace"))
+    write_atomically(path, _page([run]))
     return path
 
 
@@ -46,8 +48,15 @@ def write_comparison(run_dirs: Sequence[str | Path], output: str | Path | None =
     """
     runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
     path = Path(output) if output is not None else runs[0].path.parent / "comparison.html"
-    write_atomically(path, render_comparison(runs).encode("utf-8", "replace"))
+    write_atomically(path, _page(runs))
     return path
+
+
+def _page(runs: Sequence[RunData]) -> bytes:
+    data = contents(runs)
+    title = " vs ".join(run.name for run in runs)
+    is_live = len(runs) == 1 and runs[0].stages[-1].summary.get("state") == "running"
+    return one_file(title, words_html(data["runs"]["runs"]), packed(data), is_live=is_live).encode("utf-8", "replace")
 
 
 class ReportSink:

@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 
 from slime.log import get_logger
-from slime.observe.report.data import Stage, config_value
+from slime.observe.run_data import Stage, config_value
 from slime.observe.watch.files import Place, is_inside, is_unchanged, new_lines
 from slime.observe.watch.rows import COLUMNS, SORTS, Query, condition_of, row_of, searched_text
 

@@ -1,6 +1,7 @@
-// What the page knows: the address says what is shown, the server what there is.
+// What the page knows: the address says what is shown; what there is says the server, or the file that the page is.
+import { answering, isFrozen, unpacked } from "/frozen.js";
 
-export const state = { runs: [], catalog: [], sorts: [], version: "" };
+export const state = { runs: [], catalog: [], sorts: [], version: "", shown: "", written: "" };
 const metrics = new Map(); // run → {generation, since, steps, columns, names, asked}
 const DEFAULTS = { view: "overview", smooth: "0.6", sort: "step", descending: "1" };
 
@@ -8,8 +9,16 @@ const LARGEST = 1e300; // so that the difference of two is a number
 
 export class Gone extends Error {}
 
+let inFile = null; // answers from the file, once it is unpacked
+
 export async function ask(question, parameters = {}) {
   const kept = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  if (isFrozen) {
+    inFile ??= unpacked().then(answering);
+    const told = (await inFile)(question, Object.fromEntries(kept));
+    if (told === undefined) throw new Gone("the file does not hold it");
+    return told;
+  }
   const answer = await fetch(`/api/${question}?${new URLSearchParams(kept)}`);
   if (answer.status === 404) throw new Gone(await answer.text());
   if (!answer.ok) throw new Error(`${answer.status}: ${(await answer.text()).trim()}`);
@@ -35,7 +44,7 @@ export async function loadRuns() {
 }
 
 export function chosen() {
-  const ids = (address().runs ?? "").split(",");
+  const ids = (address().runs ?? state.shown).split(",");
   const found = state.runs.filter((run) => ids.includes(run.id));
   return found.length ? found : state.runs.slice(0, 1);
 }
