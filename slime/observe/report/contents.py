@@ -64,8 +64,9 @@ def packed(data: dict[str, Any]) -> bytes:
 
 def _of_stage(run: Path, stage: Stage, sample_bytes: int) -> dict[str, Any]:
     samples, rollouts, note = _samples(run, stage, sample_bytes)
+    names = stage.keys()
     return {
-        "series": {name: _few(stage, name) for name in stage.keys()},
+        "series": {name: _few(stage, name) for name in names},
         "phases": phases(stage),
         "engines": engines(stage),
         "settings": settings(stage),

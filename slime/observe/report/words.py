@@ -14,9 +14,8 @@ def words_html(runs: Iterable[dict[str, Any]]) -> str:
         runs: as `stages.describe` has them.
     """
     needs = "This page draws its views with JavaScript, in a browser of 2023 or later."
-    parts = [
-        f'<p class="none">{needs} The numbers are in metrics.jsonl, the samples in samples/ of the run folder.</p>'
-    ]
+    needs += " The numbers are in metrics.jsonl, the samples in samples/ of the run folder."
+    parts = [f'<p class="none">{needs}</p>']
     for run in runs:
         state = f'<span class="state">{_text(run["state"])}</span>' if run["state"] else ""
         parts.append(f"<h2>{_text(run['name'])} {state}</h2><p>{_text(' · '.join(run['facts']))}</p>")
@@ -25,9 +24,8 @@ def words_html(runs: Iterable[dict[str, Any]]) -> str:
             parts.append(f"<p><b>{_text(run['crash']['error'] or 'The run failed')}:</b></p><pre>{_text(said)}</pre>")
         alarms = [f"<li><b>{_text(a['title'])}.</b> {_text(a['detail'])}</li>" for a in run["alarms"]]
         parts.append(f'<ul class="alarms">{"".join(alarms)}</ul>' if alarms else "")
-        parts.append(
-            f"<p>{run['steps']} steps logged, the last one is {_text(run['step'])}.</p>" if run["steps"] else ""
-        )
+        if run["steps"]:
+            parts.append(f"<p>{run['steps']} steps logged, the last one is {_text(run['step'])}.</p>")
     return "".join(parts)
 
 

@@ -80,8 +80,8 @@ class RunWatch:
             generation, since: as the last answer gave them; another generation gives everything.
 
         Returns:
-            ``{"generation", "since", "steps": [...], "columns": {name: [value or null per step]}, "names": [all there
-            are]}``.
+            ``{"generation", "since", "steps": [...], "columns": {name: [value or null per step]}, "bad": {name: [steps
+            with a value that was no finite number]}, "names": [all there are]}``.
         """
         with self._lock:
             since = since if generation == self.generation else 0
@@ -89,11 +89,13 @@ class RunWatch:
             rows = self._rows.get(stage.name, {})
             known = stage.keys()
             wanted = known if names is None else [name for name in names if name in set(known)]
+            bad = {name: [step for step in steps if rows[step].get(name, 0) is None] for name in wanted}
             return {
                 "generation": self.generation,
                 "since": len(self._changed),
                 "steps": steps,
                 "columns": {name: [rows[step].get(name) for step in steps] for name in wanted},
+                "bad": {name: of_name for name, of_name in bad.items() if of_name},
                 "names": known,
             }
 

@@ -1,4 +1,4 @@
-"""What the page is told of a stage of a run, whoever tells it: the server of a live page, or the file of a frozen one."""
+"""What the page is told of a stage of a run, by the server of a live page or by the file of a frozen one."""
 
 from __future__ import annotations
 
@@ -120,4 +120,5 @@ def _text(flag: str, value: Any) -> str:
 def engines(stage: Stage) -> dict[str, Any]:
     """Mean load of each engine, and the metrics that tell of engines: ``{"loads": {engine: requests}, "names"}``."""
     loads = dict(sorted(engine_loads(stage.rows).items(), key=lambda item: int(item[0])))
-    return {"loads": loads, "names": [name for name in stage.keys() if name.startswith(_ENGINES)]}
+    keys = stage.keys()
+    return {"loads": loads, "names": [name for name in keys if name.startswith(_ENGINES)]}

@@ -72,7 +72,8 @@ function metrics(series, { names, since }) {
     series[name][0].forEach((step, i) => { column[place.get(step)] = series[name][1][i]; });
     return [name, column];
   }));
-  return { generation: 0, since: 1, steps, columns, names: Object.keys(series) };
+  const bad = Object.fromEntries(wanted.map((name) => [name, series[name][0].filter((step, i) => series[name][1][i] === null)]));
+  return { generation: 0, since: 1, steps, columns, bad, names: Object.keys(series) };
 }
 
 // The answers to what the page asks, of what `unpacked` gives.
@@ -86,8 +87,8 @@ export function answering(data) {
     settings: (asked) => of(asked).settings,
     rollouts: (asked) => of(asked).rollouts,
     timeline: (asked) => {
-      const { rollouts, timelines } = of(asked).timeline, rollout = number(asked.rollout) ?? rollouts.at(-1) ?? 0;
-      return { rollouts, rollout, timeline: timelines[rollout] ?? null };
+      const { rollouts, timelines, note } = of(asked).timeline, rollout = number(asked.rollout) ?? rollouts.at(-1) ?? 0;
+      return { rollouts, rollout, timeline: timelines[rollout] ?? null, note };
     },
     groups: (asked) => groupsOf(meant(of(asked).samples, asked)),
     samples: (asked) => {

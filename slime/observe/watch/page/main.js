@@ -16,7 +16,7 @@ let update = null, shown = "", drawnRuns = "";
 function drawViews() {
   const view = address().view;
   document.getElementById("views").replaceChildren(...Object.entries(VIEWS).map(([name, [title]]) => {
-    const parts = new URLSearchParams(Object.entries({ ...address(), view: name, sample: "", prompt: "" }).filter(([, value]) => value));
+    const parts = new URLSearchParams(Object.entries({ ...address(), view: name, sample: "", prompt: "", beside: "" }).filter(([, value]) => value));
     return h("a", { href: `#${parts}`, "aria-current": name === view ? "page" : null }, title);
   }));
 }
@@ -28,9 +28,9 @@ function drawRuns() {
   drawnRuns = key;
   const pick = (run, on) => {
     const ids = on ? [...picked, run] : picked.filter((other) => other !== run);
-    go({ runs: (ids.length ? ids : [run]).map((r) => r.id).join(","), run: on ? run.id : "", sample: "", prompt: "", rollout: "", group: "", dataset: "" });
+    go({ runs: (ids.length ? ids : [run]).map((r) => r.id).join(","), run: on ? run.id : "", sample: "", prompt: "", beside: "", rollout: "", group: "", dataset: "" });
   };
-  const only = (run) => go({ runs: run.id, run: "", sample: "", prompt: "", rollout: "", group: "", dataset: "" });
+  const only = (run) => go({ runs: run.id, run: "", sample: "", prompt: "", beside: "", rollout: "", group: "", dataset: "" });
   const items = state.runs.map((run) => {
     const on = picked.includes(run);
     return h("li", { class: run === one ? "current" : "" },
@@ -97,7 +97,7 @@ addEventListener("keydown", (event) => {
     if (field) { event.preventDefault(); field.focus(); }
   }
   const view = Object.keys(VIEWS)[Number(event.key) - 1];
-  if (view && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) go({ view, sample: "", prompt: "" });
+  if (view && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) go({ view, sample: "", prompt: "", beside: "" });
 });
 
 // The file of a run that goes on is written anew: it is loaded again, and what is unfolded, and where one reads, stays.

@@ -56,17 +56,17 @@ export const colorOf = (run) => (chosen().indexOf(run) % 8) + 1;
 
 // The metrics of a run, brought up to date: only the steps since the last time come over the wire.
 export async function metricsOf(run, names) {
-  let known = metrics.get(run.id) ?? { generation: -1, since: 0, steps: [], columns: {}, names: [], asked: new Set() };
+  let known = metrics.get(run.id) ?? { generation: -1, since: 0, steps: [], columns: {}, bad: {}, names: [], asked: new Set() };
   const missing = names.filter((name) => !known.asked.has(name));
   if (missing.length && known.since) {
     const answer = await ask("metrics", { run: run.id, names: missing.join(",") });
     merge(known, answer, missing);
-    if (answer.generation !== known.generation) known = { ...known, generation: -1, since: 0, steps: [], columns: {} };
+    if (answer.generation !== known.generation) known = { ...known, generation: -1, since: 0, steps: [], columns: {}, bad: {} };
   }
   missing.forEach((name) => known.asked.add(name));
   const asked = [...known.asked].join(",");
   const news = await ask("metrics", { run: run.id, names: asked, generation: known.generation, since: known.since });
-  if (news.generation !== known.generation) Object.assign(known, { steps: [], columns: {} });
+  if (news.generation !== known.generation) Object.assign(known, { steps: [], columns: {}, bad: {} });
   merge(known, news, [...known.asked]);
   Object.assign(known, { generation: news.generation, since: news.since, names: news.names });
   metrics.set(run.id, known);
@@ -86,6 +86,7 @@ function merge(known, answer, names) {
     if (!values) continue;
     const column = (known.columns[name] ??= []);
     answer.steps.forEach((step, i) => { column[place.get(step)] = values[i]; });
+    if (answer.bad[name]) known.bad[name] = [...new Set([...(known.bad[name] ?? []), ...answer.bad[name]])];
   }
 }
 
