@@ -2,51 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
-from aiohttp import web
 
-from slime.host import bind
 from slime.observe.run_folder import RunFolder
-from slime.observe.watch.server import Runs, application
-from tests.support.browser import NAMES, Tab, chromium, tab
+from slime.observe.watch.server import Runs
+from tests.support.browser import NAMES, Tab, browse, chromium, texts
 from tests.support.watched_runs import make_run, metrics_row, write_lines
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason=f"none of {', '.join(NAMES)} is installed")
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;<!--\u2028"
-Visit = Callable[[Tab, str, Runs], Coroutine[Any, Any, None]]
-
-
-def browse(paths: list[Path], what: Visit) -> None:
-    """Run ``what`` with a browser and a server of these folders; nothing may complain meanwhile."""
-
-    async def inner() -> None:
-        runs = Runs(paths)
-        runs.look()
-        runner = web.AppRunner(application(runs, None))
-        await runner.setup()
-        with bind("127.0.0.1", 0) as listener:
-            await web.SockSite(runner, listener).start()
-            place = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-            try:
-                async with tab() as page:
-                    await what(page, place, runs)
-                    assert page.errors == [] and page.dialogs == []
-            finally:
-                await runner.cleanup()
-
-    asyncio.run(inner())
-
-
-async def texts(page: Tab, selector: str) -> list[str]:
-    return list(await page.run(f"[...document.querySelectorAll({selector!r})].map((e) => e.textContent)"))
 
 
 def test_a_user_clicks_through_every_view(tmp_path: Path) -> None:

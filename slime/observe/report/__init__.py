@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slime.files import write_atomically
 from slime.log import get_logger
-from slime.observe.report.contents import contents, packed
+from slime.observe.report.contents import contents_of, packed
 from slime.observe.report.words import words_html
 from slime.observe.run_data import RunData, read_run
 from slime.observe.run_folder import RunFolder
@@ -53,9 +53,9 @@ def write_comparison(run_dirs: Sequence[str | Path], output: str | Path | None =
 
 
 def _page(runs: Sequence[RunData]) -> bytes:
-    data = contents(runs)
-    title = " vs ".join(run.name for run in runs)
     is_live = len(runs) == 1 and runs[0].stages[-1].summary.get("state") == "running"
+    data = contents_of(runs, is_passing=is_live)
+    title = " vs ".join(run.name for run in runs)
     return one_file(title, words_html(data["runs"]["runs"]), packed(data), is_live=is_live).encode("utf-8", "replace")
 
 
