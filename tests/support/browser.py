@@ -10,15 +10,11 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from aiohttp import web
-
-from slime.host import bind
-from slime.observe.watch.server import Runs, application
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _SECONDS = 60.0
@@ -173,29 +169,6 @@ async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
     raise AssertionError("the browser does not come up")
 
 
-Visit = Callable[[Tab, str, Runs], Coroutine[Any, Any, None]]
-
-
-def browse(paths: list[Path], what: Visit) -> None:
-    """Run ``what`` with a browser and a server of these folders; nothing may complain meanwhile."""
-
-    async def inner() -> None:
-        runs = Runs(paths)
-        runs.look()
-        runner = web.AppRunner(application(runs, None))
-        await runner.setup()
-        with bind("127.0.0.1", 0) as listener:
-            await web.SockSite(runner, listener).start()
-            place = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-            try:
-                async with tab() as page:
-                    await what(page, place, runs)
-                    assert page.errors == [] and page.dialogs == []
-            finally:
-                await runner.cleanup()
-
-    asyncio.run(inner())
-
-
 async def texts(page: Tab, selector: str) -> list[str]:
+    """Of all elements that match."""
     return list(await page.run(f"[...document.querySelectorAll({selector!r})].map((e) => e.textContent)"))

@@ -16,8 +16,9 @@ from slime.observe.report import contents, write_comparison, write_report
 from slime.observe.run_data import read_run
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.server import Runs
-from tests.support.browser import NAMES, Tab, browse, chromium, tab, texts
+from tests.support.browser import NAMES, Tab, chromium, tab, texts
 from tests.support.watched_runs import make_run, write_lines
+from tests.support.watching import browse
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason=f"none of {', '.join(NAMES)} is installed")
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;<!--\u2028</style>]]>"

@@ -11,8 +11,9 @@ import pytest
 
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.server import Runs
-from tests.support.browser import NAMES, Tab, browse, chromium, texts
+from tests.support.browser import NAMES, Tab, chromium, texts
 from tests.support.watched_runs import make_run, metrics_row, write_lines
+from tests.support.watching import browse
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason=f"none of {', '.join(NAMES)} is installed")
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;<!--\u2028"
