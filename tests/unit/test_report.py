@@ -316,13 +316,20 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
     ReportSink(run).log(1, {})
     assert run.report_path.is_file()
 
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("slime.observe.report.write_report", full)
     monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
-    ReportSink(run).log(2, {})
-    assert "No space left" in caplog.text
+    for problem in (OSError(28, "No space left on device"), TypeError("what nobody foresaw")):
+
+        def fails(*args: Any, problem: Exception = problem) -> None:
+            raise problem
+
+        monkeypatch.setattr("slime.observe.report.write_report", fails)
+        ReportSink(run).log(2, {})
+    assert "No space left" in caplog.text and "TypeError: what nobody foresaw" in caplog.text
+
+
+def test_a_folder_whose_name_is_no_unicode(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / os.fsdecode(b"run\xff"), full_rows(2))
+    assert data_of(write_report(folder, tmp_path / "out.html"))["runs"]["runs"][0]["name"] == "run\udcff"
 
 
 def test_rows_of_one_step_become_one() -> None:

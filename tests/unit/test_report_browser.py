@@ -59,7 +59,7 @@ def test_every_view_of_a_run_opens_from_the_file_system(tmp_path: Path) -> None:
         assert await page.run("document.title") == "run · slime report"
         assert {"Reward", "Response length", "KL to the reference", "Time per step"} <= set(await titles(page))
         told = await page.run("document.querySelector('main').innerText")
-        for part in ("tiny", "median", "16 steps logged", "All other metrics".upper()):
+        for part in ("tiny", "median", "16 steps", "All other metrics".upper()):
             assert part in told
         await page.click("details.fold summary", "All metrics in numbers")
         await page.until(
@@ -178,7 +178,7 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     async def what(page: Tab) -> None:
         await opened(page, path)
         shown = await titles(page)
-        assert {"Reward", "Time per step", "Staleness: mean", "Staleness: oldest sample", "eval/x"} <= set(shown)
+        assert {"Reward", "Time per step", "Staleness: mean", "Staleness: oldest sample", "Evaluation: x"} <= set(shown)
         for title in ("Reward", "Time per step"):
             lines = f"document.querySelectorAll('figure[data-title=\"{title}\"] path.line:not(.raw)').length"
             assert await page.run(lines) == 2

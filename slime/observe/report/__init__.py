@@ -18,7 +18,7 @@ from slime.observe.run_data import RunData, read_run
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.page_files import one_file
 
-__all__ = ["ReportSink", "write_comparison", "write_report"]
+__all__ = ["ReportSink", "try_to_write_report", "write_comparison", "write_report"]
 
 logger = get_logger(__name__)
 
@@ -37,6 +37,14 @@ def write_report(run_dir: str | Path, output: str | Path | None = None) -> Path:
     path = Path(output) if output is not None else run.path / "report.html"
     write_atomically(path, _page([run]))
     return path
+
+
+def try_to_write_report(run: RunFolder) -> None:
+    """`write_report` for a run, which is worth more than its page: whatever goes wrong is logged."""
+    try:
+        write_report(run.path)
+    except Exception as problem:
+        logger.error("could not write %s: %s: %s", run.report_path, type(problem).__name__, problem)
 
 
 def write_comparison(run_dirs: Sequence[str | Path], output: str | Path | None = None) -> Path:
@@ -75,10 +83,7 @@ class ReportSink:
         started = self._clock()
         if started < self._next:
             return
-        try:
-            write_report(self._run.path)
-        except OSError as problem:  # the run is worth more than its page
-            logger.warning("could not write %s: %s", self._run.report_path, problem)
+        try_to_write_report(self._run)
         ended = self._clock()
         self._next = ended + max(_INTERVAL, (ended - started) / _SHARE)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import itertools
+import json
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,7 +62,10 @@ def contents_of(runs: Sequence[RunData], *, is_passing: bool = False) -> dict[st
 
 def packed(data: dict[str, Any]) -> bytes:
     """For `page_files.one_file`."""
-    plain = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS, default=repr)
+    try:
+        plain = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS, default=repr)
+    except TypeError:  # a folder whose name is no Unicode
+        plain = json.dumps(data, default=repr).encode()
     return gzip.compress(plain, _COMPRESSION, mtime=0)
 
 
@@ -109,7 +113,7 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
 
 def _samples(run: Path, stage: Stage, most_bytes: int) -> tuple[list[Row], list[dict[str, Any]], str]:
     """Rows as the page has them, with their lines; what there was of each file; and what to say of it."""
-    there = {kind: _sizes(run, paths) for kind, paths in (("rollout", stage.rollouts), ("eval", stage.evaluations))}
+    there = {kind: _sizes(paths) for kind, paths in (("rollout", stage.rollouts), ("eval", stage.evaluations))}
     is_whole = sum(size for files in there.values() for size in files.values()) <= most_bytes
     kept = {
         "rollout": spread(list(there["rollout"]), len(there["rollout"]) if is_whole else _MOST_ROLLOUTS),
@@ -119,7 +123,7 @@ def _samples(run: Path, stage: Stage, most_bytes: int) -> tuple[list[Row], list[
     rows: list[Row] = []
     told: list[dict[str, Any]] = []
     for kind, path in files:
-        read = [row for row in _rows(path, stage, kind) if row["record"]]
+        read = list(_rows(path, stage, kind)) if is_inside(path, run) else []
         groups = _groups(read)
         if read:
             told.append(_summary(read))
@@ -137,13 +141,12 @@ def _samples(run: Path, stage: Stage, most_bytes: int) -> tuple[list[Row], list[
     return rows, told, note
 
 
-def _sizes(run: Path, paths: dict[str, Path]) -> dict[Path, int]:
-    """Those that lie in the run's folder and are still there."""
+def _sizes(paths: dict[str, Path]) -> dict[Path, int]:
+    """Of those that are still there."""
     sizes = {}
     for path in paths.values():
         with contextlib.suppress(FileNotFoundError):
-            if is_inside(path, run):
-                sizes[path] = path.stat().st_size
+            sizes[path] = path.stat().st_size
     return sizes
 
 

@@ -38,7 +38,7 @@ function tiles(run, known) {
     change("Train–rollout difference", series(known, "train/train_rollout_logprob_abs_diff")),
     middle("Time per step", series(known, "perf/step_time"), duration),
     middle("Generation", series(known, "perf/tokens_per_gpu_per_sec"), (value) => `${number(value)} tok/s`),
-    run.elapsed !== null && tile("Duration", duration(run.elapsed), `${run.steps.toLocaleString("en")} steps logged${launch ? `, launch ${duration(launch)}` : ""}`));
+    run.elapsed !== null && tile("Duration", duration(run.elapsed), `${run.steps.toLocaleString("en")} steps${launch ? `, launch ${duration(launch)}` : ""}`));
 }
 
 // What a run is, in a line.
@@ -96,6 +96,11 @@ function plain(name, runs, known) {
   return drawn.length ? { title: name, note: "", unit: "", key: "", lines: drawn, exact: name.startsWith("eval/") } : null;
 }
 
+function evaluation(name, runs, known) {
+  const chart = plain(name, runs, known);
+  return chart && { ...chart, title: `Evaluation: ${name.slice(5)}`, note: "mean reward on held-out prompts", key: name };
+}
+
 const section = (title, charts, weight) => charts.length
   ? h("section", {}, h("h3", {}, title), h("div", { class: "charts" }, charts.map((chart) => figure(chart, weight)))) : null;
 
@@ -129,7 +134,7 @@ export async function overview(root) {
     else parts.push(lastNumbers(runs, known));
     for (const { section: title, charts } of state.catalog) {
       const drawn = charts.flatMap((spec) => catalogued(spec, runs, known));
-      if (title === "Learning") drawn.splice(1, 0, ...scores.map((name) => plain(name, runs, known)).filter(Boolean));
+      if (title === "Learning") drawn.splice(1, 0, ...scores.map((name) => evaluation(name, runs, known)).filter(Boolean));
       if (title === "Speed" && runs.length > 1) drawn.unshift(...[plain("perf/step_time", runs, known)].filter(Boolean).map((chart) => ({ ...chart, title: "Time per step", unit: "s", key: chart.title })));
       if (title === "Speed" && phases.length) drawn.unshift({ title: "Time per step", note: "seconds per phase", unit: "s", key: "perf/step_time", stacked: true, lines: phases });
       parts.push(section(title, drawn.filter(matches), weight));
