@@ -32,7 +32,7 @@ from slime.observe.report import ReportSink, contents, write_comparison, write_r
 from slime.observe.report.contents import most_telling_first, packed, spread
 from slime.observe.run_data import Stage, flags_with_origins, merge_rows, read_run
 from slime.observe.run_folder import RunFolder
-from slime.observe.watch.page_files import one_file
+from slime.observe.watch.page_files import PAGE, one_file
 from slime.observe.watch.rows import reward_of
 from tests.support.watched_runs import make_run
 
@@ -193,6 +193,17 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     assert not any(name.startswith("on") for name, _ in page.attributes)
     stages = data_of(folder / "report.html")["stages"].values()
     assert {row["record"]["response"] for stage in stages for row in stage["samples"]} == {HOSTILE}
+
+
+def test_all_files_of_the_page_are_in_the_one_file() -> None:
+    names = [file.name for file in Path(str(PAGE)).iterdir()]
+    page = one_file("x", "", b"")
+    assert {name.removesuffix(".js") for name in names if name.endswith(".js")} == set(
+        re.findall(r"const \$(\w+) = \(\(\) =>", page)
+    )
+    for name in names:
+        if name.endswith(".css"):
+            assert PAGE.joinpath(name).read_text() in page
 
 
 @settings(deadline=None)
