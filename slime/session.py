@@ -27,7 +27,7 @@ from slime.memory.hardware import is_on_gpu
 from slime.memory.measured import Measured
 from slime.memory.plan import MemoryPlan
 from slime.observe.first_step import first_step_lines
-from slime.observe.report import write_report
+from slime.observe.report import try_to_write_report
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
 from slime.preflight import from_the_hub, joins_cluster, preflight
@@ -121,7 +121,7 @@ class Session:
                 shutil.rmtree(self.run.journal, ignore_errors=True)
         finally:
             self.sinks.close(self._state)
-            _write_report(self.run)
+            try_to_write_report(self.run)
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -386,13 +386,6 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
             session.close()
             session.say_how_it_ended()
         signals.end_if_asked()
-
-
-def _write_report(run: RunFolder) -> None:
-    try:
-        write_report(run.path)
-    except OSError as problem:  # the run's own end is what must be seen
-        logger.error("could not write %s: %s", run.report_path, problem)
 
 
 def _saves_where_it_loads(config: Config) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.observe.report.data import read_stages
+from slime.observe.run_data import read_stages
 from slime.observe.watch.index import SampleIndex
 from slime.observe.watch.index import _transaction as transaction
 from slime.observe.watch.rows import SORTS, Query, searched_text
@@ -56,12 +56,20 @@ def a_run(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("trigrams", [True, False])
+@pytest.mark.parametrize(
+    ("trigrams", "few", "patience"), [(True, 3000, 1000), (True, 4, 2), (True, 1, 1), (False, 1, 1)]
+)
 @settings(deadline=None, max_examples=40)
 @given(lines=st.lists(records, max_size=12), data=st.data())
 def test_a_search_finds_what_a_look_at_every_line_finds(
-    tmp_path_factory: pytest.TempPathFactory, trigrams: bool, lines: list[dict[str, Any]], data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    trigrams: bool,
+    few: int,
+    patience: int,
+    lines: list[dict[str, Any]],
+    data: st.DataObject,
 ) -> None:
+    """Also where there are more matches, and lines in vain, than are looked at before the rest is narrowed down."""
     said = "\n".join(map(searched_text, lines))  # whose parts are found, or nearly: one may reach over two lines
     parts = st.integers(0, len(said)).map(lambda start: said[start : start + 4]).filter(bool)
     any_words = st.text(LETTERS, min_size=1, max_size=5)
@@ -70,6 +78,9 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
     write_lines(folder / "samples" / "rollout_000000.jsonl", lines)
     index = index_of(folder)
     index.has_trigrams = index.has_trigrams and trigrams
+    patch = pytest.MonkeyPatch()
+    patch.setattr("slime.observe.watch.index._FEW", few)
+    patch.setattr("slime.observe.watch.index._PATIENCE", patience)
     try:
         for name, down in itertools.product(("step", "reward", "length"), (False, True)):
             rows = found(index, Query(words=tuple(words), sort=name, descending=down))
@@ -79,6 +90,7 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
             assert values == sorted(values, reverse=down)
             assert all(row[SORTS[name]] is None for row in rows[len(values) :])  # what has no reward comes last
     finally:
+        patch.undo()
         index.close()
 
 

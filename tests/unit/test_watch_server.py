@@ -28,8 +28,9 @@ from slime.observe.chrome_trace import chrome_trace
 from slime.observe.phases import PhaseEvent
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.access import POLICY, host_of, is_loopback
-from slime.observe.watch.folders import runs_below, timeline
+from slime.observe.watch.folders import runs_below
 from slime.observe.watch.index import SampleIndex, path_key
+from slime.observe.watch.lanes import timeline
 from slime.observe.watch.server import Runs, application
 from tests.support.watched_runs import make_run, metrics_row, write_lines
 

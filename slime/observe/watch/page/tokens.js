@@ -84,7 +84,7 @@ export function response(sample, coloring) {
 export const hasTokens = (record) => Array.isArray(record.tokens?.text);
 
 export function legend(coloring, record) {
-  if (coloring === "log_prob" && !hasTokens(record)) return h("p", { class: "hint" }, "The tokens of this sample were not recorded: of a rollout the first ones are, see docs/run-folder.md.");
+  if (coloring === "log_prob" && !hasTokens(record)) return h("p", { class: "hint" }, "The tokens of this sample are not here: of a rollout the first ones are recorded, see docs/run-folder.md.");
   const entries = {
     mask: [["trained", "trained on"], ["untrained", "not trained on"]],
     log_prob: [...Array(LEVELS).keys()].map((i) => [`lp lp${i}`, i === 0 ? "certain" : i === LEVELS - 1 ? `${DEEPEST} and below` : " "]),
