@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from slime.config.config import Config
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.client import RolloutClient
+from slime.engines.keys import key_of
 from slime.engines.router import list_workers, wants_routing_key
 from slime.errors import UserError
 from slime.hook_loading import call_user_function, load_function
@@ -89,6 +90,7 @@ class RolloutLoop:
         self.base_url = base_url.rstrip("/")
         self.args = config.flat()
         self.args.sglang_router_ip, self.args.sglang_router_port = _address(self.base_url)
+        self.args.sglang_router_api_key = key_of(self.base_url)
         models = model_urls or {"policy": self.base_url}
         self.args.sglang_model_routers = {name: _address(url) for name, url in models.items()}
         check_hooks(self.args)

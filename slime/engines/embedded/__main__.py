@@ -8,6 +8,7 @@ import os
 import sys
 
 from slime import stacks
+from slime.engines import keys
 from slime.errors import UserError
 from slime.log import setup_logging
 
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from slime.host import bind
 
+    key = keys.take()
     listener = bind(args.host, args.port, args.fd)  # before torch is imported
     import torch
 
@@ -77,7 +79,7 @@ def _run(args: argparse.Namespace) -> int:
         record_experts=args.enable_return_routed_experts,
         num_threads=args.num_threads,
     )
-    return asyncio.run(serve(listener, options, args.parent_pid))
+    return asyncio.run(serve(listener, options, args.parent_pid, key))
 
 
 if __name__ == "__main__":
