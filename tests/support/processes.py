@@ -147,7 +147,8 @@ class Driver:
         """That its engines and routers ask for; the system shows their environment to their own user alone."""
         for process in self.family("slime.engines."):
             with contextlib.suppress(psutil.Error):
-                return process.environ()[VARIABLE]
+                if key := process.environ().get(VARIABLE):
+                    return key
         raise AssertionError("no engine runs")
 
     def rows(self) -> list[dict[str, Any]]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from slime.engines.keys import NO_KEY, VARIABLE, Key, RunKeys, admits, key_of
 from slime.engines.router import list_workers, register_workers, router_flags
 from slime.weights.transport import EngineSlots
 from tests.support.router_server import router_process
+from tests.support.sglang_servers import fake_environment
 
 OWN, EXTERNAL = "http://10.0.0.1:1", "http://10.0.0.2:2"
 
@@ -132,6 +137,30 @@ def test_the_client_brings_it_and_says_when_it_is_refused() -> None:
             assert server.keys("/health") == {"Bearer the caller's"}
 
     asyncio.run(ask())
+
+
+def test_an_sglang_server_gets_it_and_does_not_log_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang_stand_in: None
+) -> None:
+    """Read from the environment; nothing of it is on a command line."""
+    script = tmp_path / "sglang_arguments.py"
+    script.write_text(
+        "import logging, sys\n"
+        "from slime.engines.sglang import engine_process\n"
+        "def launched(name, **how):\n"
+        "    from sglang.srt.server_args import prepare_server_args\n"
+        "    found = prepare_server_args(['--model-path', 'm'])\n"
+        "    logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
+        "    logging.info(f'{found=}')\n"
+        "    logging.info('%s, %s', found.api_key, 1)\n"
+        "    print(type(found.api_key).__name__, found.api_key == 'of-the-run', name)\n"
+        "engine_process.runpy.run_module = launched\n"
+        "engine_process.main()\n"
+    )
+    environment = {**os.environ, **fake_environment(tmp_path / "calls"), VARIABLE: "of-the-run"}
+    said = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1] == "str True sglang.launch_server"
+    assert said.count("•••") == 2 and "of-the-run" not in said
 
 
 @pytest.mark.parametrize("external_key", ["of-others", ""])

@@ -10,6 +10,7 @@ Environment:
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 
@@ -18,7 +19,8 @@ from sglang.srt.server_args import prepare_server_args
 
 def main(argv: list[str]) -> int:
     args = prepare_server_args(argv)
-    print(f"server_args={args!r}")  # as SGLang does, into its log
+    logging.basicConfig(level=logging.INFO)
+    logging.info(f"server_args={args!r}")  # as SGLang does
     crash = os.environ.get("FAKE_SGLANG_CRASH")
     if crash:
         print(crash, file=sys.stderr)
