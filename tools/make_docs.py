@@ -35,9 +35,9 @@ they were there: special tokens stay, labels are raw, and a warning says so.
 `crash/` folder. What your code prints is in `logs/rollout.log`, or in `logs/trainer-<rank>.log` for hooks of the
 trainer.
 
-**Who asks the engines himself** is answered with the run's key alone ([security.md](security.md)). `slime`'s own
-functions bring it by themselves: `post` and `get` of `slime.rollout.plugin_api` too, also under their earlier path
-(`slime.utils.http_utils`). Other clients find the router at `args.sglang_router_ip` and `args.sglang_router_port`, and
+**A client of your own** is answered with the run's key alone ([security.md](security.md)). `slime`'s own
+functions bring it, `post` and `get` of `slime.rollout.plugin_api` too, also under their earlier path
+(`slime.utils.http_utils`). Others find the router at `args.sglang_router_ip` and `args.sglang_router_port`, and
 the key in `args.sglang_router_api_key`: `OpenAI(base_url=…, api_key=args.sglang_router_api_key)`, or the header
 `Authorization: Bearer KEY`.
 

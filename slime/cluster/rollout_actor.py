@@ -106,7 +106,7 @@ class RolloutActor:
         one that was given up.
 
         Args:
-            oldest_version: of weights; what older ones have begun is generated anew.
+            oldest_version: of weights; what older ones have begun is stale (--stale-samples).
         """
         task = asyncio.ensure_future(self._generate(rollout_id, layout, oldest_version))
         self._under_way[rollout_id] = task

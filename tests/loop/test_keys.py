@@ -37,11 +37,14 @@ def status(url: str, key: str = "", method: str = "POST") -> int:
 
 
 def url_of(driver: Driver, word: str, path: str) -> str:
-    """Of the server whose command line has the word, and which answers at the path."""
+    """Of the server whose command line has the word, and which answers at the path; a router's metrics have a port of
+    their own, which answers at any."""
     for process in driver.family(word):
         for connection in process.net_connections("inet"):
             url = f"http://{connection.laddr.ip}:{connection.laddr.port}"
-            if connection.status == psutil.CONN_LISTEN and status(f"{url}{path}", method="GET") == 200:
+            if connection.status != psutil.CONN_LISTEN or status(f"{url}{path}", method="GET") != 200:
+                continue
+            if status(f"{url}/nowhere", method="GET") != 200:
                 return url
     raise AssertionError(f"no {word} answers")
 
