@@ -16,10 +16,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from slime.cluster import engine_fit
 from slime.engines import keys
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.keys import NO_KEY, VARIABLE, Key, RunKeys, admits, key_of
 from slime.engines.router import list_workers, register_workers, router_flags
+from slime.errors import UserError
 from slime.weights.transport import EngineSlots
 from tests.support.router_server import router_process
 from tests.support.sglang_servers import fake_environment
@@ -161,6 +163,17 @@ def test_an_sglang_server_gets_it_and_does_not_log_it(
     said = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True).stdout
     assert said.splitlines()[-1] == "str True sglang.launch_server"
     assert said.count("•••") == 2 and "of-the-run" not in said
+
+
+def test_an_engine_of_others_that_asks_for_another_key() -> None:
+    async def ask() -> None:
+        async with Guarded("another") as server:
+            keys.external(server.url)
+            with pytest.raises(UserError, match=f"the engine at {server.url} asks for another key") as caught:
+                await asyncio.to_thread(engine_fit.ask, server.url)
+            assert VARIABLE in caught.value.fix and "of-others" not in str(caught.value)
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("external_key", ["of-others", ""])
