@@ -18,6 +18,7 @@ from typing import Any
 
 from slime.config.addresses import engine_url
 from slime.config.config import Config
+from slime.engines import keys
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE, EngineClient, EngineError
 from slime.engines.keys import VARIABLE
 from slime.errors import UserError
@@ -208,6 +209,8 @@ def _check_likeness(url: str, said: Said, other_url: str, other: Said) -> None:
 
 
 def named(config: Config) -> list[str]:
-    """URLs of --rollout-external-engine-addrs."""
+    """URLs of --rollout-external-engine-addrs, whose key is known from then on."""
     flag = "--rollout-external-engine-addrs"
-    return [engine_url(address, flag) for address in config.engine.rollout_external_engine_addrs]
+    urls = [engine_url(address, flag) for address in config.engine.rollout_external_engine_addrs]
+    keys.external(*urls)
+    return urls

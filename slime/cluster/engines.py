@@ -92,7 +92,7 @@ class Engines:
         self.config, self._start_seconds, self._should_stop = config, start_seconds, should_stop
         self._parts = engine_parts(config, plan, slots)
         self.keys = keys.use(keys.RunKeys.new())
-        keys.external(*(urls := named(config)))
+        urls = named(config)
         hosts = sorted({*(place.ip for place in slots.places), *(urlsplit(url).hostname or "" for url in urls)})
         shared = hosts, self.keys
         self._handles = {

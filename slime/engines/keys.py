@@ -49,7 +49,7 @@ class RunKeys:
         return RunKeys(Key(secrets.token_urlsafe(32)), Key(os.environ.get(VARIABLE, "")))
 
 
-_run = RunKeys(Key(), Key())
+_run = RunKeys(Key(), Key(os.environ.get(VARIABLE, "")))  # before there is one, engines of others may be asked
 _key_of: dict[str, Key] = {}
 _external: set[str] = set()
 
