@@ -18,6 +18,8 @@ import ray
 from slime.checkpoints.directory import saved_iterations
 from slime.cluster.waiting import Process, Watch, Worker, this_process, wait_for
 from slime.config.config import Config
+from slime.engines import keys
+from slime.engines.keys import RunKeys
 from slime.host import past_proxies
 from slime.log import get_logger, log_to_file_only
 from slime.observe.run_folder import RunFolder
@@ -83,14 +85,17 @@ class RolloutActor:
         # a source of the user's own need not know its length, nor has every run a data set
         return len(self.source) if data.num_epoch is not None and not data.streaming_data else 0
 
-    async def connect(self, router_url: str, router_urls: dict[str, str]) -> None:
+    async def connect(self, router_url: str, router_urls: dict[str, str], run_keys: RunKeys) -> None:
         """Build the rollout loop on the policy's engines; checks hooks and evaluation data.
 
         Args:
             router_urls: by model, for functions that ask other models too.
+            run_keys: that these and the engines behind them ask for.
         """
         from slime.rollout.loop import RolloutLoop
 
+        keys.use(run_keys)
+        keys.own(router_url, *router_urls.values())
         # functions of the user's own ask the routers with clients that go by the environment
         os.environ.update(past_proxies(urlsplit(url).hostname or "" for url in (router_url, *router_urls.values())))
         self.loop = RolloutLoop(self.config, self.tokenizer, self.source, router_url, router_urls, self.journal)
@@ -101,7 +106,7 @@ class RolloutActor:
         one that was given up.
 
         Args:
-            oldest_version: of weights; what older ones have begun is generated anew.
+            oldest_version: of weights; what older ones have begun is stale (--stale-samples).
         """
         task = asyncio.ensure_future(self._generate(rollout_id, layout, oldest_version))
         self._under_way[rollout_id] = task
@@ -238,8 +243,8 @@ class RolloutHandle:
         """To be: the number of prompts per epoch, see `RolloutActor.setup`."""
         return self._actor.setup.remote()
 
-    def connect(self, router_url: str, router_urls: dict[str, str]) -> None:
-        self._answer(self._actor.connect.remote(router_url, router_urls), "connecting to the router")
+    def connect(self, router_url: str, router_urls: dict[str, str], run_keys: RunKeys) -> None:
+        self._answer(self._actor.connect.remote(router_url, router_urls, run_keys), "connecting to the router")
 
     def begin_rollout(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> ray.ObjectRef:
         """To be: a `RolloutResult`; generated, or read with --load-debug-rollout-data."""

@@ -147,7 +147,7 @@ class Cluster:
             if not engines.routers.urls:
                 engines.put_routers_in_front(wait(starting, "starting"))
                 clock.lap("engines")
-            rollout.connect(engines.routers.url, engines.routers.urls)
+            rollout.connect(engines.routers.url, engines.routers.urls, engines.keys)
         self._load_source(config, start)
         if config.fault_tolerance.max_restarts:
             self._source_at_launch = rollout.source_state()

@@ -109,6 +109,14 @@ def _staleness(draft: Draft) -> None:
             " the push before it, and the next push waits for it: it could never be begun",
             fix=f"pass --max-staleness {interval - 1} or more, or --update-weights-interval {most + 1} or less",
         )
+    corrections = ("use_tis", "use_rollout_logprobs", "mask_offpolicy_in_partial_rollout")
+    takes_them = most is not None and draft["stale_samples"] == "correct" and draft["loss_type"] == "policy_loss"
+    if takes_them and not any(draft[name] for name in corrections):
+        draft.warnings.append(
+            "--stale-samples correct has nothing to correct with: groups older than --max-staleness are trained on as"
+            " if they were not; --use-tis weighs their tokens, --use-rollout-logprobs takes the engine's log-probs as"
+            " the old policy's"
+        )
 
 
 def _entry(draft: Draft) -> None:

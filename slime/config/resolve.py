@@ -55,6 +55,9 @@ def _overlap(draft: Draft) -> None:
     if draft["loss_type"] == "sft_loss":
         draft.derive("async_buffer_size", 1, "the data's own answers depend on no weights")
     draft.derive("async_buffer_size", int(draft.entry == "train_async"), f"slime {draft.entry.replace('_', '-')}")
+    if draft["mask_offpolicy_in_partial_rollout"]:
+        draft.derive("stale_samples", "correct", "mask_offpolicy_in_partial_rollout: older tokens are not trained on")
+    draft.derive("stale_samples", "requeue", "no older tokens are trained on")
 
 
 def _placement(draft: Draft) -> None:

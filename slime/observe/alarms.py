@@ -231,7 +231,7 @@ def stale_samples(rows: Rows) -> list[Alarm]:
     if not values or not all(values):
         return []
     detail = f"{values[-1]:.0f} samples of the last step are older than --max-staleness allows for"
-    fix = "leave tokens of older weights out in the generate function that brings them, or raise --max-staleness"
+    fix = "raise --max-staleness, or pass --stale-samples correct with --use-tis, which weighs their tokens"
     return [Alarm("Samples are too old", detail, fix)]
 
 

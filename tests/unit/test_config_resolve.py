@@ -473,6 +473,18 @@ def test_colocate_in_async_training() -> None:
     assert make_config(colocate=True).cluster.colocate and make_config(entry="train_async") is not None
 
 
+def test_what_becomes_of_stale_samples() -> None:
+    """A flag of what --max-staleness leaves; what trains on older tokens says what corrects for it."""
+    refused("--stale-samples has no effect without --max-staleness", stale_samples="drop")
+    assert make_config(max_staleness=1).sync.stale_samples == "requeue"
+    masked = make_config(max_staleness=1, partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
+    assert masked.sync.stale_samples == "correct" and masked.warnings == ()
+    [warning] = make_config(max_staleness=1, stale_samples="correct").warnings
+    assert "--stale-samples correct has nothing to correct with" in warning and "--use-tis" in warning
+    for correction in ("use_tis", "use_rollout_logprobs"):
+        assert make_config(max_staleness=1, stale_samples="correct", **{correction: True}).warnings == ()
+
+
 @pytest.mark.parametrize(
     ("drop", "expected"),
     [
