@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from slime import path_patterns
 from slime.config import checks_train
 from slime.config.addresses import engine_url
 from slime.config.draft import Draft, Given
@@ -254,38 +255,25 @@ def _debug(draft: Draft) -> None:
         raise UserError(
             "--debug-rollout-only with --loss-type sft_loss has nothing to do",
             why="supervised fine-tuning generates nothing",
-            fix="leave one of them out",
+            fix="leave one of them out; --num-rollout 1 with --save-debug-rollout-data shows tokens and masks",
         )
-    for dest in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data", "save_hf"):
-        try:
-            # evaluations are written among the rollouts, under a name instead of a number
-            for rollout_id in (0, "eval_0") if dest == "save_debug_rollout_data" else (0,):
-                (draft[dest] or "").format(rollout_id=rollout_id)
-        except (KeyError, IndexError, ValueError) as error:
-            raise UserError(
-                f"{option_of(dest)} {draft[dest]} cannot be filled in",
-                why=f"the only field is {{rollout_id}}; {type(error).__name__}: {error}",
-                fix="write {{ and }} for braces that are meant",
-            ) from error
-    for dest in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
-        pattern = draft[dest] or ""
-        if (
-            pattern
-            and pattern.format(rollout_id=0) == pattern.format(rollout_id=1)
-            and draft["num_rollout"] not in (None, 0, 1)
-        ):
-            raise UserError(
-                f"{option_of(dest)} {draft[dest]} has no {{rollout_id}} in it",
-                why="every rollout would have the same file",
-                fix="put {rollout_id} into the name, e.g. dump_{rollout_id}.pt",
-            )
+    for dest, fields in path_patterns.FIELDS.items():
+        if (pattern := draft[dest]) is not None:
+            path_patterns.check(pattern, option_of(dest), fields=fields, num_rollout=_compared(draft, dest))
     samples, tensors = draft["save_debug_rollout_data"], draft["save_debug_train_data"]
-    if samples is not None and samples == tensors:
+    if None not in (samples, tensors) and path_patterns.fill(samples, 0) == path_patterns.fill(tensors, 0):
+        both = "" if samples == tensors else f" and {tensors}: for rollout 0 that is {path_patterns.fill(samples, 0)}"
         raise UserError(
-            f"--save-debug-rollout-data and --save-debug-train-data are both {samples}",
+            f"--save-debug-rollout-data and --save-debug-train-data are both {samples}{both}",
             why="one would write over the other",
             fix="give them different paths",
         )
+
+
+def _compared(draft: Draft, dest: str) -> int:
+    """Rollouts that must have paths of their own; each export may replace the last one."""
+    one_for_all = dest == "save_hf" and not path_patterns.names_rollout(draft[dest])
+    return 1 if one_for_all else draft["num_rollout"] or 1
 
 
 #: Functions that may give advantages, or groups, of their own.

@@ -35,6 +35,7 @@ from slime.checkpoints.trainer_state import TrainerState  # noqa: E402
 from slime.models import family_of  # noqa: E402
 from slime.models.layout_rules import check_layout, virtual_stages  # noqa: E402
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402
+from slime.path_patterns import fill  # noqa: E402
 from slime.trainer.megatron import forward, optimizer, parallel, te_layers  # noqa: E402
 from slime.trainer.megatron.model import build_model_chunks  # noqa: E402
 from slime.trainer.megatron.moe_layer import uses_balance_losses  # noqa: E402
@@ -220,7 +221,7 @@ class MegatronBackend:
                 keep=flags.save_retain,
             )
         if flags.save_hf:
-            self.export(flags.save_hf.format(rollout_id=rollout_id))
+            self.export(str(fill(flags.save_hf, rollout_id)))
         return path
 
     def export(self, directory: str) -> None:
