@@ -17,6 +17,7 @@ from slime.cluster.waiting import Process, Worker, this_process
 from slime.config.config import Config
 from slime.engines.router import register_workers
 from slime.errors import RunFailed, UserError
+from slime.footprint import Footprint
 from slime.host import PortReservation, reserve_port
 from slime.log import get_logger, log_to_file_only
 
@@ -62,6 +63,7 @@ class EngineActor:
         self.config, self.name, self.num_threads, self.hosts, self.part = config, name, num_threads, hosts, part
         self.log_path = run_path / "logs" / f"{name}.log"
         self._process: ServerProcess | None = None
+        self._footprint = Footprint()
         self._port: PortReservation | None = None
         self._held: list[PortReservation] = []
         self._bootstrap_port: int | None = None
@@ -69,6 +71,11 @@ class EngineActor:
 
     def process(self) -> Process:
         return this_process()
+
+    def memory(self) -> float:
+        """GB of host memory that the server's processes hold for themselves; 0 while there is none."""
+        pid = self._process.pid if self._process is not None and self._process.is_alive() else None
+        return self._footprint.gigabytes(pid) if pid is not None else 0.0
 
     def rendezvous(self) -> str:
         """host:port where the nodes of this engine meet; held until the engine is stopped."""
@@ -218,6 +225,10 @@ class EngineHandle:
         actor: Any = ray.remote(EngineActor)  # Ray makes the methods remote; its types do not say so
         self._actor = actor.options(max_restarts=0, **options).remote(config, name, run_path, num_threads, hosts, part)
         self.worker = Worker(name, self._actor.process.remote())
+
+    def memory(self) -> ray.ObjectRef:
+        """To be: see `EngineActor.memory`."""
+        return self._actor.memory.remote()
 
     def rendezvous(self) -> ray.ObjectRef:
         """To be: host:port where the nodes of this engine meet."""
