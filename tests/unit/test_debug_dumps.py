@@ -132,13 +132,15 @@ def replay_job(info: Any, kind: Kind, layout: dict[str, Any], train_pattern: str
     config = trainer_config(**flags)
     backend = MegatronBackend(config, info)
     backend.setup()
-    metrics = []
+    metrics, tokens = [], []
     for rollout_id in range(2):
         batches = to_train_batches(load_rollout(config, rollout_id), config, backend.layout, rollout_id)
         batch = batches[backend.data_parallel_rank]
+        batch.recorded = frozenset(key for other in batches for key in map(other.key, range(other.num_samples)))
         metrics.append(backend.train(batch))
+        tokens.append(backend.trained_tokens)
     shown = [{k: v for k, v in m.items() if not k.startswith(BY_LAYOUT)} for m in metrics]
-    return backend.is_reporting_rank, shown
+    return backend.is_reporting_rank, shown, tokens
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +207,7 @@ def test_a_dump_trains_alike_at_every_layout(
     expected, expected_pattern = alone(kind)
     pattern = str(tmp_path / "train_{rollout_id:x}.pt")
     results = ranks.run(processes, replay_job, kinds[kind], flags, pattern)
-    [metrics] = [found for reports, found in results if reports]
+    [metrics] = [found for reports, found, _ in results if reports]
     for ours, theirs in zip(metrics, expected, strict=True):
         assert abs(theirs["train/loss"]) > 1e-3, "of nothing any layout makes nothing"
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=1e-5)
@@ -223,6 +225,14 @@ def test_a_dump_trains_alike_at_every_layout(
                     assert torch.allclose(a[name].float(), value.float(), atol=1e-5), name
                 else:
                     assert a[name] == value, name
+        trained = {one.key: one for _, _, tokens in results for one in tokens[rollout_id]}
+        assert len(trained) == sum(len(tokens[rollout_id]) for _, _, tokens in results), "each from one rank"
+        known = [sample for sample in mine["samples"] if "rollout_log_probs" in sample]
+        assert len(trained) == len(known) == (0 if kind == "supervised" else 12)
+        for sample in known:
+            one = trained[sample["sample_index"], sample["total_length"], sample["response_length"]]
+            assert one.advantages == pytest.approx(sample["advantages"].numpy())
+            assert one.log_prob_diffs == pytest.approx((sample["log_probs"] - sample["rollout_log_probs"]).numpy())
 
 
 def test_what_a_training_dump_holds(alone: Alone) -> None:

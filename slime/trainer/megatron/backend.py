@@ -16,7 +16,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.hook_loading import user_function
 from slime.log import get_logger
-from slime.samples.batch import StepPlan, TrainBatch, TrainLayout
+from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens, TrainLayout
 from slime.trainer.loss import LOSS_TYPES, micro_batch_loss
 from slime.trainer.megatron import device
 
@@ -67,6 +67,7 @@ class MegatronBackend:
         step_metrics: the last rollout's metrics, one dict per optimizer step.
         extra_state: what `save` was given in the checkpoint that was loaded; {} on a fresh start.
         failed_step: what the last step was, when it ended in `NonFiniteTraining`.
+        trained_tokens: of the last rollout, what is recorded of single tokens, where this rank speaks for them.
     """
 
     def __init__(self, config: Config, rank_info: RankInfo) -> None:
@@ -78,6 +79,7 @@ class MegatronBackend:
         self.writer = CheckpointWriter(in_background=config.checkpoint.async_save)
         self.step_metrics: list[dict[str, float]] = []
         self.failed_step: FailedStep | None = None
+        self.trained_tokens: list[TrainedTokens] = []
         self.offloader: Offloader | None = None
         self.routing: RoutingGuide | None = None
         self.extra_state: dict[str, Any] = {}
