@@ -152,13 +152,14 @@ def _host(draft: Draft) -> None:
 
 def _placement(draft: Draft) -> None:
     gpus, per_engine = draft["rollout_num_gpus"], draft["rollout_num_gpus_per_engine"]
-    if gpus % per_engine:
+    has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
+    if has_engines and gpus % per_engine:
         raise UserError(
             f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {per_engine}",
             fix=f"pass --rollout-num-gpus {max(1, gpus // per_engine) * per_engine}",
         )
     per_node = draft["num_gpus_per_node"]
-    if draft.is_given("num_gpus_per_node") and per_engine > per_node:
+    if has_engines and draft.is_given("num_gpus_per_node") and per_engine > per_node:
         if draft["rollout_engine"] != "sglang":
             raise UserError(
                 f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {per_node}",
@@ -171,7 +172,8 @@ def _placement(draft: Draft) -> None:
                 why="an engine that reaches over nodes has the same number of GPUs on each",
             )
     trainers = draft["actor_num_gpus_per_node"]
-    if draft.is_given("num_gpus_per_node") and draft.is_given("actor_num_gpus_per_node") and trainers > per_node:
+    is_told = draft.is_given("num_gpus_per_node") and draft.is_given("actor_num_gpus_per_node")
+    if is_told and trainers > per_node and not draft["debug_rollout_only"]:
         raise UserError(
             f"--actor-num-gpus-per-node {trainers} is more than --num-gpus-per-node {per_node}",
             fix="spread the trainer over more nodes with --actor-num-nodes",

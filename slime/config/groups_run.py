@@ -182,7 +182,7 @@ class DebugConfig:
     """Start the trainer only, no engines."""
     save_debug_rollout_data: str | None = derived(
         "<dump_details>/rollout_data/{rollout_id}.pt with --dump-details",
-        needs=unless("load_debug_rollout_data", why="samples that were loaded are not written again"),
+        needs=unless("load_debug_rollout_data", why="samples that were loaded are not written again", warns=True),
     )
     """Write every rollout's samples to this path: {rollout_id}, with a format where wanted ({rollout_id:04d}), is the
     rollout, eval_ and its number for an evaluation; {run} is the run folder."""

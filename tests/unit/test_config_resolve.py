@@ -341,6 +341,17 @@ def test_dumps() -> None:
     refused("exclude each other", debug_rollout_only=True, load_debug_rollout_data="x{rollout_id}")
 
 
+def test_what_a_missing_half_would_need_is_not_asked_for() -> None:
+    eight = {"tensor_model_parallel_size": 8, "actor_num_gpus_per_node": 8, "num_gpus_per_node": 8}
+    few = {"rollout_num_gpus": 1, "debug_rollout_only": True}
+    assert make_config(**{**eight, "actor_num_gpus_per_node": 2, "num_gpus_per_node": 1}, **few)
+    refused("cannot be divided by 8", **{**eight, "actor_num_gpus_per_node": 2})
+    engines = {"rollout_num_gpus": 24, "rollout_num_gpus_per_engine": 16, "num_gpus_per_node": 8}
+    assert make_config(**engines, load_debug_rollout_data="{rollout_id}.pt", save_debug_rollout_data="{rollout_id}.pt")
+    assert make_config(**engines, loss_type="sft_loss", n_samples_per_prompt=1)
+    refused("not a multiple of", **engines)
+
+
 def test_recompute_activations_recomputes_layers() -> None:
     megatron = make_config(recompute_activations=True).megatron
     assert (megatron.recompute_granularity, megatron.recompute_method, megatron.recompute_num_layers) == (
