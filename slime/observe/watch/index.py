@@ -25,6 +25,7 @@ from slime.log import get_logger
 from slime.observe.run_data import Stage, config_value
 from slime.observe.watch.files import Place, is_inside, is_unchanged, new_lines
 from slime.observe.watch.rows import COLUMNS, SORTS, Query, condition_of, row_of, searched_text
+from slime.observe.watch.trained import with_training
 
 logger = get_logger(__name__)
 
@@ -332,9 +333,15 @@ class SampleIndex:
         return found, False
 
     def sample(self, number: int) -> dict[str, Any] | None:
-        """One sample as `find` gives it, by its ``id``; None when it is no longer there."""
+        """One sample as `find` gives it, by its ``id``, with what training knew of its tokens; None when it is no
+        longer there."""
         with self._reader() as reader:
-            return next((_shown(row, record) for row, record in self._rows(reader, iter([number]))), None)
+            for row, record in self._rows(reader, iter([number])):
+                named = reader.execute("SELECT name FROM files WHERE id = ?", (row["file"],)).fetchone()
+                if row["kind"] == "rollout" and named is not None:
+                    record = with_training(record, self.run / named["name"], row["rollout"], self.run)
+                return _shown(row, record)
+        return None
 
     def _likely(self, reader: sqlite3.Connection, query: Query, words: Sequence[str]) -> Iterator[int]:
         """Rows that may have the words, in the order asked for: all that have them, and few others."""
