@@ -29,17 +29,15 @@ from slime.observe.watch.trained import with_training
 
 logger = get_logger(__name__)
 
-#: Changes with the tables: a database of another version is made anew.
-_VERSION = 2
-_BATCH, _CHUNK = 1000, 100
+#: The version changes with the tables: a database of another one is made anew.
+_VERSION, _BATCH, _CHUNK = 2, 1000, 100
 #: Matches of a search up to which they are sorted by themselves; lines of a walk after which the rest is narrowed down.
 _FEW, _PATIENCE = 3000, 1000
 #: Characters of a gram, and grams of a search that are looked up: a few hold for few others.
 _TRIGRAM, _MOST_GRAMS = 3, 16
-#: Stands behind each text, so that each of its characters begins a gram; it ends lines, and no word of a search has it.
-_PADDING = "\n\n"
-#: Behind a beginning of one or two characters: no gram that begins so comes later.
-_LAST = "\U0010ffff" * 2
+#: The first stands behind each text, so that each of its characters begins a gram; it ends lines, and no word of a
+#: search has it. The second, behind a beginning of one or two characters: no gram that begins so comes later.
+_PADDING, _LAST = "\n\n", "\U0010ffff" * 2
 _BUSY_MS = 10_000
 _TABLES = f"""
 CREATE TABLE files (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, inode INTEGER, size INTEGER,
