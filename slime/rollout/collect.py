@@ -34,6 +34,7 @@ logger = get_logger(__name__)
 
 #: The dynamic filter may drop so many groups in a row, and ten batches: one that drops all would never end.
 _MOST_DROPS = 1000
+_ABORT_SECONDS = 60.0
 
 
 class Verdict(StrEnum):
@@ -89,7 +90,7 @@ class Collector:
         partial_rollout: bool = False,
         max_failed_fraction: float = 0.1,
         stall_timeout: float = 600.0,
-        abort_timeout: float = 60.0,
+        abort_timeout: float = _ABORT_SECONDS,
         journal: Journal | None = None,
         oldest_version: int = 0,
     ) -> None:

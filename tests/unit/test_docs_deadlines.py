@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 from slime.config.flags import all_flags
+from tests.support.waits import CONSTANT, deadline_rows
 
 ROOT = Path(__file__).parents[2]
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs" / "deadlines.md").read_text().splitlines()
-    if line.startswith("|") and not line.startswith(("|---", "| who"))
-]
-_NAME = re.compile(r"_?([A-Z]+_)*(SECONDS|DEADLINE|TIMEOUT)")
+ROWS = deadline_rows()
 
 
 def constants() -> dict[str, float]:
@@ -23,7 +18,7 @@ def constants() -> dict[str, float]:
     for path in sorted((ROOT / "slime").rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             target = node.targets[0] if isinstance(node, ast.Assign) else None
-            if isinstance(target, ast.Name) and _NAME.fullmatch(target.id):
+            if isinstance(target, ast.Name) and CONSTANT.fullmatch(target.id):
                 value = next(
                     (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, float)),
                     None,
