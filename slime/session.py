@@ -398,7 +398,10 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
         except SystemExit:
             raise
         except BaseException as error:
-            session.failed(error)
+            told = error.__cause__ if isinstance(error, SystemError) else None  # Ray's, of what a handler has raised
+            session.failed(told or error)
+            if told is not None:
+                raise told from error
             raise
         finally:
             session.watchman.end()

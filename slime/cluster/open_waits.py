@@ -28,6 +28,7 @@ class OpenWait:
 
 _open: list[OpenWait] = []
 _heard_at = time.monotonic()
+_end: BaseException | None = None
 
 
 def heard() -> None:
@@ -39,6 +40,25 @@ def heard() -> None:
 def heard_at() -> float:
     """On the monotonic clock."""
     return _heard_at
+
+
+def end_with(error: BaseException | None) -> None:
+    """What `look` raises the next time, once; by whoever sees that the waits of this process will not end."""
+    global _end
+    _end = error
+
+
+def is_ending() -> bool:
+    """Nobody has looked yet."""
+    return _end is not None
+
+
+def look() -> None:
+    """To be called now and then while waiting. Raises what `end_with` was given."""
+    global _end
+    error, _end = _end, None
+    if error is not None:
+        raise error
 
 
 @contextmanager

@@ -138,6 +138,7 @@ def wait_for(
         while pending:
             if should_stop():
                 raise StopRequested(what)
+            open_waits.look()
             silent = [worker_of[ref] for ref in pending]
             wait.whom = {worker.name: pid_here(worker) or 0 for worker in silent}
             left = end - time.monotonic()

@@ -4,8 +4,8 @@
     ends at 14:13:12 if nothing is heard until then; kill -CONT 4711 lets it go on
 
 Deadlines of calls (docs/deadlines.md) fit the work that is waited for, up to hours, and a call into Ray may not come
-back at all while one of Ray's daemons is stopped. So the thread counts from when a part was seen stopped and nothing was
-heard, raises `DeadlinePassed` in the main thread, and where that does not hear it ends the program.
+back at all while one of Ray's daemons is stopped. So the thread counts from when a part was seen stopped and nothing
+was heard, raises `DeadlinePassed` in the main thread, and where that does not hear it ends the program.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _SAID_SECONDS = 30.0
 _LOOK_SECONDS = 5.0
 #: For the main thread, to take the error up and leave.
 _HEARS_SECONDS = 15.0
+#: For a wait of ours, to take it up by itself: Ray makes a SystemError of what a handler raises within a call into it.
+_TAKES_UP_SECONDS = 3.0
 #: Nobody else's: a handler runs in the main thread, between two steps of Python.
 _SIGNAL = signal.SIGRTMIN + 3
 
@@ -83,6 +85,7 @@ class Watchman:
     def end(self) -> None:
         """From now on it neither raises nor ends anything; twice is once."""
         self._is_over.set()
+        open_waits.end_with(None)
         if self._before is not None:
             signal.signal(_SIGNAL, self._before)
             self._before = None
@@ -94,6 +97,7 @@ class Watchman:
             settles: it may wait for a checkpoint that is being written, and so is left alone.
         """
         self._error, self._is_leaving, self._settles = error, True, settles
+        open_waits.end_with(None)
         self._raised_at = self._clock()
 
     # -- the thread ------------------------------------------------------------------------------------
@@ -145,7 +149,9 @@ class Watchman:
         )
         error.names = tuple(open_waits.names_of(stopped))
         self._raised_at = now
-        os.kill(os.getpid(), _SIGNAL)
+        open_waits.end_with(error)
+        if not self._is_over.wait(_TAKES_UP_SECONDS) and open_waits.is_ending():
+            os.kill(os.getpid(), _SIGNAL)
 
     def _see_whether_it_was_heard(self, now: float, stopped: Collection[int]) -> None:
         """A run that has begun again, without the one that was stopped, is as good as new."""
@@ -165,8 +171,7 @@ class Watchman:
             logger.error("could not write %s: %s", self._log, problem)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        if self._error is not None and not self._is_over.is_set() and not self._is_leaving:
-            raise self._error
+        open_waits.look()
 
 
 def _time_in(seconds: float) -> str:
