@@ -63,11 +63,17 @@ def look() -> None:
 
 @contextmanager
 def waiting(what: str) -> Iterator[OpenWait]:
-    """Within it this process waits ("training"); whoever waits keeps ``whom`` up to date."""
+    """Within it this process waits ("training"); whoever waits keeps ``whom`` up to date. An error that ends the
+    outermost wait tells enough: nothing is raised besides."""
     mine = OpenWait(what)
     _open.append(mine)
     try:
         yield mine
+    except BaseException:
+        if _open == [mine]:
+            heard()
+            end_with(None)
+        raise
     finally:
         _open.remove(mine)
 
