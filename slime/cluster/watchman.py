@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 
 #: Until the first line about a part that is stopped; earlier where the limit is short.
 _SAID_SECONDS = 30.0
-#: Looking takes about 20 ms of one core.
+#: Looking takes milliseconds, and nothing here is in a hurry.
 _LOOK_SECONDS = 5.0
 #: For the main thread, to take the error up and leave.
 _HEARS_SECONDS = 15.0

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.support.processes import PATIENCE, Driver, StartHeld, World, wait_while_running
+from tests.support.sglang_servers import fake_environment
 
 pytestmark = pytest.mark.slow
 
@@ -24,11 +25,13 @@ _TITLES = {
     "trainer": "ray::TrainerActor",
     "rollout actor": "ray::RolloutActor",
     "engine actor": "ray::EngineActor",
-    "engine": "slime.engines.embedded",
+    "engine": "slime.engines.embedded",  # of the stand-in of SGLang: `_SGLANG`
     "router": "sglang::router",
     "raylet": "raylet/raylet",
     "GCS": "gcs_server",
 }
+_SGLANG = "sglang.launch_server"
+#: "sleep" is the hand-over of memory between engines and trainer, without a GPU by the stand-in of SGLang alone.
 _PHASES = ("launch", "generate", "evaluate", "train", "sleep", "update_weights", "save", "export", "end")
 #: Ray asks the GCS for a place for whatever is started, and engine actors only watch their servers: nobody needs either
 #: between the launch and the end.
@@ -50,6 +53,8 @@ def flags_of(world: World, name: str, phase: str, *more: object) -> list[str]:
     flags += ["--custom-rm-path", "tests.support.hold.reward"]
     if phase == "evaluate":
         flags += ["--eval-prompt-data", "sums", f"{world.inputs / 'train.jsonl'}@[0:4]", "--eval-interval", 2]
+    if phase == "sleep":
+        flags += ["--rollout-engine", "sglang", "--num-gpus-per-node", 8]
     return world.flags(name, *flags, *more)
 
 
@@ -59,7 +64,9 @@ def held_at(phase: str) -> str:
 
 
 def stop(driver: Driver, part: str) -> list[psutil.Process]:
-    found = [process for process in driver.family(_TITLES[part]) if process.status() != psutil.STATUS_STOPPED]
+    titles = [_TITLES[part], *([_SGLANG] if part == "engine" else [])]
+    family = [process for title in titles for process in driver.family(title)]
+    found = [process for process in family if process.status() != psutil.STATUS_STOPPED]
     assert found, driver.family("")
     for process in found:
         process.send_signal(signal.SIGSTOP)
@@ -112,7 +119,7 @@ def stopped_at(
 ) -> tuple[Driver, psutil.Process, re.Pattern[str]]:
     """A run that is held where a phase begins, with one part stopped: the driver, the part, and the line about it."""
     (hold / f"hold-{held_at(phase)}").touch()
-    driver = start_held(flags, path)
+    driver = start_held(flags, path, **(fake_environment(hold / "calls.jsonl") if phase == "sleep" else {}))
     wait_while_running(driver, (hold / f"held-{held_at(phase)}").exists, phase)
     stopped = stop(driver, part)[0]
     return (

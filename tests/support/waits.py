@@ -2,6 +2,7 @@
 
 A deadline counts where it can be followed from the call: through local names and attributes that the same file sets, to
 a constant or a flag of docs/deadlines.md, or to a parameter with a name of `HANDED_IN`, which the callers must give.
+Calls that only put others together (`asyncio.gather`, `async for`) are none: what they wait for waits by itself.
 """
 
 from __future__ import annotations
