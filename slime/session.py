@@ -399,9 +399,10 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
             raise
         except BaseException as error:
             told = error.__cause__ if isinstance(error, SystemError) else None  # Ray's, of what a handler has raised
-            session.failed(told or error)
-            if told is not None:
+            if isinstance(told, DeadlinePassed):
+                session.failed(told)
                 raise told from error
+            session.failed(error)
             raise
         finally:
             session.watchman.end()

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from slime import stacks
 from slime.cluster import open_waits
@@ -70,25 +69,21 @@ class Watchman:
         self._is_leaving = False
         self._settles = False
         self._is_over = threading.Event()
-        self._before: Any = None
         self._is_main = False
 
     def begin(self) -> None:
-        """Twice is once."""
-        if self._before is not None or self._is_over.is_set():
-            return
+        """To be called once."""
         self._is_main = threading.current_thread() is threading.main_thread()
         if self._is_main:
-            self._before = signal.signal(_SIGNAL, self._raise)
+            signal.signal(_SIGNAL, self._raise)
         threading.Thread(target=self._keep_looking, name="watchman", daemon=True).start()
 
     def end(self) -> None:
-        """From now on it neither raises nor ends anything; twice is once."""
+        """From now on it neither raises nor ends anything; twice is once. Its signal may still be on the way."""
         self._is_over.set()
         open_waits.end_with(None)
-        if self._before is not None:
-            signal.signal(_SIGNAL, self._before)
-            self._before = None
+        if self._is_main:
+            signal.signal(_SIGNAL, signal.SIG_IGN)
 
     def leaving(self, error: BaseException, *, settles: bool) -> None:
         """The run has failed: nothing is raised any more, but a part that is stopped may keep it from leaving.
@@ -117,18 +112,18 @@ class Watchman:
             self._see_whether_it_was_heard(now, stopped)
         if not stopped:
             return
-        self._say({pid: name for pid, name in stopped.items() if now - self._since[pid] >= self._said_after})
-        quiet_since = max(min(self._since.values()), open_waits.heard_at())
-        if self._raised_at is None and now - quiet_since >= self._limit and self._is_main:
+        left = max(min(self._since.values()), open_waits.heard_at()) + self._limit - now
+        self._say({pid: name for pid, name in stopped.items() if now - self._since[pid] >= self._said_after}, left)
+        if self._raised_at is None and left <= 0 and self._is_main:
             self._expire(now, stopped)
 
-    def _say(self, stopped: dict[int, str]) -> None:
+    def _say(self, stopped: dict[int, str], left: float) -> None:
         if not (news := {pid: name for pid, name in stopped.items() if pid not in self._said}):
             return
         self._said |= news.keys()
         logger.warning(
             "%s; the driver %s. It ends at %s if nothing is heard until then; kill -CONT %s lets it go on",
-            self._stopped(news), open_waits.words(), _time_in(self._limit - self._said_after),
+            self._stopped(news), open_waits.words(), _time_in(left),
             " ".join(map(str, news)),
         )  # fmt: skip
 
@@ -160,8 +155,10 @@ class Watchman:
             self._raised_at = None
         elif now - self._raised_at > _HEARS_SECONDS and stopped and not self._settles and not self._is_over.is_set():
             assert self._error is not None
-            self._ends(self._error)
-            os._exit(1)
+            try:
+                self._ends(self._error)
+            finally:
+                os._exit(1)
 
     def _write_own_stacks(self) -> None:
         try:
