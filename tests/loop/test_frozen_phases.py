@@ -111,6 +111,9 @@ def test_a_part_that_is_stopped_is_named_and_ends_its_wait(
         error = "\n".join(driver.error())
         assert ended == (1, "failed") and not expected, driver.stderr[-3000:]
         assert f"pid {stopped.pid} (" in error and "is stopped since" in error and "Traceback" not in error, error
+        assert phase == "launch" or re.search(r"weights: version [12] was pushed last", error), error
+        stacks = (driver.path / "logs" / "driver.log").read_text()
+        assert "most recent call first" in stacks and 'session.py", line' in stacks, "the driver's own"
     driver.leaves_nothing()
 
 
