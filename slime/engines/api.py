@@ -41,6 +41,8 @@ POST_ROUTES = (
 
 #: Counts of requests and tokens; a question that an engine answers in any state, paused or asleep.
 LOADS_PATH = "/v1/loads?include=core"
+_ANSWER_SECONDS = 60.0  # where a call says nothing else
+_LOOK_SECONDS = 5.0  # at an engine that comes up
 
 #: Dotted path of the function that SGLang engines are started with, to report what they hold.
 WEIGHT_PROBE = "slime.engines.sglang.weight_probe.report"
@@ -132,7 +134,7 @@ class EngineClient:
         max_connections: concurrent connections, 0 for no limit.
     """
 
-    def __init__(self, url: str, timeout: float = 60.0, max_connections: int = 0) -> None:
+    def __init__(self, url: str, timeout: float = _ANSWER_SECONDS, max_connections: int = 0) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._max_connections = max_connections
@@ -220,7 +222,7 @@ class EngineClient:
         delay = 0.05
         while True:
             try:
-                await self.get(path, timeout=min(5.0, max(0.1, end - time.monotonic())))
+                await self.get(path, timeout=min(_LOOK_SECONDS, max(0.1, end - time.monotonic())))
                 return
             except EngineError as error:
                 if time.monotonic() + delay > end:
