@@ -17,6 +17,8 @@ from slime.diagnosis.record import Finding, Trouble
 Side = Literal["engine", "trainer", ""]
 #: Mean difference up to which two sides in float32 are the same: a hundred times what sound ones differ by.
 ALIKE = 1e-3
+#: A single token may differ by as many times the allowed mean.
+_OUTLIER = 50.0
 #: As a multiple of what rounding to 16 bits alone changes.
 _TIMES_ROUNDING = 3.0
 
@@ -113,6 +115,12 @@ class Case:
     def tolerance(self) -> float:
         """Mean difference up to which the sides are alike."""
         return max(ALIKE, _TIMES_ROUNDING * self.rounding)
+
+    @property
+    def parts_ways(self) -> bool:
+        """Whether the sides differ by more than rounding, on average or at a single token."""
+        differences = self.differences
+        return not (differences.mean <= self.tolerance and differences.largest <= _OUTLIER * self.tolerance)
 
     @cached_property
     def far(self) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,8 @@ def _add(scored: Scored, sample: Sample) -> None:
 
 
 def most_telling(samples: Sequence[Scored], most: int) -> list[Scored]:
-    """At most ``most`` tokens' worth of samples (at least one), those first that differ most where that is known; in
-    their order."""
+    """At most ``most`` tokens' worth of samples, those first that differ most where that is known; in their order. One
+    that is longer is cut; of several prompts as long one is kept."""
 
     def apart(sample: Scored) -> float:
         if sample.trainer is None:
@@ -122,8 +123,26 @@ def most_telling(samples: Sequence[Scored], most: int) -> list[Scored]:
 
     kept: list[int] = []
     left = most
+    short = [cut(sample, most) for sample in samples]
     for i in sorted(range(len(samples)), key=lambda number: -apart(samples[number])):
-        if not kept or samples[i].tokens.numel() <= left:
+        if not kept or short[i].tokens.numel() <= left:
             kept.append(i)
-            left -= int(samples[i].tokens.numel())
-    return [samples[i] for i in sorted(kept)]
+            left -= int(short[i].tokens.numel())
+    return [short[i] for i in sorted(kept)]
+
+
+def cut(sample: Scored, most: int) -> Scored:
+    """The sample's first ``most`` tokens; all of it where nothing of the response would be left."""
+    surplus = int(sample.tokens.numel()) - most
+    kept = sample.response_length - surplus
+    if surplus <= 0 or kept <= 0 or not sample.counted[:kept].any():
+        return sample
+    return replace(
+        sample,
+        tokens=sample.tokens[:most],
+        engine=sample.engine[:kept],
+        trainer=None if sample.trainer is None else sample.trainer[:kept],
+        counted=sample.counted[:kept],
+        versions=None if sample.versions is None else sample.versions[:kept],
+        sent=None if sample.sent is None else sample.sent[:most],
+    )

@@ -63,6 +63,7 @@ class Differences:
         depth: int64 [N], from the first token of the response on.
         since: int64 [N], from the first token of the turn on.
         sample, turn: int64 [N].
+        version: int64 [N], of the weights that sampled the token; -1 where it is not known.
         tokens: int64 [N].
     """
 
@@ -72,6 +73,7 @@ class Differences:
     since: Tensor
     sample: Tensor
     turn: Tensor
+    version: Tensor
     tokens: Tensor
     names: tuple[str, ...] = field(default=())
 
@@ -82,7 +84,7 @@ class Differences:
             trainer: [R] of each sample.
         """
         columns: dict[str, list[Tensor]] = {
-            key: [] for key in ("values", "position", "depth", "since", "sample", "turn", "tokens")
+            key: [] for key in ("values", "position", "depth", "since", "sample", "turn", "version", "tokens")
         }
         for number, (sample, scores) in enumerate(zip(samples, trainer, strict=True)):
             kept, count = sample.counted, sample.response_length
@@ -94,6 +96,8 @@ class Differences:
             columns["since"].append((depth - begins)[kept])
             columns["sample"].append(torch.full((int(kept.sum()),), number))
             columns["turn"].append(sample.turns[kept])
+            versions = [-1 if version is None else version for version in sample.versions or [None] * count]
+            columns["version"].append(torch.tensor(versions, dtype=torch.long)[kept])
             columns["tokens"].append(sample.tokens[sample.prompt_length :][kept])
         joined = {key: torch.cat(parts) for key, parts in columns.items()}
         return Differences(**joined, names=tuple(sample.name for sample in samples))
@@ -118,7 +122,8 @@ class Differences:
         return float(order[-quarter:].mean()) / first if first > 0 else None
 
     def where(self) -> dict[str, float]:
-        """Mean of the absolute differences: of first tokens of a turn, of others; by turn where there are several."""
+        """Mean of the absolute differences: of first tokens of a turn, of others; by turn and version of the weights
+        where there are several."""
         at_start, by = self.since == 0, {}
         for name, chosen in {"first of a turn": at_start, "other": ~at_start}.items():
             if chosen.any():
@@ -127,6 +132,9 @@ class Differences:
             for turn in range(min(int(self.turn.max()) + 1, _MOST_TURNS)):
                 if (chosen := self.turn == turn).any():
                     by[f"turn {turn + 1}"] = size(self.values[chosen])
+        versions = self.version.unique().tolist()
+        for version in versions[-_MOST_TURNS:] if len(versions) > 1 else ():
+            by[f"weights {version}" if version >= 0 else "weights unknown"] = size(self.values[self.version == version])
         return by
 
     def worst(self, count: int = 5) -> list[dict[str, Any]]:

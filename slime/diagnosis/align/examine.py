@@ -53,8 +53,7 @@ class Result:
 
     @property
     def parts_ways(self) -> bool:
-        """Whether the sides differ by more than rounding."""
-        return not self.case.differences.mean <= self.case.tolerance
+        return self.case.parts_ways
 
     @property
     def told(self) -> list[Ranked]:
@@ -149,7 +148,7 @@ def text(result: Result) -> str:
         f"{count}: trainer and engine differ by {differences.mean:.3g} on average, {differences.largest:.3g} at most"
     ]
     rounding = f"rounding to 16 bits makes {case.rounding:.3g}" if case.rounding else "for both compute in float32"
-    lines.append(f"up to {case.tolerance:.3g} they are alike ({rounding})")
+    lines.append(f"up to {case.tolerance:.3g} on average they are alike ({rounding})")
     if case.far:
         lines.append("from the reference: " + ", ".join(f"{side} {value:.3g}" for side, value in case.far.items()))
     if not result.parts_ways:

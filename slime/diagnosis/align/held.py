@@ -72,13 +72,14 @@ def _differing(case: Case, held: Mapping[str, str]) -> list[str]:
 
 def _how(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Of the tensors that differ most: by how much, and whether they are another tensor's."""
-    lines = []
-    apart = {name: float((theirs[name] - ours[name]).norm() / ours[name].norm().clamp(min=1e-12)) for name in theirs}
+    lines, apart = [], {}
+    for name, value in theirs.items():
+        mine = ours[name].to(value.device)
+        apart[name] = float((value - mine).norm() / mine.norm().clamp(min=1e-12))
     for name in sorted(apart, key=lambda key: -apart[key])[:_NAMED]:
         value = theirs[name]
-        twin = next(
-            (n for n, t in ours.items() if n != name and t.shape == value.shape and torch.allclose(t, value)), None
-        )
+        alike = (n for n, t in ours.items() if n != name and t.shape == value.shape)
+        twin = next((n for n in alike if torch.allclose(ours[n].to(value.device), value)), None)
         kind = "all zeros" if not value.any() else f"it is {twin}" if twin else f"off by {apart[name]:.1%} of its norm"
         lines.append(f"{name}: {kind}")
     return tuple(lines)

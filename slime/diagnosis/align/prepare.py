@@ -90,7 +90,10 @@ def examined(config: Config, samples: Sequence[Scored], wish: Wish, engine: Aska
     if case.reference is None or not wish.with_parts:
         result.without_parts = "not asked for" if case.reference is not None else case.without_reference
         return result
-    _compare_parts(config, case, result)
+    try:
+        _compare_parts(config, case, result)
+    except torch.OutOfMemoryError:
+        result.without_parts = "trainer, engine and reference do not fit on this GPU together"
     return result
 
 
@@ -109,7 +112,11 @@ def case_of(config: Config, samples: list[Scored], wish: Wish, engine: AskableEn
         return case
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plain = Sampling(rollout.rollout_temperature)
-    case.reference = Reference(wish.model, trainer_dtype(config), plain, device)
+    try:
+        case.reference = Reference(wish.model, trainer_dtype(config), plain, device)
+    except torch.OutOfMemoryError:
+        case.without_reference = f"{wish.model} in float32 does not fit on this GPU"
+        return case
     try:
         case.tokenizer = load_tokenizer(str(wish.model))
     except UserError:
@@ -153,7 +160,7 @@ def _facts(config: Config, model: Path | None) -> dict[str, Any]:
 def _compare_parts(config: Config, case: Case, result: Result) -> None:
     """The hidden states of the trainer's model, the embedded engine's and the reference, of one sample."""
     model = case.model()
-    sample = _cut(case.samples[0])
+    sample = dumps.cut(case.samples[0], _TOKENS_OF_PARTS)
     with ExitStack() as stack:
         try:
             trainer = stack.enter_context(TrainerHere(config, str(model.directory)))
@@ -179,18 +186,3 @@ def _compare_parts(config: Config, case: Case, result: Result) -> None:
                     "the trainer in this process, on one rank, says other log-probs than it did in the run, by"
                     f" {apart:.3g}: {model.directory} does not hold the weights of this rollout, or its layout counts"
                 )
-
-
-def _cut(sample: Scored) -> Scored:
-    """The sample, or its beginning."""
-    surplus = int(sample.tokens.numel()) - _TOKENS_OF_PARTS
-    if surplus <= 0 or surplus >= sample.response_length:
-        return sample
-    kept = slice(0, sample.response_length - surplus)
-    return dataclasses.replace(
-        sample,
-        tokens=sample.tokens[:_TOKENS_OF_PARTS],
-        engine=sample.engine[kept],
-        trainer=None if sample.trainer is None else sample.trainer[kept],
-        counted=sample.counted[kept],
-    )

@@ -36,7 +36,8 @@ PARTS: dict[Part, str] = {
 }
 #: What a run in 16 bits rounds.
 IN_16_BITS: frozenset[Part] = frozenset(part for part in PARTS if part not in ("attention scores", "router"))
-_ROWS = 256
+#: Logits, and queries of attention, that exist at a time.
+_ROWS, _QUERIES = 256, 512
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ class Reference:
             tables = tables[0].to(setting.dtype).float(), tables[1].to(setting.dtype).float()
         watcher = watcher or Watcher()
         if setting.experts and experts is not None:
-            watcher.replayed = _rows_of(experts, count, self.arch)
+            watcher.replayed = _rows_of(experts, count, self.arch, device)
         before = model.angles
         model.angles = tables[0].to(device), tables[1].to(device)
         try:
@@ -243,12 +244,13 @@ class Watcher:
         return self.replayed.get(layer)
 
 
-def _rows_of(experts: Tensor, count: int, arch: Architecture) -> dict[int, Tensor]:
+def _rows_of(experts: Tensor, count: int, arch: Architecture, device: torch.device) -> dict[int, Tensor]:
     """Layer → int64 [count, k], -1 where the engine did not tell."""
     assert arch.experts is not None
     whole = torch.full((count, arch.num_layers, arch.experts.chosen), -1, dtype=torch.int64)
     known = experts.reshape(-1, arch.num_layers, arch.experts.chosen)[:count].to(torch.int64)
     whole[: len(known)] = known
+    whole = whole.to(device)
     return {layer: whole[:, layer] for layer, has in enumerate(arch.experts.in_layer) if has}
 
 
@@ -284,25 +286,31 @@ class _Rounding(TorchFunctionMode):
 
 
 class _Attention:
-    """Causal attention of one sequence, all of it at once."""
+    """Causal attention of one sequence, without a cache."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        setting, (count, heads, size) = self._setting, queries.shape
+        setting, (count, heads, _) = self._setting, queries.shape
         if setting.cache_dtype is not None:
             keys, values = (x.to(setting.cache_dtype).float() for x in (keys, values))
         group = heads // keys.shape[1]
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) * size**-0.5
+        blocks = [self._block(queries, keys, values, first) for first in range(0, count, _QUERIES)]
+        return self._round("attention", torch.cat(blocks)).flatten(1)
+
+    def _block(self, queries: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+        """What the queries from ``first`` on see: [block, heads, dim]."""
+        block = queries[first : first + _QUERIES]
+        last = first + len(block)
+        scores = torch.einsum("qhd,khd->hqk", block, keys[:last]) * block.shape[-1] ** -0.5
         scores = self._round("attention scores", scores)
-        hidden = torch.ones(count, count, dtype=torch.bool, device=scores.device).triu(1)
+        places = torch.arange(last, device=scores.device)
+        hidden = places > places[first:, None]
         probabilities = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
         probabilities = self._round("attention scores", probabilities)
-        probabilities = self._round("attention", probabilities)
-        mixed = torch.einsum("hqk,khd->qhd", probabilities, values)
-        return self._round("attention", mixed).flatten(1)
+        return torch.einsum("hqk,khd->qhd", self._round("attention", probabilities), values[:last])
 
     def _round(self, part: Part, x: Tensor) -> Tensor:
         return x.to(self._setting.dtype).float() if part in self._setting.rounded else x
