@@ -104,11 +104,7 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
         also = model_directory(options["--also"]) if "--also" in options else None
         wish = Wish(_model(config, options), also, most, always="--all" in options)
         engine = EngineThere(options["--engine"]) if "--engine" in options else None
-        try:
-            result = examined(config, samples, wish, engine)
-        finally:
-            if engine is not None:
-                engine.close()
+        result = examined(config, samples, wish, engine)
     except LeftOut as reason:
         raise UserError(f"there is nothing to compare: {reason}") from reason
     except RoundFailed as failure:

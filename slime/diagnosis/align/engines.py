@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import http.client
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 from torch import Tensor
 
 from slime.diagnosis.align.case import Untested
 from slime.diagnosis.align.reference import Watcher
-from slime.engines.api import EngineError
+from slime.engines.api import WITHOUT_PROXIES
 from slime.engines.embedded.architecture import Architecture
 from slime.engines.embedded.kv_cache import KVCache
 from slime.engines.embedded.scheduler import Scheduler
 from slime.engines.embedded.sequence import Sequence as Request
 from slime.engines.embedded.weights import make_store
-from slime.engines.fleet import EngineFleet
 from slime.engines.request_fields import parse_params
 from slime.errors import UserError
 
@@ -97,49 +101,52 @@ class EngineThere:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
-        self._fleet = EngineFleet([url])
+        self.url = url.rstrip("/")
         try:
-            self.info = self._fleet.get("/server_info", _SECONDS)[0]
-        except EngineError as error:
+            self._ask("/server_info", None)
+        except Untested as error:
             raise UserError(
                 f"no engine answers at {url}", why=str(error), fix="pass --engine http://host:port"
             ) from error
 
     def score(self, tokens: Sequence[Sequence[int]], *, together: bool) -> list[list[float]]:
-        asked: list[Any] = [[list(ids) for ids in tokens]] if together else [[list(ids)] for ids in tokens]
-        found: list[list[float]] = []
-        for ids in asked:
-            body = {
-                "input_ids": ids,
-                "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
-                "return_logprob": True,
-                "logprob_start_len": 0,
-            }
-            answers: Any = self._post("/generate", body)
-            for answer in answers if isinstance(answers, list) else [answers]:
-                entries = answer["meta_info"]["input_token_logprobs"]
-                found.append([float("nan") if entry[0] is None else float(entry[0]) for entry in entries][1:])
-        return found
+        with ThreadPoolExecutor(len(tokens) if together else 1) as requests:
+            return list(requests.map(self._score, tokens))
+
+    def _score(self, ids: Sequence[int]) -> list[float]:
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        entries = self._ask("/generate", body)["meta_info"]["input_token_logprobs"]
+        return [float("nan") if entry[0] is None else float(entry[0]) for entry in entries[1:]]
 
     def fingerprints(self) -> dict[str, str]:
-        answer = self._post("/weights_checker", {"action": "fingerprint"})
-        found = answer.get("fingerprints")
+        found = self._ask("/weights_checker", {"action": "fingerprint"}).get("fingerprints")
         if not isinstance(found, dict):
-            raise Untested("SGLang gives no fingerprints: --check-weight-update-equal compares them at every push")
+            raise Untested("this engine gives no fingerprints: --check-weight-update-equal compares them at every push")
         return {str(name): str(value) for name, value in found.items()}
 
     def tensor(self, name: str) -> Tensor:
-        found = torch.tensor(self._post("/get_weights_by_name", {"name": name, "truncate_size": _MOST_ROWS}))
+        found = torch.tensor(self._ask("/get_weights_by_name", {"name": name, "truncate_size": _MOST_ROWS}))
         if len(found) == _MOST_ROWS:
             raise Untested(f"the engine gives the first {_MOST_ROWS} rows of {name} only")
         return found
 
-    def close(self) -> None:
-        self._fleet.close()
+    def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
+        """The decoded answer, which may be a list.
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        Raises:
+            Untested: it does not answer, or refuses.
+        """
+        data = None if body is None else orjson.dumps(body)
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
-            return self._fleet.post(path, body, _SECONDS)[0]
-        except EngineError as error:
-            raise Untested(f"the engine refuses {path}: {error}") from error
+            with WITHOUT_PROXIES.open(request, timeout=_SECONDS) as answer:
+                return orjson.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            raise Untested(f"{path} answered {error.code}: {error.read()[:300].decode(errors='replace')}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise Untested(f"{path}: {error}") from error
