@@ -23,6 +23,7 @@ from slime.diagnosis.align.evidence import Differences, Scored
 from slime.diagnosis.align.examine import Ranked, Result, as_json, examine, text
 from slime.diagnosis.align.inside import integers
 from slime.diagnosis.align.layers import compare
+from slime.diagnosis.align.prepare import Wish, examined
 from slime.diagnosis.align.reference import Reference, Sampling, Setting, Watcher
 from slime.diagnosis.align.trainer_here import TrainerHere
 from slime.rollout.debug_data import save_rollout
@@ -193,6 +194,26 @@ def test_an_engine_in_bfloat16_beside_a_trainer_in_float32(case: Case, directory
     assert result.told[0].cause.trouble.name == "align-precision" and "by its size alone" in text(result)
 
 
+def test_both_sides_in_bfloat16(directory: Path) -> None:
+    """What rounding makes is nothing; what a cause predicts is something, however small it is."""
+    config = make_config(hf_checkpoint=str(directory), bf16=True, rollout_batch_size=1, rollout_temperature=TEMPERATURE)
+    samples = sampled(directory, dtype="bfloat16")
+    with TrainerHere(config, str(directory)) as trainer:
+        scores = trainer.log_probs(samples, TEMPERATURE)
+    samples = [replace(sample, trainer=score) for sample, score in zip(samples, scores)]
+    result = examined(config, samples, Wish(directory))
+    assert not result.parts_ways and result.case.rounding > 1e-3 and result.case.differences.mean > 1e-3
+    assert result.parts is not None and result.parts.first is None and "nothing parts them" in text(result)
+    model = result.case.model()
+    warmer = replace(model.setting, sampling=Sampling(0.718))
+    changed = [
+        replace(s, engine=s.engine + model.log_probs(s, warmer) - base) for s, base in zip(samples, result.case.base)
+    ]
+    small = examined(config, changed, Wish(directory, with_parts=False))
+    assert small.case.differences.mean < small.case.tolerance and small.parts_ways
+    assert small.told[0].cause.trouble.name == "align-temperature" and "no larger than rounding" in text(small)
+
+
 def test_other_experts(tmp_path: Path) -> None:
     case = case_of(save_tiny_model(tmp_path, "qwen3_moe"))
     model = case.model()
@@ -331,6 +352,24 @@ def test_the_command_reads_dumps(
     assert main(["align", *plain, "--json"]) == 1  # without a model
     told = json.loads(capsys.readouterr().out)
     assert "align-temperature" in told["untested"] and told["parts"]["untested"].startswith("no model is at hand")
+
+
+def test_the_command_reads_a_run_folder(
+    case: Case, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dumped, run_folder = tmp_path / "dumped", tmp_path / "run"
+    flags: dict[str, Any] = {"hf_checkpoint": str(directory), "rollout_temperature": TEMPERATURE, "fp32": True}
+    patterns = {f"save_debug_{kind}_data": f"{dumped}/{kind}_{{rollout_id}}.pt" for kind in ("train", "rollout")}
+    run_folder.mkdir()
+    make_config(**flags, **patterns, rollout_batch_size=2).save(run_folder / "config.json")
+    assert main(["align", str(run_folder)]) == 2
+    assert "has dumped nothing of rollout 0" in capsys.readouterr().err
+    dumped.mkdir()
+    write_dumps(case, dumped, lambda sample: torch.cat([sample.engine[1:], sample.engine[-1:]]))
+    assert main(["align", str(run_folder), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["causes"][0]["name"] == "align-shift"
+    assert main(["align", str(run_folder), "--lr", "1"]) == 2
+    assert "takes no --lr 1" in capsys.readouterr().err
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

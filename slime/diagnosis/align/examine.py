@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.diagnosis.align.case import Case, Cause, Tried, Untested
+from slime.diagnosis.align.case import ALIKE, Case, Cause, Tried, Untested
 from slime.diagnosis.align.causes import CAUSES
 from slime.diagnosis.align.layers import PartByPart
 from slime.diagnosis.record import Finding
 
 #: Share from which on a cause is worth telling; and shares that are less apart than this rank by the table's order.
 TOLD, EQUAL = 0.1, 0.02
+#: Share that rounding never explains token by token, however small the difference.
+_SYSTEMATIC = 0.5
 _FORMS = 2
 
 
@@ -53,7 +55,13 @@ class Result:
 
     @property
     def parts_ways(self) -> bool:
-        return self.case.parts_ways
+        return self.case.parts_ways or self.is_systematic
+
+    @property
+    def is_systematic(self) -> bool:
+        """Whether a cause predicts the differences, though they are no larger than rounding makes them."""
+        is_seen = self.case.differences.mean > ALIKE
+        return is_seen and any(one.best.side and one.best.share >= _SYSTEMATIC for one in self.ranked)
 
     @property
     def told(self) -> list[Ranked]:
@@ -69,10 +77,11 @@ def examine(case: Case, causes: Iterable[Cause] = CAUSES, *, always: bool = Fals
     """Measure every cause that can be.
 
     Args:
-        always: also where the sides do not differ by more than rounding.
+        always: also where the sides do not differ at all; where they differ by no more than rounding, a cause that
+            predicts the differences tells that they are none.
     """
     result = Result(case, [], {})
-    if result.parts_ways or always:
+    if case.parts_ways or case.differences.mean > ALIKE or always:
         order = {}
         for place, cause in enumerate(causes):
             order[cause.trouble.name] = place
@@ -94,6 +103,8 @@ def examine(case: Case, causes: Iterable[Cause] = CAUSES, *, always: bool = Fals
 
 def _notes(result: Result) -> Iterable[str]:
     case = result.case
+    if result.is_systematic and not case.parts_ways:
+        yield "the difference is no larger than rounding makes it, but a cause predicts it token by token"
     if not case.is_recorded:
         yield "the trainer's log-probs were not kept: what the reference computes stands in for them"
     elif case.far and result.parts_ways and min(case.far.values()) > case.tolerance:
