@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from slime.checkpoints.directory import is_saved, iteration_dir
 from slime.checkpoints.load_plan import resolve_load
-from slime.checkpoints.run_models import is_run_folder
+from slime.checkpoints.run_models import has_weights, is_run_folder
 from slime.cli.doctor import ENTRIES, answer_alone
 from slime.cli.model_source import model_directory
 from slime.config import Config, parse_args
@@ -196,11 +197,29 @@ def _model(config: Config, options: dict[str, str]) -> Path | None:
     base = config.checkpoint.hf_checkpoint
     if base is None:
         return None
-    if "--of-rollout" in options and options["--of-rollout"] != "0":
-        raise UserError(
-            "the weights of a later rollout must be named", fix="--model with the export or checkpoint before it"
-        )
+    rollout = _number(options, "--of-rollout", 0)
+    if rollout:
+        return model_directory(str(_saved_before(config, rollout)), base)
     plan = resolve_load(config) if config.checkpoint.load else None
     if plan is None or plan.is_resume:
         return model_directory(base)
     return model_directory(str(plan.path), base)
+
+
+def _saved_before(config: Config, rollout: int) -> Path:
+    """The export or checkpoint of the step before a rollout.
+
+    Raises:
+        UserError: there is none.
+    """
+    flags, before = config.checkpoint, rollout - 1
+    exported = Path(flags.save_hf.format(rollout_id=before)) if flags.save_hf else None
+    if exported is not None and has_weights(exported):
+        return exported
+    if flags.save and is_saved(Path(flags.save), before):
+        return iteration_dir(Path(flags.save), before)
+    raise UserError(
+        f"the weights of rollout {rollout} were not saved",
+        why=f"it was scored by those after step {before}, of which there is no export and no checkpoint",
+        fix="--of-rollout of one that was saved before, or --model DIR",
+    )

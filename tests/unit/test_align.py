@@ -23,7 +23,7 @@ from slime.diagnosis.align.evidence import Differences, Scored
 from slime.diagnosis.align.examine import Ranked, Result, as_json, examine, text
 from slime.diagnosis.align.inside import integers
 from slime.diagnosis.align.layers import compare
-from slime.diagnosis.align.prepare import Wish, examined
+from slime.diagnosis.align.prepare import Wish, _ask_transformers, examined
 from slime.diagnosis.align.reference import Reference, Sampling, Setting, Watcher
 from slime.diagnosis.align.trainer_here import TrainerHere
 from slime.rollout.debug_data import save_rollout
@@ -214,6 +214,30 @@ def test_both_sides_in_bfloat16(directory: Path) -> None:
     assert small.told[0].cause.trouble.name == "align-temperature" and "no larger than rounding" in text(small)
 
 
+def test_two_causes_at_once(case: Case) -> None:
+    model = case.model()
+    warmer = replace(model.setting, sampling=Sampling(0.9))
+    with model.holding({name: integers(weight, 4, 128) for name, weight in model.matrices().items()}):
+        scores = {sample.name: model.log_probs(sample, warmer) for sample in case.samples}
+    result = examine(with_engine(case, lambda sample: scores[sample.name]))
+    assert result.together is not None and result.together.share > result.told[0].best.share + 0.1
+    names = {cause.trouble.name: side for cause, _, side in result.together.parts}
+    assert names == {"align-quantisation": "engine", "align-temperature": "engine"}
+    assert "together they explain" in text(result) and as_json(result)["together"]["share"] > 0.6
+
+
+def test_transformers_is_asked_about_the_reference(directory: Path) -> None:
+    """Reference and embedded engine share code: what is wrong in it would look like the trainer's fault."""
+    config = make_config(hf_checkpoint=str(directory), fp32=True, rollout_batch_size=1, rollout_temperature=TEMPERATURE)
+    samples = [replace(sample, trainer=sample.engine + 0.1) for sample in sampled(directory)]
+    result = examined(config, samples, Wish(directory, with_parts=False))
+    assert result.notes[-1].startswith("transformers and the reference differ by ") and "wrong" not in result.notes[-1]
+    case = result.case
+    case.base[0] = case.base[0] + 0.01
+    _ask_transformers(case, result)
+    assert "the reference is wrong about this model" in result.notes[-1]
+
+
 def test_other_experts(tmp_path: Path) -> None:
     case = case_of(save_tiny_model(tmp_path, "qwen3_moe"))
     model = case.model()
@@ -367,6 +391,14 @@ def test_the_command_reads_a_run_folder(
     dumped.mkdir()
     write_dumps(case, dumped, lambda sample: torch.cat([sample.engine[1:], sample.engine[-1:]]))
     assert main(["align", str(run_folder), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["causes"][0]["name"] == "align-shift"
+    assert main(["align", str(run_folder), "--of-rollout", "1"]) == 2
+    assert "has dumped nothing of rollout 1" in capsys.readouterr().err
+    for kind in ("train", "rollout"):
+        (dumped / f"{kind}_0.pt").rename(dumped / f"{kind}_1.pt")
+    assert main(["align", str(run_folder), "--of-rollout", "1"]) == 2
+    assert "the weights of rollout 1 were not saved" in capsys.readouterr().err
+    assert main(["align", str(run_folder), "--of-rollout", "1", "--model", str(directory), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["causes"][0]["name"] == "align-shift"
     assert main(["align", str(run_folder), "--lr", "1"]) == 2
     assert "takes no --lr 1" in capsys.readouterr().err

@@ -144,7 +144,8 @@ class Case:
         shares = {side: explained(whole, values.nan_to_num()) for side, values in predicted.items()}
         side = max(shares, key=lambda name: shares[name])
         left = size(whole - predicted[side].nan_to_num())
-        return Tried(what, side, shares[side], left, **more)
+        known = {name: values.nan_to_num() for name, values in predicted.items()}
+        return Tried(what, side, shares[side], left, predicted=known, **more)
 
     def with_setting(
         self, what: str, *, details: tuple[str, ...] = (), remedies: tuple[str, ...] = (), **changes: Any
@@ -166,6 +167,7 @@ class Tried:
         left: mean absolute difference that is left, nats per token.
         details: lines of what was seen besides.
         remedies: in this run's words.
+        predicted: trainer minus engine, [N], if the side of the name is at fault; {} where that was not predicted.
     """
 
     what: str
@@ -174,6 +176,7 @@ class Tried:
     left: float
     details: tuple[str, ...] = ()
     remedies: tuple[str, ...] = ()
+    predicted: Mapping[Side, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

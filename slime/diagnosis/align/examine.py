@@ -9,12 +9,15 @@ from typing import Any
 from slime.diagnosis.align.case import ALIKE, Case, Cause, Tried, Untested
 from slime.diagnosis.align.causes import CAUSES
 from slime.diagnosis.align.layers import PartByPart
+from slime.diagnosis.align.together import Together, together
 from slime.diagnosis.record import Finding
 
 #: Share from which on a cause is worth telling; and shares that are less apart than this rank by the table's order.
 TOLD, EQUAL = 0.1, 0.02
 #: Share that rounding never explains token by token, however small the difference.
 _SYSTEMATIC = 0.5
+#: Where the best explains less, several are put together.
+_NEARLY_ALL = 0.9
 _FORMS = 2
 
 
@@ -40,6 +43,7 @@ class Result:
 
     Attributes:
         ranked: all causes that were tested, best first.
+        together: several causes that explain more than the best; None: one does.
         untested: cause → why not.
         parts: hidden states part by part; None where they were not to be had.
         without_parts: why not.
@@ -49,6 +53,7 @@ class Result:
     case: Case
     ranked: list[Ranked]
     untested: dict[str, str]
+    together: Together | None = None
     parts: PartByPart | None = None
     without_parts: str = ""
     notes: list[str] = field(default_factory=list)
@@ -80,7 +85,7 @@ def examine(case: Case, causes: Iterable[Cause] = CAUSES, *, always: bool = Fals
         always: also where the sides do not differ at all; where they differ by no more than rounding, a cause that
             predicts the differences tells that they are none.
     """
-    result = Result(case, [], {})
+    result, everything = Result(case, [], {}), list[tuple[Cause, Tried]]()
     if case.parts_ways or case.differences.mean > ALIKE or always:
         order = {}
         for place, cause in enumerate(causes):
@@ -96,7 +101,10 @@ def examine(case: Case, causes: Iterable[Cause] = CAUSES, *, always: bool = Fals
             else:
                 best = sorted(tries, key=lambda tried: -tried.share)[:_FORMS]
                 result.ranked.append(Ranked(cause, tuple(best)))
+                everything += [(cause, tried) for tried in tries]
         result.ranked.sort(key=lambda one: (-round(one.best.share / EQUAL), order[one.cause.trouble.name]))
+    if result.parts_ways and result.ranked and result.ranked[0].best.share < _NEARLY_ALL:
+        result.together = together(case.differences.values, everything)
     result.notes = list(_notes(result))
     return result
 
@@ -132,6 +140,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "where": differences.where(),
         "worst": differences.worst(),
         "causes": [_cause_json(one, result) for one in result.ranked],
+        "together": result.together.as_json() if result.together else None,
         "untested": result.untested,
         "parts": result.parts.as_json() if result.parts else {"untested": result.without_parts},
         "notes": result.notes,
@@ -170,6 +179,7 @@ def text(result: Result) -> str:
             lines += ["", *_told(number, ranked)]
         if not result.told:
             lines += ["", "no cause that was tested explains it"]
+        lines += ["", *result.together.lines()] if result.together else []
         small = [f"{one.cause.trouble.name} {one.best.share:.0%}" for one in result.ranked if one not in result.told]
         if small:
             lines += ["", "tested, explains little: " + ", ".join(small)]

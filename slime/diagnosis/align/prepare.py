@@ -12,7 +12,8 @@ import torch
 
 from slime.config.config import Config
 from slime.diagnosis.align import dumps
-from slime.diagnosis.align.case import AskableEngine, Case
+from slime.diagnosis.align.arbiter import by_transformers
+from slime.diagnosis.align.case import ALIKE, AskableEngine, Case
 from slime.diagnosis.align.engines import EngineHere
 from slime.diagnosis.align.evidence import Scored, size
 from slime.diagnosis.align.examine import Result, examine
@@ -87,6 +88,8 @@ def examined(config: Config, samples: Sequence[Scored], wish: Wish, engine: Aska
     result = examine(case, always=wish.always)
     if len(chosen) < len(samples):
         result.notes.append(f"{len(chosen)} of {len(samples)} samples were looked at, those that differ most")
+    if case.reference is not None and result.parts_ways:
+        _ask_transformers(case, result)
     if case.reference is None or not wish.with_parts:
         result.without_parts = "not asked for" if case.reference is not None else case.without_reference
         return result
@@ -155,6 +158,19 @@ def _facts(config: Config, model: Path | None) -> dict[str, Any]:
         f", the engine in {engine}" if engine else ""
     )
     return facts
+
+
+def _ask_transformers(case: Case, result: Result) -> None:
+    """Whether the reference is what it is taken for."""
+    try:
+        apart = by_transformers(case)
+    except (OSError, ValueError, KeyError, ImportError, torch.OutOfMemoryError) as error:
+        result.notes.append(f"transformers was not asked about the reference: {type(error).__name__}: {error}")
+        return
+    told = f"transformers and the reference differ by {apart:.2g}"
+    if apart > ALIKE:
+        told += ": the reference is wrong about this model, and so may be the embedded engine, whose code it shares"
+    result.notes.append(told)
 
 
 def _compare_parts(config: Config, case: Case, result: Result) -> None:
