@@ -11,7 +11,7 @@ slime align dumps/train_data/0.pt dumps/rollout_data/0.pt --hf-checkpoint models
   --also DIR         other weights that the engine may have had
   --engine URL       an engine that still runs: its weights are compared, and it is asked again
   --of-rollout N     of a run folder, default 0
-  --max-tokens N     look at samples of so many tokens, those that differ most; default 4096
+  --max-tokens N     look at samples of so many tokens, those that differ most; default 4096 on a GPU, 1024 without
   --all              measure all causes, also where the sides are alike
 
 The model is computed in this process besides, in float32, on a GPU where there is one. Ends with 0 when nothing parts
@@ -91,7 +91,7 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
     from slime.diagnosis.record import Finding
 
     options = asked.options
-    most = _number(options, "--max-tokens", 4096)
+    most = _number(options, "--max-tokens", 0) or None
     for name in ("--model", "--also"):
         if name in options and Path(options[name]).exists():
             options[name] = str(Path(options[name]).resolve())  # relative to here; the run may have begun elsewhere
@@ -103,7 +103,7 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
             config = parse_args(asked.flags, asked.entry or "train")
             samples = fresh_round(config, folder)
         also = model_directory(options["--also"]) if "--also" in options else None
-        wish = Wish(_model(config, options), also, most, always="--all" in options)
+        wish = Wish(_model(config, options), also, most, is_fresh=not asked.sources, always="--all" in options)
         engine = EngineThere(options["--engine"]) if "--engine" in options else None
         result = examined(config, samples, wish, engine)
     except LeftOut as reason:
@@ -142,7 +142,7 @@ def _apart(argv: list[str]) -> _Asked:
 def _number(options: dict[str, str], name: str, default: int) -> int:
     given = options.get(name, str(default))
     if not given.isdecimal():
-        raise UserError(f"slime align: {name} {given} is no number", fix=f"{name} {default}")
+        raise UserError(f"slime align: {name} {given} is no number", fix=f"{name} 1000, say")
     return int(given)
 
 

@@ -24,5 +24,7 @@ def test_a_round_whose_engine_is_not_told_the_temperature(
     assert best["name"] == "align-temperature" and best["tries"][0]["side"] == "engine"
     assert best["tries"][0]["what"].startswith("log-probs are at temperature 1 instead of --rollout-temperature 0.5")
     assert best["tries"][0]["share"] > 0.99 and told["from_reference"]["trainer"] < 1e-5
+    (weights,) = (cause for cause in told["causes"] if cause["name"] == "align-weights")
+    assert weights["tries"][0]["what"].startswith("all weights arrived")
     assert told["parts"]["first"] is None and len(told["parts"]["apart"]) == 12
     assert not world.outputs.exists() and not list(tmp_path.glob("slime-align-*"))

@@ -28,6 +28,9 @@ def weights(case: Case) -> Iterator[Tried]:
         with model.holding(other.store.named):
             yield case.tried(f"log-probs are those of the weights in {label}", model.of_all(case.samples))
         tried = True
+    if case.facts.get("weights_compared"):
+        yield Tried("all weights arrived: the round has compared them after its push", "", 0.0, case.differences.mean)
+        return
     if case.engine is None:
         if tried:
             return

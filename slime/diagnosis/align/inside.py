@@ -136,6 +136,8 @@ def routing(case: Case) -> Iterator[Tried]:
     model = case.model()
     if model.arch.experts is None:
         raise Untested("the model has no experts")
+    if model.setting.experts:
+        raise Untested("the trainer takes the engine's experts (--use-rollout-routing-replay)")
     if not any(sample.experts is not None for sample in case.samples):
         raise Untested("no sample says which experts the engine chose: generate with --use-rollout-routing-replay")
     elsewhere = pairs = 0

@@ -26,6 +26,8 @@ from slime.engines.embedded.command import dtype_of
 from slime.errors import UserError
 from slime.prompts.tokenizer import generation_config_of, load_tokenizer
 
+#: Tokens that are looked at, unless more are asked for: each is computed some seventy times.
+_ON_GPU, _ON_CPU = 4096, 1024
 #: Tokens of a sample whose hidden states are compared.
 _TOKENS_OF_PARTS = 512
 _NO_HIDDEN_STATES = (
@@ -45,14 +47,16 @@ class Wish:
     Attributes:
         model: the Hugging Face directory with the weights that scored the samples; None: there is none.
         also: one with other weights that the engine may have had.
-        most_tokens: samples of at most so many tokens are looked at.
+        most_tokens: samples of at most so many tokens are looked at; None: what takes minutes.
+        is_fresh: the samples are of a `fresh_round`, which has compared the weights after its push.
         always: measure the causes also where the sides are alike.
         with_parts: compare hidden states, too.
     """
 
     model: Path | None
     also: Path | None = None
-    most_tokens: int = 4096
+    most_tokens: int | None = None
+    is_fresh: bool = False
     always: bool = False
     with_parts: bool = True
 
@@ -83,7 +87,8 @@ def examined(config: Config, samples: Sequence[Scored], wish: Wish, engine: Aska
     Args:
         engine: that generated them, where it can still be asked.
     """
-    chosen = dumps.most_telling(samples, wish.most_tokens)
+    most = wish.most_tokens or (_ON_GPU if torch.cuda.is_available() else _ON_CPU)
+    chosen = dumps.most_telling(samples, most)
     case = case_of(config, chosen, wish, engine)
     result = examine(case, always=wish.always)
     if len(chosen) < len(samples):
@@ -106,6 +111,7 @@ def case_of(config: Config, samples: list[Scored], wish: Wish, engine: AskableEn
         rollout.rollout_temperature, rollout.rollout_top_p, rollout.rollout_top_k, rollout.rollout_min_p
     )
     case = Case(samples, sampling, engine=engine, facts=_facts(config, wish.model))
+    case.facts["weights_compared"] = wish.is_fresh
     if wish.also is not None:
         case.facts["other_weights"] = {str(wish.also): wish.also}
     if wish.model is None:
@@ -116,7 +122,8 @@ def case_of(config: Config, samples: list[Scored], wish: Wish, engine: AskableEn
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plain = Sampling(rollout.rollout_temperature)
     try:
-        case.reference = Reference(wish.model, trainer_dtype(config), plain, device)
+        replays = config.train.use_rollout_routing_replay
+        case.reference = Reference(wish.model, trainer_dtype(config), plain, device, replays=replays)
     except torch.OutOfMemoryError:
         case.without_reference = f"{wish.model} in float32 does not fit on this GPU"
         return case

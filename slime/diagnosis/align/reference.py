@@ -38,6 +38,8 @@ PARTS: dict[Part, str] = {
 IN_16_BITS: frozenset[Part] = frozenset(part for part in PARTS if part not in ("attention scores", "router"))
 #: Logits, and queries of attention, that exist at a time.
 _ROWS, _QUERIES = 256, 512
+#: End of the names of routers' weights.
+_ROUTER = ".mlp.gate.weight"
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,17 @@ class Reference:
     Args:
         dtype: of the run, to which the weights are rounded. What is computed with them is not: each kernel rounds a
             little otherwise, so exact numbers are nearest to all of them.
+        replays: the run's trainer takes the experts that the engine chose, and so does this model.
     """
 
     def __init__(
-        self, directory: str | Path, dtype: torch.dtype, sampling: Sampling = Sampling(), device: str = "cpu"
+        self,
+        directory: str | Path,
+        dtype: torch.dtype,
+        sampling: Sampling = Sampling(),
+        device: str = "cpu",
+        *,
+        replays: bool = False,
     ) -> None:
         self.directory, self.dtype = Path(directory), dtype
         self.arch = Architecture.from_dir(directory)
@@ -110,7 +119,7 @@ class Reference:
         )
         for linear in self.store.linears:
             linear.packs = False  # products go through F.linear, where they can be rounded
-        self.setting = Setting(sampling=sampling)
+        self.setting = Setting(sampling=sampling, experts=replays)
         if dtype != torch.float32:
             self.write({name: tensor.to(dtype).float() for name, tensor in self.store.named.items()})
 
@@ -140,9 +149,9 @@ class Reference:
             self.write(before)
 
     def matrices(self) -> dict[str, Tensor]:
-        """What quantisation is applied to: the matrices inside of layers, by name."""
-        names = self.store.named
-        return {name: t for name, t in names.items() if ".layers." in name and t.dim() == 2 and "norm" not in name}
+        """What quantisation is applied to: the matrices inside of layers but routers', by name."""
+        named = self.store.named.items()
+        return {name: t for name, t in named if ".layers." in name and t.dim() == 2 and not name.endswith(_ROUTER)}
 
     # -- log-probs -----------------------------------------------------------------------------------------------
 
