@@ -52,7 +52,7 @@ WEIGHT_LOADER = "slime.engines.sglang.weight_loader.load"
 
 
 #: A proxy variable must never catch traffic between our own processes.
-_WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class EngineError(Exception):
@@ -116,7 +116,7 @@ class GenerateResult:
 def is_ready(url: str, timeout: float) -> bool:
     """Whether a GET of ``url`` is answered with 200 within ``timeout`` seconds; for callers without an event loop."""
     try:
-        with _WITHOUT_PROXIES.open(url, timeout=timeout) as answer:
+        with WITHOUT_PROXIES.open(url, timeout=timeout) as answer:
             return answer.status == 200
     except (OSError, http.client.HTTPException):  # not up yet, or a status of 400 and more
         return False
@@ -142,7 +142,7 @@ class EngineClient:
 
     async def __aenter__(self) -> EngineClient:
         connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=30)
-        # trust_env stays off, as in `_WITHOUT_PROXIES`
+        # trust_env stays off, as in `WITHOUT_PROXIES`
         self._session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=1 << 20)
         return self
 
