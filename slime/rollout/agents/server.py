@@ -23,7 +23,7 @@ from slime.engines.request_fields import BadRequest
 from slime.errors import UserError
 from slime.host import bind
 from slime.log import get_logger
-from slime.rollout.agents import chat_api
+from slime.rollout.agents import chat_api, messages_api, responses_api
 from slime.rollout.agents.session import AgentSession, Refusal
 from slime.rollout.agents.turns import Turn
 
@@ -34,6 +34,12 @@ _BODY_SECONDS = 60.0
 _PING_SECONDS = 15.0
 _NO_RETRY = {"x-should-retry": "false"}  # both clients go by it
 
+#: Path of a route that generates → its shapes.
+_APIS: dict[str, ModuleType] = {
+    "/chat/completions": chat_api,
+    "/responses": responses_api,
+    "/messages": messages_api,
+}
 _SESSION: web.RequestKey[AgentSession] = web.RequestKey("session", AgentSession)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -55,7 +61,9 @@ class AgentServer:
         """
         app = web.Application(middlewares=[self._errors, self._authenticated], client_max_size=_LARGEST_BODY)
         for prefix in ("/v1", "/key/{key}/v1"):
-            app.router.add_post(f"{prefix}/chat/completions", _answering(chat_api))
+            for path, api in _APIS.items():
+                app.router.add_post(prefix + path, _answering(api))
+            app.router.add_post(f"{prefix}/messages/count_tokens", _count_tokens)
             app.router.add_get(f"{prefix}/models", _models)
             app.router.add_get(f"{prefix}/models/{{model:.+}}", _model)
         listener = bind(host, port)
@@ -191,7 +199,8 @@ def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -
 def _refused(
     request: web.Request, message: str, status: int, kind: str, code: str | None = None, param: str | None = None
 ) -> web.Response:
-    return _json(chat_api.error(message, kind, code, param), status, _NO_RETRY)
+    api = messages_api if "/v1/messages" in request.path or "anthropic-version" in request.headers else chat_api
+    return _json(api.error(message, kind, code, param), status, _NO_RETRY)
 
 
 _CARD = {
@@ -202,6 +211,13 @@ _CARD = {
     "created": 0,
     "owned_by": "slime",
 }
+
+
+async def _count_tokens(request: web.Request) -> web.Response:
+    """Of a prompt, as Anthropic's clients ask before they compact it; nothing is generated."""
+    session = request[_SESSION]
+    ask = messages_api.read(await _body(request), session)
+    return _json({"input_tokens": len(session.book.look(session.with_kwargs(ask)).prompt)})
 
 
 async def _models(request: web.Request) -> web.Response:

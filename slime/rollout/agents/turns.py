@@ -123,11 +123,17 @@ class Book:
     # -- from messages to tokens ---------------------------------------------------------------------------
 
     def place(self, ask: Ask) -> Place:
-        """Where a request belongs, and its tokens.
+        """Where a request belongs, and its tokens; it counts as asked.
 
         Raises:
             BadRequest: the chat template refuses the messages.
         """
+        place = self.look(ask)
+        self._asked[place.history] += 1
+        return place
+
+    def look(self, ask: Ask) -> Place:
+        """`place`, for who does not ask yet."""
         self.speech.check_tools(ask.tools)
         history, parent, count = self._longest_known(ask)
         rest = ask.messages[count:]
@@ -137,9 +143,8 @@ class Book:
             before = max((known for turn in self.turns if (known := _beginning(turn, lead))), key=len, default=[])
             parent = next((turn for turn in self.turns if before and turn.tokens() == before), None)
             lead = lead[len(before) :]
-        self._asked[history] += 1
         said = [message["content"] for message in rest] if parent is not None else []
-        return Place(parent, lead, before + lead, history, self._asked[history] - 1, said)
+        return Place(parent, lead, before + lead, history, self._asked[history], said)
 
     def _longest_known(self, ask: Ask) -> tuple[bytes, Turn | None, int]:
         """Digest of all messages; the last turn that they begin with, and how many of them that are."""
