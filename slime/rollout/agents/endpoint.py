@@ -131,7 +131,7 @@ class AgentEndpoint:
     async def __aenter__(self) -> AgentEndpoint:
         state = self._session.state
         listen = _address(state)
-        self._server = await shared_server(listen, getattr(state.args, "agent_port", 0))
+        self._server = await shared_server(listen, state.args.agent_port)
         self._host = _reachable(listen, state)
         self.api_key = self._server.open(self._session)
         self._began = time.monotonic()
@@ -185,7 +185,7 @@ def agent_endpoint(
         UserError: called outside a rollout, or for a model without chat template.
     """
     state = current_state(args)
-    speech = _speech_of(state.tokenizer, getattr(state.args, "hf_checkpoint", None), state.end_tokens)
+    speech = _speech_of(state.tokenizer, state.args.hf_checkpoint, state.end_tokens)
     options: dict[str, Any] = {"dropped_reasoning": dropped_reasoning, "max_turns": max_turns}
     return AgentEndpoint(AgentSession(state, sample, sampling_params, speech, **options))
 
@@ -198,10 +198,10 @@ def _speech_of(tokenizer: Any, model: str | None, end_tokens: frozenset[int]) ->
 
 def _address(state: GenerateState) -> str:
     """Where to listen: loopback, unless the user says otherwise."""
-    if own := getattr(state.args, "agent_host", None):
-        return str(own)
-    on_network = getattr(state.args, "listen_on_network", False)
-    return (urlsplit(state.client.base_url).hostname or _LOOPBACK) if on_network else _LOOPBACK
+    if state.args.agent_host:
+        return str(state.args.agent_host)
+    router = urlsplit(state.client.base_url).hostname
+    return router if router and state.args.listen_on_network else _LOOPBACK
 
 
 def _reachable(listen: str, state: GenerateState) -> str:
