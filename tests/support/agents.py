@@ -1,7 +1,7 @@
 """A model that plays its part, and a generate function around it, for tests of agents' endpoints.
 
-    play = Play(["Hello<|im_end|>", "Bye<|im_end|>"])
-    play.run(agent)            # `agent(endpoint)` talks to the endpoint; play.asked: prompts that the engine saw
+play = Play(["Hello<|im_end|>", "Bye<|im_end|>"])
+play.run(agent)            # `agent(endpoint)` talks to the endpoint; play.asked: prompts that the engine saw
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Tools, to be called as <tool_call>{"name", "arguments"}</tool_call>:{% for tool 
 {%- for m in messages %}{% if m.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
 {%- if m.role == "tool" %}
-{%- if loop.first or messages[loop.index0 - 1].role != "tool" %}<|im_start|>user{% endif %}
-<tool_response>
+{%- if loop.first or messages[loop.index0 - 1].role != "tool" %}<|im_start|>user{% endif %}{{ "\\n" }}
+{{- "<tool_response>" }}
 {{ m.content }}
 </tool_response>
 {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}<|im_end|>
@@ -60,7 +60,7 @@ def tokenizer() -> Any:
 
 
 class Model(FakeClient):
-    """Says one line after another, whatever it is asked; each token i of a line has the log-prob −i/1000.
+    """Says one line after another, whatever it is asked; no two tokens have the same log-prob.
 
     Attributes:
         asked: the prompts, in order.
@@ -91,9 +91,14 @@ class Model(FakeClient):
         self.said.append(tokens)
         reason = "stop" if tokens[-1] == EOS or params.get("stop") else "length"
         meta = {"finish_reason": {"type": reason}, "weight_version": str(number // 2 + 1)}
-        meta |= {"prompt_tokens": len(input_ids), "cached_tokens": len(input_ids) // 2, "completion_tokens": len(tokens)}
+        meta |= {
+            "prompt_tokens": len(input_ids),
+            "cached_tokens": len(input_ids) // 2,
+            "completion_tokens": len(tokens),
+        }
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return GenerateResult(tokens, [-i / 1000 for i in range(len(tokens))], text, reason, meta)
+        first = sum(map(len, self.said[:-1]))
+        return GenerateResult(tokens, [-1.0 - first - i for i in range(len(tokens))], text, reason, meta)
 
 
 Agent = Callable[[AgentEndpoint], Awaitable[Any]]

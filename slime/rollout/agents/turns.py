@@ -244,9 +244,14 @@ def _beginning(turn: Turn, tokens: list[int]) -> list[int]:
 
 
 def _meant(turns: list[Turn], message: dict[str, Any]) -> Turn:
-    """Of several turns that said the same, the one whose calls have the ids of the message; else the last."""
-    ids = call_ids(message)
-    return next((turn for turn in reversed(turns) if ids and call_ids(turn.reading.message()) == ids), turns[-1])
+    """Of turns that said the same, the last one whose calls have the ids of the message, or whose text is the same to
+    the last blank; else the last one."""
+    ids, content = call_ids(message), message["content"]
+
+    def likeness(turn: Turn) -> tuple[bool, bool]:
+        return call_ids(turn.reading.message()) == ids, turn.reading.text == content
+
+    return max(reversed(turns), key=likeness)
 
 
 # -- samples -------------------------------------------------------------------------------------------------------
