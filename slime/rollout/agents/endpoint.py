@@ -12,12 +12,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
 from slime.host import own_addresses, past_proxies
 from slime.rollout.agents.conversation import Speech
+from slime.rollout.agents.programs import Finished, run_program
 from slime.rollout.agents.server import AgentServer, shared_server
 from slime.rollout.agents.session import AgentSession
 from slime.rollout.agents.turns import DroppedReasoning, Turn, samples_of
@@ -91,6 +93,12 @@ class AgentEndpoint:
             "ANTHROPIC_API_KEY": self.api_key,
             **past_proxies([host]),
         }
+
+    async def run(
+        self, command: Sequence[str | Path], *, timeout: float | None = None, cwd: str | Path | None = None
+    ) -> Finished:
+        """Run an agent that is a program, with `environ`; see `slime.rollout.agents.programs.run_program`."""
+        return await run_program(command, self.environ, timeout=timeout, cwd=cwd)
 
     # -- what came of it -----------------------------------------------------------------------------------
 
