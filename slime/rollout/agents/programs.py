@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,27 +46,25 @@ async def run_program(
     Raises:
         OSError: it cannot be started.
     """
-    process = await asyncio.create_subprocess_exec(
-        *map(str, command),
-        env={**os.environ, **environ},
-        cwd=cwd,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=partial(die_with_parent, os.getpid()),
-    )
-    written = bytearray()
-    status: int | None = None
-    try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                assert process.stdout is not None
-                while piece := await process.stdout.read(1 << 16):
-                    written += piece
-                status = await process.wait()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    return Finished(status, written.decode(errors="replace"))
+    with tempfile.TemporaryFile() as written:  # a pipe would be read until all that inherited it has ended
+        process = await asyncio.create_subprocess_exec(
+            *map(str, command),
+            env={**os.environ, **environ},
+            cwd=cwd,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=written,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+        status: int | None = None
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    status = await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        written.seek(0)
+        return Finished(status, written.read().decode(errors="replace"))

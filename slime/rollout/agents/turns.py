@@ -77,7 +77,11 @@ class Turn:
 
     def tokens(self) -> list[int]:
         """All that the model has seen and said up to the end of this turn."""
-        return [token for turn in self.path() for part in (turn.lead, turn.output) for token in part]
+        found: list[int] = []
+        for turn in self.path():
+            found += turn.lead
+            found += turn.output
+        return found
 
 
 @dataclass(frozen=True)
