@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from functools import cache
 from typing import Any
 
 from slime.engines.api import GenerateResult
@@ -15,7 +16,8 @@ from slime.rollout.agents.endpoint import AgentEndpoint, agent_endpoint
 from slime.rollout.agents.server import close_server
 from slime.rollout.generate import bind_state
 from slime.samples.types import Sample
-from tests.support.embedded_models import EOS, byte_tokenizer
+from tests.support.bpe_tokenizers import bpe_tokenizer
+from tests.support.embedded_models import byte_tokenizer
 from tests.support.fake_rollout import FakeClient, hook_args, make_state
 
 #: As Qwen3's: tools, answers of tools joined in a user's turn, and reasoning, which past turns lose.
@@ -53,8 +55,10 @@ Tools, to be called as <tool_call>{"name", "arguments"}</tool_call>:{% for tool 
 {% endif %}"""
 
 
-def tokenizer() -> Any:
-    found = byte_tokenizer()
+@cache
+def tokenizer(merges: bool = False) -> Any:
+    """Of bytes; with merges, so that text has one right way of being written and many others."""
+    found = bpe_tokenizer() if merges else byte_tokenizer()
     found.chat_template = TEMPLATE
     return found
 
@@ -68,9 +72,9 @@ class Model(FakeClient):
         held: while it is set, nothing is answered.
     """
 
-    def __init__(self, lines: Iterable[str | list[int]]) -> None:
+    def __init__(self, lines: Iterable[str | list[int]], *, merges: bool = False) -> None:
         super().__init__()
-        self.tokenizer = tokenizer()
+        self.tokenizer = tokenizer(merges)
         self._lines = iter(lines)
         self.asked: list[list[int]] = []
         self.said: list[list[int]] = []
@@ -89,7 +93,7 @@ class Model(FakeClient):
         tokens = self.tokenizer.encode(line) if isinstance(line, str) else line
         tokens = tokens[: params["max_new_tokens"]]
         self.said.append(tokens)
-        reason = "stop" if tokens[-1] == EOS or params.get("stop") else "length"
+        reason = "stop" if tokens[-1] == self.tokenizer.eos_token_id or params.get("stop") else "length"
         meta = {"finish_reason": {"type": reason}, "weight_version": str(number // 2 + 1)}
         meta |= {
             "prompt_tokens": len(input_ids),
@@ -107,11 +111,14 @@ Agent = Callable[[AgentEndpoint], Awaitable[Any]]
 class Play:
     """A sample, a model with its lines, and an endpoint between them."""
 
-    def __init__(self, lines: Iterable[str | list[int]], *, max_new_tokens: int = 400, **state: Any) -> None:
-        self.model = Model(lines)
+    def __init__(
+        self, lines: Iterable[str | list[int]], *, max_new_tokens: int = 400, merges: bool = False, **state: Any
+    ) -> None:
+        self.model = Model(lines, merges=merges)
         args = hook_args(apply_chat_template_kwargs={}, **state.pop("args", {}))
         self.state = make_state(self.model, max_new_tokens=max_new_tokens, args=args, **state)
-        self.state.tokenizer, self.state.end_tokens = self.model.tokenizer, frozenset({EOS})
+        self.state.tokenizer = self.model.tokenizer
+        self.state.end_tokens = frozenset({self.model.tokenizer.eos_token_id})
         self.sample = Sample(index=3, group_index=1, prompt="How high is the Zugspitze?", label="2962")
 
     def run(self, agent: Agent, **options: Any) -> AgentEndpoint:

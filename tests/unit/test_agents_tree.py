@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import copy
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from slime.rollout.agents.conversation import Ask, Speech, clean, key_of
 from slime.rollout.agents.endpoint import AgentEndpoint, AgentError
 from slime.rollout.agents.session import AgentSession, Refusal
 from slime.rollout.agents.turns import Turn, samples_of
+from slime.rollout.generate import bind_state
 from slime.samples.types import Sample, SampleStatus
-from tests.support.agents import Play
+from tests.support.agents import Play, tokenizer
 from tests.support.embedded_models import EOS
 
 SYSTEM = {"role": "system", "content": "Be short."}
@@ -30,7 +33,12 @@ def user(text: str) -> dict[str, Any]:
 
 def session_of(play: Play, **options: Any) -> AgentSession:
     speech = Speech.of(play.model.tokenizer, None, play.state.end_tokens)
-    return AgentSession(play.state, play.sample, play.state.params_for(play.sample), speech, **options)
+
+    def in_a_rollout() -> AgentSession:
+        bind_state(play.state)
+        return AgentSession(play.state, play.sample, play.state.params_for(play.sample), speech, **options)
+
+    return contextvars.copy_context().run(in_a_rollout)
 
 
 def talk(play: Play, *conversations: Messages | Ask, **options: Any) -> AgentSession:
@@ -210,22 +218,24 @@ _WORDS = st.sampled_from(
     ["ok", "no ", "<think>\nhm\n</think>\n\nyes", "<think>never ends", CALL, f"look {CALL}", "\n\n", "<|im_start|>"]
 )
 _BYTES = st.lists(st.integers(0, 255), min_size=1, max_size=6)
-_END = st.sampled_from([[], [EOS]])
 #: What a client does with its history before it asks again; the number chooses the turn to go on from.
 _STEP = st.tuples(
     st.sampled_from(["go on", "go on", "go on", "drop the beginning", "edit", "drop reasoning", "drop tools", "anew"]),
     st.integers(0, 30),
     st.one_of(_WORDS, _BYTES),
-    _END,
+    st.booleans(),  # whether the answer ends by itself
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(_STEP, min_size=1, max_size=9), st.sampled_from(["branch", "continue"]))
-def test_any_tree_trains_each_sampled_token_once_and_is_what_the_engine_saw(steps: list[Any], policy: Any) -> None:
-    encode = Play([]).model.tokenizer.encode
-    lines = [(encode(line) if isinstance(line, str) else line) + end for _, _, line, end in steps]
-    play = Play(lines)
+@given(st.lists(_STEP, min_size=1, max_size=9), st.sampled_from(["branch", "continue"]), st.booleans())
+def test_any_tree_trains_each_sampled_token_once_and_is_what_the_engine_saw(
+    steps: list[Any], policy: Any, merges: bool
+) -> None:
+    words = tokenizer(merges)
+    ends = {True: [words.eos_token_id], False: []}
+    lines = [(words.encode(line) if isinstance(line, str) else line) + ends[end] for _, _, line, end in steps]
+    play = Play(lines, merges=merges)
     session = session_of(play, dropped_reasoning=policy)
 
     async def run() -> None:
@@ -333,6 +343,7 @@ def test_the_template_tells_how_a_model_thinks() -> None:
 
 def test_a_prompt_that_opens_reasoning_is_seen() -> None:
     play = Play(["hm\n</think>\n\nYes<|im_end|>"])
+    play.model.tokenizer = copy.copy(play.model.tokenizer)
     play.model.tokenizer.chat_template += '{% if add_generation_prompt %}{{ "<think>\\n" }}{% endif %}'
     session = talk(play, [user("1")])
     assert session.book.turns[0].reading.message() == {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ from slime.engines.client import RequestRefused
 from slime.log import get_logger
 from slime.rollout.agents.conversation import Ask, Speech
 from slime.rollout.agents.turns import Book, DroppedReasoning, Place, Turn
-from slime.rollout.generate import GenerateState, bind_state, generate
+from slime.rollout.generate import GenerateState, generate
 from slime.samples.types import Sample, SampleStatus
 
 logger = get_logger(__name__)
@@ -64,6 +66,7 @@ class AgentSession:
         self.failure: EngineError | None = None
         self.was_cut = False
         self._started = 0
+        self._context = contextvars.copy_context()  # the generate function's: its state, and its span of the trace
         self._waiting: set[asyncio.Task[Any]] = set()
         self._busy, self._since = 0.0, 0.0
         own = sample.apply_chat_template_kwargs or state.args.apply_chat_template_kwargs
@@ -73,7 +76,7 @@ class AgentSession:
         """The request with the run's arguments of the chat template, where it brings none of its own."""
         if not self._template_kwargs:
             return ask
-        return Ask(**{**vars(ask), "template_kwargs": {**self._template_kwargs, **ask.template_kwargs}})
+        return dataclasses.replace(ask, template_kwargs={**self._template_kwargs, **ask.template_kwargs})
 
     async def answer(self, ask: Ask) -> Turn:
         """The model's answer to a request.
@@ -109,9 +112,9 @@ class AgentSession:
         return self.book.record(place, ask, sample, reading)
 
     async def _generate(self, sample: Sample, params: dict[str, Any]) -> None:
-        bind_state(self.state)
+        work = generate(self.state.args, sample, params)
         try:
-            await generate(self.state.args, sample, params)
+            await asyncio.create_task(work, context=self._context.copy())
         except RequestRefused as error:
             raise Refusal(error.what, 400, "invalid_request_error") from error
         except EngineError as error:
