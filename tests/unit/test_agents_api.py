@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -13,32 +11,18 @@ import anthropic
 import openai
 import pytest
 
-from slime.engines.api import EngineError, GenerateResult
 from slime.rollout.agents import server as agent_server
-from slime.rollout.agents.endpoint import AgentEndpoint, RolloutEnds, agent_endpoint
+from slime.rollout.agents.endpoint import AgentEndpoint, agent_endpoint
 from slime.rollout.agents.server import close_server
 from slime.rollout.generate import bind_state
 from slime.samples.types import Sample
-from tests.support.agents import Model, Play
+from tests.support.agent_clients import anthropic_of, openai_of
+from tests.support.agents import Play
 
 THOUGHT = "<think>\nhm\n</think>\n\nHello<|im_end|>"
 CALL = 'Let me look. <tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call><|im_end|>'
 LINES = [THOUGHT, CALL, "It is 42.<|im_end|>"]
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
-
-
-@asynccontextmanager
-async def openai_of(endpoint: AgentEndpoint, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    given = {"base_url": endpoint.base_url, "api_key": endpoint.api_key} | options
-    async with openai.AsyncOpenAI(**given) as client:
-        yield client
-
-
-@asynccontextmanager
-async def anthropic_of(endpoint: AgentEndpoint, **options: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    given = {"base_url": endpoint.anthropic_base_url, "api_key": endpoint.api_key} | options
-    async with anthropic.AsyncAnthropic(**given) as client:
-        yield client
 
 
 def one_sample(play: Play, endpoint: AgentEndpoint) -> Sample:
@@ -313,115 +297,3 @@ def test_more_turns_than_allowed_are_refused_and_not_tried_again() -> None:
                 await client.responses.create(model="m", input="Hi")
 
     assert len(play.run(talk, max_turns=1).samples()) == 1
-
-
-# -- ends ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_vanishes_ends_its_request(stream: bool) -> None:
-    play = Play(["a<|im_end|>", "b<|im_end|>"])
-
-    async def talk(endpoint: AgentEndpoint) -> None:
-        play.model.held = asyncio.Event()
-        async with openai_of(endpoint, max_retries=0) as client:
-            asking = asyncio.create_task(client.responses.create(model="m", input="Hi", stream=stream))
-            while not play.model.asked:
-                await asyncio.sleep(0)
-            asking.cancel()
-            while not play.model.cancelled:
-                await asyncio.sleep(0.001)
-            play.model.held = None
-            await client.responses.create(model="m", input="Hi again")
-
-    (sample,) = play.run(talk).samples()
-    assert play.text(play.trained(sample)) == "b<|im_end|>"
-
-
-def test_a_stream_pings_until_there_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_server, "_PING_SECONDS", 0.01)
-    play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
-
-    async def talk(endpoint: AgentEndpoint) -> None:
-        held = play.model.held = asyncio.Event()
-        headers = {"x-api-key": endpoint.api_key}
-        hi = [{"role": "user", "content": "Hi"}]
-        async with aiohttp.ClientSession(base_url=endpoint.base_url + "/", headers=headers) as http:
-            for path, ping in (("chat/completions", b": ping"), ("responses", b": ping"), ("messages", b"event: ping")):
-                held.clear()
-                async with http.post(path, json={"messages": hi, "input": "Hi", "stream": True}) as answer:
-                    assert (await answer.content.readline()).strip() == ping
-                    held.set()
-                    assert b"data: " in await answer.read()
-
-    play.run(talk)
-
-
-class DeadEngines(Model):
-    async def _answer(self, number: int, input_ids: list[int], params: dict[str, Any]) -> GenerateResult:
-        raise EngineError("http://engine-0", "is down", 503)
-
-
-def test_an_engine_that_is_lost_fails_the_sample_even_if_the_agent_goes_on() -> None:
-    play = Play([])
-    play.state.client = play.model = DeadEngines([])
-
-    async def talk(endpoint: AgentEndpoint) -> None:
-        async with openai_of(endpoint) as client, anthropic_of(endpoint) as other:
-            with pytest.raises(openai.InternalServerError, match="is down"):
-                await client.responses.create(model="m", input="Hi")
-            with pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
-                await other.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "Hi"}])
-
-    endpoint = play.run(talk)
-    assert len(play.model.calls) == 2, "the clients try nothing again that would not help"
-    with pytest.raises(EngineError):
-        endpoint.samples()
-
-
-@pytest.mark.parametrize("where", ["in a request", "in a tool"])
-def test_the_end_of_the_rollout_ends_the_agent(where: str) -> None:
-    play = Play(["a<|im_end|>"])
-    told: list[str] = []
-
-    async def talk(endpoint: AgentEndpoint) -> None:
-        try:
-            if where == "in a request":
-                play.model.held = asyncio.Event()
-                async with openai_of(endpoint) as client:
-                    await client.responses.create(model="m", input="Hi")
-            else:
-                await asyncio.Event().wait()
-        finally:
-            told.append("ended")
-
-    async def run() -> None:
-        bind_state(play.state)
-        params = play.state.params_for(play.sample)
-
-        async def generate() -> list[Sample]:
-            async with agent_endpoint(play.state.args, play.sample, params) as endpoint:
-                await talk(endpoint)
-            return endpoint.samples()
-
-        generating = asyncio.create_task(generate())
-        while where == "in a request" and not play.model.asked:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        with play.model.abort_scope(), pytest.raises(RolloutEnds):
-            await generating
-        assert not generating.cancelled()
-        await close_server()
-
-    asyncio.run(run())
-    assert told == ["ended"]
-
-
-def test_the_port_is_given_back_with_the_server() -> None:
-    async def talk(endpoint: AgentEndpoint) -> None:
-        ports.append(endpoint.port)
-
-    ports: list[int] = []
-    Play([]).run(talk)
-    Play([], args={"agent_port": ports[0], "agent_host": "127.0.0.1"}).run(talk)
-    assert ports[0] == ports[1]

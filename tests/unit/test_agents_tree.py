@@ -95,6 +95,13 @@ def test_a_conversation_is_one_sample_with_the_turns_between_masked() -> None:
     assert sample is play.sample and sample.prefix_cache_info.total_prompt_tokens == sum(map(len, play.model.asked))
 
 
+def test_history_is_kept_once_however_often_it_is_sent() -> None:
+    play = Play(["a<|im_end|>", "b<|im_end|>"])
+    session = talk(play, [user("x" * 50)], [user("x" * 50), 0, user("2")])  # type: ignore[list-item]
+    first, second = session.book.turns
+    assert second.ask.messages[0] is first.ask.messages[0] and len(second.ask.messages) == 3
+
+
 def test_every_token_keeps_the_version_of_its_turn() -> None:
     play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
     conversation: Messages = [user("1")]

@@ -67,8 +67,7 @@ def _history(previous: str, session: AgentSession) -> Messages:
         return []
     for turn in session.book.turns:
         if _PREFIX + turn.id == previous:
-            before: Messages = turn.ask.options.get("history") or turn.ask.messages
-            return [*before, turn.reading.message()]
+            return [*turn.ask.messages[bool(turn.ask.options.get("instructions")) :], turn.reading.message()]
     raise BadRequest(f"there is no response {previous!r} of this sample", "previous_response_id")
 
 

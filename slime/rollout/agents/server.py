@@ -66,7 +66,10 @@ class AgentServer:
             app.router.add_post(f"{prefix}/messages/count_tokens", _count_tokens)
             app.router.add_get(f"{prefix}/models", _models)
             app.router.add_get(f"{prefix}/models/{{model:.+}}", _model)
-        listener = bind(host, port)
+        try:
+            listener = bind(host, port)
+        except UserError as error:
+            raise UserError(error.what, why=error.why, fix="choose another --agent-host or --agent-port") from error
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
         await self._runner.setup()
         await web.SockSite(self._runner, listener, backlog=1024).start()
@@ -167,16 +170,19 @@ async def _stream(request: web.Request, working: asyncio.Task[Turn], api: Module
     """The answer as events, all at its end, with pings until then: what the engine sends again after a push of weights,
     or after another engine's death, must not be seen twice."""
     response = web.StreamResponse(headers=EVENT_HEADERS)
-    await response.prepare(request)
-    while not working.done():
-        await response.write(api.ping())
-        await asyncio.wait({working}, timeout=_PING_SECONDS)
     try:
-        for event in api.events(working.result()):
-            await response.write(event)
-    except (BadRequest, Refusal) as error:  # the status is sent already
-        await response.write(api.error_event(str(error)))
-    await response.write_eof()
+        await response.prepare(request)
+        while not working.done():
+            await response.write(api.ping())
+            await asyncio.wait({working}, timeout=_PING_SECONDS)
+        try:
+            for event in api.events(working.result()):
+                await response.write(event)
+        except (BadRequest, Refusal) as error:  # the status is sent already
+            await response.write(api.error_event(str(error)))
+        await response.write_eof()
+    except ConnectionError:  # the client is gone, and its request is cancelled by the caller
+        pass
     return response
 
 

@@ -94,6 +94,7 @@ class Place:
         history: digest of the conversation that was asked with.
         twin: requests with the same history before it.
         said: the texts in `lead`.
+        known: messages of the request that are the parent's conversation.
     """
 
     parent: Turn | None
@@ -102,6 +103,7 @@ class Place:
     history: bytes
     twin: int = 0
     said: list[str] = field(default_factory=list)
+    known: int = 0
 
 
 class Book:
@@ -148,7 +150,7 @@ class Book:
             parent = next((turn for turn in self.turns if before and turn.tokens() == before), None)
             lead = lead[len(before) :]
         said = [message["content"] for message in rest] if parent is not None else []
-        return Place(parent, lead, before + lead, history, self._asked[history], said)
+        return Place(parent, lead, before + lead, history, self._asked[history], said, count)
 
     def _longest_known(self, ask: Ask) -> tuple[bytes, Turn | None, int]:
         """Digest of all messages; the last turn that they begin with, and how many of them that are."""
@@ -205,6 +207,9 @@ class Book:
         if parent is not None and parent.routed_experts is not None and experts is not None:
             # the experts that sampled a token count, not those of its prefill in a later request
             experts = np.concatenate([parent.routed_experts, experts[len(parent.routed_experts) :]])
+        if parent is not None and place.known:  # one copy of the history, however often it was sent
+            history = [*parent.ask.messages, parent.reading.message(), *ask.messages[place.known :]]
+            ask = dataclasses.replace(ask, messages=history)
         turn = Turn(
             parent=parent,
             lead=place.lead,
