@@ -137,7 +137,7 @@ class GenerateFunction(Protocol):
     short as well: `generate` and `post` go on by themselves, and ``token_weight_versions`` of the answer says with
     whose weights; a sample that comes back ABORTED is tried again, 8 times at most. Where the engine refuses a request
     that is longer than its context, the sample is TRUNCATED with what it has; other exceptions fail the sample, and
-    too many of them the run.
+    too many of them the run. For agents that speak an API see docs/agents.md.
     """
 
     def __call__(

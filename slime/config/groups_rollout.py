@@ -30,6 +30,7 @@ from slime.config.flag import (
 
 _OWN_ROUTER = "the router is started here, with the engines of this run, on a port that is reserved for it"
 _HAS_ENGINES = unless("debug_train_only", why="no engine is started that could answer", warns=True)
+_PORT = Interval(0, 65535, what="0 is a free one")
 _NO_AGENTS = "the rollout buffer service is not in this version"
 #: What supervised fine-tuning does anyway, as launch scripts of the reference system ask for it.
 _SFT_PATH = "slime.rollout.sft_rollout.generate_rollout"
@@ -154,6 +155,11 @@ class RolloutConfig:
     """Function (args, rollout_id, data_source, evaluation) that replaces the whole rollout loop."""
     custom_generate_function_path: str | None = flag(None, needs=GENERATES)
     """Async function (args, sample, sampling_params) that replaces the generation of one sample."""
+    agent_host: str | None = flag(None, needs=GENERATES)
+    """Address on which agents that speak an API are answered (docs/agents.md), for those in containers or on other
+    hosts; unset: loopback, or the host's network address with --listen-on-network."""
+    agent_port: int = flag(0, range=_PORT, needs=GENERATES)
+    """Port of the same; 0: a free one."""
     rollout_sample_hook_path: tuple[str, ...] = flag((), append=True, needs=GENERATES)
     """Function (args, sample) run on each generated sample before its reward; may be repeated."""
     buffer_filter_path: str | None = flag(None, needs=SAMPLES)

@@ -235,9 +235,13 @@ FORMATS: dict[str, ToolFormat] = {
 }  # fmt: skip
 
 
-def tool_format(directory: Path) -> ToolFormat | None:
-    """How a model writes calls, by its chat template, else by its family; None where neither tells."""
-    template = chat_template(directory)
+def tool_format(directory: Path, template: str | None = None) -> ToolFormat | None:
+    """How a model writes calls, by its chat template, else by its family; None where neither tells.
+
+    Args:
+        template: instead of the directory's own.
+    """
+    template = template or chat_template(directory)
     if template is None:
         return None
     taught = (found for found in FORMATS.values() if all(mark in template for mark in found.in_template))

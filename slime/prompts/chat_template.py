@@ -9,6 +9,7 @@ from slime.errors import UserError
 Messages = list[dict[str, Any]]
 
 _PROBE = "probe of the turn's end"
+_PAST_PROBE = "probe of a past turn"
 
 
 class TemplateRefuses(UserError):
@@ -64,17 +65,51 @@ def render_prompt(
 
 
 def between_turns(
-    tokenizer: Any, message: dict[str, Any], *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
+    tokenizer: Any,
+    messages: dict[str, Any] | Messages,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    to_past: bool = False,
+    **template_kwargs: Any,
 ) -> str:
     """What the template writes from the end of an assistant's words to where the assistant is to speak again, with
-    ``message`` between: the end of the turn, the message, the head of the next turn.
+    ``messages`` between: the end of the turn, the messages, the head of the next turn.
+
+    Args:
+        to_past: the next turn is one that was spoken before; templates may begin those in another way.
+    Raises:
+        UserError, TemplateRefuses: as `render_messages`.
+    """
+    between = [messages] if isinstance(messages, dict) else messages
+    start: Messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
+    if to_past:
+        text = before_past_turn(tokenizer, start + between, tools=tools, **template_kwargs)
+    else:
+        text = render_messages(tokenizer, start + between, tools=tools, **template_kwargs)
+    return text[text.rfind(_PROBE) + len(_PROBE) :]
+
+
+def before_past_turn(
+    tokenizer: Any, messages: Messages, *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
+) -> str:
+    """Like `render_prompt`, up to words of the assistant that are not its last ones.
 
     Raises:
         UserError, TemplateRefuses: as `render_messages`.
     """
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}, message]
-    text = render_messages(tokenizer, messages, tools=tools, **template_kwargs)
-    return text[text.rfind(_PROBE) + len(_PROBE) :]
+    past: Messages = [{"role": "assistant", "content": _PAST_PROBE}, {"role": "user", "content": "hello"}]
+    text = render_messages(tokenizer, messages + past, tools=tools, add_generation_prompt=False, **template_kwargs)
+    return text[: text.rfind(_PAST_PROBE)]
+
+
+def without_repeated_end(before: list[int], between: list[int]) -> list[int]:
+    """Tokens of `between_turns` as they follow ``before``: a model that has ended its turn itself needs no second end.
+
+    Example:
+        >>> without_repeated_end([7, 99], [99, 5]), without_repeated_end([7], [99, 5])
+        ([5], [99, 5])
+    """
+    return between[1:] if before[-1:] == between[:1] else between
 
 
 def template_markers(tokenizer: Any) -> list[str]:

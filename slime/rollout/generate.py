@@ -32,7 +32,7 @@ from slime.errors import UserError
 from slime.legacy_paths import follows_old_plugin
 from slime.log import get_logger
 from slime.observe.trace import record_engine_timings, span
-from slime.prompts.chat_template import between_turns
+from slime.prompts.chat_template import between_turns, without_repeated_end
 from slime.rollout.continued import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
 from slime.samples.types import Sample, SampleStatus
 
@@ -356,8 +356,7 @@ def append_message(sample: Sample, message: dict[str, Any]) -> None:
     kwargs = sample.apply_chat_template_kwargs or state.args.apply_chat_template_kwargs
     text = between_turns(state.tokenizer, message, tools=sample.metadata.get("tools"), **kwargs)
     tokens = state.tokenizer.encode(text, add_special_tokens=False)
-    if sample.tokens[-1:] == tokens[:1]:  # the model has ended its turn itself
-        tokens = tokens[1:]
+    tokens = without_repeated_end(sample.tokens, tokens)
     sample.append_response_tokens(tokens=tokens, text=f"\n{message['content']}\n", trainable=False)
 
 

@@ -29,6 +29,7 @@ from slime.hook_loading import call_user_function, load_function
 from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, check_hooks
 from slime.log import get_logger
 from slime.prompts.tokenizer import end_token_ids
+from slime.rollout.agents.server import close_server
 from slime.rollout.collect import Collected, Collector
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import EvalSet, Tasks, evaluate, progress_of, read_eval_prompts
@@ -135,7 +136,8 @@ class RolloutLoop:
         )
 
     async def close(self) -> None:
-        """Stop the reward workers and drop the connections."""
+        """Stop the reward workers, drop the connections, and answer no agents any more."""
+        await close_server()
         if self._client is not None:
             await self._client.close()
         if self._rewards is not None:

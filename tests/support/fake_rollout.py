@@ -148,6 +148,10 @@ def hook_args(**flags: Any) -> argparse.Namespace:
         "log_passrate": False,
         "log_reward_category": None,
         "log_correct_samples": False,
+        "hf_checkpoint": None,
+        "agent_host": None,
+        "agent_port": 0,
+        "listen_on_network": False,
     }
     return argparse.Namespace(**{**defaults, **flags})
 

@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from slime.engines.chat_answers import DONE, EVENT_HEADERS, event
 from slime.engines.embedded.engine import Engine, EngineDead, Hub
 from slime.engines.embedded.generate_request import GenerateRequest, Job, Limits, make_sequence, parse_generate
 from slime.engines.embedded.sequence import Sequence, TextStream, Tokenizer, hold_back, trim_stop
@@ -139,25 +140,19 @@ async def send_events(request: web.Request, events: AsyncIterator[Any]) -> web.S
 
     The status is sent before the first event: an error after that is an event of its own, as in SGLang.
     """
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    )
+    response = web.StreamResponse(headers=EVENT_HEADERS)
     await response.prepare(request)
     try:
         async with contextlib.aclosing(events) as stream:  # type: ignore[type-var]
             async for body in stream:
-                await response.write(_event(body))
+                await response.write(event(body))
     except EngineDead as error:
-        await response.write(_event({"error": {"message": str(error), "type": "unavailable", "code": 503}}))
+        await response.write(event({"error": {"message": str(error), "type": "unavailable", "code": 503}}))
     except ConnectionResetError:  # the client is gone, and its sequences were given up with the stream
         return response
-    await response.write(b"data: [DONE]\n\n")
+    await response.write(DONE)
     await response.write_eof()
     return response
-
-
-def _event(body: Any) -> bytes:
-    return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
 def refuse_known_rids(state: ServerState, rids: list[str]) -> None:

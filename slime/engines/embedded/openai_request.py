@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from slime.engines.chat_messages import read_messages, read_tools, refuse_constraints, shows_tools, with_objects
 from slime.engines.embedded.generate_request import (
     UNSUPPORTED,
     WITHOUT_EFFECT,
@@ -22,7 +22,6 @@ from slime.engines.embedded.generate_request import (
 )
 from slime.engines.request_fields import (
     FLAG,
-    LIST,
     OBJECT,
     SAMPLING_NAMES,
     TEXT,
@@ -30,7 +29,6 @@ from slime.engines.request_fields import (
     integer,
     number,
     optional,
-    required,
 )
 from slime.engines.tool_calls import ToolFormat, tool_names
 
@@ -46,7 +44,6 @@ _SAMPLING = _RENAMED | {
     name: name for name in SAMPLING_NAMES if name not in (*_RENAMED.values(), "spaces_between_special_tokens")
 }
 _HOTTEST = 2  # OpenAI's highest temperature
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _SHARED = ("model", "stream", "stream_options", "logprobs", "response_format", "rid")
 _CHAT = ("messages", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message")
 _COMPLETION = ("prompt", "echo", "best_of")
@@ -104,7 +101,7 @@ def parse_chat(
         "top_logprobs_num": optional(body, "top_logprobs", integer(0, limits.vocab_size), 0) if wants else 0,
     }
     defaults: dict[str, Any] = {"max_new_tokens": None}
-    tools = tuple(tool_names(_tools(body) or [])) if calls is not None else ()
+    tools = tuple(tool_names(read_tools(body) or [])) if calls is not None else ()
     if tools and calls is not None and calls.special_marks:
         defaults["skip_special_tokens"] = False
     request = _finish(body, asked, defaults, limits, "chatcmpl", model, wants)
@@ -149,17 +146,12 @@ def render_chat(body: Mapping[str, Any], tokenizer: Any, *, text_arguments: bool
     """
     if tokenizer is None or not tokenizer.chat_template:
         raise BadRequest("this model has no chat template; use /generate or /v1/completions")
-    messages = required(body, "messages", LIST)
-    if not messages:
-        raise BadRequest("messages must have at least one message", "messages")
-    for index, message in enumerate(messages):
-        _check_message(message, f"messages[{index}]")
-    tools = _tools(body)
+    flat = read_messages(body)
+    tools = read_tools(body)
     if tools and not shows_tools(tokenizer):
         raise BadRequest("this model's chat template has no place for tools: it would not see them", "tools")
-    flat = [message | {"content": _as_text(message.get("content"))} for message in messages]
     if not text_arguments:
-        flat = [_with_objects(message) for message in flat]
+        flat = [with_objects(message) for message in flat]
     continues = optional(body, "continue_final_message", FLAG, False)
     if continues and flat[-1]["role"] != "assistant":
         raise BadRequest("continue_final_message needs a last message of the assistant", "continue_final_message")
@@ -189,7 +181,7 @@ def _finish(
     logprobs: bool,
 ) -> OpenAIRequest:
     """What both kinds of request have in common."""
-    _refuse_constraints(body)
+    refuse_constraints(body)
     used = {name: ours for name, ours in _SAMPLING.items() if body.get(name) is not None}
     params = defaults | {ours: body[name] for name, ours in used.items()}
     options = optional(body, "stream_options", OBJECT, {})
@@ -221,82 +213,6 @@ def _their_names(used: Mapping[str, str]) -> Iterator[None]:
         raise BadRequest(str(error).replace(error.field or "", name, 1), name) from error
 
 
-def _refuse_constraints(body: Mapping[str, Any]) -> None:
-    """Raises:
-    BadRequest: the output is to be of a given form, which needs constrained decoding.
-    """
-    wanted = optional(body, "response_format", OBJECT, {}).get("type", "text")
-    if wanted != "text":
-        said = f"response_format {wanted!r} needs constrained decoding, which the embedded engine does not have"
-        raise BadRequest(said, "response_format")
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise BadRequest(
-            f"tool_choice must be 'auto' or 'none', got {choice!r}: a forced call needs constrained decoding, which "
-            "the embedded engine does not have",
-            "tool_choice",
-        )
-
-
 def _check_temperature(body: Mapping[str, Any]) -> None:
     """OpenAI's range; an engine of a run takes any that is not negative, on its own routes."""
     optional(body, "temperature", number(lambda x: 0 <= x <= _HOTTEST, f"from 0 to {_HOTTEST}"), None)
-
-
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls have their arguments as objects, as chat templates expect them; OpenAI's are text."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    read = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise BadRequest("tool_calls must be a list of objects with a function in each", "messages")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except ValueError as error:
-                raise BadRequest(f"arguments of a call are no valid JSON: {arguments[:200]!r}", "messages") from error
-        read.append(call | {"function": function | {"arguments": arguments}})
-    return message | {"tool_calls": read}
-
-
-def shows_tools(tokenizer: Any) -> bool:
-    """Whether the chat template says anything of tools; one of several templates may."""
-    found = tokenizer.chat_template
-    return any("tools" in template for template in (found.values() if isinstance(found, dict) else [found]))
-
-
-def _check_message(message: Any, where: str) -> None:
-    """Raises:
-    BadRequest: a role that OpenAI does not know, or nothing in it; names the message.
-    """
-    if not isinstance(message, dict):
-        raise BadRequest(f"{where} must be an object with a role and content", "messages")
-    role = message.get("role")
-    if role not in _ROLES:
-        raise BadRequest(f"the role of {where} must be one of {', '.join(_ROLES)}, not {role!r}", "messages")
-    if message.get("content") is None and not (role == "assistant" and message.get("tool_calls")):
-        raise BadRequest(f"{where} has no content", "messages")
-
-
-def _tools(body: Mapping[str, Any]) -> list[Any] | None:
-    tools = optional(body, "tools", LIST, None)
-    for index, tool in enumerate(tools or []):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            form = '{"type": "function", "function": {"name": …, "parameters": …}}'
-            raise BadRequest(f"tools[{index}] must be {form}", "tools")
-    return tools if body.get("tool_choice") != "none" else None
-
-
-def _as_text(content: Any) -> str:
-    """Content as a string; parts of type text are joined."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    said = "content must be a string or a list of text parts; this engine takes text only"
-    raise BadRequest(said, "messages")

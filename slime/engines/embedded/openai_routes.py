@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 from aiohttp import web
 
+from slime.engines import chat_answers
+from slime.engines.chat_answers import GOING_ON, call_delta, piece, tool_call
 from slime.engines.embedded.generate_request import Job
 from slime.engines.embedded.generate_routes import (
     Answer,
@@ -23,7 +24,7 @@ from slime.engines.embedded.generate_routes import (
 )
 from slime.engines.embedded.openai_request import OpenAIRequest, parse_chat, parse_completion, render_chat
 from slime.engines.request_fields import FLAG, BadRequest, optional, token
-from slime.engines.tool_calls import Call, Reply
+from slime.engines.tool_calls import Reply
 
 routes = web.RouteTableDef()
 
@@ -144,18 +145,16 @@ async def _news(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[tuple
 def _chat_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[str, Any]:
     job = asked.generate.jobs[index]
     reply = _reply(asked, state, final_text(job, state.tokenizer), ended=True)
-    calls = [_tool_call(call) for call in reply.calls] or None
-    message = {"role": "assistant", "content": reply.text or (None if calls else ""), "tool_calls": calls}
+    said = chat_answers.message(reply.text, [tool_call(call) for call in reply.calls])
     logprobs = _chat_logprobs(job, state.tokenizer, slice(None)) if asked.logprobs else None
-    return {"index": index, "message": message, "logprobs": logprobs} | _ending(job, bool(calls))
+    return chat_answers.choice(index, said, _ending(job, bool(reply.calls)), logprobs)
 
 
 async def _chat_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[dict[str, Any]]:
     """The role of every choice, then its text and its calls as they come, then its end."""
-    still = {"finish_reason": None, "matched_stop": None}
     written, sent = [""] * len(asked.generate.jobs), [Reply("")] * len(asked.generate.jobs)
     for index in range(len(asked.generate.jobs)):
-        yield {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None} | still
+        yield piece(index, {"role": "assistant", "content": ""})
     async for index, new, tokens, ended in _news(asked, state):
         job, before = asked.generate.jobs[index], sent[index]
         written[index] += new
@@ -163,23 +162,17 @@ async def _chat_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterato
         text = reply.text[len(before.text) :]
         if text or (asked.logprobs and tokens.stop > tokens.start):
             logprobs = _chat_logprobs(job, state.tokenizer, tokens) if asked.logprobs else None
-            yield {"index": index, "delta": {"content": text}, "logprobs": logprobs} | still
+            yield piece(index, {"content": text}, logprobs=logprobs)
         for number in range(len(before.calls), len(reply.calls)):
-            delta = {"tool_calls": [{"index": number, **_tool_call(reply.calls[number])}]}
-            yield {"index": index, "delta": delta, "logprobs": None} | still
+            yield piece(index, call_delta(number, tool_call(reply.calls[number])))
         if ended:
-            yield {"index": index, "delta": {}, "logprobs": None} | _ending(job, bool(reply.calls))
+            yield piece(index, {}, _ending(job, bool(reply.calls)))
 
 
 def _reply(asked: OpenAIRequest, state: ServerState, text: str, *, ended: bool) -> Reply:
     if state.tool_format is None or not asked.tools:
         return Reply(text)
     return state.tool_format.read(text, asked.tools, ended=ended)
-
-
-def _tool_call(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def _chat_logprobs(job: Job, tokenizer: Any, tokens: slice) -> dict[str, Any]:
@@ -215,7 +208,7 @@ async def _text_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterato
         echoed.add(index)
         text = _prompt_text(job, state.tokenizer) + new if echo else new
         logprobs = _text_logprobs(job, state.tokenizer, tokens, echo) if asked.logprobs else None
-        ending = _ending(job) if ended else {"finish_reason": None, "matched_stop": None}
+        ending = _ending(job) if ended else GOING_ON
         yield {"index": index, "text": text, "logprobs": logprobs} | ending
 
 
@@ -243,12 +236,11 @@ def _text_logprobs(job: Job, tokenizer: Any, tokens: slice, echo: bool) -> dict[
 
 def _ending(job: Job, calls_tools: bool = False) -> dict[str, Any]:
     reason = job.sequence.finish_reason or {}
-    kind = "tool_calls" if calls_tools and reason.get("type") == "stop" else reason.get("type")
-    return {"finish_reason": kind, "matched_stop": reason.get("matched")}
+    return chat_answers.ending(reason.get("type"), reason.get("matched"), calls_tools=calls_tools)
 
 
 def _envelope(asked: OpenAIRequest, kind: str) -> dict[str, Any]:
-    return {"id": asked.id, "object": kind, "created": asked.created, "model": asked.model}
+    return chat_answers.envelope(asked.id, asked.created, asked.model, kind)
 
 
 def _usage(asked: OpenAIRequest) -> dict[str, Any]:
@@ -257,12 +249,7 @@ def _usage(asked: OpenAIRequest) -> dict[str, Any]:
     firsts = sequences[:: asked.generate.n]
     prompt = sum(len(sequence.prompt) for sequence in firsts)
     completion = sum(len(sequence.output_ids) for sequence in sequences)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(sequence.num_cached for sequence in firsts)},
-    }
+    return chat_answers.usage(prompt, completion, sum(sequence.num_cached for sequence in firsts))
 
 
 # -- the tokenizer -------------------------------------------------------------------------------------

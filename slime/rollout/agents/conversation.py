@@ -1,0 +1,259 @@
+"""What a client asks, in one form for all protocols, and the way from messages to tokens and back.
+
+A message is one of chat completions: ``role``, ``content`` as text, ``tool_calls`` with their arguments as text,
+``tool_call_id``, ``name``, and ``reasoning_content``, which is SGLang's field for what was thought.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from slime.engines.chat_answers import tool_call
+from slime.engines.chat_messages import shows_tools, with_objects
+from slime.engines.reasoning import ReasoningFormat, reasoning_format
+from slime.engines.request_fields import BadRequest
+from slime.engines.tool_calls import Reply, ToolFormat, tool_format, tool_names
+from slime.errors import UserError
+from slime.prompts.chat_template import (
+    Messages,
+    TemplateRefuses,
+    before_past_turn,
+    between_turns,
+    render_messages,
+    special_tokens,
+    without_repeated_end,
+)
+
+#: Tokens at the end of a prompt in which an opening mark of reasoning is looked for.
+_TAIL = 8
+_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request of a client.
+
+    Attributes:
+        messages: cleaned by `clean`.
+        tools: of OpenAI's form; None: none may be called.
+        max_tokens: of the answer; None: as many as the run allows.
+        stop: strings that end the answer, besides the run's own.
+        model: what the client calls the model; any name will do.
+        api: the protocol, for whoever looks at turns.
+        options: of the protocol, for its answer.
+    """
+
+    messages: Messages
+    tools: list[dict[str, Any]] | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    model: str = ""
+    stream: bool = False
+    api: str = "chat"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a client sees of an answer.
+
+    Attributes:
+        reasoning: None where there was none.
+        calls: of OpenAI's form, with ids.
+        stop: the stop string that ended it, which is not in the text; "": none did.
+    """
+
+    text: str
+    reasoning: str | None = None
+    calls: tuple[dict[str, Any], ...] = ()
+    stop: str = ""
+
+    def message(self) -> dict[str, Any]:
+        """As the client is to send it back."""
+        said: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.calls:
+            said["tool_calls"] = list(self.calls)
+        return said if self.reasoning is None else said | {"reasoning_content": self.reasoning}
+
+
+def clean(messages: Iterable[dict[str, Any]]) -> Messages:
+    """Messages with the fields that mean something alone, and the role "system" for developers."""
+    found = []
+    for message in messages:
+        one = {name: message[name] for name in _FIELDS if message.get(name) not in (None, [])}
+        one["content"] = message.get("content") or ""
+        one["role"] = "system" if one["role"] == "developer" else one["role"]
+        found.append(one)
+    return found
+
+
+# -- what is the same ----------------------------------------------------------------------------------------------
+
+
+def key_of(message: dict[str, Any], *, with_reasoning: bool = True) -> bytes:
+    """Equal for messages that say the same: of the assistant's, blanks at the ends, the way in which arguments are
+    written, and ids do not count.
+
+    Example:
+        >>> key_of({"role": "assistant", "content": "4\\n"}) == key_of({"role": "assistant", "content": "4"})
+        True
+    """
+    if message["role"] != "assistant":
+        return orjson.dumps([message["role"], message["content"]])
+    calls = [_call_key(call) for call in message.get("tool_calls") or ()]
+    reasoning = (message.get("reasoning_content") or "").strip() if with_reasoning else ""
+    return orjson.dumps(["assistant", message["content"].strip(), reasoning, calls])
+
+
+def _call_key(call: Any) -> list[Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return [repr(call)]
+    arguments = function.get("arguments")
+    try:
+        read = orjson.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        return [function.get("name"), orjson.dumps(read, option=orjson.OPT_SORT_KEYS).decode()]
+    except (orjson.JSONDecodeError, TypeError):
+        return [function.get("name"), repr(arguments)]
+
+
+def call_ids(message: dict[str, Any]) -> list[Any]:
+    return [call.get("id") for call in message.get("tool_calls") or () if isinstance(call, dict)]
+
+
+def digest(before: bytes, key: bytes) -> bytes:
+    """Of a conversation, from that of what came before its last message."""
+    return hashlib.blake2b(before + key, digest_size=16).digest()
+
+
+# -- to tokens, and back -------------------------------------------------------------------------------------------
+
+
+class Speech:
+    """How one model speaks: chat template, calls of tools, reasoning. Made once for a model.
+
+    Args:
+        calls: how it writes calls of tools; None: they stay text.
+        end_tokens: that end an answer.
+    Raises:
+        UserError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self, tokenizer: Any, calls: ToolFormat | None, reasoning: ReasoningFormat | None, end_tokens: Collection[int]
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError(
+                "this model has no chat template, and agents speak in messages",
+                fix="take an instruct model, or add a chat_template.jinja to its directory",
+            )
+        self.tokenizer, self.calls, self.reasoning = tokenizer, calls, reasoning
+        self._ends = frozenset(end_tokens)
+        self._shows_tools = shows_tools(tokenizer)
+        special = set(special_tokens(tokenizer).values())
+        self._thinks_in_special = reasoning is not None and reasoning.end in special
+
+    @staticmethod
+    def of(tokenizer: Any, model: str | None, end_tokens: Collection[int]) -> Speech:
+        """Args:
+        model: its Hugging Face directory, which tells how it writes calls of tools.
+        """
+        found = getattr(tokenizer, "chat_template", None)
+        template = "\n".join(found.values()) if isinstance(found, dict) else found
+        calls = tool_format(Path(model or ""), template) if template else None
+        return Speech(tokenizer, calls, reasoning_format(template), end_tokens)
+
+    # -- messages to tokens --
+
+    def check_tools(self, tools: list[dict[str, Any]] | None) -> None:
+        """Raises:
+        BadRequest: the model would not see them.
+        """
+        if tools and not self._shows_tools:
+            raise BadRequest("this model's chat template has no place for tools: it would not see them", "tools")
+
+    def opening(self, ask: Ask, messages: Messages, *, to_past: bool = False) -> list[int]:
+        """Tokens of a conversation's beginning, up to where the assistant is to speak.
+
+        Raises:
+            BadRequest: the chat template refuses the messages.
+        """
+        render = before_past_turn if to_past else render_messages
+        return self._encode(self._rendered(render, ask, messages))
+
+    def between(self, ask: Ask, before: list[int], messages: Messages, *, to_past: bool = False) -> list[int]:
+        """Tokens from the end of an answer to where the assistant is to speak again.
+
+        Args:
+            before: the answer's tokens.
+        Raises:
+            BadRequest: the chat template refuses the messages.
+        """
+        text = self._rendered(between_turns, ask, messages, to_past=to_past)
+        return without_repeated_end(before, self._encode(text))
+
+    def _rendered(self, render: Any, ask: Ask, messages: Messages, **options: Any) -> str:
+        as_text = self.calls is not None and self.calls.text_arguments
+        shown = messages if as_text else [with_objects(message) for message in messages]
+        try:
+            return str(render(self.tokenizer, shown, tools=ask.tools, **options, **ask.template_kwargs))
+        except TemplateRefuses as error:
+            raise BadRequest(f"the chat template refused the messages: {error.why}", "messages") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    # -- tokens to what is said --
+
+    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether what follows this prompt is reasoning already."""
+        if self.reasoning is None:
+            return False
+        return self.reasoning.opens(self.tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False))
+
+    def read(self, tokens: Sequence[int], ask: Ask, *, opened: bool, stop: Sequence[str]) -> Reading:
+        """What a client sees of an answer.
+
+        Args:
+            opened: see `opens_reasoning`.
+            stop: strings that may have ended it.
+        """
+        names = tool_names(ask.tools or [])
+        keep = self._thinks_in_special or bool(names and self.calls is not None and self.calls.special_marks)
+        text = self._text(tokens, keep_special=keep)
+        reasoning, rest = None, text
+        if self.reasoning is not None:
+            thought = self.reasoning.split(text, opened=opened)
+            reasoning, rest = thought.reasoning, thought.rest
+        at, matched = min(((rest.find(one), one) for one in stop if one in rest), default=(len(rest), ""))
+        reply = Reply(rest[:at])
+        if names and self.calls is not None:
+            reply = self.calls.read(rest[:at], names, ended=True)
+        return Reading(reply.text, reasoning, tuple(tool_call(call) for call in reply.calls), matched)
+
+    def _text(self, tokens: Sequence[int], *, keep_special: bool) -> str:
+        ids = list(tokens[:-1] if tokens and tokens[-1] in self._ends else tokens)
+        text = self.tokenizer.decode(ids, skip_special_tokens=not keep_special, spaces_between_special_tokens=False)
+        return str(text)
+
+    def visible_part(self, tokens: list[int]) -> list[int]:
+        """The tokens of an answer behind its reasoning, without blanks before it."""
+        if self.reasoning is None:
+            return tokens
+        low, high = 0, len(tokens)  # fewest tokens in which the reasoning has ended
+        while low < high:
+            middle = (low + high) // 2
+            if self.reasoning.end in self.tokenizer.decode(tokens[:middle], skip_special_tokens=False):
+                high = middle
+            else:
+                low = middle + 1
+        while low < len(tokens) and not self.tokenizer.decode(tokens[low : low + 1], skip_special_tokens=False).strip():
+            low += 1
+        return tokens[low:]

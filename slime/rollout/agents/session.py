@@ -1,0 +1,165 @@
+"""The agent of one sample: its requests become turns, generated as the rollout generates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from slime.engines.api import EngineError
+from slime.engines.client import RequestRefused
+from slime.log import get_logger
+from slime.rollout.agents.conversation import Ask, Speech
+from slime.rollout.agents.turns import Book, DroppedReasoning, Place, Turn
+from slime.rollout.generate import GenerateState, generate
+from slime.samples.types import Sample, SampleStatus
+
+logger = get_logger(__name__)
+
+_LARGEST_SEED = (1 << 31) - 1
+
+
+class Refusal(Exception):
+    """A request that gets no answer, and will get none if it is sent again.
+
+    Attributes:
+        status: of HTTP.
+        kind, code: OpenAI's words.
+    """
+
+    def __init__(self, message: str, status: int, kind: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.code = status, kind, code
+
+
+class AgentSession:
+    """Turns of one sample.
+
+    Args:
+        sample: as it was drawn; its index, session and trace go with every turn.
+        sampling_params: the rollout's. Of a client's own only a lower ``max_tokens`` and further stop strings count:
+            log-probs are of the run's distribution.
+        max_turns: more requests are refused.
+
+    Attributes:
+        failure: of an engine, which the agent was told of as status 503.
+        was_cut: a request was refused, or its answer cut short, because the rollout ends.
+    """
+
+    def __init__(
+        self,
+        state: GenerateState,
+        sample: Sample,
+        sampling_params: dict[str, Any],
+        speech: Speech,
+        *,
+        dropped_reasoning: DroppedReasoning = "branch",
+        max_turns: int | None = None,
+    ) -> None:
+        self.state, self.sample, self.params = state, sample, sampling_params
+        self.book = Book(speech, dropped_reasoning)
+        self.max_turns = max_turns
+        self.failure: EngineError | None = None
+        self.was_cut = False
+        self._started = 0
+        self._context = contextvars.copy_context()  # the generate function's: its state, and its span of the trace
+        self._waiting: set[asyncio.Task[Any]] = set()
+        self._busy, self._since = 0.0, 0.0
+        own = sample.apply_chat_template_kwargs or state.args.apply_chat_template_kwargs
+        self._template_kwargs: dict[str, Any] = dict(own or {})
+
+    def with_kwargs(self, ask: Ask) -> Ask:
+        """The request with the run's arguments of the chat template, where it brings none of its own."""
+        if not self._template_kwargs:
+            return ask
+        return dataclasses.replace(ask, template_kwargs={**self._template_kwargs, **ask.template_kwargs})
+
+    async def answer(self, ask: Ask) -> Turn:
+        """The model's answer to a request.
+
+        Raises:
+            BadRequest: the chat template refuses it.
+            Refusal: the context is full, too many turns, the rollout ends, or no engine answers.
+        """
+        if self.max_turns is not None and self._started >= self.max_turns:
+            raise Refusal(f"this agent may take {self.max_turns} turns", 400, "invalid_request_error", "max_turns")
+        self._started += 1
+        ask = self.with_kwargs(ask)
+        place = self.book.place(ask)
+        sample = Sample(
+            index=self.sample.index,
+            group_index=self.sample.group_index,
+            session_id=self.sample.session_id,
+            tokens=list(place.prompt),
+            trace=self.sample.trace,
+        )
+        params = self._params_for(ask, place)
+        with self._in_flight():
+            await self._generate(sample, params)
+        self.sample.trace = sample.trace
+        if sample.status is SampleStatus.ABORTED:
+            self.was_cut = True
+            raise Refusal("the rollout ends: this sample will be begun anew", 503, "unavailable")
+        if not sample.response_length:
+            raise self._full(place)
+        output = sample.tokens[sample.prompt_length :]
+        opened = self.book.speech.opens_reasoning(place.prompt)
+        reading = self.book.speech.read(output, ask, opened=opened, stop=params.get("stop") or ())
+        return self.book.record(place, ask, sample, reading)
+
+    async def _generate(self, sample: Sample, params: dict[str, Any]) -> None:
+        work = generate(self.state.args, sample, params)
+        try:
+            await asyncio.create_task(work, context=self._context.copy())
+        except RequestRefused as error:
+            raise Refusal(error.what, 400, "invalid_request_error") from error
+        except EngineError as error:
+            self.failure = error
+            raise Refusal(str(error), 503, "unavailable") from error
+
+    def _params_for(self, ask: Ask, place: Place) -> dict[str, Any]:
+        params = dict(self.params)
+        if ask.max_tokens is not None:
+            params["max_new_tokens"] = min(params["max_new_tokens"], ask.max_tokens)
+        if ask.stop:
+            own = params.get("stop") or []
+            params["stop"] = list(dict.fromkeys([*([own] if isinstance(own, str) else own), *ask.stop]))
+        if params.get("sampling_seed") is not None:  # whoever asks the same twice wants two answers
+            params["sampling_seed"] = (params["sampling_seed"] + place.twin) & _LARGEST_SEED
+        return params
+
+    def _full(self, place: Place) -> Refusal:
+        if place.parent is not None:
+            place.parent.cut_short = True
+        said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
+        return Refusal(said, 400, "invalid_request_error", "context_length_exceeded")
+
+    # -- time ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _in_flight(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting.add(task)
+        try:
+            yield
+        finally:
+            self._waiting.discard(task)
+            if not self._waiting:
+                self._busy += time.monotonic() - self._since
+
+    @property
+    def generation_seconds(self) -> float:
+        """In which a request was under way."""
+        return self._busy
+
+    def end(self) -> None:
+        """Cancel what is under way: nobody will read the answers."""
+        for task in self._waiting:
+            task.cancel()

@@ -1,0 +1,299 @@
+"""Agents' endpoints over HTTP, asked by the clients that agents use: the packages openai and anthropic, unmodified."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+from slime.rollout.agents import server as agent_server
+from slime.rollout.agents.endpoint import AgentEndpoint, agent_endpoint
+from slime.rollout.agents.server import close_server
+from slime.rollout.generate import bind_state
+from slime.samples.types import Sample
+from tests.support.agent_clients import anthropic_of, openai_of
+from tests.support.agents import Play
+
+THOUGHT = "<think>\nhm\n</think>\n\nHello<|im_end|>"
+CALL = 'Let me look. <tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call><|im_end|>'
+LINES = [THOUGHT, CALL, "It is 42.<|im_end|>"]
+PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
+
+
+def one_sample(play: Play, endpoint: AgentEndpoint) -> Sample:
+    """All turns are one conversation whose tokens are the engine's."""
+    (sample,) = endpoint.samples()
+    sample.validate()
+    assert sample.tokens == play.model.asked[-1] + play.model.said[-1]
+    assert play.trained(sample) == [token for said in play.model.said for token in said]
+    for asked, said, after in zip(play.model.asked, play.model.said, play.model.asked[1:]):
+        assert after[: len(asked) + len(said)] == asked + said
+    return sample
+
+
+# -- what agents do, in three protocols ----------------------------------------------------------------------------
+
+
+async def chats(endpoint: AgentEndpoint, stream: bool) -> list[Any]:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
+    messages: list[Any] = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    said = []
+    async with openai_of(endpoint) as client:
+        for _ in LINES:
+            if stream:
+                options: Any = {"include_usage": True}
+                async with client.chat.completions.stream(
+                    model="m", messages=messages, tools=tools, stream_options=options
+                ) as events:
+                    answer: Any = await events.get_final_completion()
+            else:
+                answer = await client.chat.completions.create(model="m", messages=messages, tools=tools)
+            message = answer.choices[0].message
+            messages.append(message)
+            if message.tool_calls:
+                messages.append({"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "42"})
+            else:
+                messages.append({"role": "user", "content": "More"})
+            reasoning = getattr(message, "reasoning_content", None)
+            calls = [json.loads(call.function.arguments) for call in message.tool_calls or []]
+            said.append((reasoning, message.content, calls, answer.choices[0].finish_reason))
+            assert answer.usage.total_tokens == endpoint.turns[-1].length
+    assert [end for *_, end in said] == ["stop", "tool_calls", "stop"]
+    return [rest for *rest, _ in said]
+
+
+async def responds(endpoint: AgentEndpoint, stream: bool) -> list[Any]:
+    tools: Any = [{"type": "function", "name": "f", "parameters": PARAMETERS}, {"type": "web_search"}]
+    items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
+    said = []
+    async with openai_of(endpoint) as client:
+        for _ in LINES:
+            asked: Any = {"model": "m", "input": items, "tools": tools, "instructions": "Be kind."}
+            if stream:
+                async with client.responses.stream(**asked) as events:
+                    answer: Any = await events.get_final_response()
+            else:
+                answer = await client.responses.create(**asked)
+            items += answer.output
+            calls = [item for item in answer.output if item.type == "function_call"]
+            if calls:
+                items.append({"type": "function_call_output", "call_id": calls[0].call_id, "output": "42"})
+            else:
+                items.append({"role": "user", "content": "More"})
+            reasoning = [item.content[0].text for item in answer.output if item.type == "reasoning"]
+            arguments = [json.loads(call.arguments) for call in calls]
+            said.append([reasoning[0] if reasoning else None, answer.output_text, arguments])
+            assert answer.status == "completed" and answer.usage.total_tokens == endpoint.turns[-1].length
+    return said
+
+
+async def messages(endpoint: AgentEndpoint, stream: bool) -> list[Any]:
+    tools: Any = [{"name": "f", "input_schema": PARAMETERS}]
+    asked: list[Any] = [{"role": "user", "content": "Hi"}]
+    said, ends = [], []
+    async with anthropic_of(endpoint) as client:
+        for _ in LINES:
+            body: Any = {"model": "m", "max_tokens": 300, "system": [{"type": "text", "text": "Be kind."}]}
+            body |= {"messages": asked, "tools": tools}
+            if stream:
+                async with client.messages.stream(**body) as events:
+                    answer: Any = await events.get_final_message()
+            else:
+                answer = await client.messages.create(**body)
+            asked.append({"role": "assistant", "content": answer.content})
+            by_type: dict[str, Any] = {block.type: block for block in answer.content}
+            if call := by_type.get("tool_use"):
+                result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "42"}]}
+                asked.append({"role": "user", "content": [result]})
+            else:
+                asked.append({"role": "user", "content": "More"})
+            thinking = by_type["thinking"].thinking if "thinking" in by_type else None
+            said.append([thinking, by_type["text"].text, [call.input] if call else []])
+            ends.append(answer.stop_reason)
+            read = answer.usage.cache_read_input_tokens or 0
+            tokens = answer.usage.input_tokens + read + answer.usage.output_tokens
+            assert tokens == endpoint.turns[-1].length
+        counted = await client.messages.count_tokens(model="m", system="Be kind.", messages=asked, tools=tools)
+        assert counted.input_tokens > endpoint.turns[-1].length
+    assert ends == ["end_turn", "tool_use", "end_turn"]
+    return said
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("agent", [chats, responds, messages], ids=["chat", "responses", "messages"])
+def test_every_protocol_tells_the_same_and_keeps_the_same_tokens(agent: Any, stream: bool) -> None:
+    play = Play(LINES)
+    said: list[Any] = []
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        said.extend(await agent(endpoint, stream))
+
+    sample = one_sample(play, play.run(talk))
+    assert said == [["hm", "Hello", []], [None, "Let me look.", [{"x": 1}]], [None, "It is 42.", []]]
+    assert "<tool_response>\n42\n</tool_response>" in play.text(sample.tokens)
+    assert play.text(sample.tokens).count("Be kind.") == 1
+
+
+def test_responses_that_name_the_one_before_need_no_history() -> None:
+    play = Play(LINES)
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        tools: Any = [{"type": "function", "name": "f", "parameters": PARAMETERS}]
+        async with openai_of(endpoint) as client:
+            ask = {"model": "m", "tools": tools, "instructions": "Be kind."}
+            one: Any = await client.responses.create(input="Hi", **ask)  # type: ignore[call-overload]
+            two = await client.responses.create(input="More", previous_response_id=one.id, **ask)  # type: ignore[call-overload]
+            call = next(item for item in two.output if item.type == "function_call")
+            output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "42"}]
+            three = await client.responses.create(input=output, previous_response_id=two.id, **ask)  # type: ignore[call-overload]
+            assert three.output_text == "It is 42." and three.previous_response_id == two.id
+
+    one_sample(play, play.run(talk))
+
+
+def test_a_hundred_turns_and_no_token_is_made_twice() -> None:
+    """Answers that a tokenizer would write in another way: broken characters, blanks, cut calls."""
+    odd = [[230, 150], [32, 32, 9], [255], [104, 257], [60, 116, 104]]
+    play = Play([[33 + number % 90, *odd[number % 5], number % 200] for number in range(100)])
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        asked: list[Any] = [{"role": "user", "content": "Begin"}]
+        async with openai_of(endpoint) as client:
+            for number in range(100):
+                answer = await client.chat.completions.create(model="m", messages=asked)
+                asked += [answer.choices[0].message, {"role": "user", "content": f"{number}"}]
+
+    sample = one_sample(play, play.run(talk))
+    assert sample.metadata["agent"] | {"answer": ""} == {
+        "branch": 0, "branches": 1, "turns": 100, "trained_turns": 100, "model": "m", "answer": "",
+    }  # fmt: skip
+
+
+def test_an_answer_cut_by_its_limit_or_a_stop_string_says_so() -> None:
+    play = Play(["too long<|im_end|>", "too long<|im_end|>", "two STOP", "two STOP"])
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        hi: Any = [{"role": "user", "content": "Hi"}]
+        async with openai_of(endpoint) as client, anthropic_of(endpoint) as other:
+            chat = await client.chat.completions.create(model="m", messages=hi, max_completion_tokens=3)
+            assert (chat.choices[0].finish_reason, chat.choices[0].message.content) == ("length", "too")
+            response = await client.responses.create(model="m", input=hi, max_output_tokens=3)
+            assert response.status == "incomplete" and response.output_text == "too"
+            assert response.incomplete_details is not None
+            message = await other.messages.create(model="m", max_tokens=9, messages=hi, stop_sequences=["STOP"])
+            assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "STOP")
+            chat = await client.chat.completions.create(model="m", messages=hi, stop="STOP")
+            assert chat.choices[0].message.content == "two " and chat.choices[0].finish_reason == "stop"
+
+    play.run(talk)
+
+
+# -- who may ask, and what is refused ------------------------------------------------------------------------------
+
+
+def test_a_request_needs_the_key_of_its_sample_and_only_while_that_is_generated() -> None:
+    play = Play(["a<|im_end|>"] * 4)
+    hi: Any = [{"role": "user", "content": "Hi"}]
+
+    async def run() -> None:
+        bind_state(play.state)
+        samples = [Sample(index=i, prompt="p") for i in range(2)]
+        params = play.state.params_for(play.sample)
+        async with agent_endpoint(play.state.args, samples[0], params) as one:
+            async with agent_endpoint(play.state.args, samples[1], params) as two:
+                assert one.port == two.port and one.api_key != two.api_key
+                assert one.environ["OPENAI_BASE_URL"] == two.environ["OPENAI_BASE_URL"] == one.base_url
+                async with openai_of(one) as client:
+                    await client.chat.completions.create(model="m", messages=hi)
+                async with openai_of(two, base_url=two.keyed_base_url, api_key="none") as client:
+                    await client.chat.completions.create(model="m", messages=hi)
+                assert [len(one.turns), len(two.turns)] == [1, 1]
+                for wrong in ("", "none", one.api_key[:-1], one.api_key + "x", "sk-slime-\u00e4"):
+                    headers = {"x-api-key": wrong}
+                    url = f"{one.base_url}/chat/completions"
+                    async with aiohttp.ClientSession(headers=headers) as http, http.post(url, json={}) as answer:
+                        assert answer.status == 401, wrong
+            async with anthropic_of(one, api_key=two.api_key) as late:
+                with pytest.raises(anthropic.AuthenticationError):
+                    await late.messages.create(model="m", max_tokens=9, messages=hi)
+        await close_server()
+
+    asyncio.run(run())
+    assert len(play.model.asked) == 2
+
+
+CHAT_REFUSED = [
+    ({"messages": []}, "at least one message"),
+    ({"n": 2}, "n must be 1"),
+    ({"tool_choice": "required"}, "constrained decoding"),
+    ({"response_format": {"type": "json_object"}}, "constrained decoding"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "only text"),
+    ({"logprobs": True}, "not supported"),
+]
+
+
+def test_what_cannot_be_served_is_refused_in_the_words_of_each_protocol() -> None:
+    play = Play([])
+    hi: Any = [{"role": "user", "content": "Hi"}]
+    prefill: Any = [*hi, {"role": "assistant", "content": "I"}]
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        async with openai_of(endpoint) as client, anthropic_of(endpoint) as other:
+            for body, said in CHAT_REFUSED:
+                with pytest.raises(openai.BadRequestError, match=said):
+                    await client.chat.completions.create(**({"model": "m", "messages": hi} | body))  # type: ignore[call-overload]
+            with pytest.raises(openai.BadRequestError, match="no response 'resp_x'"):
+                await client.responses.create(model="m", input="Hi", previous_response_id="resp_x")
+            with pytest.raises(openai.BadRequestError, match="of the type 'item_reference'"):
+                await client.responses.create(model="m", input=[{"type": "item_reference", "id": "x"}])
+            with pytest.raises(anthropic.BadRequestError, match=r"invalid_request_error.*last message"):
+                await other.messages.create(model="m", max_tokens=9, messages=prefill)
+            with pytest.raises(openai.NotFoundError):
+                await client.embeddings.create(model="m", input="x")
+            assert [model.id async for model in client.models.list()] == ["policy"]
+            assert (await other.models.retrieve("claude")).id == "claude"
+        assert not endpoint.turns
+
+    play.run(talk)
+
+
+def test_bodies_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_server, "_LARGEST_BODY", 1000)
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        async with openai_of(endpoint) as client:
+            with pytest.raises(openai.APIStatusError) as refused:
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 2000}])
+            assert refused.value.status_code == 413
+
+    Play([]).run(talk)
+
+
+def test_a_body_that_does_not_come_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_server, "_BODY_SECONDS", 0.05)
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nx-api-key: {endpoint.api_key}\r\nContent-Length: 50\r\n\r\n"
+        writer.write(head.encode())
+        assert b" 408 " in await reader.readline()
+        writer.close()
+
+    Play([]).run(talk)
+
+
+def test_more_turns_than_allowed_are_refused_and_not_tried_again() -> None:
+    play = Play(["a<|im_end|>"])
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        async with openai_of(endpoint) as client:
+            await client.responses.create(model="m", input="Hi")
+            with pytest.raises(openai.BadRequestError, match="may take 1 turns"):
+                await client.responses.create(model="m", input="Hi")
+
+    assert len(play.run(talk, max_turns=1).samples()) == 1

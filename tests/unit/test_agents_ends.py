@@ -1,0 +1,162 @@
+"""How agents and their requests end, and where their endpoints listen."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import socket
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import psutil
+import pytest
+
+from slime.engines.api import EngineError, GenerateResult
+from slime.errors import UserError
+from slime.rollout.agents import server as agent_server
+from slime.rollout.agents.endpoint import AgentEndpoint, RolloutEnds, agent_endpoint
+from slime.rollout.agents.server import close_server
+from slime.rollout.generate import bind_state
+from slime.samples.types import Sample
+from tests.support.agent_clients import anthropic_of, openai_of
+from tests.support.agents import Model, Play
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_vanishes_ends_its_request(stream: bool) -> None:
+    play = Play(["a<|im_end|>", "b<|im_end|>"])
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        play.model.held = asyncio.Event()
+        async with openai_of(endpoint, max_retries=0) as client:
+            asking = asyncio.create_task(client.responses.create(model="m", input="Hi", stream=stream))
+            while not play.model.asked:
+                await asyncio.sleep(0)
+            asking.cancel()
+            while not play.model.cancelled:
+                await asyncio.sleep(0.001)
+            play.model.held = None
+            await client.responses.create(model="m", input="Hi again")
+
+    (sample,) = play.run(talk).samples()
+    assert play.text(play.trained(sample)) == "b<|im_end|>"
+
+
+def test_a_stream_pings_until_there_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_server, "_PING_SECONDS", 0.01)
+    play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        held = play.model.held = asyncio.Event()
+        headers = {"x-api-key": endpoint.api_key}
+        hi = [{"role": "user", "content": "Hi"}]
+        async with aiohttp.ClientSession(base_url=endpoint.base_url + "/", headers=headers) as http:
+            for path, ping in (("chat/completions", b": ping"), ("responses", b": ping"), ("messages", b"event: ping")):
+                held.clear()
+                async with http.post(path, json={"messages": hi, "input": "Hi", "stream": True}) as answer:
+                    assert (await answer.content.readline()).strip() == ping
+                    held.set()
+                    assert b"data: " in await answer.read()
+
+    play.run(talk)
+
+
+class DeadEngines(Model):
+    async def _answer(self, number: int, input_ids: list[int], params: dict[str, Any]) -> GenerateResult:
+        raise EngineError("http://engine-0", "is down", 503)
+
+
+def test_an_engine_that_is_lost_fails_the_sample_even_if_the_agent_goes_on() -> None:
+    play = Play([])
+    play.state.client = play.model = DeadEngines([])
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        async with openai_of(endpoint) as client, anthropic_of(endpoint) as other:
+            with pytest.raises(openai.InternalServerError, match="is down"):
+                await client.responses.create(model="m", input="Hi")
+            with pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
+                await other.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "Hi"}])
+
+    endpoint = play.run(talk)
+    assert len(play.model.calls) == 2, "the clients try nothing again that would not help"
+    with pytest.raises(EngineError):
+        endpoint.samples()
+
+
+@pytest.mark.parametrize("where", ["in a request", "in a tool"])
+def test_the_end_of_the_rollout_ends_the_agent(where: str) -> None:
+    play = Play(["a<|im_end|>"])
+    told: list[str] = []
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        try:
+            if where == "in a request":
+                play.model.held = asyncio.Event()
+                async with openai_of(endpoint) as client:
+                    await client.responses.create(model="m", input="Hi")
+            else:
+                await asyncio.Event().wait()
+        finally:
+            told.append("ended")
+
+    async def run() -> None:
+        bind_state(play.state)
+        params = play.state.params_for(play.sample)
+
+        async def generate() -> list[Sample]:
+            async with agent_endpoint(play.state.args, play.sample, params) as endpoint:
+                await talk(endpoint)
+            return endpoint.samples()
+
+        generating = asyncio.create_task(generate())
+        while where == "in a request" and not play.model.asked:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with play.model.abort_scope(), pytest.raises(RolloutEnds):
+            await generating
+        assert not generating.cancelled()
+        await close_server()
+
+    asyncio.run(run())
+    assert told == ["ended"]
+
+
+def test_the_port_is_given_back_with_the_server() -> None:
+    async def talk(endpoint: AgentEndpoint) -> None:
+        ports.append(endpoint.port)
+
+    ports: list[int] = []
+    Play([]).run(talk)
+    Play([], args={"agent_port": ports[0], "agent_host": "127.0.0.1"}).run(talk)
+    assert ports[0] == ports[1]
+
+
+def test_a_taken_port_and_a_model_without_template_are_the_users_to_mend() -> None:
+    async def nothing(endpoint: AgentEndpoint) -> None: ...
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(UserError, match="cannot listen") as refused:
+            Play([], args={"agent_port": taken.getsockname()[1]}).run(nothing)
+        assert "--agent-port" in refused.value.fix
+    play = Play([])
+    play.state.tokenizer = copy.copy(play.state.tokenizer)
+    play.state.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        play.run(nothing)
+
+
+def test_it_listens_on_loopback_unless_told_otherwise() -> None:
+    async def look(endpoint: AgentEndpoint) -> None:
+        assert endpoint.environ["ANTHROPIC_BASE_URL"] == f"http://127.0.0.1:{endpoint.port}"
+        assert endpoint.environ_for("host.docker.internal")["OPENAI_BASE_URL"].startswith(
+            "http://host.docker.internal:"
+        )
+        hosts.update(c.laddr.ip for c in psutil.Process().net_connections() if c.laddr.port == endpoint.port)
+
+    hosts: set[str] = set()
+    Play([]).run(look)
+    assert hosts == {"127.0.0.1"}
+    Play([], args={"agent_host": "0.0.0.0"}).run(look)
+    assert hosts == {"127.0.0.1", "0.0.0.0"}

@@ -1,0 +1,360 @@
+"""Conversations of agents as a tree of exact tokens: what continues, what branches, and what is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.engines.reasoning import FORMATS, THINK, Thought, reasoning_format
+from slime.prompts.chat_template import Messages
+from slime.rollout.agents.conversation import Ask, Speech, clean, key_of
+from slime.rollout.agents.endpoint import AgentEndpoint, AgentError
+from slime.rollout.agents.session import AgentSession, Refusal
+from slime.rollout.agents.turns import Turn, samples_of
+from slime.rollout.generate import bind_state
+from slime.samples.types import Sample, SampleStatus
+from tests.support.agents import Play, tokenizer
+from tests.support.embedded_models import EOS
+
+SYSTEM = {"role": "system", "content": "Be short."}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>'
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def session_of(play: Play, **options: Any) -> AgentSession:
+    speech = Speech.of(play.model.tokenizer, None, play.state.end_tokens)
+
+    def in_a_rollout() -> AgentSession:
+        bind_state(play.state)
+        return AgentSession(play.state, play.sample, play.state.params_for(play.sample), speech, **options)
+
+    return contextvars.copy_context().run(in_a_rollout)
+
+
+def talk(play: Play, *conversations: Messages | Ask, **options: Any) -> AgentSession:
+    """Ask one after the other. A message that is a number stands for what was said in that turn."""
+    session = session_of(play, **options)
+
+    async def run() -> None:
+        for asked in conversations:
+            ask = asked if isinstance(asked, Ask) else Ask([])
+            messages = ask.messages if isinstance(asked, Ask) else asked
+            said = [session.book.turns[m].reading.message() if isinstance(m, int) else m for m in messages]
+            await session.answer(Ask(**{**vars(ask), "messages": clean(said)}))
+
+    asyncio.run(run())
+    return session
+
+
+def samples(session: AgentSession) -> list[Sample]:
+    return samples_of(session.sample, session.book.branches())
+
+
+def check(play: Play, session: AgentSession) -> list[Sample]:
+    """What holds for any tree; its samples."""
+    found = samples(session)
+    for turn, asked, said in zip(session.book.turns, play.model.asked, play.model.said, strict=True):
+        assert turn.tokens() == asked + said
+    for end, sample in zip(session.book.branches(), found, strict=True):
+        sample.validate()
+        assert sample.tokens == end.tokens()
+    trained = [
+        log_prob
+        for sample in found
+        for log_prob, counts in zip(sample.rollout_log_probs or [], sample.loss_mask or [], strict=True)
+        if counts
+    ]
+    assert sorted(trained, reverse=True) == [-1.0 - i for i in range(sum(map(len, play.model.said)))]
+    return found
+
+
+# -- what continues ------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_one_sample_with_the_turns_between_masked() -> None:
+    play = Play(["Yes?<|im_end|>", "Four<|im_end|>"])
+    session = talk(play, [SYSTEM, user("Hi")], [SYSTEM, user("Hi"), 0, user("2+2")])
+    (sample,) = check(play, session)
+    assert play.text(sample.tokens) == (
+        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        "Yes?<|im_end|>\n<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\nFour<|im_end|>"
+    )
+    assert play.text(play.trained(sample)) == "Yes?<|im_end|>Four<|im_end|>"
+    assert sample.response == "Yes?\n2+2\nFour" and sample.status is SampleStatus.COMPLETED
+    assert sample.weight_versions == ["1", "1"] and sample.metadata["agent"]["answer"] == "Four"
+    assert sample is play.sample and sample.prefix_cache_info.total_prompt_tokens == sum(map(len, play.model.asked))
+
+
+def test_history_is_kept_once_however_often_it_is_sent() -> None:
+    play = Play(["a<|im_end|>", "b<|im_end|>"])
+    session = talk(play, [user("x" * 50)], [user("x" * 50), 0, user("2")])  # type: ignore[list-item]
+    first, second = session.book.turns
+    assert second.ask.messages[0] is first.ask.messages[0] and len(second.ask.messages) == 3
+
+
+def test_every_token_keeps_the_version_of_its_turn() -> None:
+    play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
+    conversation: Messages = [user("1")]
+    talked = [conversation, [*conversation, 0, user("2")], [*conversation, 0, user("2"), 1, user("3")]]
+    (sample,) = check(play, talk(play, *talked))
+    sampled = [span for span in sample.token_spans if span.weight_version is not None]
+    assert [(span.end - span.start, span.weight_version) for span in sampled] == [(2, 1), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plain<|im_end|>",
+        "  blanks at its ends \n<|im_end|>",
+        f"<think>\nhm\n</think>\n\nLet me see. {CALL}<|im_end|>",
+        f"{CALL}\n{CALL}<|im_end|>",
+        "<think>\n\n</think>\n\nNothing thought.<|im_end|>",
+        [104, 250, 251, 105, EOS],  # bytes that are no character
+    ],
+)
+def test_what_comes_back_goes_on_with_its_tokens(line: Any) -> None:
+    play = Play([line, "b<|im_end|>"])
+    first = Ask([user("Hi")], tools=TOOLS)
+    session = talk(play, first, Ask([user("Hi"), 0, user("on")], tools=TOOLS))  # type: ignore[list-item]
+    (sample,) = check(play, session)
+    assert session.book.turns[1].parent is session.book.turns[0]
+    assert sample.tokens[sample.prompt_length :][: len(play.model.said[0])] == play.model.said[0]
+
+
+def test_an_answer_without_an_end_gets_one_that_is_not_trained() -> None:
+    play = Play(["too lo", "b<|im_end|>"])
+    (sample,) = check(play, talk(play, [user("Hi")], [user("Hi"), 0, user("on")]))
+    assert "too lo<|im_end|>\n" in play.text(sample.tokens)
+    assert play.text(play.trained(sample)) == "too lob<|im_end|>"
+
+
+def test_how_arguments_are_written_does_not_matter_but_what_they_say_does() -> None:
+    def call(arguments: str, name: str = "f") -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments}
+        return {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": function}]}
+
+    assert key_of(call('{"x": 1, "y": 2}')) == key_of(call('{"y":2,"x":1}'))
+    assert len({key_of(call("{}")), key_of(call('{"x": 1}')), key_of(call("{}", "g"))}) == 3
+
+
+# -- what branches -------------------------------------------------------------------------------------------------
+
+
+def test_a_second_try_shares_its_beginning_which_is_trained_once() -> None:
+    play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
+    again: Messages = [user("1"), 0, user("2")]  # type: ignore[list-item]
+    first, second = check(play, talk(play, [user("1")], again, again))
+    assert play.text(play.trained(first)) == "a<|im_end|>b<|im_end|>"
+    assert play.text(play.trained(second)) == "c<|im_end|>"
+    assert second.metadata["agent"]["turns"] == 2 and second.metadata["agent"]["trained_turns"] == 1
+    assert first.label == second.label and first.index == second.index
+
+
+def test_compacted_history_is_a_branch_in_which_what_is_left_keeps_its_tokens() -> None:
+    play = Play(["a<|im_end|>", [98, 255, 32, EOS], "c<|im_end|>"])
+    session = talk(
+        play,
+        [user("1")],
+        [user("1"), 0, user("2")],  # type: ignore[list-item]
+        [user("in short: 1 and a, then 2"), 1, user("3")],  # type: ignore[list-item]
+    )
+    _, second = check(play, session)
+    assert second.prompt_length > 0 and play.text(play.trained(second)) == "c<|im_end|>"
+    prompt = second.tokens[: second.prompt_length]
+    assert any(prompt[i : i + 4] == [98, 255, 32, EOS] for i in range(len(prompt)))
+
+
+def test_a_client_that_drops_reasoning_branches_and_keeps_the_tokens_of_the_rest() -> None:
+    play = Play(["<think>\nlong\n</think>\n\nYes<|im_end|>", "b<|im_end|>"])
+    bare = {"role": "assistant", "content": "Yes"}
+    session = talk(play, [user("1")], [user("1"), bare, user("2")])
+    assert len(check(play, session)) == 2
+    assert play.text(play.model.asked[1]) == (
+        "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n<|im_start|>user\n2<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    play = Play(["<think>\nlong\n</think>\n\nYes<|im_end|>", "b<|im_end|>"])
+    session = talk(play, [user("1")], [user("1"), bare, user("2")], dropped_reasoning="continue")
+    assert len(check(play, session)) == 1 and "long" in play.text(play.model.asked[1])
+
+
+def test_other_tools_are_another_conversation() -> None:
+    play = Play(["a<|im_end|>", "b<|im_end|>"])
+    session = talk(play, [user("1")], Ask([user("1"), 0, user("2")], tools=TOOLS))  # type: ignore[list-item]
+    assert len(check(play, session)) == 2
+
+
+def test_the_same_told_in_another_way_is_found_by_its_tokens() -> None:
+    """The first message is two here: no history is the same, its tokens are."""
+    play = Play(["a<|im_end|>", "b<|im_end|>"])
+    whole = user("1<|im_end|>\n<|im_start|>user\n2")
+    session = talk(play, [user("1"), user("2")], [whole, 0, user("3")])  # type: ignore[list-item]
+    (sample,) = check(play, session)
+    assert play.text(play.trained(sample)) == "a<|im_end|>b<|im_end|>"
+
+
+def test_a_twin_of_what_was_said_goes_on_from_its_own_call() -> None:
+    play = Play([f"{CALL}<|im_end|>", f"{CALL} <|im_end|>", "c<|im_end|>"])
+    ask = Ask([user("1")], tools=TOOLS)
+    session = talk(play, ask, ask, Ask([user("1"), 0, user("2")], tools=TOOLS))  # type: ignore[list-item]
+    assert session.book.turns[2].parent is session.book.turns[0]
+    check(play, session)
+
+
+def test_chosen_branches_train_what_they_share() -> None:
+    play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
+    again: Messages = [user("1"), 0, user("2")]  # type: ignore[list-item]
+    session = talk(play, [user("1")], again, again)
+    (only,) = samples_of(session.sample, session.book.branches()[1:])
+    assert play.text(play.trained(only)) == "a<|im_end|>c<|im_end|>"
+
+
+# -- any tree ------------------------------------------------------------------------------------------------------
+
+_WORDS = st.sampled_from(
+    ["ok", "no ", "<think>\nhm\n</think>\n\nyes", "<think>never ends", CALL, f"look {CALL}", "\n\n", "<|im_start|>"]
+)
+_BYTES = st.lists(st.integers(0, 255), min_size=1, max_size=6)
+#: What a client does with its history before it asks again; the number chooses the turn to go on from.
+_STEP = st.tuples(
+    st.sampled_from(["go on", "go on", "go on", "drop the beginning", "edit", "drop reasoning", "drop tools", "anew"]),
+    st.integers(0, 30),
+    st.one_of(_WORDS, _BYTES),
+    st.booleans(),  # whether the answer ends by itself
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(_STEP, min_size=1, max_size=9), st.sampled_from(["branch", "continue"]), st.booleans())
+def test_any_tree_trains_each_sampled_token_once_and_is_what_the_engine_saw(
+    steps: list[Any], policy: Any, merges: bool
+) -> None:
+    words = tokenizer(merges)
+    ends = {True: [words.eos_token_id], False: []}
+    lines = [(words.encode(line) if isinstance(line, str) else line) + ends[end] for _, _, line, end in steps]
+    play = Play(lines, merges=merges)
+    session = session_of(play, dropped_reasoning=policy)
+
+    async def run() -> None:
+        for number, (what, which, _, _) in enumerate(steps):
+            turns = session.book.turns
+            base = turns[which % len(turns)] if turns else None
+            await session.answer(_next_ask(what, which, number, base))
+
+    asyncio.run(run())
+    check(play, session)
+    for turn, asked in zip(session.book.turns, play.model.asked):
+        for message in turn.ask.messages:
+            written = [known.output for known in session.book.turns if known.reading.message() == message]
+            if message["role"] == "assistant" and message["content"] and written:
+                assert any(_holds(asked, output) for output in written), "an answer was tokenised again"
+
+
+def _next_ask(what: str, which: int, number: int, base: Turn | None) -> Ask:
+    if base is None or what == "anew":
+        return Ask(clean([user(f"question {number % 3}")]), tools=TOOLS)
+    messages = [*base.ask.messages, base.reading.message(), user(f"more {which % 4}")]
+    if what == "drop the beginning":
+        messages = [user("in short"), *messages[1 + which % len(messages) :]]
+    elif what == "edit":
+        messages[which % len(messages)] = user("edited")
+    elif what == "drop reasoning":
+        messages = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in messages]
+    return Ask(clean(messages), tools=None if what == "drop tools" else base.ask.tools)
+
+
+def _holds(tokens: list[int], part: list[int]) -> bool:
+    return any(tokens[i : i + len(part)] == part for i in range(len(tokens)))
+
+
+# -- limits, ends and seeds ----------------------------------------------------------------------------------------
+
+
+def test_a_full_context_refuses_and_its_branch_is_truncated() -> None:
+    play = Play(["a<|im_end|>", "b<|im_end|>"], max_context_len=60)
+    session = session_of(play)
+
+    async def run() -> None:
+        turn = await session.answer(Ask(clean([user("1")])))
+        with pytest.raises(Refusal, match="too long") as refused:
+            await session.answer(Ask(clean([user("1"), turn.reading.message(), user("2" * 60)])))
+        assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
+
+    asyncio.run(run())
+    (sample,) = check(play, session)
+    assert sample.status is SampleStatus.TRUNCATED
+
+
+def test_who_asks_the_same_twice_gets_two_seeds() -> None:
+    play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
+    talk(play, [user("1")], [user("1")], [user("2")])
+    seeds = [call["params"]["sampling_seed"] for call in play.model.calls]
+    assert seeds[1] == seeds[0] + 1 and seeds[2] == seeds[0]
+
+
+def test_of_a_clients_sampling_only_fewer_tokens_and_more_stops_count() -> None:
+    play = Play(["abc", "x STOP y"], max_new_tokens=50)
+    session = talk(play, Ask([user("1")], max_tokens=2), Ask([user("1")], max_tokens=900, stop=("STOP",)))
+    first, second = (call["params"] for call in play.model.calls)
+    assert first["max_new_tokens"] == 2 and second["max_new_tokens"] == 50 and second["stop"] == ["STOP"]
+    assert session.book.turns[1].reading.text == "x " and session.book.turns[1].reading.stop == "STOP"
+
+
+def test_an_agent_that_asks_for_nothing_fails_its_sample() -> None:
+    async def nothing(endpoint: AgentEndpoint) -> None: ...
+
+    with pytest.raises(AgentError):
+        Play([]).run(nothing).samples()
+
+
+def test_a_reward_of_the_execution_is_that_of_all_its_samples() -> None:
+    play = Play(["a<|im_end|>", "b<|im_end|>"])
+    session = talk(play, [user("1")], [user("2")])
+    session.sample.reward = 0.5
+    assert [sample.reward for sample in samples(session)] == [0.5, 0.5]
+
+
+# -- reasoning -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "thought"),
+    [
+        ("4", False, Thought(None, "4")),
+        ("<think>\na\n</think>\n\n4", False, Thought("a", "4")),
+        ("<think>\n\n</think>\n\n4", False, Thought("", "4")),
+        ("a\n</think>\n4", True, Thought("a", "4")),
+        ("a", True, Thought("a", "")),
+        ("so <think> is a word", False, Thought(None, "so <think> is a word")),
+    ],
+)
+def test_reasoning_and_answer(text: str, opened: bool, thought: Thought) -> None:
+    assert THINK.split(text, opened=opened) == thought
+
+
+def test_the_template_tells_how_a_model_thinks() -> None:
+    assert reasoning_format("{{ m.content.split('</think>')[-1] }}") is THINK
+    assert reasoning_format("[THINK]{{ x }}[/THINK]") is FORMATS[1] and reasoning_format("{{ m.content }}") is None
+    assert THINK.opens("assistant\n<think>\n") and not THINK.opens("<think>\n\n</think>\n\n")
+
+
+def test_a_prompt_that_opens_reasoning_is_seen() -> None:
+    play = Play(["hm\n</think>\n\nYes<|im_end|>"])
+    play.model.tokenizer = copy.copy(play.model.tokenizer)
+    play.model.tokenizer.chat_template += '{% if add_generation_prompt %}{{ "<think>\\n" }}{% endif %}'
+    session = talk(play, [user("1")])
+    assert session.book.turns[0].reading.message() == {
+        "role": "assistant",
+        "content": "Yes",
+        "reasoning_content": "hm",
+    }
