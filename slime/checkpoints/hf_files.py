@@ -113,7 +113,7 @@ class HfReader:
             raise UserError(
                 f"{self.directory} holds weights quantised to {kind}",
                 why=f"it has {quantised}; training needs the weights themselves",
-                fix="use a bfloat16 copy of the model (of DeepSeek-V3: its own inference/fp8_cast_bf16.py makes one)",
+                fix="use a bfloat16 copy of the model: slime convert quantised-to-hf makes one of FP8 and INT4",
             )
         if missing or unknown:
             raise UserError(
