@@ -12,7 +12,7 @@ from slime.checkpoints.hf_files import HfReader
 from slime.checkpoints.safetensors_stream import Table, read_table
 from slime.errors import UserError
 from slime.models import ModelFamily, ModelSpec
-from slime.models.ignore_list import FOR_FP8, Matrix, examine, matrices
+from slime.models.ignore_list import Matrix, examine, matrices, stored_tensors
 from slime.models.quantised import Quantisation
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -28,14 +28,11 @@ def verify_quantised(directory: Path, family: ModelFamily, spec: ModelSpec, quan
             Linear layer that is neither ignored nor quantised, or both; a rule that makes an engine go wrong.
     """
     reader = HfReader(directory, names_only=True)
-    weights = matrices(family, spec)
-    if quantisation.method == "fp8" and not quantisation.ignore:  # the engine's model knows
-        quantisation = Quantisation(quantisation.method, quantisation.scheme, FOR_FP8)
-    found = examine(weights, quantisation)
+    found = examine(matrices(family, spec), quantisation)
     present = {name: facts for table in tables_of(reader).values() for name, facts in table.items()}
     wrong = found.problems()
     wrong += _half_quantised(found.quantised, found.ignored, present, quantisation)
-    expected = expected_tensors(family, spec, quantisation)
+    expected = stored_tensors(family, spec, quantisation)
     known = {name for name in present if family.is_ignored(name, spec)}
     wrong += _told("missing", sorted(expected.keys() - present.keys()))
     wrong += _told("unknown", sorted(present.keys() - expected.keys() - known))
@@ -47,21 +44,6 @@ def verify_quantised(directory: Path, family: ModelFamily, spec: ModelSpec, quan
             fix="quantise it again (slime convert), or correct quantization_config in its config.json",
         )
     return counted(reader, spec)
-
-
-def expected_tensors(
-    family: ModelFamily, spec: ModelSpec, quantisation: Quantisation
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Every tensor that a complete model, stored so, has: name → (dtype, shape); "" is any floating-point dtype."""
-    quantised = {weight.weight: weight for weight in examine(matrices(family, spec), quantisation).quantised}
-    expected: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, shape in family.hf_tensors(spec):
-        if name in quantised:
-            parts = quantisation.scheme.parts(quantised[name].shape, "")
-            expected |= {f"{quantised[name].module}.{part}": facts for part, facts in parts.items()}
-        else:
-            expected[name] = ("", shape)
-    return expected
 
 
 def tables_of(reader: HfReader) -> dict[str, Table]:

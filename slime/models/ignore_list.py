@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from slime.errors import UserError
-from slime.models.quantised import Quantisation
+from slime.models.quantised import FOR_FP8, Quantisation
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
 
@@ -31,8 +31,6 @@ FOR_EXPERTS = (
     r"re:.*shared_head\.head.*",
     r"re:.*mlp\.gate\..*",
 )
-#: Linear layers that are not quantised in published FP8 models.
-FOR_FP8 = ("lm_head", r"re:.*eh_proj.*", r"re:.*shared_head\.head.*")
 #: What engines compute with one kernel, so that all of it is quantised or none.
 _FUSED = {
     "q_proj": "qkv_proj",
@@ -190,6 +188,21 @@ def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
         tuple(kernel for kernel, there in kernels.items() if len(there) == 2),
         tuple(misfits),
     )
+
+
+def stored_tensors(
+    family: ModelFamily, spec: ModelSpec, quantisation: Quantisation
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Every tensor that a complete quantised model has: name → (dtype, shape); the dtype "" is the model's own."""
+    quantised = {matrix.weight: matrix for matrix in examine(matrices(family, spec), quantisation).quantised}
+    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in family.hf_tensors(spec):
+        if name in quantised:
+            parts = quantisation.scheme.parts(quantised[name].shape, "")
+            stored |= {f"{quantised[name].module}.{part}": facts for part, facts in parts.items()}
+        else:
+            stored[name] = ("", shape)
+    return stored
 
 
 def recommended(weights: Sequence[Matrix], *, fp8: bool = False) -> tuple[str, ...]:

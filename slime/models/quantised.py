@@ -22,6 +22,8 @@ Method = Literal["compressed-tensors", "fp8"]
 Parts = dict[str, tuple[str, tuple[int, ...]]]
 """Last part of a stored tensor's name → (dtype, shape)."""
 
+#: Linear layers that published FP8 models leave as they are; engines know it where config.json has no list.
+FOR_FP8 = ("lm_head", r"re:.*eh_proj.*", r"re:.*shared_head\.head.*")
 #: Numbers that compressed-tensors packs into an int32, 4 bits each.
 NIBBLES = 8
 
@@ -176,7 +178,8 @@ def _fp8(told: Mapping[str, Any]) -> Quantisation:
             raise _unknown("fp8", f"{key} {told[key]!r}", f"{key} {known!r}")
     block = told.get("weight_block_size")
     scheme = Fp8((int(block[0]), int(block[1]))) if block else Fp8((0, 0), "weight_scale")
-    return Quantisation("fp8", scheme, tuple(told.get("modules_to_not_convert") or told.get("ignored_layers") or ()))
+    ignore = told.get("modules_to_not_convert") or told.get("ignored_layers") or FOR_FP8
+    return Quantisation("fp8", scheme, tuple(ignore))
 
 
 def _unknown(method: str, there: str, known: str) -> UserError:

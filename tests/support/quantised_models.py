@@ -18,11 +18,11 @@ INT4 = Quantisation("compressed-tensors", Int4(8), ("lm_head", "model.embed_toke
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "moe_intermediate_size": 24}
 
 
-def make_plain(directory: Path, family: str, shards: int = 1, **changes: object) -> Path:
+def make_plain(directory: Path, family: str, shards: int = 1, seed: int = 0, **changes: object) -> Path:
     """Random bfloat16 weights of the smallest model of ``family``; no transformers, no tokenizer."""
     config = config_of(family, dtype="bfloat16", **{**_SIZES, **changes})
     table = family_of(config)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: (torch.randn(shape, generator=generator) * 0.05).bfloat16()
         for name, shape in table.hf_tensors(table.describe(config))

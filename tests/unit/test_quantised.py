@@ -148,7 +148,7 @@ def test_columns_that_no_group_divides_are_named() -> None:
         Quantisation("compressed-tensors", Int4(32), ("lm_head", r"re:.*mlp\.gate\..*")),
         Quantisation("compressed-tensors", Int4(128, False)),
         Quantisation("fp8", Fp8((128, 64)), ("lm_head",)),
-        Quantisation("fp8", WHOLE),
+        Quantisation("fp8", WHOLE, ("model.layers.0.mlp.down_proj",)),
     ],
     ids=str,
 )

@@ -187,7 +187,7 @@ def _never_zero(scale: torch.Tensor) -> torch.Tensor:
 def _from_fp8(weight: torch.Tensor, scale: torch.Tensor, scheme: Fp8, dtype: torch.dtype) -> torch.Tensor:
     height, width = scheme.block[0] or len(weight), scheme.block[1] or weight.shape[1]
     scale = scale.float().reshape(scheme.blocks((len(weight), weight.shape[1])))
-    result = torch.empty(weight.shape, dtype=dtype)
+    result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for number, row in enumerate(scale):
         rows = slice(number * height, (number + 1) * height)
         result[rows] = weight[rows].float() * row.repeat_interleave(width)[: weight.shape[1]]
