@@ -22,7 +22,9 @@ _PER_ENGINE = "it is chosen for each engine"
 _PORTS = "ports are reserved for each engine"
 _NO_KEYS = "the clients of engines and router send no keys"
 _NO_TLS = "the clients of engines and router speak plain HTTP"
-_NO_QUANTISED = "quantised rollouts are not in this version: pushes bring plain weights"
+_NO_QUANTISED = (
+    "pushes bring SGLang plain weights: what it packs of quantised ones cannot be pushed into, as far as was tried"
+)
 
 #: SGLang's arguments that this system sets itself. name -> reason
 SGLANG_RESERVED: dict[str, str] = {

@@ -12,8 +12,7 @@ from slime.config.make import check_plain_weights
 from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Case, LeftOut, Look
 from slime.errors import UserError
-from slime.models import family_of, ignore_list, read_hf_config
-from slime.models.quantised import Quantisation
+from slime.models import family_of, read_hf_config
 from slime.prompts.source import is_chat, warn_of_endless_generation
 from slime.prompts.tokenizer import generation_config_of, stop_token_report
 
@@ -56,24 +55,9 @@ def architecture(case: Case, look: Look) -> None:
 
 
 def quantisation(case: Case, look: Look) -> None:
-    """The weights are plain; if they are not, the ignore list fits the model's modules."""
-    config = read_hf_config(str(case.model))
-    look.attempt(check_plain_weights, str(case.model))
-    try:
-        found = Quantisation.read(config)
-    except UserError as error:
-        look.note(str(error))
-        return
-    if found is None:
-        return
-    look.note(str(found))
-    family = family_of(config, case.run.checkpoint.model_name)
-    findings = ignore_list.examine(ignore_list.matrices(family, family.describe(config)), found)
-    source = str(case.model / "config.json")
-    for problem in findings.problems():
-        look.found(known.IGNORE_LIST, f"ignored modules of {source}: {problem}", source=source)
-    for rule in findings.idle:
-        look.found(known.IGNORE_LIST, f"the rule {rule!r} of {source} names nothing", source=source, is_fatal=False)
+    """Engines take weights as config.json says they are; of quantised ones the ignore list fits the model."""
+    look.attempt(check_plain_weights, str(case.model), case.run.engine.rollout_engine)
+    look.attempt(preflight.check_ignore_list, case.run)
 
 
 def checkpoint(case: Case, look: Look) -> None:

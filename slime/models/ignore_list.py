@@ -190,6 +190,22 @@ def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
     )
 
 
+def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> Findings:
+    """`examine` of a quantised model's own list.
+
+    Raises:
+        UserError: with it engines would compute something else; names the modules.
+    """
+    found = examine(matrices(family, spec), quantisation)
+    if found.problems():
+        raise UserError(
+            "the ignore list of the model's quantization_config does not fit its modules",
+            why="\n  ".join(found.problems()),
+            fix="correct it in config.json, or quantise the model again with slime convert, whose list fits",
+        )
+    return found
+
+
 def stored_tensors(
     family: ModelFamily, spec: ModelSpec, quantisation: Quantisation
 ) -> dict[str, tuple[str, tuple[int, ...]]]:

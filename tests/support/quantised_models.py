@@ -29,7 +29,7 @@ def make_plain(directory: Path, family: str, shards: int = 1, seed: int = 0, **c
     }
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
-    (directory / "tokenizer.json").write_text("{}")
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
     write_shards(directory, tensors, shards)
     return directory
 

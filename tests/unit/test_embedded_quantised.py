@@ -89,6 +89,20 @@ def test_a_scale_that_did_not_come_is_missed(small: Path, tmp_path: Path) -> Non
     assert same_bits(store.named["model.layers.1.mlp.experts.3.down_proj.weight"], before)
 
 
+def test_a_push_that_failed_comes_again_under_the_same_version(small: Path, tmp_path: Path) -> None:
+    """The second one brings its parts in another order than the first one, which did not bring all."""
+    other, third = tmp_path / "other", tmp_path / "third"
+    for seed, target in enumerate((other, third), start=1):
+        plain = make_plain(tmp_path / f"{target.name}-plain", "qwen3_moe", seed=seed)
+        quantise_directory(plain, target, _kind_of(small))
+    scheduler = engine(small)
+    first, second = tensors_of(other), tensors_of(third)
+    scheduler.store.update(((name, first[name]) for name in first if "_scale" not in name), "2")
+    for name in sorted(second, key=lambda name: ("_scale" not in name, name)):
+        scheduler.store.update([(name, second[name])], "2")
+    assert log_probs(scheduler) == log_probs(engine(third))
+
+
 def test_plain_weights_are_refused_where_quantised_ones_belong(small: Path, tmp_path: Path) -> None:
     store, plain = engine(small).store, tensors_of(tmp_path / "plain")
     before = store.fingerprints()

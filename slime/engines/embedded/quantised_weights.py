@@ -69,13 +69,14 @@ class StoredForm:
         fresh.add(name)
         if fresh != names:
             return None
-        del self._fresh[module]
+        # a push that failed half-way comes again under the same version: what is whole stays so, and is made anew
         return f"{module}.weight", dequantise(module, self.tensors, self.quantisation.scheme, self._dtype)
 
     def reset(self) -> None:
         """Overwrite every part with noise."""
         for tensor in self.tensors.values():
             tensor.view(-1).view(torch.uint8).random_()
+        self._fresh = {}
 
     def held(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Name as updates have it → tensor, of plain and of quantised weights; what never came is left out."""
