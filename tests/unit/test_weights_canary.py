@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -183,6 +184,26 @@ def test_quantised_engines_are_only_measured(
             canary.check("a weight push")
     else:
         assert canary.check("a weight push") == pytest.approx({MEAN: 1 / 31, LARGEST: 1.0})
+
+
+@pytest.mark.parametrize("flags", [{}, {"bf16": True}], ids=str)
+def test_a_quantised_model_is_judged_by_what_its_format_does(
+    config_json: Callable[..., str], flags: dict[str, Any]
+) -> None:
+    """The first check measures, up to the standard deviation; later ones allow twice as much."""
+    model = config_json(quantization_config={"quant_method": "fp8"})
+    spread = statistics.pstdev(EXPECTED)
+    fleet = Fleet([value + 1.1 * spread for value in EXPECTED])
+    with pytest.raises(UserError, match="allowed is a mean of"):
+        canary_of(fleet, model, EXPECTED, **flags).check("a weight push")
+    canary = canary_of(fleet, model, EXPECTED, **flags)
+    for factor, refused in ((0.3, False), (0.55, False), (0.65, True)):
+        fleet.said = ([value + factor * spread for value in EXPECTED],)
+        if refused:
+            with pytest.raises(UserError, match="allowed is a mean of"):
+                canary.check("a wake")
+        else:
+            assert canary.check("a wake")[MEAN] == pytest.approx(factor * spread)
 
 
 def test_what_is_not_a_number_differs(models: dict[str, Path]) -> None:

@@ -7,14 +7,31 @@ What came is kept because it is what trainer and engine compare; it is a quarter
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from slime.engines.embedded.architecture import Architecture
 from slime.engines.wire.quantised import dequantise, require_library
+from slime.models import read_hf_config
 from slime.models.ignore_list import stored_tensors
 from slime.models.quantised import Int4, Quantisation
+
+
+def import_library_for(model_path: str) -> None:
+    """Import compressed-tensors if the model needs it. It imports transformers, which fails in a thread while another
+    one, that of the tokenizer, imports it too.
+
+    Raises:
+        UserError: the model's quantisation is not known, compressed-tensors is needed and not installed.
+    """
+    path = Path(model_path) / "config.json"
+    quantisation = Quantisation.read(read_hf_config(path)) if path.is_file() else None
+    if quantisation is not None and isinstance(quantisation.scheme, Int4):
+        require_library()
+        importlib.import_module("compressed_tensors")
 
 
 class StoredForm:
