@@ -23,7 +23,7 @@ _PORTS = "ports are reserved for each engine"
 _NO_KEYS = "the clients of engines and router send no keys"
 _NO_TLS = "the clients of engines and router speak plain HTTP"
 _NO_QUANTISED = (
-    "pushes bring SGLang plain weights: what it packs of quantised ones cannot be pushed into, as far as was tried"
+    "pushes bring SGLang plain weights; a push into weights that it has quantised or packed was not tried on a GPU yet"
 )
 
 #: SGLang's arguments that this system sets itself. name -> reason

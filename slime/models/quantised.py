@@ -70,7 +70,8 @@ class Fp8:
     Attributes:
         block: rows and columns that share a scale; 0 stands for all of them, so (0, 0) is one scale per tensor and
             (1, 0) one per row.
-        scale: last part of the scale's name. Both names hold the same: the weight is the stored number times it.
+        scale: last part of the scale's name. Both names hold the same: the weight is the stored number times it. Some
+            published models store it in bfloat16.
     """
 
     block: tuple[int, int] = (128, 128)
@@ -155,6 +156,7 @@ def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
         raise _unknown(
             "compressed-tensors", f"the targets {group['targets']!r}", "the target Linear, with rules to ignore"
         )
+    _refuse_coarser_rest(told, group)
     ignore = tuple(told.get("ignore") or ())
     kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
     size = weights.get("group_size")
@@ -170,6 +172,16 @@ def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
         f"weights of type {kind}, {bits} bits, strategy {strategy}",
         "int with 4 bits in groups, float with 8 bits by block, channel or tensor",
     )
+
+
+def _refuse_coarser_rest(told: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """What is not about weights: scales of activations that are stored, and a cache."""
+    activations = group.get("input_activations")
+    if activations and (activations.get("dynamic") is not True or group["weights"].get("type", "int") == "int"):
+        raise _unknown("compressed-tensors", "input_activations", "FP8 activations whose scales are dynamic, or none")
+    for key, where in (("output_activations", group), ("kv_cache_scheme", told)):
+        if where.get(key):
+            raise _unknown("compressed-tensors", key, "weights alone, and FP8 activations")
 
 
 def _fp8(told: Mapping[str, Any]) -> Quantisation:

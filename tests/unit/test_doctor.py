@@ -233,6 +233,15 @@ def router_is_not_ignored(f: Fault) -> None:
     (f.model / "config.json").write_text(json.dumps(config_of("qwen3_moe", quantization_config=lists)))
 
 
+@provokes("quantisation-ignore-list")
+def a_rule_names_nothing(f: Fault) -> None:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 8}}
+    f.config(quantization_config={
+        "quant_method": "compressed-tensors", "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "model.embed_tokens", "model.layers.0"],
+    })  # fmt: skip
+
+
 @provokes("vocabulary")
 def more_tokens_than_rows(f: Fault) -> None:
     make_tokenizer().save_pretrained(f.model)

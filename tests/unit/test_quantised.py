@@ -156,6 +156,23 @@ def test_what_is_written_of_it_is_read_again(quantisation: Quantisation) -> None
     assert Quantisation.read({"quantization_config": config_of(quantisation)}) == quantisation
 
 
+INT4_WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group"}
+W4A8 = {"weights": INT4_WEIGHTS, "input_activations": {"num_bits": 8, "dynamic": True}}
+PLAIN_INT4 = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": INT4_WEIGHTS}}}
+
+
+def test_fp8_as_llm_compressor_publishes_it_is_read() -> None:
+    """One scale per row, and one for each token's activations, made as they come."""
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+    }
+    told = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    found = Quantisation.read({"quantization_config": told})
+    assert found == Quantisation("compressed-tensors", Fp8((1, 0), "weight_scale"), ("lm_head",))
+
+
 @pytest.mark.parametrize(
     ("told", "named"),
     [
@@ -168,6 +185,8 @@ def test_what_is_written_of_it_is_read_again(quantisation: Quantisation) -> None
             "type int, 8 bits",
         ),
         ("int4", "'int4', not an object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": W4A8}}, "has input_activations"),
+        ({**PLAIN_INT4, "kv_cache_scheme": {"num_bits": 8}}, "has kv_cache_scheme"),
     ],
 )
 def test_what_is_unknown_is_refused_by_name(told: object, named: str) -> None:

@@ -246,6 +246,18 @@ def test_damage_is_named(damage: str, named: str, tmp_path: Path) -> None:
         dequantise_directory(small, tmp_path / "back")
 
 
+def test_scales_in_bfloat16_are_read(tmp_path: Path) -> None:
+    plain, small = make_plain(tmp_path / "plain", "llama"), tmp_path / "small"
+    quantise_directory(plain, small, Quantisation("fp8", Fp8((16, 16)), ("lm_head",)))
+    tensors = tensors_of(small)
+    rounded = {name: value.bfloat16() if "scale" in name else value for name, value in tensors.items()}
+    write_shards(small, rounded, 1)
+    dequantise_directory(small, tmp_path / "back")
+    name = "model.layers.0.mlp.up_proj"
+    wanted = dequantise(name, rounded, Fp8((16, 16)), torch.bfloat16)
+    assert same_bits(tensors_of(tmp_path / "back")[f"{name}.weight"], wanted)
+
+
 def test_scales_may_lie_in_another_shard(tmp_path: Path) -> None:
     plain, small, back = make_plain(tmp_path / "plain", "llama"), tmp_path / "small", tmp_path / "back"
     quantise_directory(plain, small, Quantisation("fp8", Fp8((16, 16)), ("lm_head",)))

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from slime.engines.embedded.architecture import Architecture
+from slime.engines.wire.buckets import SCALE_NAMES
 from slime.engines.wire.quantised import dequantise, require_library
 from slime.models import read_hf_config
 from slime.models.ignore_list import stored_tensors
@@ -69,7 +70,8 @@ class StoredForm:
     def problem(self, name: str, dtype: str) -> str:
         """Why a tensor of this dtype cannot be this part; "" if it can."""
         wanted = self._table[name][0]
-        return "" if wanted in ("", dtype) else f"{name} is {dtype}, and stored as {wanted}"
+        is_scale = name.endswith(SCALE_NAMES) and "float" in dtype
+        return "" if wanted in ("", dtype) or is_scale else f"{name} is {dtype}, and stored as {wanted}"
 
     def begin(self) -> None:
         """Parts of another version than those that came so far will come."""
