@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import eq
 
 from slime.errors import UserError
 from slime.models.quantised import FOR_FP8, Quantisation
@@ -97,9 +98,12 @@ def _kernel(module: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _expression(rule: str) -> re.Pattern[str]:
+def _matcher(rule: str) -> Callable[[str], object]:
+    """What is true of the names that the rule names."""
+    if not rule.startswith("re:"):
+        return partial(eq, rule)
     try:
-        return re.compile(rule.removeprefix("re:"))
+        return re.compile(rule.removeprefix("re:")).match
     except re.error as error:
         raise UserError(
             f"the rule {rule!r} of an ignore list is no regular expression", why=str(error), fix="correct it"
@@ -117,7 +121,7 @@ def names(rule: str, name: str) -> bool:
         >>> names("model.layers.1", module), names(r"re:.*mlp\\.up", module), names(module, module)
         (False, True, True)
     """
-    return _expression(rule).match(name) is not None if rule.startswith("re:") else rule == name
+    return bool(_matcher(rule)(name))
 
 
 @dataclass(frozen=True)
@@ -155,20 +159,22 @@ class Findings:
 
 def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
     """Compare the rules of a model with its modules."""
-    rules = quantisation.ignore
-    used: set[str] = set()
+    rules = [_matcher(rule) for rule in quantisation.ignore]  # a large model has 40 thousand modules
+    idle = dict(zip(quantisation.ignore, rules))
     quantised, ignored, unspared, by_weight, misfits = [], [], [], [], []
     kernels = defaultdict[str, set[bool]](set)
     for matrix in weights:
-        of_module = [rule for rule in rules if names(rule, matrix.module)]
-        of_weight = [rule for rule in rules if names(rule, matrix.weight)]
-        used.update(of_module, of_weight)
+        module, weight = matrix.module, matrix.weight
+        of_module = any(matches(module) for matches in rules)
+        of_weight = not of_module and any(matches(weight) for matches in rules)
+        if of_module or of_weight:
+            idle = {rule: matches for rule, matches in idle.items() if not (matches(module) or matches(weight))}
         if not matrix.is_linear:
             # the list of fp8 is of Linear layers alone: no quantiser reads it
             if not of_module and not of_weight and quantisation.method != "fp8":
                 unspared.append(matrix.weight)
             continue
-        kernels[matrix.kernel].add(bool(of_module))
+        kernels[matrix.kernel].add(of_module)
         if of_module:
             ignored.append(matrix)
             continue
@@ -178,12 +184,11 @@ def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
             by_weight.append(matrix.weight)
         elif misfit:
             misfits.append(f"{matrix.module} ({misfit})")
-    used.update(rule for rule in rules if any(names(rule, kernel) for kernel in kernels))
     return Findings(
         tuple(quantised),
         tuple(ignored),
         tuple(unspared),
-        tuple(rule for rule in rules if rule not in used),
+        tuple(rule for rule, matches in idle.items() if not any(matches(kernel) for kernel in kernels)),
         tuple(by_weight),
         tuple(kernel for kernel, there in kernels.items() if len(there) == 2),
         tuple(misfits),
@@ -225,8 +230,11 @@ def recommended(weights: Sequence[Matrix], *, fp8: bool = False) -> tuple[str, .
     """The rules that are advised for a model, without those that would name nothing in it."""
     has_experts = any(matrix.kernel.endswith(".experts") for matrix in weights)
     rules = FOR_FP8 if fp8 else FOR_EXPERTS if has_experts else (*FOR_FP8, "model.embed_tokens.weight")
-    spellings = [name for matrix in weights for name in {matrix.module, matrix.weight, matrix.kernel}]
-    return tuple(rule for rule in rules if any(names(rule, name) for name in spellings))
+    return tuple(rule for rule in rules if any(_names_any(_matcher(rule), matrix) for matrix in weights))
+
+
+def _names_any(matches: Callable[[str], object], matrix: Matrix) -> bool:
+    return any(matches(name) for name in (matrix.module, matrix.weight, matrix.kernel))
 
 
 def _few(found: Sequence[str]) -> str:
