@@ -161,11 +161,8 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
     assert flags.hf_checkpoint is not None
     family = family_of(flags.hf_checkpoint, flags.model_name)
     served = {Path(flags.hf_checkpoint)} if needs_engines(config) else set()
-    trained = {plan.path} if plan.kind == "hf" else set()
-    if config.algorithm.needs_reference:
-        reference = resolve_reference(config)
-        if reference.kind == "hf":
-            trained.add(reference.path)
+    plans = [plan, *([resolve_reference(config)] if config.algorithm.needs_reference else [])]
+    trained = {one.path for one in plans if one.kind == "hf" and not config.debug.debug_rollout_only}
     spec = family.model_spec(flags.hf_checkpoint)
     for folder in sorted(served | trained):
         own = family_of(folder, flags.model_name).model_spec(folder)

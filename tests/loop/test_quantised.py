@@ -44,6 +44,13 @@ def test_engines_hold_int4_and_the_trainer_does_not(run: Run, models: dict[str, 
     assert "quantization_config" not in read_hf_config(exported)
 
 
+def test_engines_alone_need_no_plain_weights(run: Run, quantised: Path) -> None:
+    """--debug-rollout-only tells whether a quantised checkpoint generates by itself."""
+    flags: list[Any] = ["--hf-checkpoint", quantised, "--debug-rollout-only", "--num-rollout", 1]
+    result = run("quantised-rollout", *GRPO, *flags)
+    assert result.series("rollout/response_len/mean") and not list((result.path / "logs").glob("trainer*"))
+
+
 def test_the_trainer_cannot_start_from_quantised_weights(run: Run, quantised: Path) -> None:
     with pytest.raises(UserError, match=r"holds weights quantised to(.|\n)*--ref-load"):
         run("quantised-alone", *GRPO, "--hf-checkpoint", quantised, "--num-rollout", 1)
