@@ -23,7 +23,9 @@ _PORTS = "ports are reserved for each engine"
 _OWN_KEY = "each run makes a key of its own, which its engines and routers ask for (docs/security.md)"
 _PAST_KEY = "a gRPC listener would answer without the run's key"
 _NO_TLS = "the clients of engines and router speak plain HTTP"
-_NO_QUANTISED = "quantised rollouts are not in this version: pushes bring plain weights"
+_NO_QUANTISED = (
+    "pushes bring SGLang plain weights; a push into weights that it has quantised or packed was not tried on a GPU yet"
+)
 
 #: SGLang's arguments that this system sets itself. name -> reason
 SGLANG_RESERVED: dict[str, str] = {

@@ -68,6 +68,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "megatron": ("trainer.megatron", "checkpoints", "weights", "config.native"),
     "sglang": ("engines.sglang", "weights", "config.native"),
     "wandb": ("observe.wandb_sink",),
+    "compressed_tensors": ("engines.wire.quantised",),
     "tensorboard": ("observe.tensorboard_sink",),
 }
 #: Never imported at run time by these (a quick `--help`, cheap supports).

@@ -23,6 +23,7 @@ from slime.engines.embedded import control_routes, generate_routes, openai_route
 from slime.engines.embedded.engine import Engine, EngineDead, EngineOptions, Hub
 from slime.engines.embedded.generate_request import Limits
 from slime.engines.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
+from slime.engines.embedded.quantised_weights import import_library_for
 from slime.engines.embedded.weight_update import WeightUpdater
 from slime.engines.keys import VARIABLE, admits
 from slime.engines.request_fields import BadRequest
@@ -83,6 +84,7 @@ async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int
 async def _load(options: EngineOptions, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> ServerState:
     hub = Hub(loop)
     with ThreadPoolExecutor(2, thread_name_prefix="load") as pool:
+        await loop.run_in_executor(pool, import_library_for, options.model_path)
         tokenizer_loading = loop.run_in_executor(pool, load_tokenizer, options.model_path)
         engine = await loop.run_in_executor(pool, Engine, options, hub.deliver)
         tokenizer = await tokenizer_loading
