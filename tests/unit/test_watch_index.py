@@ -57,7 +57,8 @@ def a_run(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("trigrams", "few", "patience"), [(True, 3000, 1000), (True, 4, 2), (True, 1, 1), (False, 1, 1)]
+    ("trigrams", "few", "late", "patience"),
+    [(True, 3000, 25_000, 500), (True, 4, 9, 2), (True, 1, 1, 1), (False, 1, 1, 1)],
 )
 @settings(deadline=None, max_examples=40)
 @given(lines=st.lists(records, max_size=12), data=st.data())
@@ -65,6 +66,7 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
     tmp_path_factory: pytest.TempPathFactory,
     trigrams: bool,
     few: int,
+    late: int,
     patience: int,
     lines: list[dict[str, Any]],
     data: st.DataObject,
@@ -80,6 +82,7 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
     index.has_trigrams = index.has_trigrams and trigrams
     patch = pytest.MonkeyPatch()
     patch.setattr("slime.observe.watch.index._FEW", few)
+    patch.setattr("slime.observe.watch.index._LATE", late)
     patch.setattr("slime.observe.watch.index._PATIENCE", patience)
     try:
         for name, down in itertools.product(("step", "reward", "length"), (False, True)):

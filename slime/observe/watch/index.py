@@ -31,8 +31,10 @@ logger = get_logger(__name__)
 #: Changes with the tables: a database of another version is made anew.
 _VERSION = 2
 _BATCH, _CHUNK = 1000, 100
-#: Matches of a search up to which they are sorted by themselves; lines of a walk after which the rest is narrowed down.
-_FEW, _PATIENCE = 3000, 1000
+#: Matches of a search up to which they are sorted by themselves: at once, and after a walk that did not meet enough.
+_FEW, _LATE = 3000, 25_000
+#: Lines of a walk in the order asked for, after which the rest is narrowed down.
+_PATIENCE = 500
 #: Characters of a gram, and grams of a search that are looked up: a few hold for few others.
 _TRIGRAM, _MOST_GRAMS = 3, 16
 #: Stands behind each text, so that each of its characters begins a gram; it ends lines, and no word of a search has it.
@@ -46,7 +48,7 @@ CREATE TABLE files (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, inod
 CREATE TABLE rows (id INTEGER PRIMARY KEY AUTOINCREMENT, file INTEGER, offset INTEGER, length INTEGER,
                    {", ".join(COLUMNS)});
 CREATE INDEX of_file ON rows (file, grp);
-CREATE INDEX of_rollout ON rows (stage, kind, rollout, dataset, grp, reward, response_length);
+CREATE INDEX of_rollout ON rows (stage, kind, rollout, dataset, grp, reward, response_length, status);
 CREATE INDEX of_prompt ON rows (stage, prompt);
 CREATE INDEX by_reward ON rows (stage, kind, reward, rollout);
 CREATE INDEX by_advantage ON rows (stage, kind, above, rollout);
@@ -62,7 +64,7 @@ INSERT INTO progress VALUES (0);
 _GROUPED = (
     "SELECT file, stage, kind, rollout, dataset, grp, min(id) AS first, count(*) AS samples, min(reward) AS least,"
     " avg(reward) AS mean, max(reward) AS greatest, max(reward) - min(reward) AS spread,"
-    " group_concat(reward, ' ') AS rewards FROM rows WHERE {} GROUP BY file, rollout, dataset, grp"
+    " group_concat(reward, ' ') AS rewards FROM rows WHERE {} GROUP BY rollout, dataset, grp"
 )
 
 
@@ -350,7 +352,7 @@ class SampleIndex:
         matches = self._matches(reader, words)
         if matches is None:
             yield from ids
-        elif len(matches) < _FEW:
+        elif len(matches) < _LATE:
             yield from (number for number in _ids(reader, query, among=matches) if number not in tried)
         else:
             yield from (number for number in ids if number in matches)
