@@ -267,6 +267,38 @@ def test_reward_against_the_group_groups_prompts_and_evaluations(tmp_path: Path)
     index.close()
 
 
+def test_groups_are_those_of_the_samples_however_the_files_change(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", rollouts=3, groups=3)
+    index = index_of(folder)
+    files = sorted((folder / "samples").glob("rollout_*.jsonl"))
+
+    def grow() -> None:
+        with files[0].open("ab") as file:
+            file.write(b'{"group": 0, "reward": 9.0}\n{"reward": null}\n')
+
+    changes = (
+        lambda: None,
+        lambda: write_lines(files[1], [{"group": 7, "reward": r, "status": "failed"} for r in (0.25, None, 0.75)]),
+        grow,
+        lambda: files[2].unlink(),
+    )
+    for change in changes:
+        change()
+        index.update(read_stages(folder, {}))
+        for status in (None, "completed", "failed"):
+            rewards: dict[tuple[int, int | None], list[float | None]] = {}
+            for row in found(index, Query(status=status)):
+                rewards.setdefault((row["rollout"], row["grp"]), []).append(row["reward"])
+            told = {(g["rollout"], g["group"]): g for g in index.groups(Query(status=status))}
+            assert told.keys() == rewards.keys()
+            for key, all_of in rewards.items():
+                known = [reward for reward in all_of if reward is not None]
+                numbers = [told[key][name] for name in ("samples", "least", "mean", "greatest")]
+                mean = pytest.approx(sum(known) / len(known)) if known else None
+                assert numbers == [len(all_of), min(known, default=None), mean, max(known, default=None)]
+    index.close()
+
+
 def test_a_link_out_of_the_run_is_not_followed(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     write_lines(tmp_path / "secret.jsonl", [{"response": "secret"}])
