@@ -267,6 +267,19 @@ def test_reward_against_the_group_groups_prompts_and_evaluations(tmp_path: Path)
     index.close()
 
 
+def test_one_and_two_characters_are_found_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a text no gram begins with them, in a text of one character there is none: these are made."""
+    monkeypatch.setattr("slime.observe.watch.index._PATIENCE", 1)
+    folder = a_run(tmp_path / "run")
+    said = ["other", "zq at first", "in the zq midst", "at last zq", "z", "q", "zq", "ends in z", "\U0010ffff"]
+    write_lines(folder / "samples" / "rollout_000000.jsonl", [{"response": text} for text in said])
+    index = index_of(folder)
+    for word in ("z", "q", "zq", "ZQ", "xx", "\U0010ffff"):
+        assert responses(index, word) == [text for text in said if word.lower() in text], word
+    assert responses(index, "z", "q") == [text for text in said if "z" in text and "q" in text]
+    index.close()
+
+
 def test_groups_are_those_of_the_samples_however_the_files_change(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", rollouts=3, groups=3)
     index = index_of(folder)
