@@ -20,6 +20,7 @@ from slime.cluster.waiting import DeadlinePassed, StopRequested
 from slime.config.config import Config
 from slime.diagnosis.doctor import at_start
 from slime.errors import RunFailed, UserError
+from slime.footprint import of_this_host
 from slime.host import slime_command
 from slime.log import get_logger, setup_logging
 from slime.memory.check import check_memory
@@ -131,7 +132,7 @@ class Session:
 
     def log(self, metrics: dict[str, float]) -> None:
         if metrics:
-            metrics |= self.cluster.turns()
+            metrics |= self.cluster.turns() | of_this_host()
             self.sinks.log(self.step, metrics)
         for line in first_step_lines(metrics) if self.step == 1 else ():
             logger.info("%s", line)

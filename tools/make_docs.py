@@ -35,6 +35,12 @@ they were there: special tokens stay, labels are raw, and a warning says so.
 `crash/` folder. What your code prints is in `logs/rollout.log`, or in `logs/trainer-<rank>.log` for hooks of the
 trainer.
 
+**A client of your own** is answered with the run's key alone ([security.md](security.md)). `slime`'s own
+functions bring it, `post` and `get` of `slime.rollout.plugin_api` too, also under their earlier path
+(`slime.utils.http_utils`). Others find the router at `args.sglang_router_ip` and `args.sglang_router_port`, and
+the key in `args.sglang_router_api_key`: `OpenAI(base_url=…, api_key=args.sglang_router_api_key)`, or the header
+`Authorization: Bearer KEY`.
+
 Parameters without a default are always passed. Those with a default are passed by name, and only to functions that
 accept them; `**kwargs` accepts all. `args` holds every flag as an attribute (`args.rollout_batch_size`). Functions may
 be sync or async unless it says otherwise.

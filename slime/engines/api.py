@@ -18,6 +18,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from slime.engines.keys import header_of, key_of
+
 #: Routes that every engine answers. `GET` unless listed in POST_ROUTES.
 GET_ROUTES = ("/health", "/health_generate", "/model_info", "/get_model_info", "/server_info", "/v1/loads")
 POST_ROUTES = (
@@ -119,7 +121,8 @@ def is_ready(url: str, timeout: float) -> bool:
 
 
 class EngineClient:
-    """Async HTTP client for one base URL (an engine or the router). Every call has a deadline.
+    """Async HTTP client for one base URL (an engine or the router). Every call has a deadline, and carries the key that
+    this process knows for the URL (`slime.engines.keys`).
 
     Use as ``async with EngineClient(url) as engine``. Safe to share by any number of tasks of one event loop.
 
@@ -160,21 +163,24 @@ class EngineClient:
         """One call; returns the decoded JSON body ({} when the answer has none).
 
         Raises:
-            EngineError: connection failed, deadline passed, or HTTP status >= 400.
+            EngineError: connection failed, deadline passed, or HTTP status >= 400; 401 when it refuses the key.
         """
         if self._session is None:
             raise RuntimeError("EngineClient is used outside 'async with'")
         limit = aiohttp.ClientTimeout(total=timeout or self.timeout)
         payload = orjson.dumps(body) if body is not None else None
-        send_headers = {"Content-Type": "application/json", **(headers or {})}
+        key = key_of(self.url)
+        send_headers = {"Content-Type": "application/json", **header_of(key), **(headers or {})}
         try:
             async with self._session.request(
                 method, self.url + path, data=payload, headers=send_headers, timeout=limit
             ) as response:
                 raw = await response.read()
                 if response.status >= 400:
-                    said = raw[:500].decode(errors="replace")
-                    raise EngineError(self.url, f"{path} answered {response.status}: {said}", response.status)
+                    said = f"{path} answered {response.status}: {raw[:500].decode(errors='replace')}"
+                    if response.status == 401:
+                        said = ("refuses the run's key: " if key else "asks for a key, and none is known: ") + said
+                    raise EngineError(self.url, said, response.status)
         except TimeoutError as error:
             raise EngineError(self.url, f"{path} gave no answer within {timeout or self.timeout:.0f} s") from error
         except aiohttp.ClientError as error:

@@ -10,7 +10,7 @@ import asyncio
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
@@ -183,6 +183,29 @@ class EngineFleet:
         except FutureTimeout:
             future.cancel()
             raise
+
+
+class Fleets:
+    """A fleet for each group of engines, with its connections, as long as the group is the same.
+
+    Args:
+        patience: see `EngineFleet`.
+    """
+
+    def __init__(self, patience: float | None) -> None:
+        self._patience = patience
+        self._fleets: dict[tuple[str, ...], EngineFleet] = {}
+
+    def of(self, urls: Sequence[str]) -> EngineFleet:
+        if tuple(urls) not in self._fleets:
+            self._fleets[tuple(urls)] = EngineFleet(urls, self._patience)
+        return self._fleets[tuple(urls)]
+
+    def keep(self, groups: Iterable[Sequence[str]]) -> None:
+        """Close those of all other groups."""
+        kept = [tuple(urls) for urls in groups]
+        for urls in [urls for urls in self._fleets if urls not in kept]:
+            self._fleets.pop(urls).close()
 
 
 def answers(results: Sequence[Any]) -> list[Any]:

@@ -29,6 +29,7 @@ from torch import nn
 
 from slime.checkpoints.hf_io import HfExporter
 from slime.config.config import Config
+from slime.engines import keys
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.expert_runs import ExpertRun
@@ -105,6 +106,8 @@ class WeightSync:
         """
         self.close()
         found = [EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines]
+        for engine in found:
+            keys.know(engine.url, engine.key)
         with self._ranks.round(_CONNECTING, 2 * _CONTROL_SECONDS) as reached:
             if self.rank == 0:
                 self._fleet = EngineFleet([engine.url for engine in found])

@@ -115,3 +115,12 @@ def reward_and_count(args: Any, sample: Sample, **_: Any) -> float:
     with open(folder / "scored", "ab", buffering=0) as file:
         file.write(f"{sample.index} {os.getpid()} {time.time()}\n".encode())
     return sum(token % 7 == 0 for token in sample.tokens[-sample.response_length :]) / max(1, sample.response_length)
+
+
+async def reward_by_worker(args: Any, sample: Sample, **_: Any) -> float:
+    """The reward of `reward_and_count`, if a reward worker can tell that 1 is 1: what it is asked must not be lost."""
+    from slime.rollout.loop import current_loop
+
+    share = await asyncio.to_thread(reward_and_count, args, sample)
+    grade = await current_loop().rewards._grading.grade("math", "1", "1", 60.0)
+    return share * grade.score

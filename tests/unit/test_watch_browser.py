@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
+from slime.files import read_lines
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.server import Runs
 from tests.support.browser import NAMES, Tab, chromium, texts
@@ -67,8 +69,17 @@ def test_a_user_clicks_through_every_view(tmp_path: Path) -> None:
     browse([one, two], what)
 
 
+def trained(row: dict[str, Any]) -> dict[str, Any]:
+    """What training knew of a sample: a step up, and tokens that the engine held likelier."""
+    total = row["prompt_length"] + row["response_length"]
+    key = {"index": row["index"], "total_length": total, "response_length": row["response_length"]}
+    return {**key, "advantages": 0.7, "log_prob_diffs": [-0.6] * row["response_length"]}
+
+
 def test_a_user_reads_samples(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", rollouts=12, groups=8)
+    for path in (folder / "samples").glob("rollout_*.jsonl"):
+        write_lines(path.with_name(path.name.replace("rollout", "trained")), [trained(row) for row in read_lines(path)])
 
     async def what(page: Tab, place: str, runs: Runs) -> None:
         await page.open(f"{place}#view=samples")
@@ -100,6 +111,8 @@ def test_a_user_reads_samples(tmp_path: Path) -> None:
             ("mask", "untrained"),
             ("advantage", "untrained"),
             ("version", "version"),
+            ("token_advantage", "up.tone3"),
+            ("difference", "down.tone4"),
             ("none", "x"),
         ):
             await page.choose("label select", coloring)

@@ -320,3 +320,33 @@ def test_a_link_out_of_the_run_is_not_followed(tmp_path: Path) -> None:
     index = index_of(folder)
     assert responses(index) == []
     index.close()
+
+
+def test_one_sample_is_shown_with_what_training_knew_of_its_tokens(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    lengths = {"prompt_length": 3, "response_length": 2}
+    sample = {**lengths, "index": 5, "response": "ab", "tokens": {"text": ["a", "b"], "log_probs": [-1.0, -2.0]}}
+    others = [{**sample, "index": 6}, {**sample, "prompt_length": "odd"}, {**sample, "tokens": None}]
+    write_lines(folder / "samples" / "rollout_000007.jsonl", [sample, *others])
+    write_lines(folder / "samples" / "eval_000007.jsonl", [sample])
+    index = index_of(folder)
+    rows = found(index, Query())
+
+    def tokens(number: int) -> dict[str, Any]:
+        shown = index.sample(number)
+        assert shown is not None
+        return dict(shown["record"]["tokens"] or {})
+
+    assert all("advantages" not in tokens(row["id"]) for row in rows), "it is not trained on yet"
+    line = {"index": 5, "total_length": 5, "response_length": 2, "advantages": -0.5, "log_prob_diffs": [0.25, None]}
+    trained = folder / "samples" / "trained_000007.jsonl"
+    write_lines(trained, [{**line, "total_length": 6}, line])
+    trained.write_bytes(b"half a line\n[1]\n" + trained.read_bytes())
+    assert not index.update(read_stages(folder, {})), "these are no samples"
+    told = [tokens(row["id"]) for row in rows]
+    assert told[0] == sample["tokens"] | {"advantages": [-0.5, -0.5], "log_prob_diffs": [0.25, None]}
+    assert not any("advantages" in one for one in told[1:])
+    assert "advantages" not in tokens(found(index, Query(kind="eval"))[0]["id"])
+    write_lines(trained, [{**line, "log_prob_diffs": [1.0]}])
+    assert tokens(rows[0]["id"])["log_prob_diffs"] is None, "of other tokens"
+    index.close()

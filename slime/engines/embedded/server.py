@@ -17,12 +17,14 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
+from aiohttp.typedefs import Middleware
 
 from slime.engines.embedded import control_routes, generate_routes, openai_routes
 from slime.engines.embedded.engine import Engine, EngineDead, EngineOptions, Hub
 from slime.engines.embedded.generate_request import Limits
 from slime.engines.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
 from slime.engines.embedded.weight_update import WeightUpdater
+from slime.engines.keys import VARIABLE, admits
 from slime.engines.request_fields import BadRequest
 from slime.engines.tool_calls import tool_format
 from slime.errors import UserError
@@ -38,9 +40,11 @@ _GOODBYE = 0.5
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int | None) -> int:
+async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int | None, key: str = "") -> int:
     """Run until SIGTERM, SIGINT, the parent's death, or the engine's; returns the exit status.
 
+    Args:
+        key: that requests must carry (`slime.engines.keys`); "": everybody is answered.
     Raises:
         UserError: the model cannot be loaded.
     """
@@ -51,7 +55,7 @@ async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int
     if parent_pid is not None:
         follow_parent(parent_pid, lambda: loop.call_soon_threadsafe(stopping.set))
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    app = web.Application(middlewares=[_errors], client_max_size=_LARGEST_BODY)
+    app = web.Application(middlewares=[_asking_for(key), _errors], client_max_size=_LARGEST_BODY)
     for module in (generate_routes, control_routes, openai_routes):
         app.add_routes(module.routes)
     loading = loop.create_task(_load(options, loop, stopping))
@@ -123,6 +127,19 @@ async def _shut_down(state: ServerState) -> int:
     counters = state.engine.scheduler.counters
     logger.info("stopping, %d tokens decoded and %d prefilled", counters.decoded_tokens, counters.prefilled_tokens)
     return 1 if died else 0
+
+
+def _asking_for(key: str) -> Middleware:
+    """Who brings another key, or none, is answered before anything of the request is read."""
+
+    @web.middleware
+    async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if admits(key, request.method, request.path, request.headers.get("Authorization", "")):
+            return await handler(request)
+        said = f"this engine asks for the key of its run, or of its {VARIABLE} (Authorization: Bearer KEY)"
+        return _refusal(request, said, 401, "unauthorized")
+
+    return ask
 
 
 @web.middleware

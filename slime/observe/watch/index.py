@@ -24,23 +24,21 @@ import orjson
 from slime.log import get_logger
 from slime.observe.run_data import Stage, config_value
 from slime.observe.watch.files import Place, is_inside, is_unchanged, new_lines
-from slime.observe.watch.rows import COLUMNS, SORTS, Query, condition_of, row_of, searched_text
+from slime.observe.watch.rows import COLUMNS, Query, condition_of, order_of, row_of, searched_text
+from slime.observe.watch.trained import training_of, with_training
 
 logger = get_logger(__name__)
 
-#: Changes with the tables: a database of another version is made anew.
-_VERSION = 2
-_BATCH, _CHUNK = 1000, 100
-#: Matches of a search up to which they are sorted by themselves: at once, and after a walk that did not meet enough.
-_FEW, _LATE = 3000, 25_000
-#: Lines of a walk in the order asked for, after which the rest is narrowed down.
-_PATIENCE = 500
+#: The version changes with the tables: a database of another one is made anew.
+_VERSION, _BATCH, _CHUNK = 3, 1000, 100
+#: Matches of a search up to which they are sorted by themselves: at once, and after a walk that did not meet enough;
+#: lines of a walk in the order asked for, after which the rest is narrowed down.
+_FEW, _LATE, _PATIENCE = 3000, 25_000, 500
 #: Characters of a gram, and grams of a search that are looked up: a few hold for few others.
 _TRIGRAM, _MOST_GRAMS = 3, 16
-#: Stands behind each text, so that each of its characters begins a gram; it ends lines, and no word of a search has it.
-_PADDING = "\n\n"
-#: Behind a beginning of one or two characters: no gram that begins so comes later.
-_LAST = "\U0010ffff" * 2
+#: The first stands behind each text, so that each of its characters begins a gram; it ends lines, and no word of a
+#: search has it. The second, behind a beginning of one or two characters: no gram that begins so comes later.
+_PADDING, _LAST = "\n\n", "\U0010ffff" * 2
 _BUSY_MS = 10_000
 _TABLES = f"""
 CREATE TABLE files (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, inode INTEGER, size INTEGER,
@@ -334,9 +332,16 @@ class SampleIndex:
         return found, False
 
     def sample(self, number: int) -> dict[str, Any] | None:
-        """One sample as `find` gives it, by its ``id``; None when it is no longer there."""
+        """One sample as `find` gives it, by its ``id``, with what training knew of its tokens; None when it is no
+        longer there."""
         with self._reader() as reader:
-            return next((_shown(row, record) for row, record in self._rows(reader, iter([number]))), None)
+            for row, record in self._rows(reader, iter([number])):
+                named = reader.execute("SELECT name FROM files WHERE id = ?", (row["file"],)).fetchone()
+                if row["kind"] == "rollout" and named is not None:
+                    known = training_of(self.run / named["name"], row["rollout"], self.run)
+                    record = with_training(record, known)
+                return _shown(row, record)
+        return None
 
     def _likely(self, reader: sqlite3.Connection, query: Query, words: Sequence[str]) -> Iterator[int]:
         """Rows that may have the words, in the order asked for: all that have them, and few others."""
@@ -420,9 +425,7 @@ def _ids(reader: sqlite3.Connection, query: Query, page: str = "", among: Iterab
     if among is not None:
         condition += " AND id IN (SELECT value FROM json_each(?))"
         values.append(orjson.dumps(list(among)).decode())
-    way, column = "DESC" if query.descending else "ASC", SORTS[query.sort]
-    order = f"{column} {way} NULLS LAST" + (f", rollout {way}" if column != "rollout" else "")
-    found = reader.execute(f"SELECT id FROM rows WHERE {condition} ORDER BY {order}, id {way}{page}", values)
+    found = reader.execute(f"SELECT id FROM rows WHERE {condition} ORDER BY {order_of(query)}{page}", values)
     return (row["id"] for row in found)
 
 

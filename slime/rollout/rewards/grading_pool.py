@@ -1,4 +1,5 @@
-"""The pool of grading processes. A process that hangs or dies is replaced; its sample gets no score."""
+"""The pool of grading processes. One that hangs or dies is replaced. Its sample gets no score only when it is what the
+process hung or died of: where the process was killed, or stopped, from outside, another one grades it."""
 
 from __future__ import annotations
 
@@ -12,9 +13,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import orjson
+import psutil
 
 import slime
 from slime.errors import UserError
+from slime.log import get_logger
+
+logger = get_logger(__name__)
 
 _START_TIMEOUT = 60.0
 #: How much later than the worker's own alarm the pool loses patience.
@@ -54,15 +59,25 @@ class GradingPool:
         request = {"grader": grader, "response": response, "label": label, "deadline": deadline}
         async with self._limit:
             worker = self._idle.pop() if self._idle else await self._start()
-            try:
-                answer = await worker.ask(request, deadline + _GRACE)
-            except (asyncio.CancelledError, Exception):
-                await self._discard(worker)  # an answer may still come; it must not meet the next request
-                raise
-            if answer is not None:
-                self._idle.append(worker)
-                return Grade(answer["score"])
-            return Grade(0.0, await self._discard(worker))
+            grade = await self._ask(worker, request, deadline)
+            if grade.failure in ("crash", "stopped"):
+                logger.warning("a reward worker was lost (%s): another one grades what it had", grade.failure)
+                grade = await self._ask(await self._start(), request, deadline)
+            return Grade(grade.score, "timeout") if grade.failure == "stopped" else grade
+
+    async def _ask(self, worker: _Worker, request: dict[str, Any], deadline: float) -> Grade:
+        """What this worker says; the failure "stopped" where it could not."""
+        try:
+            answer = await worker.ask(request, deadline + _GRACE)
+        except (asyncio.CancelledError, Exception):
+            await self._discard(worker)  # an answer may still come; it must not meet the next request
+            raise
+        if answer is not None:
+            self._idle.append(worker)
+            return Grade(answer["score"])
+        stopped = worker.is_stopped
+        failure = await self._discard(worker)
+        return Grade(0.0, "stopped" if stopped else failure)
 
     async def close(self) -> None:
         """End all processes."""
@@ -75,7 +90,11 @@ class GradingPool:
         return [worker.process.pid for worker in self._all]
 
     async def _start(self) -> _Worker:
-        worker = await _Worker.start()
+        try:
+            worker = await _Worker.start()
+        except UserError as error:  # killed while it started, maybe
+            logger.warning("%s; another one is tried", error)
+            worker = await _Worker.start()
         self._all.add(worker)
         return worker
 
@@ -128,6 +147,14 @@ class _Worker:
         except TimeoutError:
             return None
         return orjson.loads(line) if line.endswith(b"\n") else None
+
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal, so that it cannot even hang."""
+        try:
+            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            return False
 
     def last_error(self) -> str:
         self._errors.seek(0)
