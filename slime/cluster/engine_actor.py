@@ -17,7 +17,7 @@ from slime.cluster.waiting import Process, Worker, this_process
 from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.keys import RunKeys
-from slime.engines.router import register_workers
+from slime.engines.router import STARTUP_SECONDS, register_workers
 from slime.errors import RunFailed, UserError
 from slime.footprint import Footprint
 from slime.host import PortReservation, reserve_port
@@ -151,7 +151,7 @@ class EngineActor:
             return self._serve(lambda port: disaggregated_router_command(self.config, host, port, *pairs), host, port)
         url = self._serve(lambda port: router_command(self.config, host, port, worker_urls), host, port)
         policy = self.config.engine.router.get("policy") or "cache_aware"
-        asyncio.run(register_workers(url, worker_urls, timeout=60.0, policy=policy))
+        asyncio.run(register_workers(url, worker_urls, timeout=STARTUP_SECONDS, policy=policy))
         return url
 
     def _serve(self, make_spec: Callable, host: str, port: int | None = None) -> str:

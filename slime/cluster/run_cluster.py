@@ -123,8 +123,8 @@ class Cluster:
                 raise_failed(coming_up, "while the run came up")
                 news.look()
 
-            # each look is a sign, since the news of the start say more than a silence would
-            return wait_for(asked, what, self._start_seconds, self._should_stop, look, sign=object)
+            # the news of the start say more than a silence would
+            return wait_for(asked, what, self._start_seconds, self._should_stop, look, breaks_silence=False)
 
         engines, trainers = self._make_engines(slots), self._make_trainers(slots, config)
         starting = engines.begin_start() if engines is not None else {}

@@ -208,7 +208,7 @@ def train_rollout_mismatch(rows: Rows) -> list[Alarm]:
     windows = _windows(values)
     if windows and windows[-1] > 0.02 and windows[-1] > 3 * windows[0]:
         detail = f"mean |log-prob difference| grew from {windows[0]:.4f} to {windows[-1]:.4f}"
-        advice = "use --use-tis; --check-weight-update-equal compares every weight after the first push"
+        advice = "slime align with the run's flags ranks the causes; --use-tis corrects for what is left"
         return [Alarm("Trainer and engine drift apart", detail, advice)]
     # of samples that older weights made, part of it is what has been learnt since
     of_now = _values([row for row in rows if not row.get("rollout/staleness/max")], name)
@@ -216,7 +216,7 @@ def train_rollout_mismatch(rows: Rows) -> list[Alarm]:
         detail = (
             f"mean |log-prob difference| is {of_now[-1]:.3f}; below 0.01 is usual in float32, below 0.05 in bfloat16"
         )
-        return [Alarm("Trainer and engine disagree", detail, "check with --check-weight-update-equal")]
+        return [Alarm("Trainer and engine disagree", detail, "slime align with the run's flags says where and why")]
     return []
 
 

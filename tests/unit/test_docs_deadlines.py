@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 from slime.config.flags import all_flags
+from tests.support.waits import CONSTANT, deadline_rows
 
 ROOT = Path(__file__).parents[2]
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs" / "deadlines.md").read_text().splitlines()
-    if line.startswith("|") and not line.startswith(("|---", "| who"))
-]
-_NAME = re.compile(r"_?([A-Z]+_)*(SECONDS|DEADLINE|TIMEOUT)")
+ROWS = deadline_rows()
 
 
 def constants() -> dict[str, float]:
@@ -29,7 +24,7 @@ def constants() -> dict[str, float]:
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
                 pairs = list(zip(target.elts, value.elts, strict=True))
             for name, given in pairs:
-                if isinstance(name, ast.Name) and _NAME.fullmatch(name.id):
+                if isinstance(name, ast.Name) and CONSTANT.fullmatch(name.id):
                     constants = (n.value for n in ast.walk(given) if isinstance(n, ast.Constant))
                     seconds = next((value for value in constants if isinstance(value, float)), None)
                     if seconds is not None:
