@@ -16,8 +16,8 @@ from slime.log import setup_logging
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m slime.engines.embedded",
-        description="An inference server that speaks SGLang's HTTP protocol, on CPU or GPU. With SLIME_ENGINE_KEY in its"
-        " environment it answers only requests that carry that key.",
+        description="An inference server that speaks SGLang's HTTP protocol, on CPU or GPU. With SLIME_ENGINE_KEY in"
+        " its environment it answers only requests that carry that key.",
         allow_abbrev=False,
     )
     add = parser.add_argument
