@@ -54,10 +54,12 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _COLOCATED_SHARE = 0.2
-_ASK_SECONDS, _AT_HAND_SECONDS = 10.0, 60.0
+_ASK_SECONDS = 10.0
+_AT_HAND_SECONDS = 60.0
 _LOOK_SECONDS = 0.25
 #: How long the death may take that explains a failure: connections may break before the process is gone.
-_DEATH_SECONDS, _DEATH_OF_CONNECTION_SECONDS = 1.0, 3.0
+_DEATH_SECONDS = 1.0
+_DEATH_OF_CONNECTION_SECONDS = 3.0
 
 
 class Engines:
@@ -109,7 +111,7 @@ class Engines:
         self.restarts_at_once = True
         self._tolerant = config.fault_tolerance.use_fault_tolerance
         self._health = HealthChecks.of(config) if self._tolerant else None
-        self._fleets = Fleets(self._health.timeout if self._health is not None else None, self._groups)
+        self._fleets = Fleets(self._health.timeout if self._health is not None else None, lambda: self.table.groups)
         self._checking_seconds = 0.0
 
     # -- launch ------------------------------------------------------------------------------------------------
@@ -166,10 +168,7 @@ class Engines:
 
     def drop_fleets(self) -> None:
         """Of engines that have changed."""
-        self._fleets.keep(self._groups())
-
-    def _groups(self) -> list[list[str]]:
-        return [[engine.url for engine in engines] for engines in (self.table.policy, self.table.others)]
+        self._fleets.keep(self.table.groups)
 
     # -- death -------------------------------------------------------------------------------------------------
 
