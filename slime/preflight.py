@@ -30,6 +30,7 @@ from slime.log import get_logger
 from slime.models.layout_rules import check_layout
 from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.observe.run_folder import RunFolder
+from slime.path_patterns import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.trainer.expert_rules import check_experts
 
@@ -260,11 +261,13 @@ def _rows_name_rewards(config: Config, *, unreadable: bool) -> bool:
 
 
 def check_data(config: Config) -> None:
-    """The first rows of each data file make prompts."""
+    """The first rows of each data file make prompts; dumps that are to be loaded are there."""
     from slime.prompts.source import probe_prompts
     from slime.prompts.tokenizer import load_tokenizer
+    from slime.rollout.debug_data import check_dumps
     from slime.rollout.eval_datasets import eval_datasets
 
+    check_dumps(config)
     assert config.checkpoint.hf_checkpoint is not None
     tokenizer: Any = load_tokenizer(config.checkpoint.hf_checkpoint, without_torch=True)
     data = config.data
@@ -307,7 +310,8 @@ def check_outputs(config: Config) -> None:
     }
     for flag, value in flags.items():
         if value:
-            _check_writable(flag, Path(value.partition("{")[0] or "."))
+            dest = flag.removeprefix("--").replace("-", "_")
+            _check_writable(flag, fixed_folder(value) if dest in FIELDS else Path(value))
     _check_export(config)
 
 
@@ -330,7 +334,7 @@ def _check_export(config: Config) -> None:
             "--hf-checkpoint": flags.hf_checkpoint}  # fmt: skip
     if flags.save_hf:
         kept["--output-dir"] = observe.output_dir
-        target = Path(flags.save_hf.format(rollout_id=0))
+        target = fill(flags.save_hf, 0)
     elif flags.save and flags.export_model:
         target = RunFolder(Path(observe.output_dir) / observe.run_name, observe.stage or None).model
     else:

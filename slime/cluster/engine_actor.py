@@ -17,8 +17,9 @@ from slime.cluster.waiting import Process, Worker, this_process
 from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.keys import RunKeys
-from slime.engines.router import register_workers
+from slime.engines.router import STARTUP_SECONDS, register_workers
 from slime.errors import RunFailed, UserError
+from slime.footprint import Footprint
 from slime.host import PortReservation, reserve_port
 from slime.log import get_logger, log_to_file_only
 
@@ -71,6 +72,7 @@ class EngineActor:
         self.config, self.name, self.num_threads, self.hosts, self.part = config, name, num_threads, hosts, part
         self.log_path = run_path / "logs" / f"{name}.log"
         self._process: ServerProcess | None = None
+        self._footprint = Footprint()
         self._port: PortReservation | None = None
         self._held: list[PortReservation] = []
         self._bootstrap_port: int | None = None
@@ -78,6 +80,11 @@ class EngineActor:
 
     def process(self) -> Process:
         return this_process()
+
+    def memory(self) -> float:
+        """GB of host memory that the server's processes hold for themselves; 0 while there is none."""
+        pid = self._process.pid if self._process is not None and self._process.is_alive() else None
+        return self._footprint.gigabytes(pid) if pid is not None else 0.0
 
     def rendezvous(self) -> str:
         """host:port where the nodes of this engine meet; held until the engine is stopped."""
@@ -144,7 +151,7 @@ class EngineActor:
             return self._serve(lambda port: disaggregated_router_command(self.config, host, port, *pairs), host, port)
         url = self._serve(lambda port: router_command(self.config, host, port, worker_urls), host, port)
         policy = self.config.engine.router.get("policy") or "cache_aware"
-        asyncio.run(register_workers(url, worker_urls, timeout=60.0, policy=policy))
+        asyncio.run(register_workers(url, worker_urls, timeout=STARTUP_SECONDS, policy=policy))
         return url
 
     def _serve(self, make_spec: Callable, host: str, port: int | None = None) -> str:
@@ -238,6 +245,10 @@ class EngineHandle:
         given = config, name, run_path, num_threads, hosts, run_keys, part
         self._actor = actor.options(max_restarts=0, **options).remote(*given)
         self.worker = Worker(name, self._actor.process.remote())
+
+    def memory(self) -> ray.ObjectRef:
+        """To be: see `EngineActor.memory`."""
+        return self._actor.memory.remote()
 
     def rendezvous(self) -> ray.ObjectRef:
         """To be: host:port where the nodes of this engine meet."""

@@ -22,6 +22,7 @@ import ray
 
 from slime.cluster.engine_actor import EngineHandle, Obituary, raise_obituary, with_pid
 from slime.cluster.engine_fit import named
+from slime.cluster.engine_memory import EnginesMemory
 from slime.cluster.engine_table import MOST_RESTARTS, Engine, State
 from slime.cluster.external_engines import ExternalEngines
 from slime.cluster.orders import OrderDesk
@@ -107,12 +108,11 @@ class Engines:
         self.table = table_of(self._parts, urls)
         turns = config.cluster.colocate and (slots.on_gpu or engine_of(config).releases_without_gpu)
         self.external = ExternalEngines(config, self.table, self, OrderDesk(run_path), shares_gpus=turns)
-        self._ended: set[str] = set()
-        self.restarts_at_once = True
+        self._ended, self._memory = set[str](), EnginesMemory(self._handles.values())
         self._tolerant = config.fault_tolerance.use_fault_tolerance
+        self.restarts_at_once, self._checking_seconds = True, 0.0
         self._health = HealthChecks.of(config) if self._tolerant else None
         self._fleets = Fleets(self._health.timeout if self._health is not None else None, lambda: self.table.groups)
-        self._checking_seconds = 0.0
 
     # -- launch ------------------------------------------------------------------------------------------------
 
@@ -427,12 +427,13 @@ class Engines:
         self.routers.proved()
 
     def metrics(self) -> dict[str, float]:
-        """Restarts that were completed since the last call, the longest time that one of these engines was away, and
-        what the trainer waited for checks of the others to end; {} without --use-fault-tolerance."""
+        """Host memory of the engines; with --use-fault-tolerance restarts that were completed since the last call, the
+        longest time that one was away, and what the trainer waited for checks of the others to end."""
+        found = self._memory.metrics()
         if not self._tolerant:
-            return {}
+            return found
         seconds = self.table.pop_seconds_away()
-        found = {"rollout/engine_restarts": float(len(seconds)), "perf/engine_checks_time": self._checking_seconds}
+        found |= {"rollout/engine_restarts": float(len(seconds)), "perf/engine_checks_time": self._checking_seconds}
         found["rollout/router_restarts"] = float(self.routers.pop_restarts())
         self._checking_seconds = 0.0
         return found | ({"rollout/engine_restart_seconds": max(seconds)} if seconds else {})

@@ -322,7 +322,8 @@ class CheckpointConfig:
     save_retain: int | None = derived("2 with --save and no --save-interval, else all", range=SOME, needs=on("save"))
     """Keep only the last N checkpoints."""
     save_hf: str | None = flag(None)
-    """Also write a Hugging Face directory with each checkpoint; formatted with rollout_id."""
+    """Also write a Hugging Face directory with each checkpoint: {rollout_id} in it, with a format where wanted
+    ({rollout_id:04d}), is the rollout; without it each replaces the last."""
     export_model: bool = flag(True, needs=on("save"), serves="driver")
     """With --save and no --save-hf: when the run ends, write its model into the run folder (model/) as a Hugging Face
     directory, to load, chat with or train on. 2 bytes per parameter; of a model of 30B that takes minutes

@@ -411,7 +411,7 @@ LOG_PROBS_DIFFER = Trouble(
     "garbled text, or a KL that is not 0 in step one",
     "Trainer and engine say different log-probs of the same tokens with the same weights: template, temperature,"
     " precision, or a kernel.",
-    ("--attention-backend flash", "--check-weight-update-equal", "--use-tis corrects for what is left"),
+    ("slime align with the same flags ranks the causes", "--use-tis corrects for what is left"),
     "a round whose log-probs differ by 0.3",
 )
 

@@ -41,6 +41,8 @@ POST_ROUTES = (
 
 #: Counts of requests and tokens; a question that an engine answers in any state, paused or asleep.
 LOADS_PATH = "/v1/loads?include=core"
+_ANSWER_SECONDS = 60.0  # where a call says nothing else
+_LOOK_SECONDS = 5.0  # at an engine that comes up
 
 #: Dotted path of the function that SGLang engines are started with, to report what they hold.
 WEIGHT_PROBE = "slime.engines.sglang.weight_probe.report"
@@ -50,7 +52,7 @@ WEIGHT_LOADER = "slime.engines.sglang.weight_loader.load"
 
 
 #: A proxy variable must never catch traffic between our own processes.
-_WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class EngineError(Exception):
@@ -114,7 +116,7 @@ class GenerateResult:
 def is_ready(url: str, timeout: float) -> bool:
     """Whether a GET of ``url`` is answered with 200 within ``timeout`` seconds; for callers without an event loop."""
     try:
-        with _WITHOUT_PROXIES.open(url, timeout=timeout) as answer:
+        with WITHOUT_PROXIES.open(url, timeout=timeout) as answer:
             return answer.status == 200
     except (OSError, http.client.HTTPException):  # not up yet, or a status of 400 and more
         return False
@@ -132,7 +134,7 @@ class EngineClient:
         max_connections: concurrent connections, 0 for no limit.
     """
 
-    def __init__(self, url: str, timeout: float = 60.0, max_connections: int = 0) -> None:
+    def __init__(self, url: str, timeout: float = _ANSWER_SECONDS, max_connections: int = 0) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._max_connections = max_connections
@@ -140,7 +142,7 @@ class EngineClient:
 
     async def __aenter__(self) -> EngineClient:
         connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=30)
-        # trust_env stays off, as in `_WITHOUT_PROXIES`
+        # trust_env stays off, as in `WITHOUT_PROXIES`
         self._session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=1 << 20)
         return self
 
@@ -220,7 +222,7 @@ class EngineClient:
         delay = 0.05
         while True:
             try:
-                await self.get(path, timeout=min(5.0, max(0.1, end - time.monotonic())))
+                await self.get(path, timeout=min(_LOOK_SECONDS, max(0.1, end - time.monotonic())))
                 return
             except EngineError as error:
                 if time.monotonic() + delay > end:

@@ -54,6 +54,7 @@ _EXTERNAL = {"slime": "external"}
 
 #: Seconds in which the router says which workers it has: generation has hours, this must not hang with it.
 _LIST_SECONDS = 30.0
+STARTUP_SECONDS = 60.0
 
 
 def router_policy(name: str) -> str:
@@ -120,7 +121,7 @@ def router_command(config: Config, host: str, port: int, worker_urls: list[str] 
     flags = {**router_flags(flags.pop("policy"), worker_urls or []), **flags}
     argv = [sys.executable, "-m", "slime.engines.router_process", "--host", host, "--port", str(port)]
     given = {name: value for name, value in flags.items() if value is not None and value is not False}
-    return LaunchSpec([*argv, *to_argv(given)], health_path=LIVENESS_PATH, startup_timeout=60.0)
+    return LaunchSpec([*argv, *to_argv(given)], health_path=LIVENESS_PATH, startup_timeout=STARTUP_SECONDS)
 
 
 def disaggregated_router_command(
@@ -186,7 +187,7 @@ async def list_workers(router: EngineClient) -> list[Worker]:
 
 
 async def register_workers(
-    router_url: str, worker_urls: list[str], timeout: float = 60.0, policy: str = "cache_aware"
+    router_url: str, worker_urls: list[str], timeout: float, policy: str = "cache_aware"
 ) -> None:
     """Put engines behind the router and wait until it has accepted each of them as healthy.
 
@@ -199,7 +200,7 @@ async def register_workers(
         EngineError: the router refused one, or one is not healthy in time; names which.
     """
     end = time.monotonic() + timeout
-    async with EngineClient(router_url, timeout=min(timeout, 30.0)) as router:
+    async with EngineClient(router_url, timeout=min(timeout, _LIST_SECONDS)) as router:
         known = {worker.url for worker in await list_workers(router)}
         known |= set(started_with(policy, worker_urls))
         for url in worker_urls:
@@ -217,7 +218,7 @@ async def register_workers(
             await asyncio.sleep(0.1)
 
 
-async def remove_worker(router_url: str, worker_url: str, timeout: float = 30.0) -> None:
+async def remove_worker(router_url: str, worker_url: str, timeout: float) -> None:
     """Take an engine out of the router (it gets no new requests) and wait until it is gone.
 
     Raises:

@@ -34,6 +34,7 @@ logger = get_logger(__name__)
 
 #: So many groups, and ten batches, may be dropped in a row: a filter that drops all would never end.
 _MOST_DROPS = 1000
+_ABORT_SECONDS = 60.0
 
 
 #: --stale-samples → the metric that counts what became of groups.
@@ -102,7 +103,7 @@ class Collector:
         partial_rollout: bool = False,
         max_failed_fraction: float = 0.1,
         stall_timeout: float = 600.0,
-        abort_timeout: float = 60.0,
+        abort_timeout: float = _ABORT_SECONDS,
         journal: Journal | None = None,
         oldest_version: int = 0,
         stale_samples: str = "requeue",

@@ -302,7 +302,7 @@ class RolloutLoop:
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
-    async def evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:
+    async def evaluate(self, rollout_id: int, *, before_training: bool = False) -> RolloutFnEvalOutput:
         """Scores of every evaluation set with the weights that the engines hold now.
 
         Raises:
@@ -318,7 +318,10 @@ class RolloutLoop:
                 returned = await call_rollout_fn(custom, self.args, rollout_id, self.source, evaluation=True, path=path)
                 assert isinstance(returned, RolloutFnEvalOutput)
                 output = returned
-            return await finish_evaluation(self.config, self.args, rollout_id, output, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            return await finish_evaluation(
+                self.config, self.args, rollout_id, output, seconds, before_training=before_training
+            )
 
     async def evaluate_built_in(self, rollout_id: int, state: GenerateState) -> RolloutFnEvalOutput:
         if not self._eval_sets:

@@ -140,9 +140,10 @@ class Canary:
             f" allowed is a {kind} of {self._tolerance:.2g}. {num_wrong} of {len(self.fleet.urls)} engines differ",
             why=f"{where}. Known causes: buffers (rotary tables, scales) lost when the engine released memory, a"
             " config.json or rope other than the trainer's, the attention backend, quantisation",
-            fix="1. --check-weight-update-equal compares all weights  2. --no-offload-rollout tells whether a release"
-            " loses something  3. compare rope and norm settings of --hf-checkpoint with the engine's log"
-            "  4. another --sglang-attention-backend or --attention-backend  5. --no-check-canary goes on regardless",
+            fix="1. slime align with the run's flags ranks the causes  2. --check-weight-update-equal compares all"
+            " weights  3. --no-offload-rollout tells whether a release loses something  4. compare rope and norm"
+            " settings of --hf-checkpoint with the engine's log  5. another --sglang-attention-backend or"
+            " --attention-backend  6. --no-check-canary goes on regardless",
         )
 
 

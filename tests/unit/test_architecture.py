@@ -17,7 +17,19 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
 
 #: From the ground up: a package or file imports only from those before it. docs/architecture.md says what each is for.
 FLOORS = (
-    *("errors", "files", "hook_loading", "stacks", "log", "host", "host_memory", "processes", "hub"),
+    *(
+        "errors",
+        "files",
+        "path_patterns",
+        "hook_loading",
+        "stacks",
+        "log",
+        "host",
+        "footprint",
+        "host_memory",
+        "processes",
+        "hub",
+    ),
     *(
         "config",
         "placement",

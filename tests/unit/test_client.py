@@ -247,7 +247,7 @@ def test_a_router_that_does_not_answer_holds_up_no_abort(monkeypatch: pytest.Mon
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with RolloutClient(url, max_concurrency=1) as client:
             with client.abort_scope(), pytest.raises(EngineError, match="/workers gave no answer"):
-                await asyncio.wait_for(client.abort_all(), timeout=10)
+                await asyncio.wait_for(client.abort_all(timeout=60), timeout=10)
         await runner.cleanup()
 
     asyncio.run(main())
@@ -283,7 +283,7 @@ def test_an_abort_reaches_the_engines_of_a_dead_router() -> None:
         engine = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with RolloutClient("http://127.0.0.1:9", max_concurrency=1, engine_urls=[engine]) as client:
             with client.abort_scope():
-                await client.abort_all()
+                await client.abort_all(timeout=60)
         await runner.cleanup()
 
     asyncio.run(main())

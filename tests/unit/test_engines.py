@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from slime.cluster import engines as module
 from slime.cluster import routers as routers_module
 from slime.cluster.engine_actor import Obituary
+from slime.cluster.engine_memory import EnginesMemory
 from slime.cluster.engine_table import CACHE, GRAPHS, MOST_RESTARTS, WEIGHTS, Engine, EngineTable, State
 from slime.cluster.engines import Engines
 from slime.cluster.external_engines import ExternalEngines
@@ -82,6 +83,7 @@ class World:
         engines.config, engines.nodes, engines.restarts_at_once = config, {"n"}, True
         engines._tolerant, engines._health, engines._checking_seconds = tolerant, None, 0.0
         engines._fleets = Fleets(None, lambda: engines.table.groups)
+        engines._memory = EnginesMemory(())
         engines._start_seconds = limits.get("start_seconds", 600.0)
         engines._should_stop = limits.get("should_stop", lambda: False)
         policy, group = SimpleNamespace(name="policy", is_policy=True), SimpleNamespace(worker_type="regular")

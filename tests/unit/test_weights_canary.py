@@ -214,8 +214,8 @@ def test_an_engine_that_does_not_answer_the_question(models: dict[str, Path], mo
 
 
 def lose_rotary_tables(engine: EmbeddedEngine) -> None:
-    engine.scheduler.store.model._cos.zero_()
-    engine.scheduler.store.model._sin.zero_()
+    engine.scheduler.store.model.angles[0].zero_()
+    engine.scheduler.store.model.angles[1].zero_()
 
 
 def keep_an_old_tensor(engine: EmbeddedEngine) -> None:

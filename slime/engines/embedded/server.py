@@ -35,7 +35,8 @@ logger = get_logger(__name__)
 
 _LARGEST_BODY = 1 << 30
 _SWITCH_INTERVAL = 0.0002  # seconds; how long the engine thread waits for the interpreter after each kernel
-_GOODBYE = 0.5
+_GOODBYE_SECONDS = 0.5
+_ANSWERS_SECONDS = 2.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -61,7 +62,7 @@ async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int
     loading = loop.create_task(_load(options, loop, stopping))
     app[STATE] = loading
     logging.getLogger("aiohttp.server").addFilter(_is_no_http2_preface)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_ANSWERS_SECONDS)
     await runner.setup()
     await web.SockSite(runner, listener).start()
     stop = loop.create_task(stopping.wait())
@@ -119,7 +120,7 @@ async def _shut_down(state: ServerState) -> int:
         with contextlib.suppress(EngineDead):
             state.engine.abort(lambda sequence: True, "the server is shutting down")
             state.engine.resume()
-    deadline = asyncio.get_running_loop().time() + _GOODBYE
+    deadline = asyncio.get_running_loop().time() + _GOODBYE_SECONDS
     while state.hub.in_flight and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.02)
     state.engine.stop()

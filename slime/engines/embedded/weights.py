@@ -33,6 +33,7 @@ class WeightStore:
         version: weight version that requests report, as a string.
         epoch: counts updates; keys and values computed under different epochs are never mixed into one prefix.
         pushed: names updated under the current version.
+        linears: all weights that multiply.
         broken: why the weights are not one consistent version, or ""; mended by an update that brings all of them.
     """
 
@@ -47,7 +48,7 @@ class WeightStore:
         self.arch, self.dtype, self.device = arch, dtype, device
         self.named: dict[str, torch.Tensor] = {}
         self._linear_of: dict[str, list[Linear]] = {}
-        self._linears: list[Linear] = []
+        self.linears: list[Linear] = []
         self._fixed_rows = fixed_rows
         self._snapshot: dict[str, torch.Tensor] | None = None
         self._shapes = dict(arch.parameter_shapes())
@@ -187,11 +188,11 @@ class WeightStore:
     @property
     def nbytes(self) -> int:
         unpacked = sum(tensor.numel() * tensor.element_size() for tensor in self.named.values())
-        return unpacked + sum(linear.packed_nbytes for linear in self._linears)
+        return unpacked + sum(linear.packed_nbytes for linear in self.linears)
 
     def release(self) -> None:
         """Give memory back: on a GPU the parameters move to the host; on CPU only the blocked copies go."""
-        for linear in self._linears:
+        for linear in self.linears:
             linear.invalidate()
         if self.device.type != "cpu":
             self._move(torch.device("cpu"))
@@ -279,7 +280,7 @@ class WeightStore:
         return self._bound(Linear(self._allocate(names), bias, self._fixed_rows), names)
 
     def _bound(self, linear: Linear, names: tuple[str, ...]) -> Linear:
-        self._linears.append(linear)
+        self.linears.append(linear)
         for name in names:
             self._linear_of.setdefault(name, []).append(linear)
         return linear

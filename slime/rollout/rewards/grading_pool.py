@@ -4,6 +4,7 @@ process hung or died of: where the process was killed, or stopped, from outside,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ from slime.log import get_logger
 logger = get_logger(__name__)
 
 _START_TIMEOUT = 60.0
+_LEAVE_SECONDS = 1.0
+_KILLED_SECONDS = 10.0
 #: How much later than the worker's own alarm the pool loses patience.
 _GRACE = 5.0
 #: Longest answer line; requests have no limit.
@@ -168,11 +171,13 @@ class _Worker:
             # closed output means that it is on its way out: let it say with which signal
             closed = self.process.stdout is not None and self.process.stdout.at_eof()
             try:
-                async with asyncio.timeout(1.0 if closed else 0.0):
+                async with asyncio.timeout(_LEAVE_SECONDS if closed else 0.0):
                     await self.process.wait()
                 hung = False
             except TimeoutError:
                 self.process.kill()
-                await self.process.wait()
+                with contextlib.suppress(TimeoutError):  # the kernel has not let go of it yet: nobody needs it
+                    async with asyncio.timeout(_KILLED_SECONDS):
+                        await self.process.wait()
         self._errors.close()
         return "timeout" if hung or self.process.returncode == -signal.SIGALRM else "crash"
