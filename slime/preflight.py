@@ -328,8 +328,7 @@ def check_outputs(config: Config) -> None:
     }
     for flag, value in flags.items():
         if value:
-            dest = flag.removeprefix("--").replace("-", "_")
-            _check_writable(flag, fixed_folder(value) if dest in FIELDS else Path(value))
+            _check_writable(flag, fixed_folder(value) if flag[2:].replace("-", "_") in FIELDS else Path(value))
     _check_export(config)
 
 

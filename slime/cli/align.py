@@ -39,6 +39,7 @@ from slime.config.make import judge_args
 from slime.errors import UserError
 from slime.files import json_safe
 from slime.observe.run_folder import RunFolder
+from slime.path_patterns import fill
 
 if TYPE_CHECKING:
     from slime.diagnosis.align.evidence import Scored
@@ -172,7 +173,7 @@ def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
         os.chdir(began)  # relative paths of its flags count from there
     rollout = _number(asked.options, "--of-rollout", 0)
     patterns = (config.debug.save_debug_train_data, config.debug.save_debug_rollout_data)
-    files = [Path(pattern.format(rollout_id=rollout)) for pattern in patterns if pattern]
+    files = [fill(pattern, rollout) for pattern in patterns if pattern]
     there = [file for file in files if file.is_file()]
     if not there:
         raise UserError(
@@ -213,7 +214,7 @@ def _saved_before(config: Config, rollout: int) -> Path:
         UserError: there is none.
     """
     flags, before = config.checkpoint, rollout - 1
-    exported = Path(flags.save_hf.format(rollout_id=before)) if flags.save_hf else None
+    exported = fill(flags.save_hf, before) if flags.save_hf else None
     if exported is not None and has_weights(exported):
         return exported
     if flags.save and is_saved(Path(flags.save), before):

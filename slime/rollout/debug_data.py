@@ -15,7 +15,7 @@ from typing import Any
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import replacing
-from slime.path_patterns import Evaluation, fill, found
+from slime.path_patterns import Evaluation, fill, found, literal
 from slime.samples.groups import groups_from_nested
 from slime.samples.types import Group, Sample
 
@@ -41,10 +41,7 @@ def load_rollout(config: Config, rollout_id: int) -> list[Group]:
     pattern = config.debug.load_debug_rollout_data
     if not pattern:
         raise UserError("there is no dump to load", fix="pass --load-debug-rollout-data PATTERN")
-    path = fill(pattern, rollout_id)
-    if not path.is_file():
-        raise _no_dump(pattern, path)
-    groups = group_samples(load_samples(path))
+    groups = group_samples(load_samples(fill(pattern, rollout_id), pattern))
     fraction = config.debug.load_debug_rollout_data_subsample
     if fraction is not None:
         kept = max(1, round(fraction * len(groups)))
@@ -53,10 +50,16 @@ def load_rollout(config: Config, rollout_id: int) -> list[Group]:
     return groups
 
 
-def load_samples(path: Path) -> list[Sample]:
-    """The samples of one dump file, in its order."""
+def load_samples(path: Path, pattern: str = "") -> list[Sample]:
+    """The samples of one dump file, in its order.
+
+    Args:
+        pattern: that gave its path, to tell which there are where it is missing.
+    """
     import torch
 
+    if not path.is_file():
+        raise _no_dump(pattern or literal(str(path)), path)
     try:
         # dumps hold whatever users put into metadata, so they are pickles; load only files you trust
         data: Any = torch.load(path, map_location="cpu", weights_only=False)

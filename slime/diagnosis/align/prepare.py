@@ -24,6 +24,7 @@ from slime.diagnosis.look import LeftOut
 from slime.diagnosis.one_round import goes_round, how_it_failed, launch
 from slime.engines.embedded.command import dtype_of
 from slime.errors import UserError
+from slime.path_patterns import fill
 from slime.prompts.tokenizer import generation_config_of, load_tokenizer
 
 #: Tokens that are looked at, unless more are asked for: each is computed some seventy times.
@@ -78,7 +79,7 @@ def fresh_round(config: Config, folder: Path) -> list[Scored]:
     status, said = launch(config, folder, more)
     if status != 0:
         raise RoundFailed(how_it_failed(status, said, folder))
-    return dumps.read([Path(pattern.format(rollout_id=0)) for pattern in patterns.values()])
+    return dumps.read([fill(pattern, 0) for pattern in patterns.values()])
 
 
 def examined(config: Config, samples: Sequence[Scored], wish: Wish, engine: AskableEngine | None = None) -> Result:
