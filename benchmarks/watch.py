@@ -12,6 +12,7 @@ import asyncio
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sized
 from pathlib import Path
 
 from aiohttp import web
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from slime.host import bind  # noqa: E402
-from slime.observe.watch.index import SampleIndex  # noqa: E402
+from slime.observe.report import write_report  # noqa: E402
 from slime.observe.watch.rows import Query  # noqa: E402
 from slime.observe.watch.server import Runs, application  # noqa: E402
 from tests.support.browser import chromium, tab  # noqa: E402
@@ -29,12 +30,12 @@ from tests.support.watched_runs import make_run, vocabulary  # noqa: E402
 _GROUPS, _SIZE, _ROUNDS = 32, 8, 5
 
 
-def timed(index: SampleIndex, query: Query, offset: int = 0) -> str:
-    """Milliseconds of a page of 50, the median and the longest of some rounds, and how many it had."""
+def timed(find: Callable[[], Sized]) -> str:
+    """Milliseconds of a page, the median and the longest of some rounds, and how many rows it had."""
     took, found = [], 0
     for _ in range(_ROUNDS):
         began = time.perf_counter()
-        rows, _ = index.find(query, offset)
+        rows = find()
         took.append(1000 * (time.perf_counter() - began))
         found = len(rows)
     return f"{statistics.median(took):7.1f} ms  {max(took):7.1f} ms  {found:3d} rows"
@@ -93,11 +94,20 @@ def main() -> None:
         f"search {words[3]!r} {words[9]!r}, by reward": Query(words=(words[3], words[9]), sort="reward"),
         "search a part of a word": Query(words=(long[1:-1],)),
         "search two characters": Query(words=("zu",)),
+        "search two characters that none has": Query(words=("qx",)),
+        "search one character (1 in 8)": Query(words=("9",), sort="reward"),
         "search what is nowhere": Query(words=("nowhere at all",)),
-        "search 'the tower' (1 in 8)": Query(words=("the tower was finished",)),
+        "search a sentence (1 in 8)": Query(words=("the", "tower", "was", "finished")),
+        "the same, where the shortest have it last": Query(words=("the", "tower", "was", "finished"), sort="length"),
     }.items():
-        print(f"  {name:46} {timed(index, query)}")
-    print(f"  {'page 1,000, newest first':46} {timed(index, Query(descending=True), 50_000)}")
+        print(f"  {name:46} {timed(lambda query=query: index.find(query)[0])}")  # type: ignore[misc]
+    print(f"  {'page 1,000, newest first':46} {timed(lambda: index.find(Query(descending=True), 50_000)[0])}")
+    print(f"  {'groups':46} {timed(lambda: index.groups(Query()))}")
+    print(f"  {'groups of what was truncated':46} {timed(lambda: index.groups(Query(status='truncated')))}")
+    for name in ("first", "again"):
+        began = time.perf_counter()
+        size = write_report(run, options.folder / "report.html").stat().st_size
+        print(f"report.html, {name}: {time.perf_counter() - began:.2f} s, {size / 1e6:.1f} MB")
     if chromium():
         asyncio.run(paints(runs))
 

@@ -41,6 +41,9 @@ COMMANDS: dict[str, Command] = {
         "slime.cli.train", "main_async", "the same with rollouts generated ahead of training", "train_async"
     ),
     "doctor": Command("slime.cli.doctor", "main", "look at a run's flags, machine, model and data before it starts"),
+    "align": Command(
+        "slime.cli.align", "main", "where trainer and engine part, when log-probs differ, and why: ranked"
+    ),
     "resume": Command("slime.cli.resume", "main", "go on with a run that was stopped, failed or lost its host"),
     "chat": Command("slime.cli.chat", "main", "talk to a model in the terminal: a run's newest, or any directory"),
     "serve": Command("slime.cli.serve", "main", "a model behind OpenAI's API"),

@@ -37,7 +37,7 @@ from slime.errors import RunFailed, UserError
 from slime.files import read_lines, write_atomically
 from slime.hook_loading import check_signature, save_function
 from slime.hub import local_data
-from slime.observe.report.data import is_held, rows_by_stage
+from slime.observe.run_data import is_held, rows_by_stage
 from slime.observe.run_folder import RunFolder
 from slime.processes import die_with_parent
 

@@ -29,7 +29,9 @@ from slime.legacy_paths import follows_old_plugin, old_plugin
 from slime.log import get_logger
 from slime.models.layout_rules import check_layout
 from slime.models.model_flags import check_model_flags, merge_transformer
+from slime.models.quantised import Quantisation
 from slime.observe.run_folder import RunFolder
+from slime.path_patterns import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.trainer.expert_rules import check_experts
 
@@ -53,6 +55,7 @@ def preflight(config: Config) -> LoadPlan:
     """
     plan = resolve_load(config)
     check_architecture(config)
+    check_ignore_list(config)
     check_weights(config, plan)
     check_engine_flags(config)
     check_engine(config)
@@ -134,26 +137,42 @@ def check_architecture(config: Config) -> None:
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
 
 
+def check_ignore_list(config: Config) -> None:
+    """Of a model whose weights engines hold quantised: the rules fit its modules. Needs its config.json only."""
+    from slime.models import family_of, ignore_list, read_hf_config
+
+    flags = config.checkpoint
+    assert flags.hf_checkpoint is not None
+    quantisation = Quantisation.read(read_hf_config(flags.hf_checkpoint))
+    if quantisation is not None:
+        family = family_of(flags.hf_checkpoint, flags.model_name)
+        for rule in ignore_list.check(family, family.describe(flags.hf_checkpoint), quantisation).idle:
+            logger.warning("the rule %r of quantization_config in %s names nothing", rule, flags.hf_checkpoint)
+
+
 def check_weights(config: Config, plan: LoadPlan) -> None:
-    """Every Hugging Face directory that will be read holds a known model, whole, and the same one."""
+    """Every Hugging Face directory that will be read holds a known model, whole, and the same one. Engines alone read
+    quantised ones."""
     from slime.checkpoints.hf_files import HfReader
-    from slime.models import family_of
+    from slime.checkpoints.quantised_check import verify_quantised
+    from slime.models import family_of, read_hf_config
     from slime.models.spec import check_same_model
 
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
     family = family_of(flags.hf_checkpoint, flags.model_name)
-    folders = {Path(flags.hf_checkpoint)} if needs_engines(config) else set()
-    if plan.kind == "hf":
-        folders.add(plan.path)
-    if config.algorithm.needs_reference:
-        reference = resolve_reference(config)
-        if reference.kind == "hf":
-            folders.add(reference.path)
+    served = {Path(flags.hf_checkpoint)} if needs_engines(config) else set()
+    plans = [plan, *([resolve_reference(config)] if config.algorithm.needs_reference else [])]
+    trained = {one.path for one in plans if one.kind == "hf" and not config.debug.debug_rollout_only}
     spec = family.model_spec(flags.hf_checkpoint)
-    for folder in sorted(folders):
-        check_same_model(spec, family_of(folder, flags.model_name).model_spec(folder), folder)
-        HfReader(folder, names_only=True).verify(family, family.model_spec(folder))
+    for folder in sorted(served | trained):
+        own = family_of(folder, flags.model_name).model_spec(folder)
+        check_same_model(spec, own, folder)
+        quantisation = Quantisation.read(read_hf_config(folder))
+        if quantisation is not None and folder not in trained:
+            verify_quantised(folder, family, own, quantisation)
+        else:
+            HfReader(folder, names_only=True).verify(family, own)
 
 
 def check_engine_flags(config: Config) -> None:
@@ -260,11 +279,13 @@ def _rows_name_rewards(config: Config, *, unreadable: bool) -> bool:
 
 
 def check_data(config: Config) -> None:
-    """The first rows of each data file make prompts."""
+    """The first rows of each data file make prompts; dumps that are to be loaded are there."""
     from slime.prompts.source import probe_prompts
     from slime.prompts.tokenizer import load_tokenizer
+    from slime.rollout.debug_data import check_dumps
     from slime.rollout.eval_datasets import eval_datasets
 
+    check_dumps(config)
     assert config.checkpoint.hf_checkpoint is not None
     tokenizer: Any = load_tokenizer(config.checkpoint.hf_checkpoint, without_torch=True)
     data = config.data
@@ -307,7 +328,8 @@ def check_outputs(config: Config) -> None:
     }
     for flag, value in flags.items():
         if value:
-            _check_writable(flag, Path(value.partition("{")[0] or "."))
+            dest = flag.removeprefix("--").replace("-", "_")
+            _check_writable(flag, fixed_folder(value) if dest in FIELDS else Path(value))
     _check_export(config)
 
 
@@ -330,7 +352,7 @@ def _check_export(config: Config) -> None:
             "--hf-checkpoint": flags.hf_checkpoint}  # fmt: skip
     if flags.save_hf:
         kept["--output-dir"] = observe.output_dir
-        target = Path(flags.save_hf.format(rollout_id=0))
+        target = fill(flags.save_hf, 0)
     elif flags.save and flags.export_model:
         target = RunFolder(Path(observe.output_dir) / observe.run_name, observe.stage or None).model
     else:

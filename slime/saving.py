@@ -15,6 +15,7 @@ from slime.host import slime_command
 from slime.log import get_logger
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
+from slime.path_patterns import fill
 from slime.schedule import Schedule
 from slime.stopping import StopSignals
 
@@ -85,7 +86,7 @@ class Saving:
             self._cluster.save(rollout_id, weight_version, metrics)
         self.last, self._at = rollout_id, time.monotonic()
         if self._flags.save_hf:
-            self.model = Path(self._flags.save_hf.format(rollout_id=rollout_id))
+            self.model = fill(self._flags.save_hf, rollout_id)
 
     def finish(self) -> None:
         """Wait for the last checkpoint, and write the model as it is now where no --save-hf has done so."""
@@ -109,7 +110,7 @@ class Saving:
         if left.is_hf:
             self.model = left.path
         elif named or self._flags.export_model:
-            self._export(Path(named.format(rollout_id=done)) if named else self._run.model)
+            self._export(fill(named, done) if named else self._run.model)
 
     def _export(self, path: Path) -> None:
         with self._sinks.phase("save_model"):

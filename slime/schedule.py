@@ -155,7 +155,7 @@ class Ages:
         )
         mean = sum(behind[version] * count for version, count in versions.items()) / sum(versions.values())
         found = {"rollout/staleness/mean": mean, "rollout/staleness/max": float(max(behind.values()))}
-        if most is not None and not self._config.rollout.mask_offpolicy_in_partial_rollout:
+        if most is not None and self._config.sync.stale_samples != "correct":
             too_old = sum(count for version, count in versions.items() if behind[version] > most)
             found["rollout/staleness/num_too_old"] = float(too_old)
         return found

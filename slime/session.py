@@ -17,9 +17,11 @@ from slime.cluster.run_cluster import Cluster
 from slime.cluster.silence import own_actors, stopped_parts
 from slime.cluster.trainer_group import TrainerActor
 from slime.cluster.waiting import DeadlinePassed, StopRequested
+from slime.cluster.watchman import Watchman
 from slime.config.config import Config
 from slime.diagnosis.doctor import at_start
 from slime.errors import RunFailed, UserError
+from slime.footprint import of_this_host
 from slime.host import slime_command
 from slime.log import get_logger, setup_logging
 from slime.memory.check import check_memory
@@ -27,7 +29,7 @@ from slime.memory.hardware import is_on_gpu
 from slime.memory.measured import Measured
 from slime.memory.plan import MemoryPlan
 from slime.observe.first_step import first_step_lines
-from slime.observe.report import write_report
+from slime.observe.report import try_to_write_report
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
 from slime.preflight import from_the_hub, joins_cluster, preflight
@@ -86,12 +88,15 @@ class Session:
         self._state = "failed"
         signals.would_lose = lambda: self.saving.would_lose(self._last_trained)
         signals.blocks, signals.gives_up = self._who_blocks_the_end, self._give_up
+        limit = config.cluster.distributed_timeout_minutes * 60.0
+        self.watchman = Watchman(limit, self.run.logs / "driver.log", self._end_without_hearing)
 
     # -- start and end ---------------------------------------------------------------------------------
 
     def launch(self) -> None:
         """Bring everything up and push the trainer's weights once, so that a broken push shows before any rollout."""
         self.stop_if_asked()
+        self.watchman.begin()
         with self.sinks.phase("launch"):
             launch = self.cluster.launch()
         self.run.set_state("launched")
@@ -121,7 +126,7 @@ class Session:
                 shutil.rmtree(self.run.journal, ignore_errors=True)
         finally:
             self.sinks.close(self._state)
-            _write_report(self.run)
+            try_to_write_report(self.run)
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -131,7 +136,7 @@ class Session:
 
     def log(self, metrics: dict[str, float]) -> None:
         if metrics:
-            metrics |= self.cluster.turns()
+            metrics |= self.cluster.turns() | of_this_host()
             self.sinks.log(self.step, metrics)
         for line in first_step_lines(metrics) if self.step == 1 else ():
             logger.info("%s", line)
@@ -257,6 +262,7 @@ class Session:
     def leave(self) -> None:
         """After SIGTERM, or a first Ctrl-C: keep the last completed step, unless it is on disk already, and the
         evaluation that is nearly there."""
+        self.watchman.end()  # `StopSignals` sees who blocks this end
         self.signals.taken_up()  # the save must be waited for
         self._state = "stopped"
         self.log(self._not_logged)
@@ -290,14 +296,26 @@ class Session:
         logger.error("%s is stopped and keeps the run from ending: it ends without it, what is not saved is lost", who)
         self.run.set_state("stopped")
 
+    def _end_without_hearing(self, error: BaseException) -> None:
+        """By the watchman, over a main thread that is in a call that does not come back."""
+        folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
+        lines = [str(error), f"details: {folder}; every process's log: {self.run.logs}", self._weights_then()]
+        print("error: " + "\n".join([*lines, self.saving.to_go_on()]).rstrip(), file=sys.stderr, flush=True)
+
+    def _weights_then(self) -> str:
+        version = self.ages.version
+        return f"weights: version {version} was pushed last, {self.step} rollouts are trained on" if version else ""
+
     def interrupted(self) -> None:
         """After Ctrl-C: leave, but not without a checkpoint that is nearly there."""
+        self.watchman.end()
         self._state = "stopped"
         if not self.signals.insists:
             self.saving.settle(self.signals)
 
     def failed(self, error: BaseException) -> None:
         """Keep what explains the failure, and say in the error where it is."""
+        self.watchman.leaving(error, settles=self.config.checkpoint.async_save)
         is_mistake = isinstance(error, UserError) and not isinstance(
             error, RunFailed
         )  # its words are all there is to say
@@ -315,6 +333,8 @@ class Session:
             error.add_note(to_go_on)
         where = f"details: {folder or 'not written, see above'}; report: {self.run.report_path}"
         error.add_note(f"{where}; every process's log: {self.run.logs}")
+        if isinstance(error, RunFailed) and (weights := self._weights_then()):
+            error.add_note(weights)
         if not is_mistake:
             error.add_note(f"cause and remedies, as far as they are known: {slime_command()} explain {self.run.path}")
 
@@ -379,20 +399,18 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
         except SystemExit:
             raise
         except BaseException as error:
+            told = error.__cause__ if isinstance(error, SystemError) else None  # Ray's, of what a handler has raised
+            if isinstance(told, DeadlinePassed):
+                session.failed(told)
+                raise told from error
             session.failed(error)
             raise
         finally:
+            session.watchman.end()
             signals.ending()
             session.close()
             session.say_how_it_ended()
         signals.end_if_asked()
-
-
-def _write_report(run: RunFolder) -> None:
-    try:
-        write_report(run.path)
-    except OSError as problem:  # the run's own end is what must be seen
-        logger.error("could not write %s: %s", run.report_path, problem)
 
 
 def _saves_where_it_loads(config: Config) -> bool:

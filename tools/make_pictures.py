@@ -20,7 +20,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,7 +39,7 @@ IMAGES = ROOT / "docs" / "images"
 RECORDED = ROOT / "docs" / "measurements" / "demo.jsonl"
 _COLUMNS, _STEPS_SHOWN = 92, 27
 _WINDOW = (1280, 915)
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+_COLORS = 200
 _SECONDS = 120
 #: What the demo's model is asked. It knows no more than one question, so each begins anew.
 QUESTIONS = ("31+6=", "/reset", "87+4=", "/reset", "52+7=")
@@ -76,27 +75,29 @@ def report_png(run_dir: Path, picture: Path) -> None:
     Raises:
         SystemExit: there is no Chromium.
     """
+    sys.path.insert(0, str(ROOT))  # for tests.support
+    from tests.support.browser import NAMES, chromium
+
+    if chromium() is None:
+        sys.exit(f"none of {', '.join(NAMES)} is installed; open {run_dir}/report.html and take the picture by hand")
+    with tempfile.TemporaryDirectory() as folder:
+        page = write_report(run_dir, Path(folder) / "report.html")
+        asyncio.run(_photograph({picture: (page.as_uri(), *_WINDOW, False)}))
+
+
+async def _photograph(pictures: dict[Path, tuple[str, int, int, bool]]) -> None:
+    """Picture → address, width and height of the window, whether it is dark; in a browser of its own each."""
     from PIL import Image
 
-    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
-    if browser is None:
-        sys.exit(
-            f"none of {', '.join(_BROWSERS)} is installed; open {run_dir}/report.html and take the picture by hand"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        page, shot = Path(folder) / "report.html", Path(folder) / "report.png"
-        write_report(run_dir, page)
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            f"--user-data-dir={folder}/profile",
-        ]
-        size = f"--window-size={_WINDOW[0]},{_WINDOW[1]}"
-        command = [browser, *options, size, f"--screenshot={shot}", page.as_uri()]
-        subprocess.run(command, check=True, timeout=_SECONDS, capture_output=True)
-        Image.open(shot).convert("RGB").quantize(64).save(picture, optimize=True)
+    from tests.support.browser import tab
+
+    for picture, (address, width, height, dark) in pictures.items():
+        async with tab() as page:
+            await page.open(address, width, height, dark)
+            await page.until("document.querySelector('figure, .response-text')")
+            await asyncio.sleep(1)
+            await page.picture(picture)
+        Image.open(picture).convert("RGB").quantize(_COLORS).save(picture, optimize=True)
 
 
 def held(command: Sequence[str], questions: Sequence[str], seconds: float = _SECONDS) -> str:
@@ -146,9 +147,9 @@ def chat_svg(run_dir: Path) -> str:
     return terminal_svg(Text.from_ansi(typed + held(command, QUESTIONS)), "slime chat")
 
 
-#: Picture → what its address says after #, the width and height of its window, and whether it is dark.
+#: Picture → what its address says after # ({runs}: both), the width and height of its window, and whether it is dark.
 WATCHED = {
-    "watch": ("runs=0.,1.&smooth=0.8", 1280, 860, False),
+    "watch": ("runs={runs}&smooth=0.8", 1280, 860, False),
     "watch-sample": ("view=samples&sample=1", 1280, 860, True),
     "watch-phone": ("view=timeline&rollout=3", 390, 760, False),
 }
@@ -158,11 +159,9 @@ def watch_pngs() -> None:
     """`slime watch` in a browser, in few colours."""
     sys.path.insert(0, str(ROOT))  # for tests.support
     from aiohttp import web
-    from PIL import Image
 
     from slime.host import bind
     from slime.observe.watch.server import Runs, application
-    from tests.support.browser import tab
     from tests.support.watched_runs import make_run
 
     async def take(folder: Path) -> None:
@@ -172,14 +171,9 @@ def watch_pngs() -> None:
         await runner.setup()
         listener = bind("127.0.0.1", 0)
         await web.SockSite(runner, listener).start()
-        for name, (shown, width, height, dark) in WATCHED.items():
-            async with tab() as page:
-                await page.open(f"http://127.0.0.1:{listener.getsockname()[1]}/#{shown}", width, height, dark)
-                await page.until("document.querySelector('figure, .response-text')")
-                await asyncio.sleep(1)
-                await page.picture(folder / "shot.png")
-                image = Image.open(folder / "shot.png").convert("RGB").quantize(200)
-                image.save(IMAGES / f"{name}.png", optimize=True)
+        place, known = f"http://127.0.0.1:{listener.getsockname()[1]}/#", ",".join(runs.all())
+        shots = {name: (place + shown.format(runs=known), *rest) for name, (shown, *rest) in WATCHED.items()}
+        await _photograph({IMAGES / f"{name}.png": shot for name, shot in shots.items()})
         await runner.cleanup()
 
     with tempfile.TemporaryDirectory() as folder:

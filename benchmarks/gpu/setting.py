@@ -25,7 +25,7 @@ from slime.engines.kinds import ENGINES
 from slime.engines.launch import EnginePlace, LaunchSpec
 from slime.engines.router import router_command
 from slime.host import num_gpus, reserve_port
-from slime.observe.report.data import Stage, read_run
+from slime.observe.run_data import Stage, read_run
 from slime.samples.types import Sample
 
 HOST = "127.0.0.1"

@@ -113,7 +113,8 @@ class HfReader:
             raise UserError(
                 f"{self.directory} holds weights quantised to {kind}",
                 why=f"it has {quantised}; training needs the weights themselves",
-                fix="use a bfloat16 copy of the model (of DeepSeek-V3: its own inference/fp8_cast_bf16.py makes one)",
+                fix="use a bfloat16 copy of the model (slime convert quantised-to-hf makes one of FP8 and INT4);"
+                " where only engines are to be quantised, name the copy with --ref-load",
             )
         if missing or unknown:
             raise UserError(
@@ -253,11 +254,16 @@ class HfWriter:
         directory: final place; an earlier export there is replaced as a whole.
         assets_from: directory whose config and tokenizer files are copied.
         shard_bytes: upper bound of a weight file.
+        quantised: the tensors are as the quantization_config of ``assets_from`` says; otherwise they are plain, and the
+            copy of config.json has none.
     Raises:
         UserError: what is in ``directory`` must not be lost (`check_export`).
     """
 
-    def __init__(self, directory: str | Path, assets_from: str | Path, shard_bytes: int = 4 << 30) -> None:
+    def __init__(
+        self, directory: str | Path, assets_from: str | Path, shard_bytes: int = 4 << 30, *, quantised: bool = False
+    ) -> None:
+        self._quantised = quantised
         self.directory, self.assets_from, self.shard_bytes = Path(directory), Path(assets_from), shard_bytes
         check_export(self.directory, {"--hf-checkpoint": self.assets_from})
 
@@ -322,14 +328,16 @@ class HfWriter:
         if count > 1:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
             (self._partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        copy_assets(self.assets_from, self._partial, self._dtypes.most_common(1)[0][0] if self._dtypes else None)
+        dtype = self._dtypes.most_common(1)[0][0] if self._dtypes and not self._quantised else None
+        copy_assets(self.assets_from, self._partial, dtype)
         publish(self._partial, self.directory)
 
 
 def copy_assets(source: Path, target: Path, dtype: str | None = None) -> None:
     """Copy config, tokenizer and remote-code files; everything at top level that is not weights.
 
-    The dtype in config.json is set to that of the weights beside it.
+    Args:
+        dtype: of plain weights beside them: config.json says so, and nothing of quantised ones. None leaves it alone.
     """
     for entry in sorted(source.iterdir()):
         if not entry.is_file() or entry.name.startswith(".") or entry.name.endswith(_WEIGHT_SUFFIXES):
@@ -339,4 +347,5 @@ def copy_assets(source: Path, target: Path, dtype: str | None = None) -> None:
     if dtype is not None and config_path.is_file():
         config = json.loads(config_path.read_text())
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+        config.pop("quantization_config", None)
         config_path.write_text(json.dumps(config, indent=2) + "\n")

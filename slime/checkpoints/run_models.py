@@ -6,9 +6,8 @@ PosixPath('outputs/sums/model')
 
 from __future__ import annotations
 
-import glob
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from slime.checkpoints.directory import newest_whole
 from slime.checkpoints.load_plan import is_hf_dir
 from slime.errors import UserError
 from slime.files import read_object
+from slime.path_patterns import fixed_folder, found
 
 #: How deep below a run folder exports are looked for.
 _LEVELS = 3
-_ROLLOUT = "{rollout_id}"
 
 
 def is_run_folder(path: Path) -> bool:
@@ -106,24 +105,14 @@ def _of_stage(run_folder: Path, stage: str, config: dict[str, Any]) -> RunModel 
         roots.append(_where(run_folder, config, flags["save"]))
     wholes = [_checkpoint(whole, base) for root in roots if root.is_dir() and (whole := newest_whole(root))]
     checkpoint = max(wholes, key=lambda model: model.written, default=None)
-    named = _exports(_where(run_folder, config, flags["save_hf"])) if flags.get("save_hf") else ()
-    exports = [_export(path, rollout, base) for path, rollout in named]
+    named = found(str(_where(run_folder, config, flags["save_hf"], fixed_folder))) if flags.get("save_hf") else ()
+    exports = [_export(path, rollout, base) for path, rollout in named if has_weights(path)]
     export = max(exports, key=lambda model: (model.rollout or 0, model.written), default=None)
     if export is None or checkpoint is None:
         return export or checkpoint
     if export.rollout is not None and checkpoint.rollout is not None:
         return checkpoint if checkpoint.rollout > export.rollout else export
     return checkpoint if checkpoint.written > export.written else export
-
-
-def _exports(pattern: Path) -> Iterator[tuple[Path, int | None]]:
-    """Exports that --save-hf has written, with the rollout that the path names."""
-    text = str(pattern)
-    matcher = re.compile(r"(\d+)".join(map(re.escape, text.split(_ROLLOUT))))
-    for name in glob.glob("*".join(map(glob.escape, text.split(_ROLLOUT)))):
-        match = matcher.fullmatch(name)
-        if match is not None and has_weights(Path(name)):
-            yield Path(name), int(match.group(1)) if match.groups() else None
 
 
 def _hf_dirs(folder: Path, levels: int = _LEVELS) -> Iterator[Path]:
@@ -151,14 +140,18 @@ def _base(run_folder: Path, config: dict[str, Any]) -> Path | None:
     return _where(run_folder, config, named) if named else None
 
 
-def _where(run_folder: Path, config: dict[str, Any], path: str) -> Path:
+def _where(run_folder: Path, config: dict[str, Any], path: str, folder_of: Callable[[str], Path] = Path) -> Path:
     """A path of the run's flags as seen from here: relative ones count from where the run was started, which is where
-    --output-dir begins."""
+    --output-dir begins.
+
+    Args:
+        folder_of: the part of the path that must be there.
+    """
     output_dir = Path(config.get("observe", {}).get("output_dir") or "outputs")
     if Path(path).is_absolute() or output_dir.is_absolute():
         return Path(path)
     started = started_from(run_folder, output_dir)
-    return started / path if started.joinpath(path.split("{")[0]).exists() else Path(path)
+    return started / path if started.joinpath(folder_of(path)).exists() else Path(path)
 
 
 def started_from(run_folder: Path, output_dir: Path) -> Path:

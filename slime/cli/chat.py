@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from slime.cli.arguments import Arguments, at_least_one
 from slime.cli.model_source import model_directory, model_name
 from slime.cli.serve import add_model_flags, leave_on_signals, serving
+from slime.engines.keys import header_of, key_of
 from slime.engines.tool_calls import chat_template
 from slime.errors import RunFailed, UserError
 
@@ -133,6 +134,7 @@ class Conversation:
     ) -> None:
         self.system = system
         self._address, self._model, self._sampling, self._has_turns = urlsplit(url).netloc, model, sampling, has_turns
+        self._key = header_of(key_of(url))
         self._turns: list[dict[str, str]] = []
 
     def reset(self) -> None:
@@ -167,7 +169,7 @@ class Conversation:
         connection = http.client.HTTPConnection(self._address, timeout=_PIECE_SECONDS)  # knows no proxies
         try:
             sent = json.dumps({"model": self._model, "stream": True, **self._sampling, **body}).encode()
-            connection.request("POST", path, sent, {"Content-Type": "application/json"})
+            connection.request("POST", path, sent, {"Content-Type": "application/json", **self._key})
             answer = connection.getresponse()
             if answer.status != 200:
                 said = json.loads(answer.read())

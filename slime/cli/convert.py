@@ -1,8 +1,11 @@
-"""`slime convert`: checkpoints between Hugging Face and Megatron, and GGUF to Hugging Face.
+"""`slime convert`: checkpoints between Hugging Face and Megatron, GGUF to Hugging Face, quantised weights.
 
     slime convert hf-to-megatron --hf_model_path Qwen3-0.6B --save_path ckpt
     slime convert megatron-to-hf --load_path ckpt --hf_model_path Qwen3-0.6B --save_path exported
     slime convert gguf-to-hf --gguf_path model.gguf --save_path model
+    slime convert hf-to-int4 --hf_model_path GLM-4.5-Air --save_path GLM-4.5-Air-INT4 --group_size 32
+    slime convert hf-to-fp8 --hf_model_path Qwen3-4B --save_path Qwen3-4B-FP8 --block_size 128 128
+    slime convert quantised-to-hf --hf_model_path DeepSeek-V3 --save_path DeepSeek-V3-bf16
 
 Training needs none of these: it reads Hugging Face directories itself. One process, on the GPU if there is one; under
 torchrun a large model is spread over the ranks. What is written loads at any parallel layout, whichever wrote it.
@@ -20,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.cli import quantise
 from slime.cli.arguments import Arguments
 from slime.errors import UserError
 
@@ -50,7 +54,7 @@ def main(argv: list[str]) -> None:
 
 def _parser() -> Arguments:
     parser = Arguments("slime convert", __doc__.splitlines()[0])
-    commands = parser.add_subparsers(required=True, metavar="{hf-to-megatron,megatron-to-hf,gguf-to-hf}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, summary: str, command: Callable[[argparse.Namespace], str]) -> Callable[..., None]:
         sub = commands.add_parser(name, help=summary, description=summary)
@@ -86,6 +90,7 @@ def _parser() -> Arguments:
     flag("gguf_path", "the file", required=True, type=Path)
     flag("save_path", "where the model goes", required=True, type=Path)
     flag("dtype", "of the weights", choices=tuple(PRECISIONS), default="bfloat16")
+    quantise.add_commands(add)
     return parser
 
 
@@ -102,11 +107,13 @@ def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from slime.models.model_flags import check_model_flags
 
     given, specs = read_argv(words).values, all_flags()
+    takes_them = options.command in (hf_to_megatron, megatron_to_hf)
     foreign = [specs[dest].option for dest in given if not {*specs[dest].sections} & {"model", "transformer"}]
-    if foreign or (given and options.command is gguf_to_hf):
+    if foreign or (given and not takes_them):
         raise UserError(
             f"slime convert does not know {', '.join(foreign or [specs[dest].option for dest in given])}",
-            why="beside its own flags (--help) it takes those that describe a model, such as --num-layers",
+            why="beside its own flags (--help) it takes those that describe a model, such as --num-layers, and only"
+            " where Megatron is at one end",
             fix="leave it out",
         )
     if given:

@@ -21,7 +21,8 @@ import orjson
 
 from slime.errors import UserError
 
-_ENTRIES = {"train": "train", "train-async": "train_async", "train_async": "train_async"}
+#: Word on the command line → whose flags they are.
+ENTRIES = {"train": "train", "train-async": "train_async", "train_async": "train_async"}
 
 
 def main(argv: list[str]) -> int:
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
     if any(word in ("--help", "-h") for word in argv):
         print(__doc__)
         return 0
-    entry = _ENTRIES.get(argv[0], "") if argv else ""
+    entry = ENTRIES.get(argv[0], "") if argv else ""
     words = argv[1:] if entry else list(argv)
     as_json, with_round = "--json" in words, "--round" in words
     words = [word for word in words if word not in ("--json", "--round")]
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
         raise UserError("slime doctor needs the flags of a run", fix="slime doctor --config recipe.yaml …")
     from slime.diagnosis import doctor
 
-    with _answer_alone():
+    with answer_alone():
         report = doctor.examine(words, entry or "train", with_round=with_round)
     said = doctor.text(report).encode("utf-8", "replace").decode()
     print(orjson.dumps(doctor.as_json(report), option=orjson.OPT_INDENT_2).decode() if as_json else said)
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _answer_alone() -> Iterator[None]:
+def answer_alone() -> Iterator[None]:
     """Within the block, what functions of the user's print, also in C or by programs that they start, goes to stderr:
     it is no part of the answer."""
     sys.stdout.flush()

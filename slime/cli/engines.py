@@ -10,16 +10,12 @@ push for as long as it takes part.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime.cli.arguments import Arguments
 from slime.cluster.orders import give_order
-from slime.engines.api import LOADS_PATH, EngineClient, EngineError
-from slime.engines.client import num_requests
 
-_LOAD_SECONDS = 5.0
 _VERBS = ("add", "remove")
 
 
@@ -38,28 +34,11 @@ def main(argv: list[str]) -> None:
         print(give_order(Path(asked.run_dir), verb, asked.engine)["said"])
         return
     asked = parser.parse_args(argv)
-    rows = give_order(Path(asked.run_dir), "list")["engines"]
-    print("\n".join(_table(rows, asyncio.run(_requests([row["url"] for row in rows])))))
+    print("\n".join(_table(give_order(Path(asked.run_dir), "list")["engines"])))
 
 
-async def _requests(urls: Sequence[str]) -> list[str]:
-    """Of each engine: how many it has, as text; asked from here, so that the run is not held up."""
-
-    async def of(url: str) -> str:
-        if not url:
-            return "-"
-        async with EngineClient(url, timeout=_LOAD_SECONDS) as engine:
-            try:
-                return str(num_requests(await engine.get(LOADS_PATH)))
-            except EngineError:
-                return "no answer"
-
-    return list(await asyncio.gather(*map(of, urls)))
-
-
-def _table(rows: Sequence[Mapping[str, str]], requests: Sequence[str]) -> list[str]:
+def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
     lines = [("engine", "state", "requests", "url")]
-    for row, count in zip(rows, requests, strict=True):
-        lines.append((row["name"] or row["kind"], row["state"], count, row["url"]))
+    lines += [(row["name"] or row["kind"], row["state"], row["requests"], row["url"]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -15,7 +15,7 @@ from slime.cli.model_source import model_directory, model_name
 from slime.errors import UserError
 from slime.hub import hub_token, upload
 from slime.observe.model_card import UNKNOWN, model_card
-from slime.observe.report.data import RunData, read_run
+from slime.observe.run_data import RunData, read_run
 
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slime.checkpoints.load_plan import going_on
 from slime.checkpoints.run_models import is_run_folder, started_from
+from slime.cli.align import newest_stage
 from slime.cli.arguments import Arguments
 from slime.config import Config
 from slime.errors import UserError
@@ -54,8 +55,7 @@ def _stage_of(folder: Path, stage: str | None) -> RunFolder:
         raise UserError(
             f"{folder} has no stage {stage}", fix=f"its stages: {', '.join(filter(None, stages)) or 'none'}"
         )
-    newest = max(stages, key=lambda name: stages[name].get("started") or 0.0, default="")
-    return RunFolder(folder, (stage if stage is not None else newest) or None)
+    return newest_stage(folder, stage)
 
 
 def _go_to_where_it_began(folder: Path, run: RunFolder, config: Config) -> None:

@@ -4,12 +4,15 @@ slime serve outputs/sums                    the newest model of a run
 slime serve Qwen3-0.6B --port 8080          a Hugging Face directory
 slime serve checkpoints --hf-checkpoint M   a --save directory that lies outside of its run folder
 slime serve DIR -- --max-slots 8            what follows -- goes to the engine's own command line
+
+With SLIME_ENGINE_KEY in the environment it answers only requests that carry that key.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import signal
 import tempfile
@@ -24,6 +27,7 @@ from slime.cli.convert import PRECISIONS
 from slime.cli.model_source import model_directory, model_name
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.config import make_config
+from slime.engines.keys import VARIABLE, key_of, know
 from slime.engines.kinds import ENGINES, engine_of
 from slime.engines.launch import ONE_GPU
 from slime.engines.tool_calls import tool_format
@@ -100,7 +104,7 @@ def serving(
     Args:
         engine: "auto" or a name of `ENGINES`.
         port: 0 picks a free one.
-        extra: more words for the engine's command line.
+        extra: more words for the engine's command line. The key that it asks for is that of the environment.
     Raises:
         UserError: the engine cannot be started here, the port is taken, or the server dies before it answers.
     """
@@ -118,6 +122,7 @@ def serving(
     log = Path(tempfile.mkdtemp(prefix="slime-serve-")) / "engine.log"
     url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     spec = replace(spec, argv=[*spec.argv, *more_words(kind, name, directory), *(extra or [])])
+    know(url, os.environ.get(VARIABLE, ""))
     server = ServerProcess(f"the {kind} engine", spec, url, log)
     try:
         server.start()
@@ -146,14 +151,17 @@ def more_words(kind: str, name: str, directory: Path) -> list[str]:
 
 
 def _welcome(url: str, name: str, directory: Path, log: Path) -> str:
+    known = bool(key_of(url))
+    header = f'-H "Authorization: Bearer ${VARIABLE}" ' if known else ""
+    key = f'os.environ["{VARIABLE}"]' if known else '"none"'
     return f"""\
 {name} ({directory}) is at {url}/v1; Ctrl-C ends it; its log: {log}
 
-curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+curl {url}/v1/chat/completions -H 'Content-Type: application/json' {header}\\
   -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
 
 from openai import OpenAI
-client = OpenAI(base_url="{url}/v1", api_key="none")
+client = OpenAI(base_url="{url}/v1", api_key={key})
 answer = client.chat.completions.create(model="{name}", messages=[{{"role": "user", "content": "Hello"}}])
 print(answer.choices[0].message.content)
 """

@@ -15,8 +15,11 @@ from slime.cluster.placement import EnginePart
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.waiting import Process, Worker, this_process
 from slime.config.config import Config
-from slime.engines.router import register_workers
+from slime.engines import keys
+from slime.engines.keys import RunKeys
+from slime.engines.router import STARTUP_SECONDS, register_workers
 from slime.errors import RunFailed, UserError
+from slime.footprint import Footprint
 from slime.host import PortReservation, reserve_port
 from slime.log import get_logger, log_to_file_only
 
@@ -48,7 +51,11 @@ class Obituary(NamedTuple):
 
 
 class EngineActor:
-    """Owns one engine server process, or the router. The process dies with this actor."""
+    """Owns one engine server process, or the router. The process dies with this actor.
+
+    Args:
+        run_keys: of which its server asks for the run's own, after each restart too.
+    """
 
     def __init__(
         self,
@@ -56,12 +63,16 @@ class EngineActor:
         name: str,
         run_path: Path,
         num_threads: int,
-        hosts: Sequence[str] = (),
+        hosts: Sequence[str],
+        run_keys: RunKeys,
         part: EnginePart | None = None,
     ) -> None:
+        keys.use(run_keys)
+        self._run_keys = run_keys
         self.config, self.name, self.num_threads, self.hosts, self.part = config, name, num_threads, hosts, part
         self.log_path = run_path / "logs" / f"{name}.log"
         self._process: ServerProcess | None = None
+        self._footprint = Footprint()
         self._port: PortReservation | None = None
         self._held: list[PortReservation] = []
         self._bootstrap_port: int | None = None
@@ -69,6 +80,11 @@ class EngineActor:
 
     def process(self) -> Process:
         return this_process()
+
+    def memory(self) -> float:
+        """GB of host memory that the server's processes hold for themselves; 0 while there is none."""
+        pid = self._process.pid if self._process is not None and self._process.is_alive() else None
+        return self._footprint.gigabytes(pid) if pid is not None else 0.0
 
     def rendezvous(self) -> str:
         """host:port where the nodes of this engine meet; held until the engine is stopped."""
@@ -120,16 +136,22 @@ class EngineActor:
         return {"disaggregation_mode": kind, "disaggregation_bootstrap_port": self._bootstrap_port}
 
     def start_router(
-        self, worker_urls: list[str], pairs: DisaggregatedWorkers | None = None, port: int | None = None
+        self,
+        worker_urls: list[str],
+        external: list[str],
+        pairs: DisaggregatedWorkers | None = None,
+        port: int | None = None,
     ) -> str:
         from slime.engines.router import disaggregated_router_command, router_command
 
+        keys.own(*worker_urls)
+        keys.external(*external)
         host = ray.util.get_node_ip_address()
         if pairs is not None:
             return self._serve(lambda port: disaggregated_router_command(self.config, host, port, *pairs), host, port)
         url = self._serve(lambda port: router_command(self.config, host, port, worker_urls), host, port)
         policy = self.config.engine.router.get("policy") or "cache_aware"
-        asyncio.run(register_workers(url, worker_urls, timeout=60.0, policy=policy))
+        asyncio.run(register_workers(url, worker_urls, timeout=STARTUP_SECONDS, policy=policy))
         return url
 
     def _serve(self, make_spec: Callable, host: str, port: int | None = None) -> str:
@@ -137,7 +159,9 @@ class EngineActor:
             self._port = reserve_port(host, port)
             url = f"http://{host}:{self._port.port}"
             spec = make_spec(self._port.port)
-            spec = dataclasses.replace(spec, env={**spec.env, "OMP_NUM_THREADS": str(self.num_threads)})
+            env = {"OMP_NUM_THREADS": str(self.num_threads), keys.VARIABLE: self._run_keys.own}
+            spec = dataclasses.replace(spec, env={**spec.env, **env})
+            keys.own(url)
             self._process = ServerProcess(self.name, spec, url, self.log_path, self.hosts)
             self._process.start()
             try:
@@ -199,6 +223,7 @@ class EngineHandle:
     Args:
         options: of Ray: on which slot, with what share of it.
         hosts: of the run's other servers.
+        run_keys: its server asks for the run's own.
         part: None for a router.
 
     Attributes:
@@ -213,11 +238,17 @@ class EngineHandle:
         num_threads: int,
         options: Mapping[str, Any],
         hosts: Sequence[str],
+        run_keys: RunKeys,
         part: EnginePart | None = None,
     ) -> None:
         actor: Any = ray.remote(EngineActor)  # Ray makes the methods remote; its types do not say so
-        self._actor = actor.options(max_restarts=0, **options).remote(config, name, run_path, num_threads, hosts, part)
+        given = config, name, run_path, num_threads, hosts, run_keys, part
+        self._actor = actor.options(max_restarts=0, **options).remote(*given)
         self.worker = Worker(name, self._actor.process.remote())
+
+    def memory(self) -> ray.ObjectRef:
+        """To be: see `EngineActor.memory`."""
+        return self._actor.memory.remote()
 
     def rendezvous(self) -> ray.ObjectRef:
         """To be: host:port where the nodes of this engine meet."""
@@ -232,14 +263,15 @@ class EngineHandle:
         return self._actor.start.remote(model_path, dist_init_addr)
 
     def begin_router(
-        self, worker_urls: list[str], pairs: DisaggregatedWorkers | None, port: int | None = None
+        self, worker_urls: list[str], external: list[str], pairs: DisaggregatedWorkers | None, port: int | None = None
     ) -> ray.ObjectRef:
         """To be: the URL of the router, with the workers behind it.
 
         Args:
+            external: those of the workers that somebody else has started.
             port: its own, where it is started again.
         """
-        return self._actor.start_router.remote(worker_urls, pairs, port)
+        return self._actor.start_router.remote(worker_urls, external, pairs, port)
 
     def bootstrap_port(self) -> ray.ObjectRef:
         """To be: see `EngineActor.bootstrap_port`."""

@@ -18,7 +18,9 @@ from typing import Any
 
 from slime.config.addresses import engine_url
 from slime.config.config import Config
+from slime.engines import keys
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE, EngineClient, EngineError
+from slime.engines.keys import VARIABLE
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.spec import check_same_model, read_hf_config
@@ -69,6 +71,12 @@ def ask(url: str) -> Said:
     try:
         said = asyncio.run(questions())
     except EngineError as error:
+        if error.status == 401:
+            raise UserError(
+                f"the engine at {url} asks for another key",
+                why=error.what,
+                fix=f"begin the run with {VARIABLE} set to the key that the engine was started with",
+            ) from error
         raise UserError(
             f"no engine answers at {url}",
             why=error.what,
@@ -201,6 +209,8 @@ def _check_likeness(url: str, said: Said, other_url: str, other: Said) -> None:
 
 
 def named(config: Config) -> list[str]:
-    """URLs of --rollout-external-engine-addrs."""
+    """URLs of --rollout-external-engine-addrs, whose key is known from then on."""
     flag = "--rollout-external-engine-addrs"
-    return [engine_url(address, flag) for address in config.engine.rollout_external_engine_addrs]
+    urls = [engine_url(address, flag) for address in config.engine.rollout_external_engine_addrs]
+    keys.external(*urls)
+    return urls

@@ -22,6 +22,7 @@ import ray
 
 from slime.cluster.engine_actor import EngineHandle, Obituary, raise_obituary, with_pid
 from slime.cluster.engine_fit import named
+from slime.cluster.engine_memory import EnginesMemory
 from slime.cluster.engine_table import MOST_RESTARTS, Engine, State
 from slime.cluster.external_engines import ExternalEngines
 from slime.cluster.orders import OrderDesk
@@ -39,8 +40,9 @@ from slime.cluster.waiting import (
     wait_for,
 )
 from slime.config.config import Config
+from slime.engines import keys
 from slime.engines.api import LOADS_PATH, EngineError, is_silent
-from slime.engines.fleet import EngineFleet
+from slime.engines.fleet import EngineFleet, Fleets
 from slime.engines.health import HealthChecks
 from slime.engines.kinds import engine_of
 from slime.engines.launch import ServedModel
@@ -53,12 +55,10 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _COLOCATED_SHARE = 0.2
-_ASK_SECONDS = 10.0
-_AT_HAND_SECONDS = 60.0
+_ASK_SECONDS, _AT_HAND_SECONDS = 10.0, 60.0
 _LOOK_SECONDS = 0.25
 #: How long the death may take that explains a failure: connections may break before the process is gone.
-_DEATH_SECONDS = 1.0
-_DEATH_OF_CONNECTION_SECONDS = 3.0
+_DEATH_SECONDS, _DEATH_OF_CONNECTION_SECONDS = 1.0, 3.0
 
 
 class Engines:
@@ -72,6 +72,7 @@ class Engines:
         table: which engine is in what state.
         routers: in front of the engines of each model.
         external: who joins and leaves, and the engines that others have started.
+        keys: that engines and routers ask for, new for each launch.
         nodes: where the policy's engines stand.
         restarts_at_once: what died starts again as soon as that is known; false while the trainer has the GPUs that it
             shares with engines (`start_again` is called when it sleeps).
@@ -90,26 +91,27 @@ class Engines:
         share = _COLOCATED_SHARE if config.cluster.colocate else 1.0
         self.config, self._start_seconds, self._should_stop = config, start_seconds, should_stop
         self._parts = engine_parts(config, plan, slots)
+        self.keys = keys.use(keys.RunKeys.new())
         urls = named(config)
         hosts = sorted({*(place.ip for place in slots.places), *(urlsplit(url).hostname or "" for url in urls)})
+        shared = hosts, self.keys
         self._handles = {
-            p.name: EngineHandle(config, p.name, run_path, num_threads, slots.options(p.slot, share), hosts, p)
+            p.name: EngineHandle(config, p.name, run_path, num_threads, slots.options(p.slot, share), *shared, p)
             for p in self._parts
         }
         self.nodes = {slots.places[part.slot].node for part in self._parts if part.model.is_policy}
         models = {part.model.name: part.model for part in self._parts}
         if not models:  # external engines have a router, too
             models = {"policy": ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, ())}
-        self.routers = Routers(config, models, self._parts, self._handles, run_path, hosts, should_stop)
+        self.routers = Routers(config, models, self._parts, self._handles, run_path, hosts, self.keys, should_stop)
         self.table = table_of(self._parts, urls)
         turns = config.cluster.colocate and (slots.on_gpu or engine_of(config).releases_without_gpu)
         self.external = ExternalEngines(config, self.table, self, OrderDesk(run_path), shares_gpus=turns)
-        self._ended: set[str] = set()
-        self.restarts_at_once = True
+        self._ended, self._memory = set[str](), EnginesMemory(self._handles.values())
         self._tolerant = config.fault_tolerance.use_fault_tolerance
+        self.restarts_at_once, self._checking_seconds = True, 0.0
         self._health = HealthChecks.of(config) if self._tolerant else None
-        self._fleets: dict[tuple[str, ...], EngineFleet] = {}
-        self._checking_seconds = 0.0
+        self._fleets = Fleets(self._health.timeout if self._health is not None else None)
 
     # -- launch ------------------------------------------------------------------------------------------------
 
@@ -135,6 +137,7 @@ class Engines:
 
     def put_routers_in_front(self, urls: Sequence[str]) -> None:
         """Args: urls: the answers to `begin_start`, in their order."""
+        keys.own(*urls)
         url_of = dict(zip((part.name for part in self._parts), urls, strict=True)) | {u: u for u in self.external.named}
         for engine in self.table.engines.values():
             self.table.launched(engine.number, [url_of[name] for name in engine.parts])
@@ -150,7 +153,8 @@ class Engines:
         """Which slots the ranks of each of the policy's engines stand on that run."""
         parts = parts_by_number(self._parts)
         slots = {number: tuple(slot for part in own for slot in part.slots) for number, own in parts.items()}
-        return [EngineSlots(engine.url, slots.get(engine.number, ()), engine.ranks) for engine in self.table.policy]
+        found = ((engine, slots.get(engine.number, ())) for engine in self.table.policy)
+        return [EngineSlots(engine.url, own, engine.ranks, keys.key_of(engine.url)) for engine, own in found]
 
     @property
     def fleet(self) -> EngineFleet:
@@ -159,17 +163,12 @@ class Engines:
 
     def fleet_of(self, engines: Sequence[Engine]) -> EngineFleet:
         """The same for the policy's or the others, all of them that run."""
-        urls = tuple(engine.url for engine in engines)
-        if urls not in self._fleets:
-            self.drop_fleets()
-            self._fleets[urls] = EngineFleet(urls, self._health.timeout if self._health is not None else None)
-        return self._fleets[urls]
+        self.drop_fleets()
+        return self._fleets.of([engine.url for engine in engines])
 
     def drop_fleets(self) -> None:
         """Of engines that have changed."""
-        present = [tuple(engine.url for engine in engines) for engines in (self.table.policy, self.table.others)]
-        for urls in [urls for urls in self._fleets if urls not in present]:
-            self._fleets.pop(urls).close()
+        self._fleets.keep([engine.url for engine in engines] for engines in (self.table.policy, self.table.others))
 
     # -- death -------------------------------------------------------------------------------------------------
 
@@ -380,7 +379,9 @@ class Engines:
             if not engine.starting or not all_answered(engine.starting):
                 continue
             try:
-                self.table.came_up(engine.number, wait_for(engine.starting, "restarting", _AT_HAND_SECONDS))
+                urls = wait_for(engine.starting, "restarting", _AT_HAND_SECONDS)
+                keys.own(*urls)
+                self.table.came_up(engine.number, urls)
                 logger.info("%s runs again and comes back with the next weight push", engine.name)
             except UserError as error:
                 self.table.start_failed(engine.number)
@@ -426,12 +427,13 @@ class Engines:
         self.routers.proved()
 
     def metrics(self) -> dict[str, float]:
-        """Restarts that were completed since the last call, the longest time that one of these engines was away, and
-        what the trainer waited for checks of the others to end; {} without --use-fault-tolerance."""
+        """Host memory of the engines; with --use-fault-tolerance restarts that were completed since the last call, the
+        longest time that one was away, and what the trainer waited for checks of the others to end."""
+        found = self._memory.metrics()
         if not self._tolerant:
-            return {}
+            return found
         seconds = self.table.pop_seconds_away()
-        found = {"rollout/engine_restarts": float(len(seconds)), "perf/engine_checks_time": self._checking_seconds}
+        found |= {"rollout/engine_restarts": float(len(seconds)), "perf/engine_checks_time": self._checking_seconds}
         found["rollout/router_restarts"] = float(self.routers.pop_restarts())
         self._checking_seconds = 0.0
         return found | ({"rollout/engine_restart_seconds": max(seconds)} if seconds else {})
@@ -439,8 +441,7 @@ class Engines:
     def close(self, timeout: float) -> None:
         """Ask all to stop, then kill what is left; external ones are left alone."""
         self.external.close()
-        for fleet in self._fleets.values():
-            fleet.close()
+        self._fleets.keep([])
         self.routers.close()
         handles = [*self._handles.values(), *self.routers.handles.values()]
         refs = [handle.stop() for handle in handles]

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 from slime.cluster import engine_fit
@@ -23,12 +22,13 @@ from slime.cluster.engine_fit import named
 from slime.cluster.engine_table import Engine, EngineTable, State
 from slime.cluster.orders import Order, OrderDesk
 from slime.cluster.routers import Routers
+from slime.cluster.signs_of_life import SignsOfLife
 from slime.cluster.waiting import Lost
 from slime.config.addresses import engine_url
 from slime.config.config import Config
+from slime.engines import keys
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError
 from slime.engines.client import num_requests
-from slime.engines.fleet import EngineFleet
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 
@@ -37,9 +37,6 @@ logger = get_logger(__name__)
 _DRAIN_SECONDS = 10.0  # an abort is done at once; whatever is still on its way is finished there
 _DRAIN_POLL_SECONDS = 0.1
 _ASK_SECONDS = 2.0
-_ANSWER_SECONDS = 5.0
-#: Questions in a row that nobody took: one may meet a connection that was closed meanwhile.
-_MISSES = 2
 _TRY_AGAIN_SECONDS = 10.0
 _COMMAND = "slime engines"
 
@@ -86,7 +83,7 @@ class ExternalEngines:
         self._config, self._table, self._company, self._desk = config, table, company, desk
         self._shares_gpus = shares_gpus
         self._tolerant = config.fault_tolerance.use_fault_tolerance
-        self._signs = _SignsOfLife(clock)
+        self._signs = SignsOfLife(clock)
         self._num_talks = 0
         self._clock, self._to_take_out, self._next_try = clock, set[str](), 0.0
 
@@ -96,11 +93,23 @@ class ExternalEngines:
         Raises:
             UserError: names the address.
         """
+        self._check_policy()
         other: tuple[str, engine_fit.Said] | None = None
         for engine in self._external():
             url = engine.name
             said = self._check(url, other)
             engine.ranks, other = said.num_ranks, other or (url, said)
+
+    def _check_policy(self) -> None:
+        own = [engine for engine in self._table.engines.values() if engine.is_policy and not engine.is_external]
+        policy = self._config.engine.router.get("policy") or ""
+        if self.named and policy == "power_of_two" and len(own) < 2:
+            raise UserError(
+                f"--router-policy {policy} needs two engines of the run's own beside --rollout-external-engine-addrs",
+                why="the router wants to be started with two engines, and these get the run's key, which is not for"
+                " engines that somebody else has started",
+                fix="take another policy, cache_aware for one",
+            )
 
     def look(self) -> None:
         """Hear who has gone, and obey orders; never waits for an answer of those that are only watched.
@@ -176,6 +185,7 @@ class ExternalEngines:
         if url in self._company.routers.urls.values():
             raise UserError(f"{url} is the router of this run, no engine")
         warnings: list[str] = []
+        keys.external(url)
         said = self._check(url, self._somebody(), warnings.append)
         self._table.joined(url, said.num_ranks)
         if self._config.debug.debug_rollout_only:
@@ -333,7 +343,9 @@ class ExternalEngines:
         verbs = {"add": self.add, "remove": self.remove}
         try:
             if order.verb == "list":
-                return {"engines": [_row(engine) for engine in self._table.engines.values()]}
+                engines = list(self._table.engines.values())
+                counts = asyncio.run(_counts([next(iter(engine.urls), "") for engine in engines]))
+                return {"engines": [_row(*both) for both in zip(engines, counts, strict=True)]}
             if order.verb not in verbs:
                 raise UserError(f"there is no order {order.verb!r}", fix="add, remove or list")
             return {"said": verbs[order.verb](order.url)}
@@ -350,76 +362,28 @@ class ExternalEngines:
         return [engine for engine in self._table.engines.values() if engine.is_external]
 
 
-class _SignsOfLife:
-    """Asks servers now and then whether they are there. Who is slow to answer lives: only when nobody takes the
-    question has a server ended, or its host."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._fleet: EngineFleet | None = None
-        self._asked: dict[str, Future[Any]] = {}
-        self._misses: dict[str, int] = {}
-        self._next = 0.0
-
-    def gone(self, urls: Sequence[str]) -> list[str]:
-        """Those of which it is known by now; never waits."""
-        self._turn_to(urls)
-        found = []
-        for url, answer in list(self._asked.items()):
-            if not answer.done():
-                continue
-            del self._asked[url]
-            self._misses[url] = self._misses.get(url, 0) + 1 if _nobody_there(answer) else 0
-            if self._misses[url] >= _MISSES:
-                found.append(url)
-            elif self._misses[url]:
-                self._ask(url)
-        if self._clock() >= self._next:
-            self._next = self._clock() + _ASK_SECONDS
-            for url in urls:
-                if url not in self._asked and url not in found:
-                    self._ask(url)
-        return found
-
-    def gone_now(self, urls: Sequence[str]) -> list[str]:
-        """Ask, and wait for the answers."""
-        self._turn_to(urls)
-        found = list(urls)
-        for _ in range(_MISSES if found else 0):
-            assert self._fleet is not None
-            asked = {url: self._fleet.start_get(url, "/health", _ANSWER_SECONDS) for url in found}
-            wait(asked.values(), timeout=_ANSWER_SECONDS + 1)
-            found = [url for url, answer in asked.items() if answer.done() and _nobody_there(answer)]
-        return found
-
-    def close(self) -> None:
-        if self._fleet is not None:
-            self._fleet.close()
-        self._fleet = None
-
-    def _turn_to(self, urls: Sequence[str]) -> None:
-        if urls and (self._fleet is None or not set(urls) <= set(self._fleet.urls)):
-            self.close()
-            self._asked, self._fleet = {}, EngineFleet(urls)
-        self._asked = {url: answer for url, answer in self._asked.items() if url in urls}
-        self._misses = {url: count for url, count in self._misses.items() if url in urls}
-
-    def _ask(self, url: str) -> None:
-        assert self._fleet is not None
-        self._asked[url] = self._fleet.start_get(url, "/health", _ANSWER_SECONDS)
-
-
-def _nobody_there(answer: Future[Any]) -> bool:
-    error = None if answer.cancelled() else answer.exception()
-    return isinstance(error, EngineError) and error.status is None and not isinstance(error.__cause__, TimeoutError)
-
-
 def state_of(engine: Engine) -> str:
     """In a word."""
     return "joining" if engine.is_external and engine.state in (State.UP, State.RETURNING) else engine.state.value
 
 
-def _row(engine: Engine) -> dict[str, Any]:
+async def _counts(urls: Sequence[str]) -> list[str]:
+    """Of each engine: how many requests it has, as text."""
+
+    async def of(url: str) -> str:
+        if not url:
+            return "-"
+        async with EngineClient(url, timeout=_ASK_SECONDS) as engine:
+            try:
+                return str(num_requests(await engine.get(LOADS_PATH)))
+            except EngineError:
+                return "no answer"
+
+    return list(await asyncio.gather(*map(of, urls)))
+
+
+def _row(engine: Engine, requests: str) -> dict[str, Any]:
     kind = "external" if engine.is_external else "own" if engine.is_policy else "another model's"
     name = "" if engine.is_external else engine.name
-    return {"name": name, "url": next(iter(engine.urls), ""), "state": state_of(engine), "kind": kind}
+    url = next(iter(engine.urls), "")
+    return {"name": name, "url": url, "state": state_of(engine), "kind": kind, "requests": requests}

@@ -7,7 +7,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ import ray
 from slime.checkpoints.directory import saved_iterations
 from slime.cluster.waiting import Process, Watch, Worker, this_process, wait_for
 from slime.config.config import Config
+from slime.engines import keys
+from slime.engines.keys import RunKeys
+from slime.footprint import Footprint
 from slime.host import past_proxies
 from slime.log import get_logger, log_to_file_only
 from slime.observe.run_folder import RunFolder
 from slime.prompts.source import load_source, make_source, save_source
-from slime.samples.batch import TrainLayout
+from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout
 from slime.samples.types import Group
 
 logger = get_logger(__name__)
@@ -52,6 +55,9 @@ class RolloutActor:
         self._groups_of: dict[int, list[int]] = {}
         self._under_way: dict[int, asyncio.Task[RolloutResult]] = {}
         self.loop: Any = None  # a `RolloutLoop`, from `connect` on
+        self._footprint = Footprint()
+        self._recording: asyncio.Future[None] | None = None
+        """What training knew of the last rollout's tokens is being written."""
         self.journal: Any = None  # a `slime.rollout.journal.Journal`, where there is one
         log_to_file_only("rollout", run_path / "logs", config.observe.log_level)
 
@@ -83,14 +89,17 @@ class RolloutActor:
         # a source of the user's own need not know its length, nor has every run a data set
         return len(self.source) if data.num_epoch is not None and not data.streaming_data else 0
 
-    async def connect(self, router_url: str, router_urls: dict[str, str]) -> None:
+    async def connect(self, router_url: str, router_urls: dict[str, str], run_keys: RunKeys) -> None:
         """Build the rollout loop on the policy's engines; checks hooks and evaluation data.
 
         Args:
             router_urls: by model, for functions that ask other models too.
+            run_keys: that these and the engines behind them ask for.
         """
         from slime.rollout.loop import RolloutLoop
 
+        keys.use(run_keys)
+        keys.own(router_url, *router_urls.values())
         # functions of the user's own ask the routers with clients that go by the environment
         os.environ.update(past_proxies(urlsplit(url).hostname or "" for url in (router_url, *router_urls.values())))
         self.loop = RolloutLoop(self.config, self.tokenizer, self.source, router_url, router_urls, self.journal)
@@ -101,7 +110,7 @@ class RolloutActor:
         one that was given up.
 
         Args:
-            oldest_version: of weights; what older ones have begun is generated anew.
+            oldest_version: of weights; what older ones have begun is stale (--stale-samples).
         """
         task = asyncio.ensure_future(self._generate(rollout_id, layout, oldest_version))
         self._under_way[rollout_id] = task
@@ -133,7 +142,7 @@ class RolloutActor:
         generated = time.perf_counter()
         batches = to_train_batches(groups, self.config, layout, rollout_id)
         metrics |= batches[0].global_stats
-        shards = [ray.put(batch) for batch in batches]
+        shards = self._handed_over(batches, groups)
         self._groups_of[rollout_id] = [group.index for group in groups]
         converted = time.perf_counter()
         self.recorder.record_rollout(rollout_id, groups)
@@ -152,12 +161,19 @@ class RolloutActor:
         batches = to_train_batches(groups, self.config, layout, rollout_id)
         metrics = dict(batches[0].global_stats)
         self.recorder.record_rollout(rollout_id, groups)
-        return RolloutResult(rollout_id, [ray.put(batch) for batch in batches], metrics)
+        return RolloutResult(rollout_id, self._handed_over(batches, groups), metrics)
+
+    def _handed_over(self, batches: list[TrainBatch], groups: list[Group]) -> list[ray.ObjectRef]:
+        recorded = self.recorder.token_keys(groups)
+        for batch in batches:
+            batch.recorded = recorded
+        return [ray.put(batch) for batch in batches]
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Metrics ``eval/…`` with the weights that the engines hold now."""
-        name = self.recorder.evaluation_name(rollout_id)  # now: a rollout may end before this evaluation does
-        output = await self.loop.evaluate(rollout_id)
+        is_first = not self.recorder.has_rollouts  # now: a rollout may end before this evaluation does
+        name = self.recorder.evaluation_name(rollout_id)
+        output = await self.loop.evaluate(rollout_id, before_training=is_first)
         self.recorder.record_evaluation(name, rollout_id, output.data)
         return dict(output.metrics or {})
 
@@ -170,12 +186,21 @@ class RolloutActor:
         """
         return (self.loop.progress(evaluation), self.loop.waits(evaluation)) if self.loop is not None else ({}, "")
 
-    async def mark_consumed(self, rollout_id: int) -> dict[str, float]:
+    async def mark_consumed(self, rollout_id: int, trained: Sequence[TrainedTokens] = ()) -> dict[str, float]:
         """Training has taken the groups of ``rollout_id``: a resumed run will not draw them again. Metrics of what was
-        asked of the engines since the last call."""
+        asked of the engines since the last call.
+
+        Args:
+            trained: what is recorded beside the samples, while the next rollout goes on.
+        """
         self.source.mark_consumed(self._groups_of.pop(rollout_id, []))
+        await self._recorded()
+        if trained:
+            writing = asyncio.to_thread(self.recorder.record_training, rollout_id, trained)
+            self._recording = asyncio.ensure_future(writing)
         trains_on_answers = self.config.algorithm.loss_type != "sft_loss"
-        return self.loop.take_idle() if self.loop is not None and trains_on_answers else {}
+        metrics: dict[str, float] = self.loop.take_idle() if self.loop is not None and trains_on_answers else {}
+        return metrics | {"perf/rollout_memory_gb": self._footprint.gigabytes(os.getpid())}
 
     async def save_source(self, rollout_id: int) -> dict[str, Any]:
         """The data position for the checkpoint of ``rollout_id``; a source of the user's own writes its file. What
@@ -202,11 +227,16 @@ class RolloutActor:
         """The data position without a checkpoint, for a run that may have to begin again before it has one."""
         return self.source.state_dict()
 
+    async def _recorded(self) -> None:
+        if self._recording is not None:
+            await self._recording
+
     async def close(self) -> None:
         if self.loop is not None:
             await self.loop.close()
         if self.journal is not None:
             self.journal.close()
+        await self._recorded()
 
 
 def oldest_needed(config: Config) -> int:
@@ -238,8 +268,8 @@ class RolloutHandle:
         """To be: the number of prompts per epoch, see `RolloutActor.setup`."""
         return self._actor.setup.remote()
 
-    def connect(self, router_url: str, router_urls: dict[str, str]) -> None:
-        self._answer(self._actor.connect.remote(router_url, router_urls), "connecting to the router")
+    def connect(self, router_url: str, router_urls: dict[str, str], run_keys: RunKeys) -> None:
+        self._answer(self._actor.connect.remote(router_url, router_urls, run_keys), "connecting to the router")
 
     def begin_rollout(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> ray.ObjectRef:
         """To be: a `RolloutResult`; generated, or read with --load-debug-rollout-data."""
@@ -250,8 +280,8 @@ class RolloutHandle:
         """To be: metrics ``eval/…``."""
         return self._actor.evaluate.remote(rollout_id)
 
-    def mark_consumed(self, rollout_id: int) -> dict[str, float]:
-        ref = self._actor.mark_consumed.remote(rollout_id)
+    def mark_consumed(self, rollout_id: int, trained: Sequence[TrainedTokens] = ()) -> dict[str, float]:
+        ref = self._actor.mark_consumed.remote(rollout_id, trained)
         metrics: dict[str, float] = self._answer(ref, "noting consumed prompts")
         return metrics
 

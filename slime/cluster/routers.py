@@ -17,11 +17,13 @@ from slime.cluster.engine_table import MOST_RESTARTS
 from slime.cluster.placement import PAIR, EnginePart
 from slime.cluster.waiting import wait_for
 from slime.config.config import Config
+from slime.engines import keys
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.health import HealthChecks
+from slime.engines.keys import RunKeys
 from slime.engines.launch import ServedModel
-from slime.engines.router import LIVENESS_PATH, register_workers, remove_worker, starts_with_workers
+from slime.engines.router import LIVENESS_PATH, register_workers, remove_worker, started_with
 from slime.log import get_logger
 
 logger = get_logger(__name__)
@@ -40,6 +42,7 @@ class Routers:
         models: by name.
         parts: all of the run's own engines' parts; handles: of their actors, by name.
         hosts: of the run.
+        run_keys: the routers ask for the run's own.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
 
     Attributes:
@@ -55,12 +58,13 @@ class Routers:
         handles: Mapping[str, EngineHandle],
         run_path: Path,
         hosts: Sequence[str],
+        run_keys: RunKeys,
         should_stop: Callable[[], bool],
     ) -> None:
         self._parts, self._engines, self._should_stop = parts, handles, should_stop
         self._config, self._models = config, models
         self.handles = {
-            name: EngineHandle(config, _router_name(model), run_path, 1, {"num_cpus": 0}, hosts)
+            name: EngineHandle(config, _router_name(model), run_path, 1, {"num_cpus": 0}, hosts, run_keys)
             for name, model in models.items()
         }
         self.urls: dict[str, str] = {}
@@ -81,6 +85,7 @@ class Routers:
         """Args: url_of: of all engines, by the names of their parts; external ones are the policy's."""
         asked = {router.worker: self._begin(name, url_of) for name, router in self.handles.items()}
         self.urls = dict(zip(self.handles, wait_for(asked, "starting", _START_SECONDS, self._should_stop)))
+        keys.own(*self.urls.values())
         for name, url in self.urls.items():
             logger.info("%d engine(s) of %s behind %s", len(self._behind(name, url_of)), name, url)
 
@@ -106,7 +111,8 @@ class Routers:
             pairs = DisaggregatedWorkers(
                 [(url_of[name], port) for name, port in zip(prefill, ports)], [url_of[name] for name in decode]
             )
-        return self.handles[model].begin_router(self._behind(model, url_of), pairs, port)
+        behind = self._behind(model, url_of)
+        return self.handles[model].begin_router(behind, list(filter(keys.is_external, behind)), pairs, port)
 
     # -- the policy's engines behind it ------------------------------------------------------------------------
 
@@ -166,7 +172,7 @@ class Routers:
     def _is_given_workers(self, model: str, url_of: Mapping[str, str]) -> bool:
         """On its command line."""
         policy = self._config.engine.router.get("policy") or "cache_aware"
-        return bool(self._first_parts(model, PAIR[0])) or starts_with_workers(policy, self._behind(model, url_of))
+        return bool(self._first_parts(model, PAIR[0]) or started_with(policy, self._behind(model, url_of)))
 
     def _accepted_late(self, url: str, engines: Iterable[str]) -> list[str]:
         """Put engines behind a router that runs; those that it does not accept, as one that hangs."""

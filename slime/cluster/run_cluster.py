@@ -123,8 +123,8 @@ class Cluster:
                 raise_failed(coming_up, "while the run came up")
                 news.look()
 
-            # each look is a sign, since the news of the start say more than a silence would
-            return wait_for(asked, what, self._start_seconds, self._should_stop, look, sign=object)
+            # the news of the start say more than a silence would
+            return wait_for(asked, what, self._start_seconds, self._should_stop, look, breaks_silence=False)
 
         engines, trainers = self._make_engines(slots), self._make_trainers(slots, config)
         starting = engines.begin_start() if engines is not None else {}
@@ -147,7 +147,7 @@ class Cluster:
             if not engines.routers.urls:
                 engines.put_routers_in_front(wait(starting, "starting"))
                 clock.lap("engines")
-            rollout.connect(engines.routers.url, engines.routers.urls)
+            rollout.connect(engines.routers.url, engines.routers.urls, engines.keys)
         self._load_source(config, start)
         if config.fault_tolerance.max_restarts:
             self._source_at_launch = rollout.source_state()
@@ -293,11 +293,12 @@ class Cluster:
 
     def train(self, batch: RolloutResult) -> dict[str, float]:
         """Train on a rollout; afterwards its prompts count as consumed."""
-        metrics: dict[str, float] = {}
-        if self._trainers is not None:
-            with self._trainers_turn(), self._forgotten_on_failure(batch):
-                metrics = self._trainers.train(batch.shards)
-        return metrics | _there(self._rollout).mark_consumed(batch.rollout_id)
+        rollout = _there(self._rollout)
+        if self._trainers is None:
+            return rollout.mark_consumed(batch.rollout_id)
+        with self._trainers_turn(), self._forgotten_on_failure(batch):
+            metrics, tokens = self._trainers.train(batch.shards)
+        return metrics | rollout.mark_consumed(batch.rollout_id, tokens)
 
     @contextlib.contextmanager
     def _forgotten_on_failure(self, batch: RolloutResult) -> Iterator[None]:

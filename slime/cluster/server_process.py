@@ -19,6 +19,7 @@ from slime.host import past_proxies
 from slime.processes import die_with_parent
 
 _LOG_BYTES = 1 << 18
+_KILLED_SECONDS = 10.0  # after SIGKILL: the kernel may have much memory to free
 _NUM_LAST = 40  # lines of a log: an exception above them was survived
 #: SGLang's processes fall one after the other; the first to fail says why.
 _FIRST_FAILURE = "Scheduler hit an exception:"
@@ -153,7 +154,7 @@ class ServerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):  # the kill below follows
                 self._process.wait(grace)
         self._signal(signal.SIGKILL)  # children that outlived their leader, too
-        self._process.wait(10)
+        self._process.wait(_KILLED_SECONDS)
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None

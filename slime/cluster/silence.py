@@ -17,6 +17,7 @@ from typing import Protocol
 import psutil
 
 from slime import stacks
+from slime.cluster import open_waits
 from slime.host import own_addresses
 from slime.log import get_logger
 
@@ -67,6 +68,8 @@ class Silence:
             words: what is known besides, asked for when there is a line.
         """
         if sign != self._last_sign:
+            if self._last_sign is not None:
+                open_waits.heard()
             self._last_sign = sign
             self._begin()
         quiet = self._clock() - self._since

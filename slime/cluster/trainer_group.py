@@ -29,7 +29,7 @@ from slime.errors import UserError
 from slime.host import reserve_port
 from slime.log import get_logger, log_to_file_only
 from slime.placement import PlacementPlan
-from slime.samples.batch import TrainLayout
+from slime.samples.batch import TrainedTokens, TrainLayout
 
 if TYPE_CHECKING:
     from slime.trainer.non_finite import FailedStep
@@ -142,14 +142,14 @@ class TrainerActor:
 
         return PhaseMemory(self.config, self.backend.device).phase(name)
 
-    def train(self, shards: list[ray.ObjectRef]) -> dict[str, float]:
-        """One rollout's training steps on this rank's shard. Collective.
+    def train(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
+        """One rollout's training steps on this rank's shard: metrics, and what is recorded of its tokens. Collective.
 
         Args:
             shards: references to the `TrainBatch` of each data-parallel rank, so that a rank fetches only its own.
         """
         batch = ray.get(shards[self.backend.data_parallel_rank])
-        return self.backend.train(batch)
+        return self.backend.train(batch), self.backend.trained_tokens
 
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
         with self._phase("save_model"):
@@ -260,11 +260,11 @@ class Trainers:
 
     # -- work --------------------------------------------------------------------------------------------------
 
-    def train(self, shards: list[ray.ObjectRef]) -> dict[str, float]:
+    def train(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
         """One rollout's training steps; metrics of the rank that reports: the first of the last pipeline stage, which
-        sees the loss."""
-        metrics: list[dict[str, float]] = self._ask(lambda actor: actor.train.remote(shards), "training")
-        return metrics[self._reporting_rank]
+        sees the loss. And of all ranks what is recorded of single tokens."""
+        answers = self._ask(lambda actor: actor.train.remote(shards), "training")
+        return answers[self._reporting_rank][0], [one for _, trained in answers for one in trained]
 
     def update_weights(self, canary: list[int]) -> tuple[dict[str, float], Sequence[float]]:
         """Push to the connected engines; the push's metrics, and the log-probs of ``canary[1:]`` unless it is empty."""

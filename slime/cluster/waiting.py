@@ -12,7 +12,8 @@ import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from slime import stacks
-from slime.cluster.silence import Silence, pid_here
+from slime.cluster import open_waits
+from slime.cluster.silence import Silence, own_actors, pid_here
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 
@@ -82,18 +83,18 @@ class Worker:
 
     def __init__(self, name: str, process: ray.ObjectRef | None = None) -> None:
         self.name, self._process = name, process
+        self._found: Process | None = None
 
     @property
     def process(self) -> Process | None:
         """None while it has not answered, and when it died before it could."""
-        if self._process is None or not ray.wait([self._process], timeout=0)[0]:
-            return None
+        if self._found is not None or self._process is None or not ray.wait([self._process], timeout=0)[0]:
+            return self._found
         try:
-            found: Process = ray.get(self._process)
+            self._found = ray.get(self._process)
         except RayActorError as error:
             logger.debug("%s never said where it is: %s", self.name, error)
-            return None
-        return found
+        return self._found
 
     def __str__(self) -> str:
         process = self.process
@@ -112,6 +113,8 @@ def wait_for(
     on_poll: Callable[[], None] = lambda: None,
     sign: Callable[[], object] = lambda: None,
     words: Callable[[], str] = str,
+    *,
+    breaks_silence: bool = True,
 ) -> list[Any]:
     """The answers, in the order of ``asked``. The first failure is raised at once, the others are not waited for. While
     nothing is heard, lines name who is waited for (`slime.cluster.silence`).
@@ -123,6 +126,7 @@ def wait_for(
         on_poll: called as often, e.g. to refresh a progress display; what it raises ends the wait.
         sign: anything that changes while there is progress.
         words: what is known of those who are waited for, besides.
+        breaks_silence: false where ``on_poll`` says who is waited for.
     Raises:
         UserError: an actor raised one. DeadlinePassed, ActorDied, StopRequested; others as the actor raised them.
     """
@@ -130,22 +134,29 @@ def wait_for(
     worker_of = {ref: worker for worker, ref in asked.items()}
     pending = list(worker_of)
     silence = Silence(what)
-    while pending:
-        if should_stop():
-            raise StopRequested(what)
-        left = end - time.monotonic()
-        if left <= 0:
-            raise _deadline_passed([worker_of[ref] for ref in pending], what, timeout)
-        done, pending = ray.wait(pending, num_returns=1, timeout=min(POLL_SECONDS, left))
-        for ref in done:
-            try:
-                _fetch(ref, what, worker_of[ref])
-            except UserError:
-                raise
-            except Exception as error:
-                _raise_cause(error, pending, what, worker_of)
-        on_poll()
-        silence.look([worker_of[ref] for ref in pending], (len(pending), sign()), words)
+    with open_waits.waiting(what) as wait:
+        while pending:
+            if should_stop():
+                raise StopRequested(what)
+            open_waits.look()
+            silent = [worker_of[ref] for ref in pending]
+            wait.whom = {worker.name: pid_here(worker) or 0 for worker in silent}
+            left = end - time.monotonic()
+            if left <= 0:
+                raise _deadline_passed(silent, what, timeout, wait.since)
+            done, pending = ray.wait(pending, num_returns=1, timeout=min(POLL_SECONDS, left))
+            for ref in done:
+                try:
+                    _fetch(ref, what, worker_of[ref])
+                except UserError:
+                    raise
+                except Exception as error:
+                    _raise_cause(error, pending, what, worker_of)
+            if done:
+                open_waits.heard()
+            on_poll()
+            if breaks_silence:
+                silence.look([worker_of[ref] for ref in pending], (len(pending), sign()), words)
     return [_fetch(ref, what, worker) for worker, ref in asked.items()]
 
 
@@ -244,14 +255,18 @@ class StartNews:
         return f"; {path}: {lines[-1][:160]}" if lines else ""
 
 
-def _deadline_passed(silent: list[Worker], what: str, timeout: float) -> Lost:
+def _deadline_passed(silent: list[Worker], what: str, timeout: float, since: float) -> Lost:
+    """Everybody is asked for the stacks: who is waited for may wait for another one."""
     process = next((worker.process for worker in silent if worker.process is not None), None)
     dump = f"py-spy dump --pid {process.pid}, on {process.host}," if process else "py-spy dump --pid <its pid>"
     here = {pid: worker.name for worker in silent if (pid := pid_here(worker)) is not None}
-    asked = [f"{here[pid]}.log" for pid in stacks.ask(here, wait=True)]
-    where = f"the Python stacks of all threads are in {', '.join(asked)}; " if asked else "look into its log; "
+    asked = stacks.ask({*here, *own_actors()}, wait=True)
+    logs = [f"{here[pid]}.log" for pid in asked if pid in here]
+    logs += ["the logs of the others"] if len(asked) > len(logs) else []
+    where = f"the Python stacks of all threads are in {' and '.join(logs)}; " if logs else "look into its log; "
     return DeadlinePassed(
-        f"{what}: no answer within {timeout:.0f} s from {', '.join(map(str, silent))}",
+        f"{what}: no answer within {timeout:.0f} s from {', '.join(map(str, silent))}, waited for since "
+        f"{time.strftime('%H:%M:%S', time.localtime(since))}",
         fix=f"{where}{dump} shows where it hangs",
     ).of(*silent)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from slime import path_patterns
 from slime.config import checks_train
 from slime.config.addresses import engine_url
 from slime.config.draft import Draft, Given
@@ -109,6 +110,14 @@ def _staleness(draft: Draft) -> None:
             " the push before it, and the next push waits for it: it could never be begun",
             fix=f"pass --max-staleness {interval - 1} or more, or --update-weights-interval {most + 1} or less",
         )
+    corrections = ("use_tis", "use_rollout_logprobs", "mask_offpolicy_in_partial_rollout")
+    takes_them = most is not None and draft["stale_samples"] == "correct" and draft["loss_type"] == "policy_loss"
+    if takes_them and not any(draft[name] for name in corrections):
+        draft.warnings.append(
+            "--stale-samples correct has nothing to correct with: groups older than --max-staleness are trained on as"
+            " if they were not; --use-tis weighs their tokens, --use-rollout-logprobs takes the engine's log-probs as"
+            " the old policy's"
+        )
 
 
 def _entry(draft: Draft) -> None:
@@ -151,13 +160,14 @@ def _host(draft: Draft) -> None:
 
 def _placement(draft: Draft) -> None:
     gpus, per_engine = draft["rollout_num_gpus"], draft["rollout_num_gpus_per_engine"]
-    if gpus % per_engine:
+    has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
+    if has_engines and gpus % per_engine:
         raise UserError(
             f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {per_engine}",
             fix=f"pass --rollout-num-gpus {max(1, gpus // per_engine) * per_engine}",
         )
     per_node = draft["num_gpus_per_node"]
-    if draft.is_given("num_gpus_per_node") and per_engine > per_node:
+    if has_engines and draft.is_given("num_gpus_per_node") and per_engine > per_node:
         if draft["rollout_engine"] != "sglang":
             raise UserError(
                 f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {per_node}",
@@ -170,7 +180,8 @@ def _placement(draft: Draft) -> None:
                 why="an engine that reaches over nodes has the same number of GPUs on each",
             )
     trainers = draft["actor_num_gpus_per_node"]
-    if draft.is_given("num_gpus_per_node") and draft.is_given("actor_num_gpus_per_node") and trainers > per_node:
+    is_told = draft.is_given("num_gpus_per_node") and draft.is_given("actor_num_gpus_per_node")
+    if is_told and trainers > per_node and not draft["debug_rollout_only"]:
         raise UserError(
             f"--actor-num-gpus-per-node {trainers} is more than --num-gpus-per-node {per_node}",
             fix="spread the trainer over more nodes with --actor-num-nodes",
@@ -254,38 +265,25 @@ def _debug(draft: Draft) -> None:
         raise UserError(
             "--debug-rollout-only with --loss-type sft_loss has nothing to do",
             why="supervised fine-tuning generates nothing",
-            fix="leave one of them out",
+            fix="leave one of them out; --num-rollout 1 with --save-debug-rollout-data shows tokens and masks",
         )
-    for dest in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data", "save_hf"):
-        try:
-            # evaluations are written among the rollouts, under a name instead of a number
-            for rollout_id in (0, "eval_0") if dest == "save_debug_rollout_data" else (0,):
-                (draft[dest] or "").format(rollout_id=rollout_id)
-        except (KeyError, IndexError, ValueError) as error:
-            raise UserError(
-                f"{option_of(dest)} {draft[dest]} cannot be filled in",
-                why=f"the only field is {{rollout_id}}; {type(error).__name__}: {error}",
-                fix="write {{ and }} for braces that are meant",
-            ) from error
-    for dest in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
-        pattern = draft[dest] or ""
-        if (
-            pattern
-            and pattern.format(rollout_id=0) == pattern.format(rollout_id=1)
-            and draft["num_rollout"] not in (None, 0, 1)
-        ):
-            raise UserError(
-                f"{option_of(dest)} {draft[dest]} has no {{rollout_id}} in it",
-                why="every rollout would have the same file",
-                fix="put {rollout_id} into the name, e.g. dump_{rollout_id}.pt",
-            )
+    for dest, fields in path_patterns.FIELDS.items():
+        if (pattern := draft[dest]) is not None:
+            path_patterns.check(pattern, option_of(dest), fields=fields, num_rollout=_compared(draft, dest))
     samples, tensors = draft["save_debug_rollout_data"], draft["save_debug_train_data"]
-    if samples is not None and samples == tensors:
+    if None not in (samples, tensors) and path_patterns.fill(samples, 0) == path_patterns.fill(tensors, 0):
+        both = "" if samples == tensors else f" and {tensors}: for rollout 0 that is {path_patterns.fill(samples, 0)}"
         raise UserError(
-            f"--save-debug-rollout-data and --save-debug-train-data are both {samples}",
+            f"--save-debug-rollout-data and --save-debug-train-data are both {samples}{both}",
             why="one would write over the other",
             fix="give them different paths",
         )
+
+
+def _compared(draft: Draft, dest: str) -> int:
+    """Rollouts that must have paths of their own; each export may replace the last one."""
+    one_for_all = dest == "save_hf" and not path_patterns.names_rollout(draft[dest])
+    return 1 if one_for_all else draft["num_rollout"] or 1
 
 
 #: Functions that may give advantages, or groups, of their own.

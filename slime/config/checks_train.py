@@ -14,6 +14,8 @@ _DETERMINISTIC_NCCL = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
 
 
 def parallel(draft: Draft) -> None:
+    if draft["debug_rollout_only"]:
+        return  # there is no trainer: fewer GPUs than its layout needs are what people take this for
     tensor, pipeline = draft["tensor_model_parallel_size"], draft["pipeline_model_parallel_size"]
     context, expert = draft["context_parallel_size"], draft["expert_model_parallel_size"]
     nodes, per_node = draft["actor_num_nodes"], draft["actor_num_gpus_per_node"]

@@ -20,9 +20,12 @@ TABLE = Path(__file__).with_name("sglang_flags.json")
 
 _PER_ENGINE = "it is chosen for each engine"
 _PORTS = "ports are reserved for each engine"
-_NO_KEYS = "the clients of engines and router send no keys"
+_OWN_KEY = "each run makes a key of its own, which its engines and routers ask for (docs/security.md)"
+_PAST_KEY = "a gRPC listener would answer without the run's key"
 _NO_TLS = "the clients of engines and router speak plain HTTP"
-_NO_QUANTISED = "quantised rollouts are not in this version: pushes bring plain weights"
+_NO_QUANTISED = (
+    "pushes bring SGLang plain weights; a push into weights that it has quantised or packed was not tried on a GPU yet"
+)
 
 #: SGLang's arguments that this system sets itself. name -> reason
 SGLANG_RESERVED: dict[str, str] = {
@@ -42,7 +45,8 @@ SGLANG_RESERVED: dict[str, str] = {
     "base_gpu_id": _PER_ENGINE,
     "skip_server_warmup": "the first weight push warms the engine up",
     "enable_return_routed_experts": "it follows --use-rollout-routing-replay",
-    **dict.fromkeys(("api_key", "admin_api_key"), _NO_KEYS),
+    **dict.fromkeys(("api_key", "admin_api_key"), _OWN_KEY),
+    **dict.fromkeys(("grpc_port", "grpc_mode", "smg_grpc_mode"), _PAST_KEY),
     **dict.fromkeys(
         ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password", "enable_ssl_refresh"), _NO_TLS
     ),
@@ -96,7 +100,7 @@ ROUTER_RESERVED: dict[str, str] = {
             "jwt_jwks_uri",
             "jwt_role_mapping",
         ),
-        _NO_KEYS,
+        _OWN_KEY,
     ),
     **dict.fromkeys(("tls_cert_path", "tls_key_path", "client_cert_path", "client_key_path", "ca_cert_paths"), _NO_TLS),
     "disable_retries": "the router's retries are always off: the client owns retries",

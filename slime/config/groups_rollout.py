@@ -29,6 +29,7 @@ from slime.config.flag import (
 )
 
 _OWN_ROUTER = "the router is started here, with the engines of this run, on a port that is reserved for it"
+_HAS_ENGINES = unless("debug_train_only", why="no engine is started that could answer", warns=True)
 _PORT = Interval(0, 65535, what="0 is a free one")
 _NO_AGENTS = "the rollout buffer service is not in this version"
 #: What supervised fine-tuning does anyway, as launch scripts of the reference system ask for it.
@@ -248,10 +249,12 @@ class EvalConfig:
 
     eval_interval: int | None = flag(None, range=SOME, needs=EVALUATES, serves="driver")
     """Evaluate every so many rollouts; in any case before the first, at the end of each epoch and after the last."""
-    eval_prompt_data: tuple[str, ...] = flag((), needs=unless("eval_config", why="that file names the sets"))
+    eval_prompt_data: tuple[str, ...] = flag(
+        (), needs=(unless("eval_config", why="that file names the sets"), _HAS_ENGINES)
+    )
     """Name and path of each evaluation set: --eval-prompt-data gsm8k test.jsonl aime aime.jsonl; a path alone is a set
     that is called after its file."""
-    eval_config: str | None = flag(None)
+    eval_config: str | None = flag(None, needs=_HAS_ENGINES)
     """YAML file of evaluation sets with settings of their own; takes the place of --eval-prompt-data."""
     skip_eval_before_train: bool = flag(False, needs=EVALUATES, serves="driver")
     """No evaluation before the first step."""

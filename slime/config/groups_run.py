@@ -182,11 +182,13 @@ class DebugConfig:
     """Start the trainer only, no engines."""
     save_debug_rollout_data: str | None = derived(
         "<dump_details>/rollout_data/{rollout_id}.pt with --dump-details",
-        needs=unless("load_debug_rollout_data", why="samples that were loaded are not written again"),
+        needs=unless("load_debug_rollout_data", why="samples that were loaded are not written again", warns=True),
     )
-    """Write every rollout's samples to this path, formatted with rollout_id."""
+    """Write every rollout's samples to this path: {rollout_id}, with a format where wanted ({rollout_id:04d}), is the
+    rollout, eval_ and its number for an evaluation; {run} is the run folder."""
     load_debug_rollout_data: str | None = flag(None)
-    """Train on samples written by --save-debug-rollout-data instead of generating; implies --debug-train-only."""
+    """Train on samples written by --save-debug-rollout-data, whose pattern this is, instead of generating; implies
+    --debug-train-only."""
     load_debug_rollout_data_subsample: float | None = flag(
         None, range=Interval(0, 1, above=True, what="a fraction"), needs=on("load_debug_rollout_data"), serves="rollout"
     )
@@ -194,7 +196,8 @@ class DebugConfig:
     load_forge_rollout_data: str | None = flag(None, refused="replaying dumps while engines live is not supported")
     """Replay dumps while the engines stay live."""
     save_debug_train_data: str | None = derived("<dump_details>/train_data/{rollout_id}.pt with --dump-details")
-    """Write every rollout's training tensors to this path, formatted with rollout_id."""
+    """Write every rollout's training tensors to this path, with {rollout_id} as in --save-debug-rollout-data. One file
+    holds those of all ranks: {rank}, which scripts may have in it, is 0."""
     dump_details: str | None = flag(None, serves=("config", "rollout"))
     """Directory for the samples and training tensors of all rollouts, and the tokenizer."""
     memory_snapshot_dir: str = flag(".", refused=_NO_PROFILER)

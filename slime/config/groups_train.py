@@ -322,7 +322,8 @@ class CheckpointConfig:
     save_retain: int | None = derived("2 with --save and no --save-interval, else all", range=SOME, needs=on("save"))
     """Keep only the last N checkpoints."""
     save_hf: str | None = flag(None)
-    """Also write a Hugging Face directory with each checkpoint; formatted with rollout_id."""
+    """Also write a Hugging Face directory with each checkpoint: {rollout_id} in it, with a format where wanted
+    ({rollout_id:04d}), is the rollout; without it each replaces the last."""
     export_model: bool = flag(True, needs=on("save"), serves="driver")
     """With --save and no --save-hf: when the run ends, write its model into the run folder (model/) as a Hugging Face
     directory, to load, chat with or train on. 2 bytes per parameter; of a model of 30B that takes minutes
@@ -419,8 +420,17 @@ class SyncConfig:
     )
     """Most rollouts that the trainer may have trained on since it pushed the weights that sampled a sample's first
     token. Where async_buffer_size and update_weights_interval allow for more, a rollout begins only after the push that
-    makes its samples young enough: nothing is generated in vain, and no answer is left out for its length. What was put
-    back in earlier rollouts and is too old by then is generated anew."""
+    makes its samples young enough: nothing is generated in vain, and no answer is left out for its length. What is too
+    old all the same is --stale-samples' business."""
+    stale_samples: Literal["correct", "requeue", "drop"] = derived(
+        "correct with mask_offpolicy_in_partial_rollout, else requeue",
+        needs=on("max_staleness"),
+        serves=("driver", "rollout"),
+    )
+    """What becomes of groups with tokens older than --max-staleness: those that earlier rollouts, or an earlier life of
+    the run, had begun or finished and put back, and what a generate function of your own brings. correct: they are
+    trained on, with the correction that is on (--use-tis, --use-rollout-logprobs, --mask-offpolicy-in-partial-rollout);
+    requeue: they are generated anew; drop: their prompts are passed over, and others take their place."""
     update_weight_disk_dir: str | None = flag(None, needs=on("update_weight_transport", "disk"))
     """Directory for --update-weight-transport disk."""
     update_weight_disk_keep_files: bool = flag(False, needs=on("update_weight_transport", "disk"))

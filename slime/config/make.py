@@ -54,7 +54,7 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
         raise SystemExit(0)
     draft = _resolved(read_argv(words), entry, is_run=True)
     check_complete(draft)
-    check_plain_weights(draft["hf_checkpoint"])
+    check_plain_weights(draft["hf_checkpoint"], draft["rollout_engine"])
     config = _finish(draft)
     for warning in config.warnings:
         logger.warning(warning)
@@ -103,11 +103,12 @@ def _draft(flags: Given, entry: str, is_run: bool) -> Draft:
     return resolve(given, all_flags(), entry, is_run)
 
 
-def check_plain_weights(hf_checkpoint: str | None) -> None:
-    """Refuse a model of quantised weights; a missing or broken directory is reported by whoever loads it.
+def check_plain_weights(hf_checkpoint: str | None, rollout_engine: str) -> None:
+    """Refuse a model of quantised weights for engines that pushes cannot bring such weights to; a missing or broken
+    directory is reported by whoever loads it.
 
     Raises:
-        UserError: config.json has a quantization_config.
+        UserError: config.json has a quantization_config, and the engines are not embedded ones.
     """
     path = Path(hf_checkpoint or "") / "config.json"
     try:
@@ -115,13 +116,14 @@ def check_plain_weights(hf_checkpoint: str | None) -> None:
     except (OSError, ValueError):
         return
     quantised = facts.get("quantization_config") if isinstance(facts, dict) else None
-    if quantised:
+    if quantised and rollout_engine != "embedded":
         method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else quantised
         raise UserError(
             f"--hf-checkpoint {hf_checkpoint} asks for quantised weights ({method})",
-            why="config.json has a quantization_config, and quantised rollouts are not in this version: engines would"
-            " quantise what the trainer pushes, which is plain weights",
-            fix="take the model with plain weights, whose config.json has no quantization_config",
+            why="config.json has a quantization_config. SGLang packs quantised weights anew for its kernels after it"
+            " has loaded them, and a push into what it packed was not tried on a GPU yet",
+            fix="take the model with plain weights (slime convert quantised-to-hf makes one), or"
+            " --rollout-engine embedded",
         )
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from slime import path_patterns
 from slime.config.draft import Draft, Given
 from slime.config.flag import GENERATES, SAMPLES, FlagSpec, option_of
 from slime.errors import UserError
@@ -34,6 +35,7 @@ def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", i
         _placement,
         _overlap,
         _run,
+        _run_folder,
         _debug_dumps,
         _precision_and_memory,
         _schedule,
@@ -55,6 +57,9 @@ def _overlap(draft: Draft) -> None:
     if draft["loss_type"] == "sft_loss":
         draft.derive("async_buffer_size", 1, "the data's own answers depend on no weights")
     draft.derive("async_buffer_size", int(draft.entry == "train_async"), f"slime {draft.entry.replace('_', '-')}")
+    if draft["mask_offpolicy_in_partial_rollout"]:
+        draft.derive("stale_samples", "correct", "mask_offpolicy_in_partial_rollout: older tokens are not trained on")
+    draft.derive("stale_samples", "requeue", "no older tokens are trained on")
 
 
 def _placement(draft: Draft) -> None:
@@ -97,12 +102,20 @@ def _run(draft: Draft) -> None:
     draft.derive("rm_num_workers", min(8, cores), f"min(8, CPU cores = {cores})")
 
 
+def _run_folder(draft: Draft) -> None:
+    folder = f"{draft['output_dir'].rstrip('/')}/{draft['run_name']}"
+    for dest in ("load", "save", "dump_details", *path_patterns.FIELDS):
+        if draft[dest] is not None:
+            named = path_patterns.literal(folder) if dest in path_patterns.FIELDS else folder
+            draft.values[dest] = draft[dest].replace("{run}", named)
+
+
 def _debug_dumps(draft: Draft) -> None:
     loading = draft["load_debug_rollout_data"] is not None
     draft.derive("debug_train_only", loading, "load_debug_rollout_data is set" if loading else "not loading dumps")
     folder = draft["dump_details"]
     if folder is not None:
-        folder = folder.rstrip("/")
+        folder = path_patterns.literal(folder.rstrip("/"))
         draft.derive("save_debug_rollout_data", f"{folder}/rollout_data/{{rollout_id}}.pt", "dump_details")
         draft.derive("save_debug_train_data", f"{folder}/train_data/{{rollout_id}}.pt", "dump_details")
 
@@ -191,9 +204,6 @@ def _references(draft: Draft) -> None:
 
 
 def _checkpoints(draft: Draft) -> None:
-    for dest in ("load", "save", "save_hf"):
-        if draft[dest] is not None:
-            draft.values[dest] = draft[dest].replace("{run}", f"{draft['output_dir'].rstrip('/')}/{draft['run_name']}")
     if draft["save"] is not None and draft["save_interval"] is None:
         draft.derive("save_retain", 2, "2, as --save-interval is not given: the newest, and one to go back to")
     draft.derive("journal", draft["save"] is not None and SAMPLES.holds(draft.values), "on with save")

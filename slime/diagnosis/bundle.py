@@ -22,7 +22,7 @@ from slime.diagnosis.reading import is_within, logs_of, read_ends
 from slime.diagnosis.scrub import known_secrets, scrubbed
 from slime.errors import UserError
 from slime.files import json_safe, read_object, replacing, without_secrets
-from slime.observe.report.data import flags_with_origins
+from slime.observe.run_data import flags_with_origins
 from slime.observe.run_folder import package_versions
 
 #: Of one file: its beginning and its end.

@@ -21,6 +21,7 @@ from slime.host import free_host_memory, host_memory, num_cpus, num_gpus, reserv
 from slime.memory.trainer import rank_parameters
 from slime.models import family_of
 from slime.models.layout_rules import Layout
+from slime.path_patterns import fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -101,7 +102,7 @@ def disk(case: Case, look: Look) -> None:
     for flag, (folder, nbytes) in sizes.items():
         if not folder or not nbytes:
             continue
-        free = shutil.disk_usage(_nearest(Path(folder.partition("{")[0]))).free
+        free = shutil.disk_usage(_nearest(fixed_folder(folder) if flag == "--save-hf" else Path(folder))).free
         look.note(f"{flag}: {free / 1e9:,.0f} GB free, a checkpoint takes {nbytes / 1e9:,.1f} GB")
         if free < nbytes:
             detail = f"{flag} {folder}: {free / 1e9:,.2f} GB are free there, one takes {nbytes / 1e9:,.2f} GB"

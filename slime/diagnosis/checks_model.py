@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,8 @@ from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Case, LeftOut, Look
 from slime.errors import UserError
 from slime.models import family_of, read_hf_config
-from slime.models.table import ModelFamily, is_moe_layer
 from slime.prompts.source import is_chat, warn_of_endless_generation
 from slime.prompts.tokenizer import generation_config_of, stop_token_report
-
-#: Parts of names of weights that belong to no Linear layer, for the ignore list of a quantised model.
-_NO_LINEAR = ("embed_tokens.", ".mlp.gate.")
 
 
 def hub(case: Case, look: Look) -> None:
@@ -61,44 +55,9 @@ def architecture(case: Case, look: Look) -> None:
 
 
 def quantisation(case: Case, look: Look) -> None:
-    """The weights are plain; if they are not, the ignore list spares what is no Linear layer."""
-    config = read_hf_config(str(case.model))
-    look.attempt(check_plain_weights, str(case.model))
-    quantised = config.get("quantization_config")
-    ignored = quantised.get("ignore") if isinstance(quantised, dict) else None
-    if not isinstance(ignored, list):
-        return
-    family = family_of(config, case.run.checkpoint.model_name)
-    spared = unspared(weights_that_are_not_linear(family, config), ignored)
-    if spared:
-        detail = f"quantization_config.ignore of {case.model / 'config.json'} does not name {', '.join(spared)}"
-        look.found(known.IGNORE_LIST, detail, source=str(case.model / "config.json"))
-
-
-def weights_that_are_not_linear(family: ModelFamily, config: dict[str, Any]) -> list[str]:
-    """Two-dimensional weights that a quantiser takes for a Linear layer's, one of each kind."""
-    spec = family.model_spec(config)
-    layers = [-1, *range(spec.num_layers)]
-    first = next((layer for layer in layers[1:] if is_moe_layer(spec, layer)), None)
-    names = [name for name, shape in family.hf_tensors(spec) if len(shape) == 2 and name.endswith(".weight")]
-    found = [name for name in names if any(part in name for part in _NO_LINEAR)]
-    return [name for name in found if ".layers." not in name or f".layers.{first}." in name]
-
-
-def unspared(names: Iterable[str], ignored: Iterable[str]) -> list[str]:
-    """Those that no entry of an ignore list names: a module, a weight, or an expression after "re:".
-
-    Example:
-        >>> unspared(["model.layers.0.mlp.gate.weight", "lm_head.weight"], ["lm_head", r"re:.*mlp\\.gate\\..*"])
-        []
-    """
-
-    def names_it(entry: str, name: str) -> bool:
-        if entry.startswith("re:"):
-            return re.match(entry.removeprefix("re:"), name) is not None
-        return name == entry or name.startswith(f"{entry}.")
-
-    return [name for name in names if not any(names_it(entry, name) for entry in ignored)]
+    """Engines take weights as config.json says they are; of quantised ones the ignore list fits the model."""
+    look.attempt(check_plain_weights, str(case.model), case.run.engine.rollout_engine)
+    look.attempt(preflight.check_ignore_list, case.run)
 
 
 def checkpoint(case: Case, look: Look) -> None:

@@ -137,7 +137,7 @@ NO_ANSWER = Signature(
         ),
         "kill -STOP of the rollout actor",
     ),
-    r"(?:\w+: )?[\w ,/-]+: no answer within \d+ s from ",
+    r"(?:\w+: )?(?:[\w ,/-]+: no answer within \d+ s from |pid \d+ \(.*is stopped since .*the run does not go on)",
     Form.ERROR,
     Level.TIME_OUT,
     is_survived=True,

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +60,13 @@ _KEPT = ("debug_train_only",)
 def one_round(case: Case, look: Look) -> None:
     """Weights arrive as they are, and trainer and engine say the same of the same tokens."""
     config = case.run
-    debug = config.debug
-    if config.algorithm.loss_type == "sft_loss" or not needs_engines(config) or debug.debug_rollout_only:
+    if not goes_round(config):
         raise LeftOut("the run does not generate, train and push")
     folder = Path(tempfile.mkdtemp(prefix="slime-doctor-"))
     status, said = launch(config, folder)
     row = _last_row(folder)
     if status != 0:
-        lines = "\n".join(said[-_LAST_LINES:])
-        return look.found(known.ROUND_FAILED, f"it ended with status {status}; its folder is {folder}:\n{lines}")
+        return look.found(known.ROUND_FAILED, how_it_failed(status, said, folder))
     difference = row.get(_METRIC, math.nan)
     if not difference <= _DIFFERENCE:
         detail = f"the mean difference is {difference:.3f}; below 0.01 is usual in float32, below 0.05 in bfloat16"
@@ -78,8 +76,20 @@ def one_round(case: Case, look: Look) -> None:
     look.note(f"all weights arrived; log-probs differ by {difference:.4f}")
 
 
-def flags_of_a_round(config: Config, folder: Path) -> dict[str, Any]:
-    """The run's flags, cut small, for a configuration file."""
+def goes_round(config: Config) -> bool:
+    """Whether the run generates, trains and pushes."""
+    is_sft = config.algorithm.loss_type == "sft_loss"
+    return not is_sft and needs_engines(config) and not config.debug.debug_rollout_only
+
+
+def how_it_failed(status: int, said: Sequence[str], folder: Path) -> str:
+    """Exit status and last lines of a round."""
+    lines = "\n".join(said[-_LAST_LINES:])
+    return f"it ended with status {status}; its folder is {folder}:\n{lines}"
+
+
+def flags_of_a_round(config: Config, folder: Path, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The run's flags, cut small, with ``more`` on top, for a configuration file."""
     values = config.values()
     given = {dest: values[dest] for dest, origin in config.origins.items() if origin.startswith(("flag", "yaml"))}
     kept = {
@@ -104,6 +114,7 @@ def flags_of_a_round(config: Config, folder: Path) -> dict[str, Any]:
         "check_weight_update_equal": True,
         "output_dir": str(folder),
         "run_name": "round",
+        **(more or {}),
     }
     return {dest: _plain(value) for dest, value in kept.items()} | ({"finetune": True} if "load" in kept else {})
 
@@ -114,13 +125,15 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def launch(config: Config, folder: Path) -> tuple[int, list[str]]:
+def launch(config: Config, folder: Path, more: Mapping[str, Any] | None = None) -> tuple[int, list[str]]:
     """Run the round to its end.
 
+    Args:
+        more: flags besides, by name with underscores.
     Returns:
         Exit status, and the lines that it printed.
     """
-    flags = flags_of_a_round(config, folder)
+    flags = flags_of_a_round(config, folder, more)
     if config.extra:
         flags["custom_config_path"] = str(folder / "extra.yaml")
         (folder / "extra.yaml").write_text(yaml.safe_dump(_plain(config.extra)), encoding="utf-8")

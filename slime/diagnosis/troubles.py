@@ -164,19 +164,24 @@ MISSING_SHARDS = Trouble(
 )
 QUANTISED_WEIGHTS = Trouble(
     "quantised-weights",
-    "an error at launch about quantisation, or all-zero weights after a push",
-    "config.json has a quantization_config; quantised rollouts are not in this version.",
-    ("take the model with plain weights, whose config.json has no quantization_config",),
-    "a config.json with a quantization_config",
+    "an error at launch about quantisation",
+    "config.json has a quantization_config that engines of this run cannot be pushed to: they are SGLang's, or its"
+    " method is not known here.",
+    (
+        "slime convert quantised-to-hf makes plain weights of FP8 and INT4",
+        "--rollout-engine embedded takes FP8 and INT4 (compressed-tensors), with --ref-load for the plain weights",
+    ),
+    "a config.json with a quantization_config of an unknown form",
 )
 IGNORE_LIST = Trouble(
     "quantisation-ignore-list",
     "router weights (mlp.gate.weight) become all zeros on the engines",
-    "The ignore list of the quantization_config does not name weights that are no Linear layers: they would be"
-    " quantised, and engines skip names that they do not expect.",
+    "The ignore list of the quantization_config does not fit the model: it does not name weights that are no Linear"
+    " layers, which would be quantised under names that engines do not expect; or it tears apart what engines compute"
+    " with one kernel; or a rule names nothing.",
     (
         'add "re:.*mlp\\\\.gate\\\\..*", "model.embed_tokens.weight" and "lm_head" to quantization_config.ignore',
-        "--check-weight-update-equal finds a weight that arrived as zeros",
+        "slime convert hf-to-int4 quantises again, with a list that fits the model",
     ),
     "a quantization_config whose ignore list has no entry for the router",
 )
@@ -411,7 +416,7 @@ LOG_PROBS_DIFFER = Trouble(
     "garbled text, or a KL that is not 0 in step one",
     "Trainer and engine say different log-probs of the same tokens with the same weights: template, temperature,"
     " precision, or a kernel.",
-    ("--attention-backend flash", "--check-weight-update-equal", "--use-tis corrects for what is left"),
+    ("slime align with the same flags ranks the causes", "--use-tis corrects for what is left"),
     "a round whose log-probs differ by 0.3",
 )
 

@@ -18,6 +18,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from slime.engines.keys import header_of, key_of
+
 #: Routes that every engine answers. `GET` unless listed in POST_ROUTES.
 GET_ROUTES = ("/health", "/health_generate", "/model_info", "/get_model_info", "/server_info", "/v1/loads")
 POST_ROUTES = (
@@ -39,6 +41,8 @@ POST_ROUTES = (
 
 #: Counts of requests and tokens; a question that an engine answers in any state, paused or asleep.
 LOADS_PATH = "/v1/loads?include=core"
+_ANSWER_SECONDS = 60.0  # where a call says nothing else
+_LOOK_SECONDS = 5.0  # at an engine that comes up
 
 #: Dotted path of the function that SGLang engines are started with, to report what they hold.
 WEIGHT_PROBE = "slime.engines.sglang.weight_probe.report"
@@ -48,7 +52,7 @@ WEIGHT_LOADER = "slime.engines.sglang.weight_loader.load"
 
 
 #: A proxy variable must never catch traffic between our own processes.
-_WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class EngineError(Exception):
@@ -112,14 +116,15 @@ class GenerateResult:
 def is_ready(url: str, timeout: float) -> bool:
     """Whether a GET of ``url`` is answered with 200 within ``timeout`` seconds; for callers without an event loop."""
     try:
-        with _WITHOUT_PROXIES.open(url, timeout=timeout) as answer:
+        with WITHOUT_PROXIES.open(url, timeout=timeout) as answer:
             return answer.status == 200
     except (OSError, http.client.HTTPException):  # not up yet, or a status of 400 and more
         return False
 
 
 class EngineClient:
-    """Async HTTP client for one base URL (an engine or the router). Every call has a deadline.
+    """Async HTTP client for one base URL (an engine or the router). Every call has a deadline, and carries the key that
+    this process knows for the URL (`slime.engines.keys`).
 
     Use as ``async with EngineClient(url) as engine``. Safe to share by any number of tasks of one event loop.
 
@@ -129,7 +134,7 @@ class EngineClient:
         max_connections: concurrent connections, 0 for no limit.
     """
 
-    def __init__(self, url: str, timeout: float = 60.0, max_connections: int = 0) -> None:
+    def __init__(self, url: str, timeout: float = _ANSWER_SECONDS, max_connections: int = 0) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._max_connections = max_connections
@@ -137,7 +142,7 @@ class EngineClient:
 
     async def __aenter__(self) -> EngineClient:
         connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=30)
-        # trust_env stays off, as in `_WITHOUT_PROXIES`
+        # trust_env stays off, as in `WITHOUT_PROXIES`
         self._session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=1 << 20)
         return self
 
@@ -160,21 +165,24 @@ class EngineClient:
         """One call; returns the decoded JSON body ({} when the answer has none).
 
         Raises:
-            EngineError: connection failed, deadline passed, or HTTP status >= 400.
+            EngineError: connection failed, deadline passed, or HTTP status >= 400; 401 when it refuses the key.
         """
         if self._session is None:
             raise RuntimeError("EngineClient is used outside 'async with'")
         limit = aiohttp.ClientTimeout(total=timeout or self.timeout)
         payload = orjson.dumps(body) if body is not None else None
-        send_headers = {"Content-Type": "application/json", **(headers or {})}
+        key = key_of(self.url)
+        send_headers = {"Content-Type": "application/json", **header_of(key), **(headers or {})}
         try:
             async with self._session.request(
                 method, self.url + path, data=payload, headers=send_headers, timeout=limit
             ) as response:
                 raw = await response.read()
                 if response.status >= 400:
-                    said = raw[:500].decode(errors="replace")
-                    raise EngineError(self.url, f"{path} answered {response.status}: {said}", response.status)
+                    said = f"{path} answered {response.status}: {raw[:500].decode(errors='replace')}"
+                    if response.status == 401:
+                        said = ("refuses the run's key: " if key else "asks for a key, and none is known: ") + said
+                    raise EngineError(self.url, said, response.status)
         except TimeoutError as error:
             raise EngineError(self.url, f"{path} gave no answer within {timeout or self.timeout:.0f} s") from error
         except aiohttp.ClientError as error:
@@ -214,7 +222,7 @@ class EngineClient:
         delay = 0.05
         while True:
             try:
-                await self.get(path, timeout=min(5.0, max(0.1, end - time.monotonic())))
+                await self.get(path, timeout=min(_LOOK_SECONDS, max(0.1, end - time.monotonic())))
                 return
             except EngineError as error:
                 if time.monotonic() + delay > end:

@@ -30,6 +30,8 @@ logger = get_logger(__name__)
 
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 5.0
 _FIRST_POLL, _LONGEST_POLL = 0.02, 1.0
+_ABORT_SECONDS = 10.0
+_LOADS_SECONDS = 5.0
 #: Fields of a request that sglang-router 0.3.2 leaves out of what it forwards (it reads requests into a fixed form).
 _NOT_FORWARDED = ("return_routed_experts", "routed_experts_start_len")
 
@@ -354,7 +356,7 @@ class RolloutClient:
         finally:
             self._aborting.clear()
 
-    async def abort_all(self, timeout: float = 60.0) -> None:
+    async def abort_all(self, timeout: float) -> None:
         """Stop every request on every engine; return when all of them are idle, or, beside others' requests, when our
         own have come back. Call inside `abort_scope`.
 
@@ -402,8 +404,8 @@ class RolloutClient:
         """Order an abort; the number of requests that the worker still has, and what went wrong."""
         try:
             engine = await self.engine(worker.url)
-            await engine.request("POST", "/abort_request", {"abort_all": True}, timeout=10.0)
-            return num_requests(await engine.get(LOADS_PATH, timeout=10.0)), ""
+            await engine.request("POST", "/abort_request", {"abort_all": True}, timeout=_ABORT_SECONDS)
+            return num_requests(await engine.get(LOADS_PATH, timeout=_ABORT_SECONDS)), ""
         except EngineError as error:
             return 0, error.what
 
@@ -423,7 +425,7 @@ class RolloutClient:
 
         async def load(worker: Worker) -> tuple[int, int]:
             try:
-                answer = await (await self.engine(worker.url)).get(LOADS_PATH, timeout=5.0)
+                answer = await (await self.engine(worker.url)).get(LOADS_PATH, timeout=_LOADS_SECONDS)
             except EngineError:
                 return -1, -1
             return num_requests(answer), sum(item.get("num_used_tokens", 0) for item in answer.get("loads", []))

@@ -10,7 +10,7 @@ import asyncio
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
@@ -22,6 +22,9 @@ from slime.engines.api import LOADS_PATH, EngineClient, EngineError, is_silent
 
 Body = dict[str, Any]
 T = TypeVar("T")
+
+#: For the thread of the event loop, beyond what its requests may take: it is this process's own.
+_LOOP_SECONDS = 10.0
 
 
 class EngineFleet:
@@ -40,7 +43,7 @@ class EngineFleet:
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-sync-http", daemon=True)
         self._thread.start()
         self._clients = [EngineClient(url) for url in self.urls]
-        self._run(self._enter(), timeout=30)
+        self._run(self._enter(), _LOOP_SECONDS)
 
     async def _enter(self) -> None:
         for client in self._clients:
@@ -142,7 +145,7 @@ class EngineFleet:
 
     def wait(self, future: Future[list[Body]], timeout: float) -> list[Body]:
         """The answers of `start`. The requests' own deadline comes first; this one guards the loop itself."""
-        return future.result(timeout + 10)
+        return future.result(timeout + _LOOP_SECONDS)
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -157,10 +160,10 @@ class EngineFleet:
                 await client.close()
 
         try:
-            self._run(leave(), timeout=10)
+            self._run(leave(), _LOOP_SECONDS)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=10)
+            self._thread.join(timeout=_LOOP_SECONDS)
             if not self._thread.is_alive():
                 self._loop.close()
 
@@ -179,10 +182,33 @@ class EngineFleet:
     def _run(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result(timeout + 10)
+            return future.result(timeout + _LOOP_SECONDS)
         except FutureTimeout:
             future.cancel()
             raise
+
+
+class Fleets:
+    """A fleet for each group of engines, with its connections, as long as the group is the same.
+
+    Args:
+        patience: see `EngineFleet`.
+    """
+
+    def __init__(self, patience: float | None) -> None:
+        self._patience = patience
+        self._fleets: dict[tuple[str, ...], EngineFleet] = {}
+
+    def of(self, urls: Sequence[str]) -> EngineFleet:
+        if tuple(urls) not in self._fleets:
+            self._fleets[tuple(urls)] = EngineFleet(urls, self._patience)
+        return self._fleets[tuple(urls)]
+
+    def keep(self, groups: Iterable[Sequence[str]]) -> None:
+        """Close those of all other groups."""
+        kept = [tuple(urls) for urls in groups]
+        for urls in [urls for urls in self._fleets if urls not in kept]:
+            self._fleets.pop(urls).close()
 
 
 def answers(results: Sequence[Any]) -> list[Any]:

@@ -1,8 +1,10 @@
 """The router (`sglang-router` 0.3.2) seen from outside: its command line, its workers, and which policy does what.
 
-    POST /workers {"url"}   answers 202 at once; the router then asks the worker for /health, /model_info, …
-    GET  /workers           lists those that passed, with health and current load
+    POST /workers {"url", "api_key", "labels"}   answers 202 at once; the router then asks the worker for /health, …
+    GET  /workers           lists those that passed, with health, current load and labels
     DELETE /workers/{id}    answers 202 at once
+
+All of these and what generates want the router's key. What it passes on carries that of the worker instead.
 
 Its own retries and circuit breaker are off: `RolloutClient` owns retries, and an open circuit would answer 503 for a
 minute after an engine has come back.
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.foreign import to_argv
+from slime.engines import keys
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
@@ -46,8 +49,12 @@ LIVENESS_PATH = "/liveness"
 
 _LARGEST_PAYLOAD = 4 << 30  # the router's own limit of 512 MiB is too small for requests with many images
 
+#: What the router is told, and tells, of an engine that somebody else has started.
+_EXTERNAL = {"slime": "external"}
+
 #: Seconds in which the router says which workers it has: generation has hours, this must not hang with it.
 _LIST_SECONDS = 30.0
+STARTUP_SECONDS = 60.0
 
 
 def router_policy(name: str) -> str:
@@ -70,15 +77,17 @@ def router_flags(name: str, worker_urls: list[str]) -> dict[str, Any]:
     under other policies they register (`register_workers`). It asks them for their load (``/get_load``) as often as it
     looks for workers that start: every second instead of every half minute. With one worker there is nothing to choose.
     """
-    policy = router_policy(name)
-    if starts_with_workers(name, worker_urls):
-        return {"policy": policy, "worker_urls": worker_urls, "worker_startup_check_interval": 1}
+    policy, given = router_policy(name), started_with(name, worker_urls)
+    if given:
+        return {"policy": policy, "worker_urls": given, "worker_startup_check_interval": 1}
     return {"policy": "round_robin" if policy == "power_of_two" else policy}
 
 
-def starts_with_workers(name: str, worker_urls: list[str]) -> bool:
-    """Whether the router is given its workers on its command line under this policy."""
-    return router_policy(name) == "power_of_two" and len(worker_urls) > 1
+def started_with(name: str, worker_urls: list[str]) -> list[str]:
+    """Those of its workers that the router is given on its command line under this policy. They get its own key, and so
+    they are the run's own."""
+    own = [url for url in worker_urls if not keys.is_external(url)]
+    return own if router_policy(name) == "power_of_two" and len(own) > 1 else []
 
 
 def wants_routing_key(name: str) -> bool:
@@ -112,7 +121,7 @@ def router_command(config: Config, host: str, port: int, worker_urls: list[str] 
     flags = {**router_flags(flags.pop("policy"), worker_urls or []), **flags}
     argv = [sys.executable, "-m", "slime.engines.router_process", "--host", host, "--port", str(port)]
     given = {name: value for name, value in flags.items() if value is not None and value is not False}
-    return LaunchSpec([*argv, *to_argv(given)], health_path=LIVENESS_PATH, startup_timeout=60.0)
+    return LaunchSpec([*argv, *to_argv(given)], health_path=LIVENESS_PATH, startup_timeout=STARTUP_SECONDS)
 
 
 def disaggregated_router_command(
@@ -143,15 +152,21 @@ def _free_port(host: str) -> int:
 
 @dataclass(frozen=True)
 class Worker:
-    """One engine behind the router. (The router's own count of its load is 0 under most policies: ask the engine.)"""
+    """One engine behind the router. (The router's own count of its load is 0 under most policies: ask the engine.)
+
+    Attributes:
+        is_external: somebody else has started it.
+    """
 
     id: str
     url: str
     healthy: bool
+    is_external: bool = False
 
 
 async def list_workers(router: EngineClient) -> list[Worker]:
-    """The workers that the router knows; a bare engine in the router's place counts as its own only worker.
+    """The workers that the router knows, whose keys are known from then on; a bare engine in the router's place counts
+    as its own only worker.
 
     Raises:
         EngineError: no answer.
@@ -162,11 +177,17 @@ async def list_workers(router: EngineClient) -> list[Worker]:
         if error.status != 404:
             raise
         return [Worker("", router.url, healthy=True)]
-    return [Worker(item["id"], item["url"], bool(item["is_healthy"])) for item in body["workers"]]
+    workers = [
+        Worker(item["id"], item["url"], bool(item["is_healthy"]), _EXTERNAL.items() <= item.get("metadata", {}).items())
+        for item in body["workers"]
+    ]
+    for worker in workers if keys.key_of(router.url) else ():
+        (keys.external if worker.is_external else keys.own)(worker.url)
+    return workers
 
 
 async def register_workers(
-    router_url: str, worker_urls: list[str], timeout: float = 60.0, policy: str = "cache_aware"
+    router_url: str, worker_urls: list[str], timeout: float, policy: str = "cache_aware"
 ) -> None:
     """Put engines behind the router and wait until it has accepted each of them as healthy.
 
@@ -174,17 +195,19 @@ async def register_workers(
 
     Args:
         timeout: deadline in seconds for all of them together.
-        policy: the name that the router was configured with, see `starts_with_workers`.
+        policy: the name that the router was configured with, see `started_with`.
     Raises:
         EngineError: the router refused one, or one is not healthy in time; names which.
     """
     end = time.monotonic() + timeout
-    async with EngineClient(router_url, timeout=min(timeout, 30.0)) as router:
+    async with EngineClient(router_url, timeout=min(timeout, _LIST_SECONDS)) as router:
         known = {worker.url for worker in await list_workers(router)}
-        known |= set(worker_urls if starts_with_workers(policy, worker_urls) else ())
+        known |= set(started_with(policy, worker_urls))
         for url in worker_urls:
             if url not in known:
-                await router.request("POST", "/workers", {"url": url})
+                labels = _EXTERNAL if keys.is_external(url) else {}
+                body = {"url": url, "api_key": keys.key_of(url) or keys.NO_KEY, "labels": labels}
+                await router.request("POST", "/workers", body)
         while True:
             healthy = {worker.url for worker in await list_workers(router) if worker.healthy}
             missing = [url for url in worker_urls if url not in healthy]
@@ -195,7 +218,7 @@ async def register_workers(
             await asyncio.sleep(0.1)
 
 
-async def remove_worker(router_url: str, worker_url: str, timeout: float = 30.0) -> None:
+async def remove_worker(router_url: str, worker_url: str, timeout: float) -> None:
     """Take an engine out of the router (it gets no new requests) and wait until it is gone.
 
     Raises:

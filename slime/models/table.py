@@ -86,6 +86,15 @@ class Rule:
     def is_of_layer(self) -> bool:
         return "{layer}" in self.megatron_names[0]
 
+    @property
+    def is_embedding(self) -> bool:
+        return isinstance(self.layout, VocabParallel) and self.tied_to is None
+
+    @property
+    def is_linear(self) -> bool:
+        """Its tensors are weights of Linear layers. Embeddings and routers have two axes too, and are none."""
+        return self.columns is not None and not self.is_embedding and self.rows != "experts"
+
     def applies(self, spec: ModelSpec, layer: int) -> bool:
         return self.when is None or self.when(spec, layer)
 
@@ -133,7 +142,7 @@ class Parameter:
 
     @property
     def is_embedding(self) -> bool:
-        return isinstance(self.rule.layout, VocabParallel) and not self.is_output
+        return self.rule.is_embedding
 
     @property
     def cut(self) -> Cut:
@@ -256,6 +265,20 @@ class ModelFamily:
                 shapes = rule.shapes(spec)
                 for expert in range(spec.num_experts) if rule.is_expert else [-1]:
                     yield from zip(_filled(rule, {"layer": layer, "expert": expert}, spec).exports, shapes)
+
+    def match_hf(self, hf_name: str) -> tuple[Rule, dict[str, int]] | None:
+        """The rule that a Hugging Face name would be of in a layer that has it, and its numbers.
+
+        Example:
+            >>> LLAMA.match_hf("model.layers.3.mlp.down_proj.weight")[1]
+            {'layer': 3}
+        """
+        for rule in self.rules:
+            for template in rule.hf_names:
+                found = _pattern(template).fullmatch(hf_name)
+                if found:
+                    return rule, {key: int(value) for key, value in found.groupdict().items()}
+        return None
 
     def is_ignored(self, hf_name: str, spec: ModelSpec) -> bool:
         """Is this tensor known to be unused: listed in ``ignored``, or the output layer of a tied model?"""

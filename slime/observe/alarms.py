@@ -7,11 +7,14 @@ Windows are a tenth of the run, at least five steps; shorter runs raise only the
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from slime.observe.growth import Growth, steady_growth, sudden_growth
 
 Rows = Sequence[dict[str, Any]]
 _MIN_WINDOW = 5
@@ -205,7 +208,7 @@ def train_rollout_mismatch(rows: Rows) -> list[Alarm]:
     windows = _windows(values)
     if windows and windows[-1] > 0.02 and windows[-1] > 3 * windows[0]:
         detail = f"mean |log-prob difference| grew from {windows[0]:.4f} to {windows[-1]:.4f}"
-        advice = "use --use-tis; --check-weight-update-equal compares every weight after the first push"
+        advice = "slime align with the run's flags ranks the causes; --use-tis corrects for what is left"
         return [Alarm("Trainer and engine drift apart", detail, advice)]
     # of samples that older weights made, part of it is what has been learnt since
     of_now = _values([row for row in rows if not row.get("rollout/staleness/max")], name)
@@ -213,7 +216,7 @@ def train_rollout_mismatch(rows: Rows) -> list[Alarm]:
         detail = (
             f"mean |log-prob difference| is {of_now[-1]:.3f}; below 0.01 is usual in float32, below 0.05 in bfloat16"
         )
-        return [Alarm("Trainer and engine disagree", detail, "check with --check-weight-update-equal")]
+        return [Alarm("Trainer and engine disagree", detail, "slime align with the run's flags says where and why")]
     return []
 
 
@@ -231,7 +234,7 @@ def stale_samples(rows: Rows) -> list[Alarm]:
     if not values or not all(values):
         return []
     detail = f"{values[-1]:.0f} samples of the last step are older than --max-staleness allows for"
-    fix = "leave tokens of older weights out in the generate function that brings them, or raise --max-staleness"
+    fix = "raise --max-staleness, or pass --stale-samples correct with --use-tis, which weighs their tokens"
     return [Alarm("Samples are too old", detail, fix)]
 
 
@@ -294,9 +297,64 @@ def slow_data(rows: Rows) -> list[Alarm]:
     ]
 
 
+# -- memory --------------------------------------------------------------------------------------------------------
+
+_FREE = "perf/host_free_memory_gb"
+#: Metric → whose memory it is, and where to look.
+_HELD = {
+    "perf/driver_memory_gb": ("the driver", "what --custom-rollout-log-function-path or W&B keep; else a slime bundle"),
+    "perf/rollout_memory_gb": (
+        "the rollout actor with its reward workers",
+        "lists, caches and clients that generate, reward and data functions of your own keep between calls",
+    ),
+    "perf/engine_memory_gb": (
+        "an engine",
+        "logs/engine-<n>.log and its caches in host memory; with --use-fault-tolerance one that is killed comes back",
+    ),
+    "perf/trainer_memory_gb": ("a trainer rank", "tensors that losses and hooks of your own keep (detach() them)"),
+    "perf/trainer_gpu_memory_gb": (
+        "a trainer rank's tensors on the GPU",
+        "tensors that losses and hooks of your own keep from one step to the next (detach() them, keep .item())",
+    ),
+}
+#: Growth of less is none: GB, and the share of what there was.
+_LEAST_GROWTH, _LEAST_SHARE = 1.0, 0.1
+#: Times the steps so far within which growth would use up what the host has left: slower growth is told later, and a
+#: cache that fills over hundreds of steps is full by then. And steps within which what has just begun to grow would.
+_TIMES_AHEAD, _STEPS_AHEAD = 5.0, 36.0
+#: Rows that are left out of a long run at a time, so that windows stay where they are; one to two of these are seen.
+_BLOCK = 640
+
+
+def memory_growth(rows: Rows) -> list[Alarm]:
+    free = next((row[_FREE] for row in reversed(rows) if row.get(_FREE) is not None), math.inf)
+    found: list[tuple[float, str, Growth]] = []
+    newest = rows[max(0, len(rows) // _BLOCK - 1) * _BLOCK :]
+    for name in _HELD:
+        values = [row[name] for row in newest if row.get(name) is not None]
+        steady = steady_growth(values, _LEAST_GROWTH, _LEAST_SHARE)
+        left = 0.0 if free == math.inf or "gpu" in name else free  # where nobody tells, any growth is too much
+        if steady is not None and left <= steady.per_step * _TIMES_AHEAD * len(rows):
+            found.append((steady.per_step, name, steady))
+        elif left and (sudden := sudden_growth(values, _LEAST_GROWTH, _LEAST_SHARE)) is not None:
+            found += [(sudden.per_step, name, sudden)] if left <= sudden.per_step * _STEPS_AHEAD else []
+    if not found:
+        return []
+    _, name, growth = max(found)
+    who, where = _HELD[name]
+    others = [_HELD[other][0] for _, other, _ in sorted(found, reverse=True)[1:]]
+    detail = f"{who} went from {growth.before:.1f} to {growth.now:.1f} GB in {growth.steps} steps"
+    if free < math.inf and "gpu" not in name:
+        detail += f"; the {free:.1f} GB that the host has left last for about {free / growth.per_step:.0f} more"
+    detail += f"; so did {', '.join(others)}" if others else ""
+    fix = f"look at {where}; with --save, slime resume goes on with fresh memory"
+    return [Alarm("Memory grows and grows", detail, fix)]
+
+
 #: The gravest first. The name of a check is that of its metric, ``alarm/<name>``.
 CHECKS: tuple[Callable[[Rows], list[Alarm]], ...] = (
     nonfinite,
+    memory_growth,
     late_rewards,
     constant_reward,
     no_contrast,

@@ -36,7 +36,7 @@ def first_step_lines(metrics: Mapping[str, float]) -> list[str]:
     if most > _EXTREME:
         lines.append(
             f"  {most:.1f} nats per token is extreme: of a trained model it means wrong weights, a wrong tokenizer or a"
-            " wrong model configuration (slime doctor; --check-weight-update-equal)"
+            " wrong model configuration (slime doctor; slime align; --check-weight-update-equal)"
         )
     elif most > _LARGE:
         lines.append(

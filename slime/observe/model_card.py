@@ -9,8 +9,7 @@ from typing import Any
 from slime.files import without_secrets
 from slime.hub import hub_name
 from slime.observe.console import eval_scores
-from slime.observe.report.charts import number
-from slime.observe.report.data import RunData, Stage, flags_with_origins, is_supervised
+from slime.observe.run_data import RunData, Stage, flags_with_origins, is_supervised
 
 _CHOSEN = ("flag", "yaml")
 #: Flags that say where files of this machine are: no part of the recipe.
@@ -75,7 +74,7 @@ def _scores(stage: Stage) -> list[str]:
         values = [(step, value) for step, value in stage.series(key) if value is not None]
         if values:
             (first_step, first), (last_step, last) = values[0], values[-1]
-            rows.append(f"| {key} | {number(first)} (step {first_step:g}) | {number(last)} (step {last_step:g}) |")
+            rows.append(f"| {key} | {_number(first)} (step {first_step:g}) | {_number(last)} (step {last_step:g}) |")
     return ["| | first | last |", "|---|--:|--:|", *rows, ""] if rows else []
 
 
@@ -100,3 +99,17 @@ def _versions(run: RunData) -> str:
     """Of the packages that the last stage ran with."""
     packages: dict[str, str] = run.stages[-1].summary.get("packages", {}) if run.stages else {}
     return ", ".join(f"{name} {version}" for name, version in packages.items() if version != "not installed")
+
+
+def _number(value: float) -> str:
+    """Short text of a number: 1,240 · 12.3 · 0.0123 · 1.2e-06."""
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size >= 1e6:
+        return f"{value / 1e6:,.4g}M"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 1e-3:
+        return f"{value:.3g}" if size >= 0.1 else f"{value:.2g}"
+    return f"{value:.1e}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,10 @@ from slime.observe.trace import set_tracing
 from slime.samples.types import Group, Sample
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from slime.config.config import Config
+    from slime.samples.batch import SampleKey, TrainedTokens
 
 #: Longest text kept of a prompt, a response or a label, in characters.
 MAX_TEXT = 20_000
@@ -165,6 +169,25 @@ def spread(groups: Sequence[Group], max_samples: int) -> list[Group]:
     return [groups[i * len(groups) // keep] for i in range(keep)]
 
 
+def trained_name(rollout_id: int) -> str:
+    """File of `Recorder.record_training`, beside ``rollout_<id>.jsonl``."""
+    return f"trained_{rollout_id:06d}.jsonl"
+
+
+def _key(sample: Sample, index: int) -> SampleKey:
+    return index, len(sample.tokens), sample.response_length
+
+
+def _numbers(values: np.ndarray | None, *, one_for_all: bool = False) -> list[float | None] | float | None:
+    """For JSON; one number for all tokens, where ``one_for_all`` and they are equal."""
+    if values is None or not len(values):
+        return None
+    rounded: list[float] = (values.astype("float64").round(4) + 0.0).tolist()  # no "-0.0"
+    if one_for_all and min(rounded) == max(rounded):
+        return rounded[0] if math.isfinite(rounded[0]) else None
+    return [value if math.isfinite(value) else None for value in rounded]
+
+
 class Recorder:
     """Writes samples and traces of the process that generates.
 
@@ -173,6 +196,8 @@ class Recorder:
         decode: turns token ids into text (``tokenizer.decode``); with it, responses with a loss mask or several weight
             versions are stored in coloured pieces too.
         max_samples: training samples kept per rollout, and evaluation samples kept per data set; 0 keeps none.
+    Attributes:
+        has_rollouts: one was recorded, so that an evaluation is not one before any training.
     """
 
     def __init__(
@@ -187,22 +212,52 @@ class Recorder:
         self._texts = TokenTexts(decode) if decode is not None else None
         self._max_samples = max_samples
         self._tracing = config.observe.trace
-        self._started = False
+        self.has_rollouts = False
         set_tracing(self._tracing)
 
     def record_rollout(self, rollout_id: int, groups: Sequence[Group]) -> None:
         """Write what rollout `rollout_id` generated, and its timeline."""
-        self._started = True
+        self.has_rollouts = True
+        (self._run.samples / trained_name(rollout_id)).unlink(missing_ok=True)  # of a rollout that is done again
         kept = spread(groups, self._max_samples) if self._max_samples else []
         self._write(f"rollout_{rollout_id:06d}", [{"rollout_id": rollout_id}] * len(kept), [g.samples for g in kept])
         if self._tracing:
             samples = [sample for group in groups for sample in group.samples]
             write_trace(self._run.trace / f"rollout_{rollout_id:06d}.json", samples)
 
+    def token_keys(self, groups: Sequence[Group]) -> frozenset[SampleKey]:
+        """The samples of a rollout whose tokens `record_rollout` keeps one by one, as far as nothing else in it has the
+        same key."""
+        if self._texts is None or not self._max_samples:
+            return frozenset()
+        left = MAX_TOKENS
+        keys: list[SampleKey] = []
+        for sample in (sample for group in spread(groups, self._max_samples) for sample in group.samples):
+            if 0 < sample.response_length <= left:
+                left -= sample.response_length
+                keys += [] if sample.index is None else [_key(sample, sample.index)]
+        counts = Counter(_key(s, s.index) for group in groups for s in group.samples if s.index is not None)
+        return frozenset(key for key in keys if counts[key] == 1)
+
+    def record_training(self, rollout_id: int, trained: Sequence[TrainedTokens]) -> None:
+        """Write what training knew of the tokens of recorded samples, in a file beside theirs."""
+        lines = [
+            dump_line({
+                "index": one.key[0],
+                "total_length": one.key[1],
+                "response_length": one.key[2],
+                "advantages": _numbers(one.advantages, one_for_all=True),
+                "log_prob_diffs": _numbers(one.log_prob_diffs),
+            })
+            for one in sorted(trained, key=lambda one: one.key)
+        ]  # fmt: skip
+        if lines:
+            write_atomically(self._run.samples / trained_name(rollout_id), b"".join(lines))
+
     def evaluation_name(self, rollout_id: int) -> str:
         """Of the file of an evaluation that begins now: after the rollout that was trained on before it; one before
         any training is ``eval_start``."""
-        return f"eval_{rollout_id:06d}" if self._started else "eval_start"
+        return f"eval_{rollout_id:06d}" if self.has_rollouts else "eval_start"
 
     def record_evaluation(self, name: str, rollout_id: int, data: Mapping[str, Mapping[str, Any]]) -> None:
         """Write the samples of an evaluation: ``data`` as in `slime.hooks.RolloutFnEvalOutput`.

@@ -32,14 +32,26 @@ from slime.samples.types import Sample, SampleStatus
 
 logger = get_logger(__name__)
 
-#: The dynamic filter may drop so many groups in a row, and ten batches: one that drops all would never end.
+#: So many groups, and ten batches, may be dropped in a row: a filter that drops all would never end.
 _MOST_DROPS = 1000
+_ABORT_SECONDS = 60.0
+
+
+#: --stale-samples → the metric that counts what became of groups.
+_BECAME = {
+    "correct": "rollout/num_stale_corrected",
+    "requeue": "rollout/num_stale_requeued",
+    "drop": "rollout/num_stale_dropped",
+}
 
 
 class Verdict(StrEnum):
     KEEP = "keep"
     DROP = "drop"
     FAILED = "failed"
+    STALE = "stale"
+    AGAIN = "again"
+    """In another rollout."""
 
 
 @dataclass
@@ -50,16 +62,17 @@ class Collected:
         chosen: the batch, by sample index.
         finished: every group that was judged by the filter, chosen or not, by sample index.
         drops: groups dropped, by the filter's reason.
+        stale: metrics of groups older than --max-staleness, by what became of them.
         data_seconds: time spent in the data source.
     """
 
     chosen: list[GroupRun]
     finished: list[GroupRun]
     drops: Counter[str] = field(default_factory=Counter)
+    stale: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_BECAME.values(), 0)))
     num_failed: int = 0
     num_surplus: int = 0
     num_aborted: int = 0
-    num_stale: int = 0
     data_seconds: float = 0.0
 
 
@@ -73,7 +86,8 @@ class Collector:
         max_failed_fraction: of ``target``; at least one group may fail.
         abort_timeout: seconds for engines and generate functions to stop at the end.
         journal: what it has of a drawn group takes its place, and what becomes of each is written there.
-        oldest_version: of weights; what older ones have begun of a drawn group is generated anew.
+        oldest_version: of weights; a group with tokens of older ones is stale.
+        stale_samples: what becomes of such a group, see the flag.
     """
 
     def __init__(
@@ -89,11 +103,13 @@ class Collector:
         partial_rollout: bool = False,
         max_failed_fraction: float = 0.1,
         stall_timeout: float = 600.0,
-        abort_timeout: float = 60.0,
+        abort_timeout: float = _ABORT_SECONDS,
         journal: Journal | None = None,
         oldest_version: int = 0,
+        stale_samples: str = "requeue",
     ) -> None:
-        self._journal, self._oldest_version = journal, oldest_version
+        self._journal, self._oldest_version, self._stale_samples = journal, oldest_version, stale_samples
+        self._corrected: set[int] = set()  # by GroupRun.order
         self.runner, self.source, self.client = runner, source, runner.state.client
         self.target, self.draw_size, self.group_size = target, draw_size, group_size
         self.dynamic_filter = dynamic_filter
@@ -146,7 +162,8 @@ class Collector:
         self.verdicts[run.order] = verdict
         if verdict is not Verdict.KEEP:
             self._num_rejected += 1
-            self.source.mark_discarded([run.index])
+            if verdict is not Verdict.AGAIN:
+                self.source.mark_discarded([run.index])
         elif not self.deterministic:
             self._certain.append(run)
         while self.deterministic and self._next_certain in self.verdicts:
@@ -173,6 +190,8 @@ class Collector:
                     fix="set group_index and index in get_samples",
                 )
             self.drawn.append(run)
+            if self._is_stale(run) and not self._takes_stale(run):
+                continue
             task = asyncio.create_task(self.runner.run(run))
             self._tasks[task] = run
             task.add_done_callback(self._finished.put_nowait)
@@ -184,12 +203,45 @@ class Collector:
             key = drawn_as(drawn)
             run = GroupRun.of(self._journal.restore(self._rollout_id, drawn, key), order=len(self.drawn))
             run.drawn_as, run.is_noted = key, run.is_scored
+        return run
+
+    # -- too old -------------------------------------------------------------------------------------------
+
+    def _is_stale(self, run: GroupRun) -> bool:
         version = run.to_group().oldest_weight_version()
-        if version is not None and version < self._oldest_version and not self.runner.mask_offpolicy:
-            self.result.num_stale += 1
+        return version is not None and version < self._oldest_version and run.order not in self._corrected
+
+    def _takes_stale(self, run: GroupRun) -> bool:
+        """Whether a drawn group that is stale is taken up all the same: as it is, or from its prompt."""
+        self.result.stale[_BECAME[self._stale_samples]] += 1
+        if self._stale_samples == "drop":
+            self._decide(run, Verdict.STALE)
+            return False
+        if self._stale_samples == "correct":
+            self._corrected.add(run.order)
+        else:
             run.is_noted = False
             run.restart()
-        return run
+        return True
+
+    def _turns_away(self, run: GroupRun) -> bool:
+        """Whether a group is not taken since it was generated with tokens that are too old, as no engine of the run
+        does: a generate function of the user's own has brought them. Another draw takes its place."""
+        if not self._is_stale(run):
+            return False
+        self.result.stale[_BECAME[self._stale_samples]] += 1
+        if self._stale_samples == "correct":
+            self._corrected.add(run.order)
+            return False
+        self._drops_in_a_row += 1
+        if self._drops_in_a_row >= self._most_drops:
+            raise UserError(
+                f"{self._drops_in_a_row} groups in a row were generated with tokens older than --max-staleness allows",
+                why=f"weights {self._oldest_version} and newer are young enough; the generate function brings others",
+                fix="leave older tokens out there, or pass --stale-samples correct, which trains on them",
+            )
+        self._decide(run, Verdict.STALE if self._stale_samples == "drop" else Verdict.AGAIN)
+        return True
 
     def _note(self, kind: Kind, run: GroupRun) -> None:
         """What has become of a group, for those who go on after a crash."""
@@ -220,6 +272,8 @@ class Collector:
             self._discard_failed(run)
             return
         self._check_rewards(run)
+        if self._turns_away(run):
+            return
         self._note(Kind.FINISHED, run)
         output = await call_dynamic_filter(self.dynamic_filter, self.runner.state.args, run.samples)
         expected = self._num_expected()
@@ -232,8 +286,12 @@ class Collector:
             self._drops_in_a_row = 0
             self._decide(run, Verdict.KEEP)
 
+    @property
+    def _most_drops(self) -> int:
+        return max(_MOST_DROPS, 10 * self.target)
+
     def _check_drops(self) -> None:
-        if self._drops_in_a_row >= max(_MOST_DROPS, 10 * self.target):
+        if self._drops_in_a_row >= self._most_drops:
             reasons = ", ".join(f"{reason} ({count})" for reason, count in self.result.drops.most_common(3))
             raise UserError(
                 f"the dynamic filter has dropped {self._drops_in_a_row} groups in a row",
@@ -299,7 +357,12 @@ class Collector:
         taken = {run.order for run in chosen}
         back = []
         for run in self.drawn:
-            if run.order in taken or self.verdicts.get(run.order) in (Verdict.DROP, Verdict.FAILED):
+            verdict = self.verdicts.get(run.order)
+            if run.order in taken or verdict in (Verdict.DROP, Verdict.FAILED, Verdict.STALE):
+                continue
+            if verdict is Verdict.AGAIN:
+                run.restart()
+                back.append(run)
                 continue
             if run.failure is not None:  # failed, and its siblings were aborted
                 self.result.num_failed += 1

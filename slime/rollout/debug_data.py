@@ -1,7 +1,8 @@
 """Rollouts on disk, to debug training without engines: ``--save-debug-rollout-data`` and ``--load-debug-rollout-data``.
 
 The format is the reference system's: a `torch.save` of ``{"rollout_id", "samples": [Sample.to_dict()]}`` at the path
-that the pattern gives, e.g. ``dumps/{rollout_id}.pt``; evaluations are written under the id ``eval_<rollout_id>``.
+that the pattern gives (`slime.path_patterns`), e.g. ``dumps/{rollout_id}.pt``; evaluations are written under the id
+``eval_<rollout_id>``.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from typing import Any
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import replacing
+from slime.path_patterns import Evaluation, fill, found
 from slime.samples.groups import groups_from_nested
 from slime.samples.types import Group, Sample
 
 
-def save_rollout(pattern: str, rollout_id: int | str, samples: list[Sample]) -> Path:
+def save_rollout(pattern: str, rollout_id: int | Evaluation, samples: list[Sample]) -> Path:
     """Write samples; an existing file is replaced only once the new one is complete. Returns the path."""
     import torch
 
-    path = Path(pattern.format(rollout_id=rollout_id))
+    path, name = fill(pattern, rollout_id), rollout_id if isinstance(rollout_id, int) else str(rollout_id)
     with replacing(path) as unfinished:
-        torch.save({"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}, unfinished)
+        torch.save({"rollout_id": name, "samples": [sample.to_dict() for sample in samples]}, unfinished)
     return path
 
 
@@ -39,7 +41,10 @@ def load_rollout(config: Config, rollout_id: int) -> list[Group]:
     pattern = config.debug.load_debug_rollout_data
     if not pattern:
         raise UserError("there is no dump to load", fix="pass --load-debug-rollout-data PATTERN")
-    groups = group_samples(load_samples(Path(pattern.format(rollout_id=rollout_id))))
+    path = fill(pattern, rollout_id)
+    if not path.is_file():
+        raise _no_dump(pattern, path)
+    groups = group_samples(load_samples(path))
     fraction = config.debug.load_debug_rollout_data_subsample
     if fraction is not None:
         kept = max(1, round(fraction * len(groups)))
@@ -52,13 +57,6 @@ def load_samples(path: Path) -> list[Sample]:
     """The samples of one dump file, in its order."""
     import torch
 
-    if not path.is_file():
-        there = sorted(entry.name for entry in path.parent.glob("*.pt"))[:5] if path.parent.is_dir() else []
-        raise UserError(
-            f"there is no rollout dump {path}",
-            why=f"in its directory: {', '.join(there)}" if there else "its directory has no .pt files",
-            fix="check the pattern of --load-debug-rollout-data and --start-rollout-id",
-        )
     try:
         # dumps hold whatever users put into metadata, so they are pickles; load only files you trust
         data: Any = torch.load(path, map_location="cpu", weights_only=False)
@@ -68,6 +66,39 @@ def load_samples(path: Path) -> list[Sample]:
         keys = ", ".join(map(str, data)) if isinstance(data, dict) else type(data).__name__
         raise UserError(f"{path} is no rollout dump", why=f"it holds: {keys}", fix="it needs the key 'samples'")
     return [Sample.from_dict(item) for item in data["samples"]]
+
+
+def check_dumps(config: Config) -> None:
+    """The dumps of all rollouts that a run begins with are there, as far as its flags tell which these are.
+
+    Raises:
+        UserError: names what is missing, and what is there.
+    """
+    pattern = config.debug.load_debug_rollout_data
+    if not pattern:
+        return
+    wanted = [config.rollout.start_rollout_id or 0] if config.checkpoint.load is None else []
+    if config.rollout.num_rollout:
+        wanted += [config.rollout.num_rollout - 1]
+    for path in [fill(pattern, rollout_id) for rollout_id in wanted]:
+        if not path.is_file():
+            raise _no_dump(pattern, path)
+
+
+def _no_dump(pattern: str, path: Path) -> UserError:
+    there = [path.name for path, _ in found(pattern)]
+    here = sorted(entry.name for entry in path.parent.iterdir())[:5] if path.parent.is_dir() else []
+    if there:
+        several = f"of this pattern there are {len(there)}: {there[0]} to {there[-1]}"
+        why = several if len(there) > 1 else f"there is only {there[0]}"
+    else:
+        why = f"in its directory: {', '.join(here)}" if here else "its directory is empty, or not there"
+    return UserError(
+        f"there is no rollout dump {path}",
+        why=why,
+        fix="check the pattern of --load-debug-rollout-data, --start-rollout-id (the first rollout) and --num-rollout"
+        " (the number behind the last)",
+    )
 
 
 def group_samples(samples: list[Sample]) -> list[Group]:

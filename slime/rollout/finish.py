@@ -10,6 +10,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.hook_loading import call_user_function
 from slime.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.path_patterns import Evaluation
 from slime.rollout.debug_data import save_rollout
 from slime.samples.types import Sample
 
@@ -40,10 +41,18 @@ async def finish_rollout(
 
 
 async def finish_evaluation(
-    config: Config, args: Any, rollout_id: int, output: RolloutFnEvalOutput, seconds: float
+    config: Config,
+    args: Any,
+    rollout_id: int,
+    output: RolloutFnEvalOutput,
+    seconds: float,
+    *,
+    before_training: bool = False,
 ) -> RolloutFnEvalOutput:
     """The same for an evaluation; ``eval/<name>`` is the mean reward where the evaluation function gave none.
 
+    Args:
+        before_training: no rollout came before it: its dump must not be replaced by that of the one after rollout 0.
     Raises:
         UserError: a data set without a list of rewards.
     """
@@ -57,14 +66,14 @@ async def finish_evaluation(
         if f"eval/{name}" not in metrics and values["rewards"]:
             metrics[f"eval/{name}"] = sum(values["rewards"]) / len(values["rewards"])
     samples = [sample for values in output.data.values() for sample in values.get("samples") or ()]
-    await _dump(config, f"eval_{rollout_id}", samples)
+    await _dump(config, Evaluation(None if before_training else rollout_id), samples)
     path = config.rollout.custom_eval_rollout_log_function_path
     if path and await call_user_function(path, rollout_id, args, output.data, metrics):
         return RolloutFnEvalOutput(output.data, {})
     return RolloutFnEvalOutput(output.data, metrics | {"perf/eval_time": seconds})
 
 
-async def _dump(config: Config, name: int | str, samples: list[Sample]) -> None:
+async def _dump(config: Config, rollout_id: int | Evaluation, samples: list[Sample]) -> None:
     """Write what --save-debug-rollout-data asks for."""
     if pattern := config.debug.save_debug_rollout_data:
-        await asyncio.to_thread(save_rollout, pattern, name, samples)
+        await asyncio.to_thread(save_rollout, pattern, rollout_id, samples)

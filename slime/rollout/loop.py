@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from slime.config.config import Config
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.client import RolloutClient
+from slime.engines.keys import key_of
 from slime.engines.router import list_workers, wants_routing_key
 from slime.errors import UserError
 from slime.hook_loading import call_user_function, load_function
@@ -90,6 +91,7 @@ class RolloutLoop:
         self.base_url = base_url.rstrip("/")
         self.args = config.flat()
         self.args.sglang_router_ip, self.args.sglang_router_port = _address(self.base_url)
+        self.args.sglang_router_api_key = key_of(self.base_url)
         models = model_urls or {"policy": self.base_url}
         self.args.sglang_model_routers = {name: _address(url) for name, url in models.items()}
         check_hooks(self.args)
@@ -194,7 +196,7 @@ class RolloutLoop:
         """``rollout_batch_size`` groups with rewards, sorted by sample index, and their metrics.
 
         Args:
-            oldest_version: of weights; what older ones have begun is generated anew.
+            oldest_version: of weights; what older ones have begun is stale (--stale-samples).
         Raises:
             UserError: see `Collector.collect`; or what a custom rollout function returned does not fit.
         """
@@ -213,7 +215,7 @@ class RolloutLoop:
                 output = returned
             origin = self.args.rollout_function_path or "the rollout"
             validate_groups(output.samples, origin)
-            if custom is not None:
+            if custom is not None and self.config.sync.stale_samples != "correct":
                 check_age(output.samples, origin, oldest_version)
             seconds = time.monotonic() - started
 
@@ -249,6 +251,7 @@ class RolloutLoop:
             stall_timeout=self.config.rollout.rollout_stall_timeout,
             journal=self._journal,
             oldest_version=state.oldest_version,
+            stale_samples=self.config.sync.stale_samples,
         )
         state.progress, state.waits = collector.progress, lambda: collector.watchdog.words
         state.client.counters.take()
@@ -301,7 +304,7 @@ class RolloutLoop:
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
-    async def evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:
+    async def evaluate(self, rollout_id: int, *, before_training: bool = False) -> RolloutFnEvalOutput:
         """Scores of every evaluation set with the weights that the engines hold now.
 
         Raises:
@@ -317,7 +320,10 @@ class RolloutLoop:
                 returned = await call_rollout_fn(custom, self.args, rollout_id, self.source, evaluation=True, path=path)
                 assert isinstance(returned, RolloutFnEvalOutput)
                 output = returned
-            return await finish_evaluation(self.config, self.args, rollout_id, output, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            return await finish_evaluation(
+                self.config, self.args, rollout_id, output, seconds, before_training=before_training
+            )
 
     async def evaluate_built_in(self, rollout_id: int, state: GenerateState) -> RolloutFnEvalOutput:
         if not self._eval_sets:
@@ -421,11 +427,11 @@ def _loop_metrics(collected: Collected, state: GenerateState) -> dict[str, float
         "rollout/num_failed_groups": collected.num_failed,
         "rollout/num_surplus_groups": collected.num_surplus,
         "rollout/num_aborted_groups": collected.num_aborted,
-        "rollout/num_stale_groups": collected.num_stale,
         "rollout/prompt_too_long": state.counts["prompt_too_long"],
         "rollout/continued_requests": state.counts["continued"],
         "rollout/requests": counts["requests"],
         "rollout/retries": counts["retries"],
         "perf/data_wait_time": collected.data_seconds,
     }
+    metrics |= collected.stale
     return metrics | {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in collected.drops.items()}

@@ -63,5 +63,6 @@ def check_age(groups: list[Group], origin: str, oldest_version: int) -> None:
             raise UserError(
                 f"{origin} returned group {group.index} with tokens of weights {version}",
                 why=f"--max-staleness allows for {oldest_version} and newer",
-                fix="leave older ones out (rollout_log_probs and token_spans tell), or raise --max-staleness",
+                fix="leave older ones out (rollout_log_probs and token_spans tell), raise --max-staleness, or pass"
+                " --stale-samples correct",
             )

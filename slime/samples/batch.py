@@ -28,6 +28,24 @@ class StepPlan:
     num_loss_tokens: int
 
 
+#: Of a sample within its rollout: index, tokens, response tokens.
+SampleKey = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    """What training knew of each response token of a sample.
+
+    Attributes:
+        advantages: float32 [R], as the loss took them.
+        log_prob_diffs: float32 [R], the trainer's log-prob before training minus the engine's.
+    """
+
+    key: SampleKey
+    advantages: np.ndarray | None = None
+    log_prob_diffs: np.ndarray | None = None
+
+
 @dataclass
 class TrainBatch:
     """All training data of one rollout for one data-parallel rank. CPU tensors; entry i belongs to sample i.
@@ -46,6 +64,7 @@ class TrainBatch:
         rollout_mask_sums: trained tokens of sample i's whole execution, >= 1: its denominator in the default loss.
         steps: the optimizer steps, in order.
         global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
+        recorded: samples, of any rank, whose tokens are recorded: what training knows of them is wanted.
     """
 
     rollout_id: int
@@ -66,6 +85,7 @@ class TrainBatch:
     weight_versions: list[int | None] = field(default_factory=list)
     metadata: list[dict[str, Any] | None] = field(default_factory=list)
     global_stats: dict[str, float] = field(default_factory=dict)
+    recorded: frozenset[SampleKey] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
         """On its way to another process each list of tensors is one array: ten thousand tensors cost a second."""
@@ -78,6 +98,9 @@ class TrainBatch:
     @property
     def num_samples(self) -> int:
         return len(self.tokens)
+
+    def key(self, i: int) -> SampleKey:
+        return self.sample_indices[i], int(self.tokens[i].numel()), self.response_lengths[i]
 
     @property
     def total_lengths(self) -> list[int]:

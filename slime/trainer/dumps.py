@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.errors import UserError
 from slime.files import replacing
+from slime.path_patterns import fill
 from slime.samples.batch import TrainBatch
 from slime.trainer.records import RolloutTensors
 
@@ -112,17 +112,8 @@ def joined(rollout_id: int, shards: Sequence[Shard]) -> dict[str, Any]:
 
 
 def save_train_data(pattern: str, rollout_id: int, shards: Sequence[Shard]) -> Path:
-    """Write a rollout's training data to the pattern's file; whole or not at all. Returns the path.
-
-    Raises:
-        UserError: the pattern has other fields than ``{rollout_id}``.
-    """
-    try:
-        path = Path(pattern.format(rollout_id=rollout_id))
-    except (KeyError, IndexError, ValueError) as error:
-        raise UserError(
-            f"--save-debug-train-data {pattern} is no path pattern", why=str(error), fix="write it like {rollout_id}.pt"
-        ) from error
+    """Write a rollout's training data to the pattern's file; whole or not at all. Returns the path."""
+    path = fill(pattern, rollout_id)
     save_whole(joined(rollout_id, shards), path)
     return path
 

@@ -8,6 +8,7 @@ On a GPU the peak is what torch's allocator had handed out at most; without one 
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import torch
 
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.footprint import own_bytes
 from slime.memory.remedies import remedies
 from slime.samples.batch import TrainBatch
 
@@ -115,6 +117,14 @@ class PhaseMemory:
         """``perf/<phase>_peak_memory_gb``, of ``peaks`` in the order of ``self.peaks`` where given."""
         values = list(self.peaks.values()) if peaks is None else peaks
         return {f"perf/{name}_peak_memory_gb": value / _GB for name, value in zip(self.peaks, values)}
+
+
+def held(device: torch.device) -> dict[str, float]:
+    """``perf/trainer_memory_gb`` of the host, and of a GPU what is in tensors: between two steps always the same."""
+    found = {"perf/trainer_memory_gb": own_bytes(os.getpid()) / _GB}
+    if device.type == "cuda":
+        found["perf/trainer_gpu_memory_gb"] = torch.cuda.memory_allocated(device) / _GB
+    return found
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -23,11 +23,11 @@ from slime.algorithms.reduce import token_weights
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
-from slime.samples.batch import StepPlan, TrainBatch
+from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens
 from slime.trainer.dumps import save_train_data, shard_of
 from slime.trainer.loss import LOSS_TYPES
 from slime.trainer.megatron import device
-from slime.trainer.memory import PhaseMemory
+from slime.trainer.memory import PhaseMemory, held
 from slime.trainer.non_finite import FailedStep, NonFiniteTraining, failed_step
 from slime.trainer.ranks import Ranks
 from slime.trainer.records import LossInputs, MicroBatchResult, RolloutTensors, StepOutcome
@@ -38,6 +38,7 @@ from slime.trainer.rollout_metrics import (
     sum_metrics,
     worst_mismatch,
 )
+from slime.trainer.trained_tokens import trained_tokens
 from slime.trainer.user_functions import UserFunctions, change_rollout
 
 logger = get_logger(__name__)
@@ -53,6 +54,8 @@ class Trainer(Protocol):
     """The reference weights are the same bits as the policy's (a fresh start, no step taken)."""
     failed_step: FailedStep | None
     """What the last step was, when it ended in `NonFiniteTraining`."""
+    trained_tokens: list[TrainedTokens]
+    """Of the last rollout, where this rank has them: for what is recorded of its samples."""
 
     def log_probs(self, batch: TrainBatch, *, reference: bool = False, store_prefix: str = "") -> list[Tensor] | None:
         """[R_i] per sample, without gradient; None on ranks without output layer."""
@@ -105,11 +108,14 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
         for step_id in range(len(batch.steps)):
             steps.append(_train_step(trainer, batch, data, memory, step_id))
     _dump(trainer, batch, data)
+    trainer.trained_tokens = trained_tokens(trainer.ranks, batch, data)
     metrics = {**batch.global_stats, **rollout_metrics(trainer.config, trainer.ranks, batch, data)}
     metrics |= mean_of_steps(steps, first_only=flags.use_rollout_logprobs)
     metrics |= worst_mismatch(trainer.ranks, data)
-    peaks = torch.tensor(list(memory.peaks.values()), dtype=torch.float64, device=trainer.ranks.device)
-    metrics |= memory.metrics(trainer.ranks.max_over_all(peaks).tolist())
+    kept = held(trainer.ranks.device)
+    here = torch.tensor([*kept.values(), *memory.peaks.values()], dtype=torch.float64, device=trainer.ranks.device)
+    most = trainer.ranks.max_over_all(here).tolist()
+    metrics |= dict(zip(kept, most)) | memory.metrics(most[len(kept) :])
     return {**metrics, **timers.metrics(batch)}, steps
 
 

@@ -14,6 +14,8 @@ import torch
 from slime.checkpoints.hf_files import HfWriter
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.buckets import dtype_in
+from slime.models import read_hf_config
+from slime.models.quantised import Quantisation
 from slime.weights.transport import NamedTensors, Observer, Transferred, Transport, deadline_for
 
 _VERSION_DIR = re.compile(r"weight_v(\d{6,})")
@@ -42,7 +44,8 @@ class DiskTransport(Transport):
     def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
         target = self._directory / f"weight_v{version:06d}"
         num_tensors = 0
-        with HfWriter(target, self._assets_from) as writer:
+        quantised = Quantisation.read(read_hf_config(self._assets_from)) is not None
+        with HfWriter(target, self._assets_from, quantised=quantised) as writer:
             for name, tensor in tensors:
                 cast = tensor.to(dtype_in(self._dtype, name, tensor.dtype))
                 observe(name, cast)

@@ -68,9 +68,9 @@ class DistributedTransport(Transport):
         fleet: EngineFleet,
         buffer_size: int,
         dtype: torch.dtype,
-        backend: str = "gloo",
-        ranks_per_engine: Sequence[int] | None = None,
-        timeout: float = 600.0,
+        backend: str,
+        ranks_per_engine: Sequence[int] | None,
+        timeout: float,
         stage: int = 0,
         await_turn: Callable[[], None] = lambda: None,
     ) -> None:

@@ -36,6 +36,7 @@ class Receipt:
         transport: how.
         checked: names whose fingerprints were compared on every engine.
         full: all tensors were compared, and the engines were asked what else they hold.
+        zeros: of a push of quantised weights, matrices that are all zeros on the trainer's side.
     """
 
     version: int
@@ -45,13 +46,14 @@ class Receipt:
     transport: str
     checked: tuple[str, ...] = ()
     full: bool = False
+    zeros: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(words: dict[str, Any]) -> Receipt:
-        return Receipt(**words | {"checked": tuple(words["checked"])})
+        return Receipt(**words | {name: tuple(words[name]) for name in ("checked", "zeros")})
 
     def metrics(self) -> dict[str, float]:
         phases = {f"perf/update_weights/{name}_time": value for name, value in self.seconds.items() if name != "total"}

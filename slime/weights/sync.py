@@ -29,11 +29,14 @@ from torch import nn
 
 from slime.checkpoints.hf_io import HfExporter
 from slime.config.config import Config
+from slime.config.make import check_plain_weights
+from slime.engines import keys
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.expert_runs import ExpertRun
 from slime.errors import UserError
-from slime.models.spec import HfConfig
+from slime.models.quantised import Quantisation
+from slime.models.spec import HfConfig, read_hf_config
 from slime.weights.distributed import JOIN_SECONDS, LEAVE_SECONDS, own_address
 from slime.weights.engine_check import (
     EngineCheck,
@@ -42,6 +45,7 @@ from slime.weights.engine_check import (
     digest_from_json,
     digest_to_json,
 )
+from slime.weights.quantised_push import Export, QuantisedExport
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch
 from slime.weights.route import Route, find_route, open_transport
 from slime.weights.trainer_ranks import StageError, TrainerRanks
@@ -77,7 +81,8 @@ class WeightSync:
         self.config, self.rank, self.world_size = config, rank, world_size
         self.version = start_version
         self._model_chunks, self._hf_config = model_chunks, hf_config
-        self._exporter: HfExporter | None = None
+        self._exporter: Export | None = None
+        self._quantisation = Quantisation.read(read_hf_config(hf_config))
         self._ranks = TrainerRanks(rank, world_size)
         self._stage_seconds: list[float] = []  # that each pipeline stage may take to send
         self._names: list[str] = []  # of all tensors of a push; rank 0
@@ -105,6 +110,8 @@ class WeightSync:
         """
         self.close()
         found = [EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines]
+        for engine in found:
+            keys.know(engine.url, engine.key)
         with self._ranks.round(_CONNECTING, 2 * _CONTROL_SECONDS) as reached:
             if self.rank == 0:
                 self._fleet = EngineFleet([engine.url for engine in found])
@@ -122,13 +129,14 @@ class WeightSync:
         Returns:
             False: engines hold runs of experts in a form that cannot be compared; nothing is open any more.
         """
-        self._exporter = HfExporter(
+        exporter = HfExporter(
             self._model_chunks,
             self._hf_config,
             model_name=self.config.checkpoint.model_name,
             own_stage=len(route.sources) > 1,
             in_runs=route.in_runs,
         )
+        self._exporter = self._as_stored(exporter, route)
         # both collective, hence outside of the block below
         contents = _StageContents.of(self._exporter, with_shapes=route.asks_ranks)
         gloo = self._gloo_group() if route.kind == "ipc" else None
@@ -157,6 +165,19 @@ class WeightSync:
         share, floor = Sampler.share / len(nbytes), Sampler.floor / len(nbytes)
         self._sampler = Sampler(share, floor, digest_from_json(connected.value["digest"]))
         return True
+
+    def _as_stored(self, exporter: HfExporter, route: Route) -> Export:
+        """The exporter, or what engines of quantised weights hold of its tensors.
+
+        Raises:
+            UserError: the engines are SGLang's; the ignore list does not fit the model.
+        """
+        if self._quantisation is None:
+            return exporter
+        if route.asks_ranks:
+            check_plain_weights(self.config.checkpoint.hf_checkpoint, "sglang")
+        converts = self._ranks.stage is not None
+        return QuantisedExport(exporter, self._quantisation, route.dtype, converts=converts)
 
     def push(self) -> Receipt:
         """Bring the current weights to every engine as version ``self.version + 1``. Collective.
@@ -207,7 +228,8 @@ class WeightSync:
         assert self._transport is not None
         self._sampler.begin(self._last_seconds, self.config.debug.check_weight_update_equal)
         sent = self._transport.send(tensors, version, self._sampler.observe)
-        self._ranks.report(asdict(_StageSent(sent, self._sampler.names, self._sampler.fingerprints)))
+        zeros = self._exporter.zeros if isinstance(self._exporter, QuantisedExport) else []
+        self._ranks.report(asdict(_StageSent(sent, self._sampler.names, self._sampler.fingerprints, zeros)))
 
     def _await_turn(self) -> None:
         earlier = self._stage_seconds[: self._ranks.stage]
@@ -277,8 +299,11 @@ class WeightSync:
         with self._phase("continue", version, seconds):
             fleet.post("/continue_generation", {}, self._control_seconds)
         seconds["total"] = time.perf_counter() - begin
-        amount, checked = sent.amount, tuple(sent.fingerprints)
-        return Receipt(version, amount.num_tensors, amount.nbytes, seconds, self._transport.name, checked, verify_all)
+        if sent.zeros:
+            logger.warning("version %d has matrices of zeros alone: %s", version, ", ".join(sent.zeros[:4]))
+        amount, checked, zeros = sent.amount, tuple(sent.fingerprints), tuple(sent.zeros)
+        how = self._transport.name
+        return Receipt(version, amount.num_tensors, amount.nbytes, seconds, how, checked, verify_all, zeros)
 
     def _pause(self, fleet: EngineFleet) -> None:
         """Pause all, or leave none paused."""
@@ -342,7 +367,7 @@ class _StageContents:
     shapes: dict[str, list[int]]
 
     @staticmethod
-    def of(exporter: HfExporter, with_shapes: bool) -> _StageContents:
+    def of(exporter: Export, with_shapes: bool) -> _StageContents:
         """Collective over the ranks of the stage. To find the shapes out takes one gathering of all weights, which sets
         the communicators up as well."""
         shapes = {name: list(tensor.shape) for name, tensor in exporter.tensors()} if with_shapes else {}
@@ -356,6 +381,7 @@ class _StageSent:
     amount: Transferred
     names: list[str]
     fingerprints: dict[str, Any]
+    zeros: list[str]
 
     @staticmethod
     def from_json(words: dict[str, Any]) -> _StageSent:
@@ -367,6 +393,7 @@ class _StageSent:
             Transferred(sum(s.amount.num_tensors for s in stages), sum(s.amount.nbytes for s in stages)),
             [name for stage in stages for name in stage.names],
             {name: digest for stage in stages for name, digest in stage.fingerprints.items()},
+            [name for stage in stages for name in stage.zeros],
         )
 
 

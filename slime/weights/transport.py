@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the launch describes engines with this file, before anything needs torch
@@ -32,11 +32,13 @@ class EngineSlots:
     Attributes:
         slots: () of an engine that somebody else has started, or of one that needs none.
         ranks: processes that hold weights, of an engine without slots.
+        key: that it asks for (`slime.engines.keys`); "": none.
     """
 
     url: str
     slots: tuple[int, ...]
     ranks: int = 1
+    key: str = field(default="", repr=False)
 
     @property
     def num_ranks(self) -> int:

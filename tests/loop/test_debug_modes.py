@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.processes import World, start
+from slime.files import read_lines
+from tests.support.processes import ROOT, World, start
 
 pytestmark = pytest.mark.full
 
@@ -19,20 +20,34 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World.create(tmp_path_factory.mktemp("debug"))
 
 
+def without(world: World, *libraries: str) -> dict[str, str]:
+    """An environment in which these cannot be imported."""
+    folder = world.inputs / "-".join(["without", *libraries])
+    for name in libraries:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')")
+    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+
+
 @pytest.fixture(scope="module")
 def dumps(world: World) -> str:
-    """Two rollouts, written by engines alone."""
-    pattern = str(world.outputs / "dumps" / "{rollout_id}.pt")
-    run = start(
-        world.flags("engines", "--debug-rollout-only", "--save-debug-rollout-data", pattern), world.outputs / "engines"
-    )
+    """Two rollouts and three evaluations, written by engines alone, with the flags of a whole run and without
+    Megatron."""
+    pattern = str(world.outputs / "dumps" / "{rollout_id:04d}.pt")
+    whole = ("--save", world.outputs / "engines" / "checkpoints", "--lr", 1e-4, "--use-tis")
+    evaluation = ("--eval-prompt-data", "held", world.inputs / "test.jsonl", "--eval-interval", 1)
+    alone = ("--debug-rollout-only", "--save-debug-rollout-data", pattern)
+    flags = world.flags("engines", *alone, *whole, *evaluation)
+    run = start(flags, world.outputs / "engines", **without(world, "megatron"))
     try:
         assert run.end() == 0, run.stderr
     finally:
         run.clean_up()
     assert logs(run.path, "trainer") == [] and logs(run.path, "engine")
-    assert [Path(pattern.format(rollout_id=i)).is_file() for i in range(3)] == [True, True, False]
+    written = sorted(path.name for path in (world.outputs / "dumps").iterdir())
+    assert written == ["0000.pt", "0001.pt", "eval_0000.pt", "eval_0001.pt", "eval_start.pt"]
     assert not any(name.startswith("train/") for row in run.rows() for name in row)
+    assert run.rows()[-1]["perf/engine_memory_gb"] > 0
     return pattern
 
 
@@ -49,9 +64,8 @@ def poisoned(args: Any, rollout_data: dict[str, Any]) -> None:
 
 
 def replay(world: World, name: str, dumps: str, *more: object) -> Any:
-    return start(
-        world.flags(name, "--load-debug-rollout-data", dumps, "--use-tis", "--lr", 1e-4, *more), world.outputs / name
-    )
+    flags = world.flags(name, "--load-debug-rollout-data", dumps, "--use-tis", "--lr", 1e-4, *more)
+    return start(flags, world.outputs / name, **without(world, "sglang", "sglang_router"))
 
 
 def test_trainers_alone_repeat_a_dump_at_any_layout(world: World, dumps: str) -> None:
@@ -68,10 +82,16 @@ def test_trainers_alone_repeat_a_dump_at_any_layout(world: World, dumps: str) ->
         assert logs(run.path, "engine") == [] and logs(run.path, "trainer")
         rows.append([row for row in run.rows() if "train/loss" in row])
         assert len(list((run.path / "samples").glob("rollout_*.jsonl"))) == 2
+        for path in (run.path / "samples").glob("rollout_*.jsonl"):
+            lengths = {row["index"]: row["response_length"] for row in read_lines(path)}
+            trained = read_lines(path.with_name(path.name.replace("rollout", "trained")))
+            assert {row["index"]: len(row["log_prob_diffs"]) for row in trained} == lengths
+            assert max(abs(diff) for row in trained for diff in row["log_prob_diffs"]) < 1e-3
     for one, two in zip(*rows, strict=True):
         assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-5)
         assert one["train/grad_norm"] == pytest.approx(two["train/grad_norm"], rel=1e-3)
-        assert one["perf/forward_backward_peak_memory_gb"] > 0
+        for name in ("forward_backward_peak", "trainer", "rollout", "driver", "host_free"):
+            assert one[f"perf/{name}_memory_gb"] > 0
 
 
 def test_nan_leaves_the_step_in_the_crash_folder(world: World, dumps: str) -> None:

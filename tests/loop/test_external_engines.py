@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from slime.cli.engines import main as engines_command
+from slime.engines.keys import header_of
 from slime.errors import UserError
-from tests.support.external_engine import ExternalEngine, external_engine
+from tests.support.external_engine import ITS_KEY, ExternalEngine, external_engine
 from tests.support.processes import Driver, StartHeld, World, free_port, start, wait_held, wait_while_running
 
 Start = Callable[..., Driver]
@@ -36,7 +37,7 @@ def external(world: World, tmp_path: Path) -> Iterator[ExternalEngine]:
 def begin(world: World, start_held: StartHeld) -> Start:
     def start_driver(name: str, *flags: object) -> Driver:
         words = world.flags(name, *HELD, "--no-colocate", *flags)
-        return start_held(words, world.outputs / name)
+        return start_held(words, world.outputs / name, **ITS_KEY)
 
     return start_driver
 
@@ -85,7 +86,9 @@ def test_one_joins_and_leaves(
 def weight_version(url: str) -> str:
     """What an engine samples with."""
     body = json.dumps({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}).encode()
-    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/generate", body, {"Content-Type": "application/json", **header_of(*ITS_KEY.values())}
+    )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return str(json.load(answer)["meta_info"]["weight_version"])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime.engines.keys import header_of
 from tests.support.processes import Driver, StartHeld, World, wait_held, wait_while_running
 from tests.support.sglang_servers import fake_environment
 
@@ -42,10 +43,10 @@ def is_back(driver: Driver, times: int = 1) -> bool:
     return driver.stderr.count("is back after") >= times
 
 
-def weight_version(url: str) -> str:
+def weight_version(url: str, key: str) -> str:
     """What an engine samples with."""
     body = json.dumps({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}).encode()
-    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json", **header_of(key)})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return str(json.load(answer)["meta_info"]["weight_version"])
 
@@ -88,7 +89,7 @@ def test_one_of_two_engines_is_killed(begin: Start, hold: Path, way: tuple[str, 
     wait_held(driver, hold, 4)
     found = re.search(r"is back after .* as (http://\S+): it was killed", driver.stderr)
     assert found is not None, driver.stderr
-    assert weight_version(found[1]) == "5", "of the launch and of four steps"
+    assert weight_version(found[1], driver.key()) == "5", "of the launch and of four steps"
     (hold / "hold-4").unlink()
     check_end(driver, [1, 2, 3, 4, 5], restarts=1)
 
@@ -189,7 +190,7 @@ def test_engines_that_share_their_memory_with_the_trainer(begin: Start, hold: Pa
     flags += ("--rollout-health-check-interval", 1, "--router-health-check-interval-secs", 1)
     driver = begin("turns", *flags, **fake_environment(calls))
     wait_held(driver, hold, 0)
-    engines(driver, "sglang.launch_server")[0].kill()
+    engines(driver, "slime.engines.sglang.engine_process")[0].kill()
     wait_while_running(
         driver, lambda: "was killed (SIGKILL); it is started again" in driver.stderr, "the death is noticed"
     )

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.gpu import long_run, ranks, run_all
 from benchmarks.gpu.report import Report, at_least, at_most
-from slime.observe.report.data import Stage
+from slime.observe.run_data import Stage
 
 ROOT = Path(__file__).parents[2]
 

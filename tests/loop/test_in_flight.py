@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.observe.report.data import merge_rows
+from slime.observe.run_data import merge_rows
 from tests.support.runs import GRPO, Run, RunResult
 
 NUM_ROLLOUT = 10

@@ -3,16 +3,19 @@ run makes, bit for bit."""
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -129,39 +132,49 @@ VICTIMS = {
     "raylet": "raylet/raylet",
     "GCS": "gcs_server",
 }
+_WORKER = {"reward worker": "slime.rollout.rewards.math_grading"}
 
 
-def strike(driver: Driver, victim: str) -> bool:
-    """Kill it; false where it is not there."""
-    if victim == "driver":
-        driver.signal(signal.SIGKILL)
-        return True
-    if victim == "all":
-        found = driver.family("")
-        driver.signal(signal.SIGKILL)
-    else:
-        found = driver.family(VICTIMS[victim])
+def strike(driver: Driver, victim: str, seconds: float = 0.0) -> bool:
+    """Kill it, or stop it for so many seconds; false where it is not there."""
+    found = [psutil.Process(driver.process.pid)] if victim in ("driver", "all") else []
+    if victim != "driver":
+        found += driver.family((VICTIMS | _WORKER)[victim])
+    driver.family("")  # from now on it is known, whoever dies
     for process in found:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGSTOP if seconds else signal.SIGKILL)
+    time.sleep(seconds)
+    for process in found if seconds else ():
+        with suppress(psutil.NoSuchProcess):  # whoever noticed has killed it
+            process.send_signal(signal.SIGCONT)
     return bool(found)
 
 
 def broken(
-    begin: Callable[[], Driver], scores: Scores, num_rollouts: int, victims: list[str], dice: random.Random
+    begin: Callable[[], Driver],
+    scores: Scores,
+    num_rollouts: int,
+    victims: list[str],
+    dice: random.Random,
+    stops: bool = False,
 ) -> tuple[Driver, list[str]]:
     """A run that is struck at random moments, and begun again when it has ended of it, until it is finished.
 
+    Args:
+        stops: every other one is stopped for a while instead of killed.
     Returns:
         Its last driver, and what was struck when, in words.
     """
     driver, told = begin(), []
-    for victim in victims:
+    for number, victim in enumerate(victims):
         goal, delay = min(num_rollouts - 1, len(driver.steps()) + dice.randint(0, 2)), dice.uniform(0.0, 3.0)
+        seconds = dice.uniform(0.5, 6.0) if stops and number % 2 else 0.0
         driver = reach(begin, driver, goal)
         time.sleep(delay)
-        if driver.process.poll() is None and strike(driver, victim):
+        if driver.process.poll() is None and strike(driver, victim, seconds):
             scores.kills.append(time.time())
-            told.append(f"{victim} at step {len(driver.steps())}")
+            told.append(f"{victim} at step {len(driver.steps())}" + (f", for {seconds:.1f} s" if seconds else ""))
     return reach(begin, driver, num_rollouts, to_its_end=True), told
 
 
@@ -185,6 +198,12 @@ def reach(begin: Callable[[], Driver], driver: Driver, step: int, *, to_its_end:
 
 def _has_reached(driver: Driver, step: int) -> bool:
     return len(driver.steps()) >= step or driver.process.poll() is not None
+
+
+def trained_on(driver: Driver, num_rollouts: int) -> list[list[dict[str, Any]]]:
+    """Of each rollout: the samples of its record."""
+    files = [driver.path / "samples" / f"rollout_{number:06d}.jsonl" for number in range(num_rollouts)]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
 @pytest.fixture(scope="module")
@@ -229,3 +248,67 @@ def test_kills_at_random_leave_what_an_unbroken_run_leaves(
         unbroken[script, count] = weights_of(calm)
     expected = unbroken[script, count]
     assert all(torch.equal(struck[name], expected[name]) for name in expected), told
+
+
+#: Options → script, flags, who is struck besides.
+_OPTIONS: dict[str, tuple[str, tuple[object, ...], list[str]]] = {
+    "pieces": ("train.py", ("--rollout-request-tokens", 1), []),
+    "paced": (
+        "train_async.py",
+        ("--no-colocate", "--async-buffer-size", 3, "--max-staleness", 1, "--rollout-request-tokens", 2),
+        [],
+    ),
+    "reward workers": (
+        "train_async.py",
+        ("--no-colocate", "--custom-rm-path", "tests.support.hold.reward_by_worker", "--rm-num-workers", 2),
+        3 * ["reward worker"],
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("options", "seed"), [(name, seed) for name in _OPTIONS for seed in (31, 32)])
+def test_options_that_kills_and_stops_must_not_change(
+    begin: Callable[..., Driver], hold: Path, unbroken: dict[Any, Any], options: str, seed: int
+) -> None:
+    """Every other one is stopped for a while instead of killed: who does not answer and then does is no one's loss."""
+    script, flags, more = _OPTIONS[options]
+    dice, count = random.Random(seed), 6
+    flags = (*flags, "--num-rollout", 2 * count, "--save-interval", 3, "--use-fault-tolerance", "--max-restarts", 99)
+    victims = [dice.choice([*VICTIMS, *more]) for _ in range(count)]
+    name, scores = f"{options.replace(' ', '-')}-{seed}", Scores(hold)
+    driver, told = broken(lambda: begin(name, *flags, script=script), scores, 2 * count, victims, dice, stops=True)
+    assert driver.steps() == list(range(1, 2 * count + 1)), told
+    assert scores.generated_twice() == [], told
+    struck = weights_of(driver)
+    if options not in unbroken:
+        calm = begin(f"unbroken-{name}", *flags, script=script)
+        assert calm.end() == 0, calm.stderr
+        unbroken[options] = weights_of(calm)
+    assert all(torch.equal(struck[name], expected) for name, expected in unbroken[options].items()), told
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [41, 42])
+def test_pushes_in_flight_under_kills_and_stops(begin: Callable[..., Driver], hold: Path, seed: int) -> None:
+    """What is generated then depends on timing. But every group is trained on once, none is older than the bound, and
+    the versions of a sample's tokens never go back."""
+    dice, count = random.Random(seed), 6
+    flags = ("--no-colocate", "--update-weights-in-flight", "--async-buffer-size", 2, "--max-staleness", 1)
+    flags = (*flags, "--rollout-request-tokens", 2, "--rollout-max-response-len", 24, "--no-deterministic-rollout")
+    flags = (*flags, "--num-rollout", 2 * count, "--save-interval", 3, "--use-fault-tolerance", "--max-restarts", 99)
+    victims = [dice.choice(list(VICTIMS)) for _ in range(count)]
+    driver, told = broken(
+        lambda: begin(f"flight-{seed}", *flags, script="train_async.py"),
+        Scores(hold), 2 * count, victims, dice, stops=True,
+    )  # fmt: skip
+    assert driver.steps() == list(range(1, 2 * count + 1)), told
+    rows = [row for row in driver.rows() if "rollout/raw_reward" in row]
+    assert [row["rollout/num_samples"] for row in rows] == [_GROUPS * _SAMPLES] * len(rows), told
+    assert not any(row["rollout/staleness/num_too_old"] for row in rows), told
+    rollouts = trained_on(driver, 2 * count)
+    indices = [sample["index"] for samples in rollouts for sample in samples]
+    assert len(indices) == len(set(indices)) == 2 * count * _GROUPS * _SAMPLES, told
+    for sample in (sample for samples in rollouts for sample in samples):
+        versions = [version for _, _, version in sample["token_spans"]]
+        assert versions == sorted(versions), (told, sample)

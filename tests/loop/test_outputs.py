@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import toy
+from tests.support.browser import NAMES, chromium, tab
 from tests.support.metrics_page import documented_names
 from tests.support.processes import ROOT
 from tests.support.runs import GRPO, Run, RunResult
@@ -95,9 +97,36 @@ def test_trace_opens_in_perfetto(observed: RunResult) -> None:
 
 def test_report_is_one_file(observed: RunResult) -> None:
     page = (observed.path / "report.html").read_text()
-    assert "<svg" in page and "raw_reward" in page
+    assert 'id="data">' in page and "finished" in page
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page), "nothing is loaded from elsewhere"
     assert not re.search(r"""(src|href)=["'](?!#|data:)[^"']+\.(js|css|png)""", page), "nor from beside it"
+
+
+async def look_through(address: str) -> None:
+    """Every view of one run, in a browser that complains of nothing."""
+    drawn = {"overview": "figure", "timeline": "canvas", "engines": "figure", "samples": "tbody tr", "settings": "td"}
+    async with tab() as page:
+        for view, part in drawn.items():
+            await page.open("about:blank")
+            await page.open(f"{address}#view={view}")
+            await page.until(f"document.querySelector('main')?.dataset.view === '{view}'")
+            await page.until(f"document.querySelector('main {part}')")
+        await page.click("#views a", "Samples")
+        await page.click("button.open")
+        await page.until("document.querySelector('article.sample .response-text .lp')")
+        assert page.errors == [] and page.dialogs == []
+
+
+@pytest.mark.skipif(chromium() is None, reason=f"none of {', '.join(NAMES)} is installed")
+def test_slime_watch_and_the_report_show_a_real_run_without_complaint(observed: RunResult) -> None:
+    asyncio.run(look_through((observed.path / "report.html").as_uri()))
+    command = [sys.executable, "-m", "slime", "watch", str(observed.path), "--port", "0", "--no-cache"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            asyncio.run(look_through(server.stdout.readline().split()[0]))
+        finally:
+            server.terminate()
 
 
 # -- parts of the loop -------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ def chromium() -> str | None:
 
 
 class Tab:
-    """One page. ``errors`` are what its console and its scripts complained about, requests that failed included."""
+    """One page. ``errors`` are what its console and its scripts complained about, requests that failed included;
+    ``requested`` are the addresses that it asked for."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -34,6 +35,7 @@ class Tab:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.errors: list[str] = []
         self.dialogs: list[str] = []
+        self.requested: list[str] = []
         self._reader = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
@@ -47,6 +49,8 @@ class Tab:
                 self.errors.append(json.dumps(told["exceptionDetails"])[:800])
             elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "assert"):
                 self.errors.append(json.dumps(told["args"])[:800])
+            elif method == "Network.requestWillBeSent":
+                self.requested.append(told["request"]["url"])
             elif method == "Log.entryAdded" and told["entry"]["level"] == "error":
                 self.errors.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
             elif method == "Page.javascriptDialogOpening":
@@ -62,7 +66,7 @@ class Tab:
         return dict(answer["result"])
 
     async def open(self, address: str, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             await self.send(f"{domain}.enable")
         await self.resize(width, height, dark)
         await self.send("Page.navigate", url=address)
@@ -163,3 +167,8 @@ async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
             return int(lines[0])
         await asyncio.sleep(0.05)
     raise AssertionError("the browser does not come up")
+
+
+async def texts(page: Tab, selector: str) -> list[str]:
+    """Of all elements that match."""
+    return list(await page.run(f"[...document.querySelectorAll({selector!r})].map((e) => e.textContent)"))

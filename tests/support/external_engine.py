@@ -1,4 +1,4 @@
-"""An embedded engine that the test starts and ends, as a user does whose engine joins a run."""
+"""An embedded engine that the test starts and ends, as a user does whose engine joins a run. It asks for a key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.engines.api import is_ready
+from slime.engines.keys import VARIABLE
 from tests.support.processes import PATIENCE, free_port, wait_until
+
+#: In the environment of such engines, and of runs in which they take part.
+ITS_KEY = {VARIABLE: "somebody's"}
 
 
 @dataclass
@@ -39,7 +43,7 @@ def external_engine(model: Path, log: Path, *words: str) -> Iterator[ExternalEng
     argv = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model), "--port", str(port)]
     argv += ["--dtype", "float32", "--random-seed", "7", "--served-model-name", "somebody's", *words]
     with open(log, "wb") as output:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **ITS_KEY}
         process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env=environment)
     engine = ExternalEngine(process, f"http://127.0.0.1:{port}", log)
     try:

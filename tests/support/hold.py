@@ -115,3 +115,49 @@ def reward_and_count(args: Any, sample: Sample, **_: Any) -> float:
     with open(folder / "scored", "ab", buffering=0) as file:
         file.write(f"{sample.index} {os.getpid()} {time.time()}\n".encode())
     return sum(token % 7 == 0 for token in sample.tokens[-sample.response_length :]) / max(1, sample.response_length)
+
+
+async def reward_by_worker(args: Any, sample: Sample, **_: Any) -> float:
+    """The reward of `reward_and_count`, if a reward worker can tell that 1 is 1: what it is asked must not be lost."""
+    from slime.rollout.loop import current_loop
+
+    share = await asyncio.to_thread(reward_and_count, args, sample)
+    grade = await current_loop().rewards._grading.grade("math", "1", "1", 60.0)
+    return share * grade.score
+
+
+# -- phases of the trainer ---------------------------------------------------------------------------------
+
+
+def hold_phases(args: Any) -> None:
+    """--custom-megatron-init-path: the trainer waits (a minute at most) where a phase begins while
+    <folder>/hold-<phase> exists; then it has written <folder>/held-<phase>: launch, train, save, export, sleep,
+    update_weights, end."""
+    from slime.trainer.megatron.backend import MegatronBackend
+    from slime.weights.sync import WeightSync
+
+    for owner, method, phase in (
+        (MegatronBackend, "train", "train"),
+        (MegatronBackend, "save", "save"),
+        (MegatronBackend, "export", "export"),
+        (MegatronBackend, "sleep", "sleep"),
+        (WeightSync, "push", "update_weights"),
+        (MegatronBackend, "close", "end"),
+    ):
+        setattr(owner, method, _held_at(phase, getattr(owner, method)))
+    wait_at("launch")
+
+
+def _held_at(phase: str, method: Any) -> Any:
+    def held(*given: Any, **named: Any) -> Any:
+        wait_at(phase)
+        return method(*given, **named)
+
+    return held
+
+
+def wait_at(phase: str) -> None:
+    folder, end = Path(os.environ["SLIME_TEST_HOLD"]), time.monotonic() + 60
+    while (folder / f"hold-{phase}").exists() and time.monotonic() < end:
+        (folder / f"held-{phase}").touch()
+        time.sleep(0.05)

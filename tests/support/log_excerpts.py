@@ -183,8 +183,17 @@ EXCERPTS = (
     Excerpt(
         "no-answer",
         "",
-        "training: no answer within 600 s from trainer-0 (pid 4711 on 10.0.0.3)\n"
+        "training: no answer within 600 s from trainer-0 (pid 4711 on 10.0.0.3), waited for since 14:03:12\n"
         "  fix: look into its log; py-spy dump --pid 4711, on 10.0.0.3, shows where it hangs",
+        "DeadlinePassed",
+    ),
+    Excerpt(
+        "no-answer",
+        "",
+        "pid 4711 (ray::TrainerActor) is stopped since 14:03:12, and the run does not go on: the driver waits since "
+        "14:03:10 (training) for trainer-0\n"
+        "  why: a process that is stopped (SIGSTOP) answers nobody, and nothing was heard for 600 s "
+        "(--distributed-timeout-minutes)",
         "DeadlinePassed",
     ),
     Excerpt(

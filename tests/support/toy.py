@@ -155,6 +155,13 @@ async def with_a_tool(args: Any, sample: Sample, sampling_params: dict[str, Any]
     return sample
 
 
+async def at_temperature_one(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The mistake of a user's function: the engine is not told --rollout-temperature."""
+    from slime.rollout.generate import generate
+
+    return await generate(args, sample, {**sampling_params, "temperature": 1.0})
+
+
 async def with_other_experts(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """`with_a_tool`, and experts (of four) that the engine did not choose."""
     sample = await with_a_tool(args, sample, sampling_params)

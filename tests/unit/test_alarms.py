@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,91 @@ def test_an_alarm_is_new_once_and_again_when_it_has_come_back() -> None:
     assert [metrics.get("alarm/constant_reward") for _, metrics in seen] == [None, None, 1, 1, 0, None, None, 1]
     resumed = AlarmWatch([flat, flat, flat])
     assert resumed.look(flat) == ([], {"alarm/constant_reward": 1.0}), "its console said so before the resume"
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+HELD = ("driver", "rollout", "engine", "trainer", "trainer_gpu")
+
+
+def series(values: Iterable[float], who: str = "trainer", free: float = 10.0) -> list[dict[str, Any]]:
+    of_host = {"perf/host_free_memory_gb": free}
+    return [step(number, **{f"perf/{who}_memory_gb": value}, **of_host) for number, value in enumerate(values, 1)]
+
+
+def noise(number: int, width: float) -> float:
+    """The same at each call, between -width and width."""
+    return width * (random.Random(number).random() * 2 - 1)
+
+
+@pytest.mark.parametrize("who", HELD)
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([8 + 0.05 * i for i in range(60)], "went from "),
+        ([8 + 0.05 * i + noise(i, 0.1) for i in range(60)], "in 25 steps"),
+        # behind a warm-up, an evaluation that takes memory every ten steps, and hundreds of steps without
+        ([8 - 6 * 0.8**i + 2 * (i % 10 == 0) + 0.06 * i for i in range(80)], "GB in"),
+        ([8.0 + noise(i, 0.2) + 0.05 * max(0, i - 400) for i in range(520)], "GB in"),
+        ([2.0 + 0.004 * i for i in range(900)], "GB in"),
+    ],
+    ids=["straight", "noisy", "behind caches and evaluations", "from step 400 on", "slow"],
+)
+def test_memory_that_grows_and_grows_is_told(who: str, values: list[float], said: str) -> None:
+    (alarm,) = find_alarms(series(values, who))
+    assert alarm.name == "memory_growth" and said in alarm.detail and "slime resume" in alarm.fix
+    assert ("host has left last for about" in alarm.detail) == (who != "trainer_gpu")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [8.0] * 300,
+        [8 - 6 * 0.9**i for i in range(300)],
+        [8 - 6 * 0.99**i for i in range(600)],
+        [min(8.0, 2 + 0.2 * i) for i in range(300)],  # a cache that is full after thirty steps
+        [2.0 + 3 * (i >= 10) + 2 * (i >= 50) + 4 * (i >= 170) for i in range(300)],  # first evaluation, first save, …
+        [4.0 + 0.1 * (i % 25) for i in range(300)],  # collected now and then
+        [6.0 + noise(i, 3.0) for i in range(900)],
+        [0.368 + 0.0007 * i for i in range(160)],  # a trainer as measured, docs/performance.md
+        [0.116 + 0.000014 * i for i in range(1900)],  # the driver of two thousand steps
+        [100 + 0.01 * i for i in range(600)],  # 6 GB of 100
+        [5 + 0.08 * (i % 30) for i in range(600)],  # killed and started again every thirty steps
+        [5 + 0.06 * i for i in range(35)],  # too early to tell
+    ],
+    ids=["level", "caches", "slow caches", "a cache that fills straight", "jumps", "collected", "noise", "measured",
+         "driver", "little", "restarts", "early"],
+)  # fmt: skip
+def test_caches_evaluations_and_restarts_are_no_growth(values: list[float]) -> None:
+    watch = AlarmWatch()
+    for row in series(values, free=40.0):
+        assert watch.look(row) == ([], {})
+
+
+def test_growth_is_said_once_and_over_when_it_pauses() -> None:
+    watch = AlarmWatch()
+    values = [8 + 0.06 * i for i in range(100)] + [14.0] * 60
+    seen = [watch.look(row) for row in series(values)]
+    assert [len(new) for new, _ in seen].count(1) == 1
+    on = [metrics.get("alarm/memory_growth") for _, metrics in seen]
+    assert on.index(1.0) == 39 and on.index(0.0) == 119 and set(on[39:119]) == {1.0} and set(on[120:]) == {None}
+
+
+def test_memory_that_would_soon_be_used_up_is_told_before_there_are_windows() -> None:
+    values = [8 + 1.5 * i for i in range(16)]
+    (alarm,) = find_alarms(series(values, "rollout", free=40.0))
+    assert alarm.detail == (
+        "the rollout actor with its reward workers went from 17.0 to 30.5 GB in 9 steps; the 40.0 GB that the host has"
+        " left last for about 27 more"
+    )
+    assert names(series(values, "rollout", free=400.0)) == [], "a warm-up, as far as anybody can tell"
+
+
+def test_who_grows_fastest_is_told_first() -> None:
+    both = [a | b for a, b in zip(series([8 + 0.05 * i for i in range(60)], "engine"),
+                                  series([8 + 0.5 * i for i in range(60)], "trainer"))]  # fmt: skip
+    (alarm,) = find_alarms(both)
+    assert alarm.detail.startswith("a trainer rank went from") and alarm.detail.endswith("so did an engine")
 
 
 FLAT = {"flat": 1.0, "train__grad_norm": 0.0}

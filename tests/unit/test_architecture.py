@@ -17,7 +17,19 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
 
 #: From the ground up: a package or file imports only from those before it. docs/architecture.md says what each is for.
 FLOORS = (
-    *("errors", "files", "hook_loading", "stacks", "log", "host", "host_memory", "processes", "hub"),
+    *(
+        "errors",
+        "files",
+        "path_patterns",
+        "hook_loading",
+        "stacks",
+        "log",
+        "host",
+        "footprint",
+        "host_memory",
+        "processes",
+        "hub",
+    ),
     *(
         "config",
         "placement",
@@ -56,6 +68,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "megatron": ("trainer.megatron", "checkpoints", "weights", "config.native"),
     "sglang": ("engines.sglang", "weights", "config.native"),
     "wandb": ("observe.wandb_sink",),
+    "compressed_tensors": ("engines.wire.quantised",),
     "tensorboard": ("observe.tensorboard_sink",),
 }
 #: Never imported at run time by these (a quick `--help`, cheap supports).

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -24,13 +19,12 @@ from slime.engines.router import (
     list_workers,
     register_workers,
     remove_worker,
-    router_flags,
     router_policy,
     wants_routing_key,
 )
 from slime.errors import UserError
 from tests.support.fake_engine import FakeEngine, answer
-from tests.support.processes import free_port
+from tests.support.router_server import router_process
 
 PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
 
@@ -253,7 +247,7 @@ def test_a_router_that_does_not_answer_holds_up_no_abort(monkeypatch: pytest.Mon
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with RolloutClient(url, max_concurrency=1) as client:
             with client.abort_scope(), pytest.raises(EngineError, match="/workers gave no answer"):
-                await asyncio.wait_for(client.abort_all(), timeout=10)
+                await asyncio.wait_for(client.abort_all(timeout=60), timeout=10)
         await runner.cleanup()
 
     asyncio.run(main())
@@ -289,7 +283,7 @@ def test_an_abort_reaches_the_engines_of_a_dead_router() -> None:
         engine = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with RolloutClient("http://127.0.0.1:9", max_concurrency=1, engine_urls=[engine]) as client:
             with client.abort_scope():
-                await client.abort_all()
+                await client.abort_all(timeout=60)
         await runner.cleanup()
 
     asyncio.run(main())
@@ -334,27 +328,6 @@ def test_num_requests_counts_all_data_parallel_ranks() -> None:
 # -- the real router -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def router(policy: str, worker_urls: Sequence[str] = ()) -> Iterator[str]:
-    port = free_port()
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--disable-retries", "--disable-circuit-breaker"]
-    for flag, value in router_flags(policy, list(worker_urls)).items():
-        command += ["--" + flag.replace("_", "-"), *(value if isinstance(value, list) else [str(value)])]
-    command += ["--prometheus-port", str(free_port()), "--prometheus-host", "127.0.0.1", "--log-level", "error"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=10)
-        finally:
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait(timeout=10)
-
-
 def test_real_router_registers_routes_aborts_and_removes() -> None:
     async def main(url: str) -> None:
         async with FakeEngine() as a, FakeEngine() as b, EngineClient(url) as api:
@@ -391,7 +364,7 @@ def test_real_router_registers_routes_aborts_and_removes() -> None:
             with pytest.raises(EngineError, match=r"not healthy behind the router .*127\.0\.0\.1:9"):
                 await register_workers(url, ["http://127.0.0.1:9"], timeout=0.5)
 
-    with router("round_robin") as url:
+    with router_process("round_robin") as url:
         asyncio.run(asyncio.wait_for(main(url), timeout=60))
 
 
@@ -422,7 +395,7 @@ def test_requests_for_experts_go_past_the_real_router_which_drops_the_field() ->
                 await client.generate([7], PARAMS, return_routed_experts=True)
                 assert client.counters.retries >= 1
 
-    with router("round_robin") as url:
+    with router_process("round_robin") as url:
         asyncio.run(asyncio.wait_for(main(url), timeout=60))
 
 
@@ -437,7 +410,7 @@ def test_real_router_keeps_a_session_on_one_engine_under_the_manual_policy() -> 
             seen = [{body["input_ids"][0] for body in engine.bodies} for engine in (a, b)]
             assert not seen[0] & seen[1] and len(seen[0] | seen[1]) == 12
 
-    with router("consistent_hashing") as url:
+    with router_process("consistent_hashing") as url:
         asyncio.run(asyncio.wait_for(main(url), timeout=60))
 
 
@@ -445,7 +418,7 @@ def test_real_router_sends_requests_where_fewer_tokens_are_under_power_of_two() 
     async def main() -> None:
         async with FakeEngine() as a, FakeEngine() as b:
             a.num_tokens, b.num_tokens = 1000, 10
-            with router("power_of_two", [a.url, b.url]) as url:
+            with router_process("power_of_two", [a.url, b.url]) as url:
                 async with EngineClient(url) as api:
                     await api.wait_healthy(30)
                 await register_workers(url, [a.url, b.url], timeout=20, policy="power_of_two")

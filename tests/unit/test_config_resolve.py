@@ -330,8 +330,26 @@ def test_dumps() -> None:
     assert make_config(load_debug_rollout_data="x_{rollout_id}.pt").debug.debug_train_only
     refused("are both x.pt", save_debug_rollout_data="x.pt", save_debug_train_data="x.pt", num_rollout=1)
     refused("has no {rollout_id} in it", save_debug_rollout_data="a.pt", num_rollout=3)
-    assert make_config(save_debug_train_data="{rollout_id:04d}.pt", num_rollout=3)
+    assert make_config(save_debug_train_data="{rollout_id:04d}_{rank:02d}.pt", num_rollout=3)
+    assert make_config(save_debug_rollout_data="d/{rollout_id:04d}.pt", save_hf="hf", num_rollout=3)
+    both = {"save_debug_rollout_data": "a_{rollout_id}.pt", "save_debug_train_data": "a_{rank}.pt"}
+    refused("for rollout 0 that is a_0.pt", **both, num_rollout=1)
+    here = {"output_dir": "out", "run_name": "a{b}"}
+    debug = make_config(**here, dump_details="{run}/all", load_debug_rollout_data="{run}/{rollout_id}.pt").debug
+    assert debug.dump_details == "out/a{b}/all" and debug.load_debug_rollout_data == "out/a{{b}}/{rollout_id}.pt"
+    assert debug.save_debug_train_data == "out/a{{b}}/all/train_data/{rollout_id}.pt"
     refused("exclude each other", debug_rollout_only=True, load_debug_rollout_data="x{rollout_id}")
+
+
+def test_what_a_missing_half_would_need_is_not_asked_for() -> None:
+    eight = {"tensor_model_parallel_size": 8, "actor_num_gpus_per_node": 8, "num_gpus_per_node": 8}
+    few = {"rollout_num_gpus": 1, "debug_rollout_only": True}
+    assert make_config(**{**eight, "actor_num_gpus_per_node": 2, "num_gpus_per_node": 1}, **few)
+    refused("cannot be divided by 8", **{**eight, "actor_num_gpus_per_node": 2})
+    engines = {"rollout_num_gpus": 24, "rollout_num_gpus_per_engine": 16, "num_gpus_per_node": 8}
+    assert make_config(**engines, load_debug_rollout_data="{rollout_id}.pt", save_debug_rollout_data="{rollout_id}.pt")
+    assert make_config(**engines, loss_type="sft_loss", n_samples_per_prompt=1)
+    refused("not a multiple of", **engines)
 
 
 def test_recompute_activations_recomputes_layers() -> None:
@@ -434,8 +452,10 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--stage 'a/b' is no name of a folder", {"stage": "a/b"}),
         ("--ref-update-interval has no effect", {"ref_update_interval": 2}),
         ("generates nothing", {"debug_rollout_only": True, "loss_type": "sft_loss"}),
-        ("the only field is {rollout_id}; KeyError: 'step'", {"save_hf": "hf/{step}"}),
-        ("Unknown format code 'd'", {"save_debug_rollout_data": "d/{rollout_id:04d}.pt"}),
+        ("the only field is {rollout_id}; there is no {step}", {"save_hf": "hf/{step}"}),
+        ("the only field is {rollout_id}; there is no {rank}", {"load_debug_rollout_data": "{rollout_id}_{rank}.pt"}),
+        ("Unknown format code 'z'", {"save_debug_rollout_data": "d/{rollout_id:04z}.pt"}),
+        ("gives rollouts 1 and 10 the same file", {"save_debug_train_data": "{rollout_id!s:.1}", "num_rollout": 20}),
         ("the moments stay in host memory", {"offload_optimizer_states": True, "optimizer_cpu_offload": True}),
         ("needs --update-weight-disk-dir", {"update_weight_transport": "disk"}),
         ("no effect without --update-weight-transport disk", {"update_weight_disk_dir": "d"}),
@@ -471,6 +491,18 @@ def test_colocate_in_async_training() -> None:
     for half in ("debug_train_only", "debug_rollout_only"):  # of a run, which shares its GPUs with nobody
         assert make_config(colocate=True, entry="train_async", **{half: True}).cluster.colocate
     assert make_config(colocate=True).cluster.colocate and make_config(entry="train_async") is not None
+
+
+def test_what_becomes_of_stale_samples() -> None:
+    """A flag of what --max-staleness leaves; what trains on older tokens says what corrects for it."""
+    refused("--stale-samples has no effect without --max-staleness", stale_samples="drop")
+    assert make_config(max_staleness=1).sync.stale_samples == "requeue"
+    masked = make_config(max_staleness=1, partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
+    assert masked.sync.stale_samples == "correct" and masked.warnings == ()
+    [warning] = make_config(max_staleness=1, stale_samples="correct").warnings
+    assert "--stale-samples correct has nothing to correct with" in warning and "--use-tis" in warning
+    for correction in ("use_tis", "use_rollout_logprobs"):
+        assert make_config(max_staleness=1, stale_samples="correct", **{correction: True}).warnings == ()
 
 
 @pytest.mark.parametrize(

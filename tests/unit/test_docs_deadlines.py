@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 from slime.config.flags import all_flags
+from tests.support.waits import CONSTANT, deadline_rows
 
 ROOT = Path(__file__).parents[2]
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs" / "deadlines.md").read_text().splitlines()
-    if line.startswith("|") and not line.startswith(("|---", "| who"))
-]
-_NAME = re.compile(r"_?([A-Z]+_)*(SECONDS|DEADLINE|TIMEOUT)")
+ROWS = deadline_rows()
 
 
 def constants() -> dict[str, float]:
@@ -22,14 +17,18 @@ def constants() -> dict[str, float]:
     found = {}
     for path in sorted((ROOT / "slime").rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
-            target = node.targets[0] if isinstance(node, ast.Assign) else None
-            if isinstance(target, ast.Name) and _NAME.fullmatch(target.id):
-                value = next(
-                    (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, float)),
-                    None,
-                )
-                if value is not None:
-                    found[f"`{path.relative_to(ROOT / 'slime')}` `{target.id}`"] = value
+            if not isinstance(node, ast.Assign):
+                continue
+            target, value = node.targets[0], node.value
+            pairs: list[tuple[ast.expr, ast.expr]] = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = list(zip(target.elts, value.elts, strict=True))
+            for name, given in pairs:
+                if isinstance(name, ast.Name) and CONSTANT.fullmatch(name.id):
+                    constants = (n.value for n in ast.walk(given) if isinstance(n, ast.Constant))
+                    seconds = next((value for value in constants if isinstance(value, float)), None)
+                    if seconds is not None:
+                        found[f"`{path.relative_to(ROOT / 'slime')}` `{name.id}`"] = seconds
     return found
 
 

@@ -227,8 +227,19 @@ def without_a_hub(f: Fault) -> None:
 
 @provokes("quantisation-ignore-list")
 def router_is_not_ignored(f: Fault) -> None:
-    lists = {"quant_method": "compressed-tensors", "ignore": ["lm_head", "model.embed_tokens.weight"]}
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 8}}
+    lists = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    lists |= {"ignore": ["lm_head", "model.embed_tokens.weight"]}
     (f.model / "config.json").write_text(json.dumps(config_of("qwen3_moe", quantization_config=lists)))
+
+
+@provokes("quantisation-ignore-list")
+def a_rule_names_nothing(f: Fault) -> None:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 8}}
+    f.config(quantization_config={
+        "quant_method": "compressed-tensors", "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "model.embed_tokens", "model.layers.0"],
+    })  # fmt: skip
 
 
 @provokes("vocabulary")

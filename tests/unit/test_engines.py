@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from slime.cluster import engines as module
 from slime.cluster import routers as routers_module
 from slime.cluster.engine_actor import Obituary
+from slime.cluster.engine_memory import EnginesMemory
 from slime.cluster.engine_table import CACHE, GRAPHS, MOST_RESTARTS, WEIGHTS, Engine, EngineTable, State
 from slime.cluster.engines import Engines
 from slime.cluster.external_engines import ExternalEngines
@@ -26,6 +27,7 @@ from slime.cluster.waiting import ActorDied, Worker
 from slime.cluster.weight_push import WeightPush
 from slime.config import make_config
 from slime.engines.api import EngineError
+from slime.engines.fleet import Fleets
 from slime.errors import RunFailed, UserError
 from slime.weights.transport import EngineSlots
 
@@ -58,7 +60,7 @@ class Handle:
         self.world.starts.append((int(self.name[-1]), Future()))
         return self.world.starts[-1][1]
 
-    def begin_router(self, urls: list[str], pairs: None, port: int | None) -> Future[Any]:
+    def begin_router(self, urls: list[str], external: list[str], pairs: None, port: int | None) -> Future[Any]:
         self.world.log.append(f"router at {port}")
         self.world.behind_router = {int(url.split("-")[1][0]) for url in urls}
         self.world.dead.pop(self.name, None)
@@ -79,7 +81,9 @@ class World:
         config = make_config(use_fault_tolerance=tolerant, check_canary=False, hf_checkpoint="model")
         self.engines = engines = Engines.__new__(Engines)  # no actors: that would need Ray
         engines.config, engines.nodes, engines.restarts_at_once = config, {"n"}, True
-        engines._tolerant, engines._health, engines._fleets, engines._checking_seconds = tolerant, None, {}, 0.0
+        engines._tolerant, engines._health, engines._checking_seconds = tolerant, None, 0.0
+        engines._fleets = Fleets(None)
+        engines._memory = EnginesMemory(())
         engines._start_seconds = limits.get("start_seconds", 600.0)
         engines._should_stop = limits.get("should_stop", lambda: False)
         policy, group = SimpleNamespace(name="policy", is_policy=True), SimpleNamespace(worker_type="regular")

@@ -184,9 +184,9 @@ def test_a_custom_evaluation_needs_rewards_and_no_samples(tmp_path: Path) -> Non
 
 
 def test_evaluations_are_dumped_under_their_own_id(tmp_path: Path) -> None:
-    pattern = str(tmp_path / "{rollout_id}.pt")
+    pattern = str(tmp_path / "{rollout_id:04d}.pt")
     evaluate(eval_prompt_data=("a", write_rows(tmp_path / "a.jsonl", 2)), save_debug_rollout_data=pattern)
-    assert len(load_samples(tmp_path / "eval_3.pt")) == 2
+    assert len(load_samples(tmp_path / "eval_0003.pt")) == 2
 
 
 def test_nothing_to_evaluate_is_said() -> None:

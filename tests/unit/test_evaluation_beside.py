@@ -16,7 +16,7 @@ from slime.config import make_config
 from slime.errors import UserError
 from slime.files import read_lines
 from slime.loop import train_on
-from slime.observe.report.data import merge_rows
+from slime.observe.run_data import merge_rows
 from slime.stopping import StopSignals
 
 LAST = 6

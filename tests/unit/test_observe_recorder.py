@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from slime.files import HIDDEN, dump_line, json_safe, read_lines, without_secret
 from slime.observe.recorder import Recorder, TokenTexts, run_lengths, sample_record, segments, spread
 from slime.observe.run_folder import RunFolder
 from slime.observe.trace import span
+from slime.samples.batch import TrainedTokens
 from slime.samples.types import Group, Sample
 
 
@@ -130,6 +132,40 @@ def test_rollouts_and_traces_are_written(recorder: Recorder, tmp_path: Path) -> 
     assert [(row["rollout_id"], row["group"]) for row in rows] == [(12, 0)] * 4 + [(12, 2)] * 4
     trace = json.loads((folder / "trace" / "rl" / "rollout_000012.json").read_text())
     assert sum(e["name"] == "generate_and_rm_group" for e in trace["traceEvents"]) == 4
+
+
+def with_tokens(index: int, tokens: list[int], response: int) -> Sample:
+    return Sample(
+        group_index=0, index=index, tokens=tokens, response_length=response, rollout_log_probs=[0.0] * response
+    )
+
+
+def test_what_training_knew_of_recorded_tokens_is_kept_beside_them(recorder: Recorder, tmp_path: Path) -> None:
+    siblings = [with_tokens(7, [1, 2, 3], 2), with_tokens(7, [4, 5, 3], 2)]  # of one execution, and as long
+    samples = [with_tokens(5, [1, 2, 3], 2), with_tokens(6, [1, 2], 0), *siblings, with_tokens(7, [4, 5], 1)]
+    drawn = [Group(0, [[sample] for sample in samples])]
+    assert recorder.token_keys(drawn) == {(5, 3, 2), (7, 2, 1)}
+    folder = tmp_path / "r" / "samples" / "rl"
+    recorder.record_rollout(3, drawn)
+    recorder.record_training(3, [])
+    assert [path.name for path in folder.iterdir()] == ["rollout_000003.jsonl"]
+    half, other = np.array([0.5, 0.5], "float32"), np.array([0.12345, np.nan], "float32")
+    recorder.record_training(3, [TrainedTokens((7, 2, 1), other[:1]), TrainedTokens((5, 3, 2), half, other)])
+    rows = read_lines(folder / "trained_000003.jsonl")
+    assert rows[0] == {"index": 5, "total_length": 3, "response_length": 2, "advantages": 0.5,
+                       "log_prob_diffs": [0.1235, None]}  # fmt: skip
+    assert rows[1]["advantages"] == 0.1235 and rows[1]["log_prob_diffs"] is None
+    recorder.record_rollout(3, drawn)  # done again: other tokens
+    assert [path.name for path in folder.iterdir()] == ["rollout_000003.jsonl"]
+
+
+def test_no_more_tokens_are_asked_for_than_are_recorded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.observe.recorder.MAX_TOKENS", 3)
+    drawn = [Group(i, [[with_tokens(i, [0] * 4, length)]]) for i, length in enumerate((2, 2, 1))]
+    assert recorder.token_keys(drawn) == {(0, 4, 2), (2, 4, 1)}
+    recorder.record_rollout(0, drawn)
+    rows = read_lines(recorder._run.samples / "rollout_000000.jsonl")
+    assert [row["index"] for row in rows if row.get("tokens")] == [0, 2]
 
 
 def test_evaluations_before_and_after_training_are_kept_apart(recorder: Recorder, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from slime.observe.console import (
     trend,
 )
 from slime.observe.jsonl_sink import JsonlSink
-from slime.observe.report.data import rows_by_stage
+from slime.observe.run_data import rows_by_stage
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
 

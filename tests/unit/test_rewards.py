@@ -304,27 +304,39 @@ def test_a_request_that_takes_too_long_ends_its_worker_and_the_next_one_works() 
     run(use())
 
 
-def test_a_stopped_worker_is_given_up_by_the_pool_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grading_pool, "_GRACE", 0.1)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_what_a_lost_worker_had_is_graded_by_another(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """Whoever is killed or stopped from outside, an idle one too, has no part in what it was asked."""
+    monkeypatch.setattr(grading_pool, "_GRACE", 5.0 if number is signal.SIGKILL else 0.1)
 
     async def use() -> None:
         pool = GradingPool(1)
         await pool.grade("math", "1", "1", 20)
-        os.kill(pool.pids[0], signal.SIGSTOP)  # its alarm cannot end it now
-        assert await pool.grade("math", "1", "1", 0.2) == Grade(0.0, "timeout")
+        (pid,) = pool.pids
+        os.kill(pid, number)
+        grade = await pool.grade("math", "1", "1", 20 if number is signal.SIGKILL else 1.0)
+        assert grade == Grade(1.0) and pid not in pool.pids
         await pool.close()
 
     run(use())
 
 
-def test_a_crashed_worker_is_replaced_and_counted() -> None:
+def test_what_workers_crash_of_scores_nothing_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one was not killed by chance."""
+    ask = grading_pool._Worker.ask
+
+    async def dies(worker: Any, request: dict[str, Any], timeout: float) -> Any:
+        if request["response"] == "deadly":
+            os.kill(worker.process.pid, signal.SIGKILL)
+        return await ask(worker, request, timeout)
+
+    monkeypatch.setattr(grading_pool._Worker, "ask", dies)
+
     async def use(pool: RewardPool) -> None:
-        sample = Sample(response="1", label="1")
-        assert await pool.score(sample) == 1.0
-        os.kill(pool._grading.pids[0], signal.SIGKILL)
-        assert await pool.score(sample) == 0.0
+        assert await pool.score(Sample(response="1", label="1")) == 1.0
+        assert await pool.score(Sample(response="deadly", label="1")) == 0.0
         assert pool.metrics()["rollout/reward_crash"] == 1.0
-        assert await pool.score(sample) == 1.0
+        assert await pool.score(Sample(response="1", label="1")) == 1.0
 
     with_pool(use, rm_type="math")
 

@@ -4,6 +4,7 @@ deterministic mode."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,7 @@ class Setup:
     max_failed_fraction: float = 100.0
     max_age: int | None = None
     """In rollouts; the weights of rollout k have the version k + 1."""
+    stale_samples: str = "requeue"
 
     def make(self) -> tuple[FakeClient, FakeSource, FakeRewards]:
         client = FakeClient(self.turns, self.fail, self.max_concurrency)
@@ -73,6 +75,7 @@ class Setup:
                 partial_rollout=self.partial_rollout,
                 max_failed_fraction=self.max_failed_fraction,
                 oldest_version=0 if self.max_age is None else rollout_id + 1 - self.max_age,
+                stale_samples=self.stale_samples,
             )
             results.append(await collector.collect())
         return results
@@ -104,6 +107,7 @@ setups = st.builds(
     group_rm=st.booleans(),
     drop_every=st.sampled_from([0, 2, 3]),
     max_age=st.sampled_from([None, 0, 1]),
+    stale_samples=st.sampled_from(["correct", "requeue", "drop"]),
 )
 
 
@@ -119,7 +123,8 @@ def test_no_sample_is_lost_or_duplicated(setup: Setup, deterministic: bool) -> N
     assert client.max_running <= setup.max_concurrency
     for rollout_id, result in enumerate(results):
         versions = [run.to_group().oldest_weight_version() or 0 for run in result.chosen]
-        assert setup.max_age is None or min(versions) >= rollout_id + 1 - setup.max_age
+        taken_as_they_are = setup.max_age is None or setup.stale_samples == "correct"
+        assert taken_as_they_are or min(versions) >= rollout_id + 1 - (setup.max_age or 0)
         assert len(result.chosen) == setup.target
         assert [s.index for r in result.chosen for s in r.samples] == sorted(
             s.index for r in result.chosen for s in r.samples
@@ -195,8 +200,69 @@ def test_what_is_too_old_is_generated_anew() -> None:
     """Surplus of the first rollout, which would be trained on in the second one without a request."""
     setup = Setup(target=2, draw_size=4, turns=[1], max_age=0)
     [first, second], *_ = run(setup, count=2)
-    assert (first.num_stale, second.num_stale) == (0, first.num_surplus) and first.num_surplus > 0
+    name = "rollout/num_stale_requeued"
+    assert first.stale[name] == 0 and second.stale[name] == first.num_surplus > 0
     assert {run.to_group().oldest_weight_version() for run in second.chosen} == {2}
+
+
+def test_what_is_too_old_is_trained_on() -> None:
+    setup = Setup(target=2, draw_size=4, turns=[1], max_age=0, stale_samples="correct")
+    [first, second], *_ = run(setup, count=2)
+    assert +second.stale == {"rollout/num_stale_corrected": first.num_surplus}
+    assert [run.index for run in second.chosen] == [2, 3]
+    assert {run.to_group().oldest_weight_version() for run in second.chosen} == {1}
+
+
+def test_what_is_too_old_is_dropped() -> None:
+    """Others are drawn in its place, and it does not come again."""
+    setup = Setup(target=2, draw_size=4, turns=[1], max_age=0, stale_samples="drop")
+    [first, second], _, source, _ = run(setup, count=2)
+    assert +second.stale == {"rollout/num_stale_dropped": first.num_surplus}
+    assert source.discarded == [2, 3] and [run.index for run in second.chosen] == [4, 5]
+    assert {run.to_group().oldest_weight_version() for run in second.chosen} == {2}
+
+
+@pytest.mark.parametrize(
+    ("choice", "became", "chosen", "discarded", "back"),
+    [
+        ("correct", "corrected", [0, 1], [], []),
+        ("requeue", "requeued", [1, 2], [], [0]),
+        ("drop", "dropped", [1, 2], [0], []),
+    ],
+)
+def test_a_generate_function_that_brings_older_tokens(
+    monkeypatch: pytest.MonkeyPatch, choice: str, became: str, chosen: list[int], discarded: list[int], back: list[int]
+) -> None:
+    """Group 0 comes with tokens of weights 1, where 2 are asked for."""
+    setup = Setup(target=2, draw_size=2, turns=[1], max_age=0, stale_samples=choice)
+    client, source, rewards = setup.make()
+    generate = GroupRunner.run
+
+    async def brings(runner: GroupRunner, run: Any) -> None:
+        await generate(runner, run)
+        for sample in run.samples if run.index == 0 else ():
+            sample.token_spans = [dataclasses.replace(span, weight_version=0) for span in sample.token_spans]
+
+    monkeypatch.setattr(GroupRunner, "run", brings)
+    [result] = asyncio.run(asyncio.wait_for(setup.rollouts(client, source, rewards, 1), timeout=30))
+    assert +result.stale == {f"rollout/num_stale_{became}": 1}
+    assert [run.index for run in result.chosen] == chosen and source.discarded == discarded
+    assert [group[0].group_index for group in source.buffer if group[0].group_index in (0, 1)] == back
+    assert all(not sample.response_length for group in source.buffer for sample in group if sample.group_index == 0)
+
+
+def test_a_generate_function_that_brings_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "_MOST_DROPS", 30)
+    generate = GroupRunner.run
+
+    async def brings(runner: GroupRunner, run: Any) -> None:
+        await generate(runner, run)
+        for sample in run.samples:
+            sample.token_spans = [dataclasses.replace(span, weight_version=0) for span in sample.token_spans]
+
+    monkeypatch.setattr(GroupRunner, "run", brings)
+    with pytest.raises(UserError, match="30 groups in a row were generated with tokens older than --max-staleness"):
+        run(Setup(target=2, draw_size=2, turns=[1], max_age=0), count=1)
 
 
 def test_without_partial_rollout_aborted_groups_start_again_from_the_prompt() -> None:

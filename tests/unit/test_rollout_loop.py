@@ -387,13 +387,13 @@ def test_a_name_without_counterpart_is_an_import_error_that_lists_the_others() -
 
 
 def test_dumps_come_back_as_the_same_groups(tmp_path: Path) -> None:
-    pattern = str(tmp_path / "dumps" / "{rollout_id}.pt")
+    pattern = str(tmp_path / "dumps" / "{rollout_id:04d}.pt")
     output = generate(3, save_debug_rollout_data=pattern, custom_generate_function_path=HOOKS + "fan_out")
     loaded = load_rollout(make(load_debug_rollout_data=pattern), 3)
     assert loaded == output.samples and loaded[0].num_executions == 2 and len(loaded[0].samples) == 4
     half = load_rollout(make(load_debug_rollout_data=pattern, load_debug_rollout_data_subsample=0.5), 3)
     assert len(half) == 2 and all(group in loaded for group in half)
-    assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["3.pt"]
+    assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["0003.pt"]
 
 
 def test_dumps_that_cannot_be_loaded_are_explained(tmp_path: Path) -> None:

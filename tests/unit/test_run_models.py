@@ -47,13 +47,14 @@ def test_an_export_in_the_run_folder_is_found_wherever_it_is(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("name", ["{rollout_id}", "step-{rollout_id:06d}", "{rollout_id:#x}", "{{{rollout_id}}}"])
 def test_relative_places_count_from_where_the_run_was_started(
-    here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path if here else "/")
-    folder = run_folder(tmp_path, save_hf="exports/{rollout_id}", save="ck")
-    export(tmp_path / "exports" / "9", time=300)
-    newest = export(tmp_path / "exports" / "10", time=100)
+    folder = run_folder(tmp_path, save_hf=f"exports/{name}", save="ck")
+    export(tmp_path / "exports" / name.format(rollout_id=9), time=300)
+    newest = export(tmp_path / "exports" / name.format(rollout_id=10), time=100)
     export(tmp_path / "exports" / "other", time=400)
     assert newest_model(folder).path.resolve() == newest
 

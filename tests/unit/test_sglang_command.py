@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
 def parse_args(argv: list[str]) -> Any:
     """With the stand-in's parser: SGLang's own table of flags."""
-    return importlib.import_module("sglang.launch_server").parse_args(argv)
+    return importlib.import_module("sglang.srt.server_args").prepare_server_args(argv)
 
 
 def config_of(**flags: Any) -> Any:

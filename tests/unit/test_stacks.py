@@ -55,7 +55,7 @@ def test_whoever_waits_for_it_asks(hanging: subprocess.Popen[str], log: Path, ca
     """At the deadline; and before that where it is silent for long, or idle."""
     caplog.set_level("INFO")
     worker: Any = SimpleNamespace(name="trainer-0", process=Process(hanging.pid, "127.0.0.1"))
-    error = _deadline_passed([worker], "training", 9.0)
+    error = _deadline_passed([worker], "training", 9.0, since=0.0)
     assert "the Python stacks of all threads are in trainer-0.log" in error.fix
     assert log.read_text().count("in spin_without_an_end") == 1
 

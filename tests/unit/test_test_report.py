@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.support.processes import wait_until
 from tools import test_report as tool
 
 GOOD = "def test_a(): pass\ndef test_b(): pass\n"
@@ -62,6 +67,17 @@ def test_every_kind_of_end_is_told(project: Path, capsys: pytest.CaptureFixture[
 def test_a_file_that_hangs_is_ended(project: Path) -> None:
     status, text = report(project, "tests/loop/test_hangs.py", "--minutes", "0.05")
     assert status == 1 and "- `tests/loop/test_hangs.py`: did not end within 0.05 minutes" in text
+
+
+def test_who_ends_it_ends_the_files_under_way(project: Path) -> None:
+    (project / "tools").mkdir()
+    shutil.copy(tool.__file__, project / "tools")
+    command = [sys.executable, "tools/test_report.py", "tests/loop/test_hangs.py"]
+    process = subprocess.Popen(command, cwd=project)
+    wait_until(lambda: list(project.glob(".cache/**/*.jsonl")), "the first outcome", 60)
+    (pytest_of_it,) = psutil.Process(process.pid).children()
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM and not pytest_of_it.is_running()
 
 
 def test_a_run_goes_on_and_other_sources_begin_anew(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

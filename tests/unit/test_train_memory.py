@@ -337,6 +337,7 @@ def test_peaks_are_metrics_of_every_phase() -> None:
         backend.close()
     for phase in ("ref_log_probs", "log_probs", "forward_backward", "optimizer"):
         assert 0.01 < metrics[f"perf/{phase}_peak_memory_gb"] < 100
+    assert 0.01 < metrics["perf/trainer_memory_gb"] < 100
 
 
 def test_a_peak_is_that_of_its_phase() -> None:

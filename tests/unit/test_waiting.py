@@ -70,7 +70,7 @@ def test_who_does_not_answer_is_named_with_the_pid_to_dump() -> None:
 def test_a_process_that_never_said_where_it_is_has_a_name_only() -> None:
     for process in (None, NEVER, Dead()):
         assert str(worker("engine-0", process)) == "engine-0"
-    with pytest.raises(DeadlinePassed, match=r"from engine-0\n") as failed:
+    with pytest.raises(DeadlinePassed, match=r"from engine-0, waited for since") as failed:
         wait_for({worker("engine-0", NEVER): NEVER}, "starting", 0.0)  # type: ignore[dict-item]
     assert "<its pid>" in failed.value.fix
 

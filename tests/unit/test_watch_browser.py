@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
-from aiohttp import web
 
-from slime.host import bind
+from slime.files import read_lines
 from slime.observe.run_folder import RunFolder
-from slime.observe.watch.server import Runs, application
-from tests.support.browser import NAMES, Tab, chromium, tab
+from slime.observe.watch.server import Runs
+from tests.support.browser import NAMES, Tab, chromium, texts
 from tests.support.watched_runs import make_run, metrics_row, write_lines
+from tests.support.watching import browse
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason=f"none of {', '.join(NAMES)} is installed")
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;<!--\u2028"
-Visit = Callable[[Tab, str, Runs], Coroutine[Any, Any, None]]
-
-
-def browse(paths: list[Path], what: Visit) -> None:
-    """Run ``what`` with a browser and a server of these folders; nothing may complain meanwhile."""
-
-    async def inner() -> None:
-        runs = Runs(paths)
-        runs.look()
-        runner = web.AppRunner(application(runs, None))
-        await runner.setup()
-        with bind("127.0.0.1", 0) as listener:
-            await web.SockSite(runner, listener).start()
-            place = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-            try:
-                async with tab() as page:
-                    await what(page, place, runs)
-                    assert page.errors == [] and page.dialogs == []
-            finally:
-                await runner.cleanup()
-
-    asyncio.run(inner())
-
-
-async def texts(page: Tab, selector: str) -> list[str]:
-    return list(await page.run(f"[...document.querySelectorAll({selector!r})].map((e) => e.textContent)"))
 
 
 def test_a_user_clicks_through_every_view(tmp_path: Path) -> None:
@@ -97,8 +69,17 @@ def test_a_user_clicks_through_every_view(tmp_path: Path) -> None:
     browse([one, two], what)
 
 
+def trained(row: dict[str, Any]) -> dict[str, Any]:
+    """What training knew of a sample: a step up, and tokens that the engine held likelier."""
+    total = row["prompt_length"] + row["response_length"]
+    key = {"index": row["index"], "total_length": total, "response_length": row["response_length"]}
+    return {**key, "advantages": 0.7, "log_prob_diffs": [-0.6] * row["response_length"]}
+
+
 def test_a_user_reads_samples(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", rollouts=12, groups=8)
+    for path in (folder / "samples").glob("rollout_*.jsonl"):
+        write_lines(path.with_name(path.name.replace("rollout", "trained")), [trained(row) for row in read_lines(path)])
 
     async def what(page: Tab, place: str, runs: Runs) -> None:
         await page.open(f"{place}#view=samples")
@@ -130,6 +111,8 @@ def test_a_user_reads_samples(tmp_path: Path) -> None:
             ("mask", "untrained"),
             ("advantage", "untrained"),
             ("version", "version"),
+            ("token_advantage", "up.tone3"),
+            ("difference", "down.tone4"),
             ("none", "x"),
         ):
             await page.choose("label select", coloring)
@@ -201,3 +184,57 @@ def test_a_run_that_goes_on_is_followed_and_a_phone_has_room(tmp_path: Path) -> 
 
     browse([folder], what)
     os.close(lock)
+
+
+CHARTS = """
+import('/charts.js').then(({ figure, ticks }) => {
+  let seed = 7;
+  const chance = () => { seed = (seed * 16807) % 2147483647; return seed / 2147483647; };
+  const kinds = [() => (chance() - 0.5) * 2e12, () => (chance() - 0.5) * 2e-9, () => 0, () => 2.9985 + chance() / 300,
+    chance, () => 5e-9 * (1 - 4 * chance())];
+  const wrong = [], expect = (is, ...what) => { if (!is) wrong.push(JSON.stringify(what).slice(0, 300)); };
+  const number = (element, name) => Number(element.getAttribute(name));
+
+  function tryFigure(round) {
+    const kind = kinds[round % kinds.length], stacked = round % 4 === 3, count = 1 + Math.floor(chance() * 80);
+    const points = [...Array(count).keys()].map((i) => [i, stacked ? Math.abs(kind()) : kind()]);
+    const line = (color) => ({ name: "a", color, points, bad: stacked ? [] : [count] });
+    const chart = { title: "a", lines: [line(1), line(2)], stacked, band: round % 5 ? undefined : [points, points] };
+    const drawing = figure(chart, round % 3 ? 0.6 : 0).querySelector("svg");
+    for (const path of drawing.querySelectorAll("path:not(.bad)")) {
+      for (const [, x, y] of path.getAttribute("d").matchAll(/[ML](-?[\\d.]+) (-?[\\d.]+)/g)) {
+        expect(30 <= x && x <= 440 && -1 <= y && y <= 190, "outside", x, y, points);
+      }
+    }
+    expect(!/NaN|Infinity/.test(drawing.outerHTML), "not finite", points);
+    const ends = [...drawing.querySelectorAll("text")].filter((text) => number(text, "y") < 172);
+    const labels = ends.map((text) => text.textContent), left = number(drawing.querySelector("line.grid"), "x1");
+    expect(new Set(labels).size === labels.length && labels.length >= 2, "labels", labels);
+    for (const text of ends) {
+      const right = number(text, "x");
+      expect(right <= left && right - 6.7 * text.textContent.length >= 0, "label", text.textContent);
+    }
+  }
+
+  function tryTicks() {
+    const low = (chance() - 0.5) * 2e9, high = low + chance() * 1e9, marks = ticks(low, high);
+    const slack = 1e-6 * Math.max(1, Math.abs(low), high - low), rises = marks.every((m, i) => !i || m > marks[i - 1]);
+    expect(marks.length >= 2 && marks.length <= 12 && rises, "marks", low, high, marks);
+    expect(marks[0] <= low + slack && marks.at(-1) >= high - slack, "covers", low, high, marks);
+  }
+
+  for (let round = 0; round < 600; round++) { tryFigure(round); tryTicks(); }
+  return wrong;
+})
+"""
+
+
+def test_charts_are_inside_their_frame_and_their_labels_too(tmp_path: Path) -> None:
+    """Whatever the values are: tiny, huge, all alike, of one step, NaN; labels as wide as the widest common font."""
+
+    async def what(page: Tab, place: str, runs: Runs) -> None:
+        await page.open(place)
+        await page.until("document.querySelector('figure')")
+        assert await page.run(CHARTS) == []
+
+    browse([make_run(tmp_path / "run", rollouts=2)], what)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.observe.report.data import read_stages
+from slime.observe.run_data import read_stages
 from slime.observe.watch.index import SampleIndex
 from slime.observe.watch.index import _transaction as transaction
 from slime.observe.watch.rows import SORTS, Query, searched_text
@@ -56,12 +56,20 @@ def a_run(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("trigrams", [True, False])
+@pytest.mark.parametrize(
+    ("trigrams", "few", "patience"), [(True, 3000, 1000), (True, 4, 2), (True, 1, 1), (False, 1, 1)]
+)
 @settings(deadline=None, max_examples=40)
 @given(lines=st.lists(records, max_size=12), data=st.data())
 def test_a_search_finds_what_a_look_at_every_line_finds(
-    tmp_path_factory: pytest.TempPathFactory, trigrams: bool, lines: list[dict[str, Any]], data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    trigrams: bool,
+    few: int,
+    patience: int,
+    lines: list[dict[str, Any]],
+    data: st.DataObject,
 ) -> None:
+    """Also where there are more matches, and lines in vain, than are looked at before the rest is narrowed down."""
     said = "\n".join(map(searched_text, lines))  # whose parts are found, or nearly: one may reach over two lines
     parts = st.integers(0, len(said)).map(lambda start: said[start : start + 4]).filter(bool)
     any_words = st.text(LETTERS, min_size=1, max_size=5)
@@ -70,6 +78,9 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
     write_lines(folder / "samples" / "rollout_000000.jsonl", lines)
     index = index_of(folder)
     index.has_trigrams = index.has_trigrams and trigrams
+    patch = pytest.MonkeyPatch()
+    patch.setattr("slime.observe.watch.index._FEW", few)
+    patch.setattr("slime.observe.watch.index._PATIENCE", patience)
     try:
         for name, down in itertools.product(("step", "reward", "length"), (False, True)):
             rows = found(index, Query(words=tuple(words), sort=name, descending=down))
@@ -79,6 +90,7 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
             assert values == sorted(values, reverse=down)
             assert all(row[SORTS[name]] is None for row in rows[len(values) :])  # what has no reward comes last
     finally:
+        patch.undo()
         index.close()
 
 
@@ -259,4 +271,34 @@ def test_a_link_out_of_the_run_is_not_followed(tmp_path: Path) -> None:
     (folder / "samples" / "rollout_000000.jsonl").symlink_to(tmp_path / "secret.jsonl")
     index = index_of(folder)
     assert responses(index) == []
+    index.close()
+
+
+def test_one_sample_is_shown_with_what_training_knew_of_its_tokens(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    lengths = {"prompt_length": 3, "response_length": 2}
+    sample = {**lengths, "index": 5, "response": "ab", "tokens": {"text": ["a", "b"], "log_probs": [-1.0, -2.0]}}
+    others = [{**sample, "index": 6}, {**sample, "prompt_length": "odd"}, {**sample, "tokens": None}]
+    write_lines(folder / "samples" / "rollout_000007.jsonl", [sample, *others])
+    write_lines(folder / "samples" / "eval_000007.jsonl", [sample])
+    index = index_of(folder)
+    rows = found(index, Query())
+
+    def tokens(number: int) -> dict[str, Any]:
+        shown = index.sample(number)
+        assert shown is not None
+        return dict(shown["record"]["tokens"] or {})
+
+    assert all("advantages" not in tokens(row["id"]) for row in rows), "it is not trained on yet"
+    line = {"index": 5, "total_length": 5, "response_length": 2, "advantages": -0.5, "log_prob_diffs": [0.25, None]}
+    trained = folder / "samples" / "trained_000007.jsonl"
+    write_lines(trained, [{**line, "total_length": 6}, line])
+    trained.write_bytes(b"half a line\n[1]\n" + trained.read_bytes())
+    assert not index.update(read_stages(folder, {})), "these are no samples"
+    told = [tokens(row["id"]) for row in rows]
+    assert told[0] == sample["tokens"] | {"advantages": [-0.5, -0.5], "log_prob_diffs": [0.25, None]}
+    assert not any("advantages" in one for one in told[1:])
+    assert "advantages" not in tokens(found(index, Query(kind="eval"))[0]["id"])
+    write_lines(trained, [{**line, "log_prob_diffs": [1.0]}])
+    assert tokens(rows[0]["id"])["log_prob_diffs"] is None, "of other tokens"
     index.close()

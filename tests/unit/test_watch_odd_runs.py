@@ -14,7 +14,7 @@ from slime.observe.watch.rows import Query
 from slime.observe.watch.server import Runs
 from tests.support.browser import Tab, chromium
 from tests.support.watched_runs import make_run, write_lines
-from tests.unit.test_watch_browser import browse
+from tests.support.watching import browse
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
 CALL = {"function": {"name": "look_up", "arguments": '{"town": "Paris"}'}}

@@ -28,8 +28,9 @@ from slime.observe.chrome_trace import chrome_trace
 from slime.observe.phases import PhaseEvent
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.access import POLICY, host_of, is_loopback
-from slime.observe.watch.folders import runs_below, timeline
+from slime.observe.watch.folders import runs_below
 from slime.observe.watch.index import SampleIndex, path_key
+from slime.observe.watch.lanes import timeline
 from slime.observe.watch.server import Runs, application
 from tests.support.watched_runs import make_run, metrics_row, write_lines
 
@@ -261,7 +262,8 @@ def test_a_folder_that_goes_or_cannot_be_read_keeps_nobody_from_the_others(
     gone, odd, good = (make_run(tmp_path / name, rollouts=1) for name in ("gone", "odd", "good"))
     runs = Runs([gone, odd, good])
     shutil.rmtree(gone)
-    write_lines(odd / "metrics.jsonl", [{"step": 1}, {"step": 1, "nonfinite": 5}])
+    (odd / "metrics.jsonl").unlink()
+    (odd / "metrics.jsonl").mkdir()
     write_lines(good / "metrics.jsonl", [{"step": 7}])
     for _ in range(3):
         runs.look()

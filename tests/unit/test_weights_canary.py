@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.checkpoints.quantised_files import quantise_directory
 from slime.cluster.gpu_turns import GpuTurns
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.weight_push import WeightPush
@@ -25,6 +27,7 @@ from slime.engines.embedded.generate_request import Limits, parse_generate
 from slime.engines.embedded.generate_routes import Answer
 from slime.engines.embedded.scheduler import Scheduler
 from slime.errors import UserError
+from slime.models.quantised import Fp8, Quantisation
 from slime.weights.canary import Canary, Difference, canary_tokens
 from tests.support.embedded_models import EOS, SHAPES, VOCAB, make_scheduler, run, save_tiny_model
 from tests.support.megatron_jobs import single
@@ -185,6 +188,26 @@ def test_quantised_engines_are_only_measured(
         assert canary.check("a weight push") == pytest.approx({MEAN: 1 / 31, LARGEST: 1.0})
 
 
+@pytest.mark.parametrize("flags", [{}, {"bf16": True}], ids=str)
+def test_a_quantised_model_is_judged_by_what_its_format_does(
+    config_json: Callable[..., str], flags: dict[str, Any]
+) -> None:
+    """The first check measures, up to the standard deviation; later ones allow twice as much."""
+    model = config_json(quantization_config={"quant_method": "fp8"})
+    spread = statistics.pstdev(EXPECTED)
+    fleet = Fleet([value + 1.1 * spread for value in EXPECTED])
+    with pytest.raises(UserError, match="allowed is a mean of"):
+        canary_of(fleet, model, EXPECTED, **flags).check("a weight push")
+    canary = canary_of(fleet, model, EXPECTED, **flags)
+    for factor, refused in ((0.3, False), (0.55, False), (0.65, True)):
+        fleet.said = ([value + factor * spread for value in EXPECTED],)
+        if refused:
+            with pytest.raises(UserError, match="allowed is a mean of"):
+                canary.check("a wake")
+        else:
+            assert canary.check("a wake")[MEAN] == pytest.approx(factor * spread)
+
+
 def test_what_is_not_a_number_differs(models: dict[str, Path]) -> None:
     canary = canary_of(Fleet(EXPECTED[:5] + [None] + EXPECTED[6:]), models["llama"], EXPECTED)  # type: ignore[list-item]
     with pytest.raises(UserError, match=r"position 6 of the canary, by inf \(trainer -3\.5000, engine nan\)"):
@@ -214,8 +237,8 @@ def test_an_engine_that_does_not_answer_the_question(models: dict[str, Path], mo
 
 
 def lose_rotary_tables(engine: EmbeddedEngine) -> None:
-    engine.scheduler.store.model._cos.zero_()
-    engine.scheduler.store.model._sin.zero_()
+    engine.scheduler.store.model.angles[0].zero_()
+    engine.scheduler.store.model.angles[1].zero_()
 
 
 def keep_an_old_tensor(engine: EmbeddedEngine) -> None:
@@ -250,6 +273,19 @@ def test_lost_rotary_tables_are_found(trained: tuple[Path, list[float]], dtype: 
     lose_rotary_tables(engine)
     with pytest.raises(UserError, match=r"agrees: attention, positions \(rope\) or cache"):
         checked(engine, trained, dtype)
+
+
+def test_rotary_tables_that_an_engine_of_fp8_lost_are_found(models: dict[str, Path], tmp_path: Path) -> None:
+    """What they do to the log-probs is more than what the format does, which the first check measured."""
+    with single(models["qwen3"], bf16=True) as backend:
+        expected = backend.canary_log_probs(canary_tokens(VOCAB))
+    quantise_directory(models["qwen3"], tmp_path / "fp8", Quantisation("fp8", Fp8((16, 16))))
+    engine = EmbeddedEngine(tmp_path / "fp8", "bfloat16")
+    canary = canary_of(engine, tmp_path / "fp8", expected, bf16=True)
+    assert 0 < canary.check("a weight push")[MEAN] == canary.check("a wake")[MEAN]
+    lose_rotary_tables(engine)
+    with pytest.raises(UserError, match=r"agrees: attention, positions \(rope\) or cache"):
+        canary.check("a wake")
 
 
 def test_a_damaged_weight_is_found_in_float32(models: dict[str, Path]) -> None:

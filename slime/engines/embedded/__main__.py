@@ -8,6 +8,7 @@ import os
 import sys
 
 from slime import stacks
+from slime.engines import keys
 from slime.errors import UserError
 from slime.log import setup_logging
 
@@ -15,7 +16,8 @@ from slime.log import setup_logging
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m slime.engines.embedded",
-        description="An inference server that speaks SGLang's HTTP protocol, on CPU or GPU.",
+        description="An inference server that speaks SGLang's HTTP protocol, on CPU or GPU. With SLIME_ENGINE_KEY in"
+        " its environment it answers only requests that carry that key.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -55,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from slime.host import bind
 
+    key = keys.take()
     listener = bind(args.host, args.port, args.fd)  # before torch is imported
     import torch
 
@@ -77,7 +80,7 @@ def _run(args: argparse.Namespace) -> int:
         record_experts=args.enable_return_routed_experts,
         num_threads=args.num_threads,
     )
-    return asyncio.run(serve(listener, options, args.parent_pid))
+    return asyncio.run(serve(listener, options, args.parent_pid, key))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def embedded_command(config: Config, model_path: str, host: str, port: int, plac
     """
     argv = [sys.executable, "-m", "slime.engines.embedded"]
     argv += ["--model-path", model_path, "--host", host, "--port", str(port)]
-    argv += ["--dtype", _embedded_dtype(config)]
+    argv += ["--dtype", dtype_of(config)]
     argv += ["--max-slots", str(config.engine.embedded_max_slots)]
     argv += ["--random-seed", str(config.rollout.rollout_seed + place.number)]
     argv += ["--log-level", config.observe.log_level]
@@ -37,11 +37,11 @@ def embedded_command(config: Config, model_path: str, host: str, port: int, plac
 
 def embedded_footprint(config: Config) -> EngineFootprint:
     """One process that holds everything, with a cache for a number of sequences."""
-    element = 4 if _embedded_dtype(config) == "float32" else 2
+    element = 4 if dtype_of(config) == "float32" else 2
     return EngineFootprint(element=element, kv_element=element, sequences=config.engine.embedded_max_slots)
 
 
-def _embedded_dtype(config: Config) -> str:
+def dtype_of(config: Config) -> str:
     """--embedded-dtype, where "auto" means the trainer's precision (float16 training generates in bfloat16)."""
     chosen = config.engine.embedded_dtype
     if chosen != "auto":

@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 _IDLE_WAIT = 1.0  # seconds; a missed wake-up costs at most this
 _RATE_WINDOW = 5.0
+_STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Engine:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout: float = 5.0) -> None:
+    def stop(self, timeout: float = _STOP_SECONDS) -> None:
         """Let the current step end and the thread with it."""
         self._stopping = True
         self._wake.set()

@@ -26,12 +26,15 @@ class Linear:
         bias: [out_features] or None.
         fixed_rows: multiply in blocks of exactly `FIXED_ROWS` rows, padded, so that a row's result does not depend
             on its neighbours.
+
+    Attributes:
+        packs: multiplies by oneDNN's copy.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, fixed_rows: bool = False) -> None:
         self.weight, self.bias, self.fixed_rows = weight, bias, fixed_rows
         self._packed: torch.Tensor | None = None
-        self._packs = can_pack(weight)
+        self.packs = can_pack(weight)
 
     def invalidate(self) -> None:
         """The weight was written to."""
@@ -48,7 +51,7 @@ class Linear:
         return self._multiply(x, residual)
 
     def _multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        if not self._packs:
+        if not self.packs:
             y = F.linear(x, self.weight, self.bias)
             return y if residual is None else residual + y
         if self._packed is None:
@@ -106,10 +109,18 @@ class ExpertMLP:
     shared: Mlp | None
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, chosen: list[torch.Tensor] | None = None
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        chosen: list[torch.Tensor] | None = None,
+        given: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [tokens, hidden] → ``y``, or ``residual + y``; the choices [tokens, k] are appended to ``chosen``."""
-        weights, choices = route(self.facts, F.linear(x.float(), self.gate.float()), self.bias)
+        """x [tokens, hidden] → ``y``, or ``residual + y``; the choices [tokens, k] are appended to ``chosen``.
+
+        Args:
+            given: choices [tokens, k] to take in place of the router's own, a row of -1 leaves it to the router.
+        """
+        weights, choices = route(self.facts, F.linear(x.float(), self.gate.float()), self.bias, given)
         if chosen is not None:
             chosen.append(choices)
         output = torch.zeros_like(x) if residual is None else residual.clone()
@@ -123,8 +134,12 @@ class ExpertMLP:
         return output.add_(routed.to(x.dtype))
 
 
-def route(facts: Experts, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    facts: Experts, logits: torch.Tensor, bias: torch.Tensor | None, given: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [tokens, experts] → (weights float32 [tokens, k], experts int64 [tokens, k]).
+
+    Rows of ``given`` that are not negative take the place of the choice; their weights are still this router's.
 
     Source: DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16; a group's score is the sum of its two best experts.
     """
@@ -136,6 +151,8 @@ def route(facts: Experts, logits: torch.Tensor, bias: torch.Tensor | None) -> tu
         outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
         ranked = grouped.masked_fill(outside[..., None], float("-inf")).view_as(ranked)
     choices = ranked.topk(facts.chosen, dim=-1).indices
+    if given is not None:
+        choices = torch.where(given < 0, choices, given)
     weights = scores.gather(1, choices)
     if facts.normalised:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,18 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries and keys, rotated, and values."""
+
+
+class Observer(Protocol):
+    """Looks into a forward pass (`slime align`)."""
+
+    def saw(self, name: str, value: torch.Tensor) -> None:
+        """[tokens, hidden]: "embedding", "0.attention norm", "0.attention", "0.mlp norm", "0.mlp", "0", …, "norm"; of
+        a layer's parts what they add, of a layer and the embedding the hidden states behind it."""
+
+    def experts(self, layer: int) -> torch.Tensor | None:
+        """Choices to take in this layer (`ExpertMLP`); None leaves them to the router."""
+
 
 #: Of the norms inside multi-latent attention, whatever the config says for the others.
 _LATENT_EPS = 1e-6
@@ -136,7 +149,7 @@ class Decoder:
     ) -> None:
         self.arch, self.embedding, self.layers, self.norm, self.head = arch, embedding, layers, norm, head
         cos, sin = arch.rope.tables(num_positions, embedding.dtype)
-        self._cos, self._sin = cos.to(embedding.device), sin.to(embedding.device)
+        self.angles = cos.to(embedding.device), sin.to(embedding.device)
 
     def forward(
         self,
@@ -144,28 +157,45 @@ class Decoder:
         positions: torch.Tensor,
         attend: Attend,
         chosen: list[torch.Tensor] | None = None,
+        observer: Observer | None = None,
     ) -> torch.Tensor:
         """Hidden states [tokens, hidden] after the last norm; token_ids and positions are int64 [tokens].
 
         Args:
             chosen: gets the chosen experts, int64 [tokens, k] for each layer that has experts.
+            observer: is shown each part's output; costs a subtraction per part.
         """
-        cos, sin = self._cos[positions], self._sin[positions]
+        cos, sin = self.angles[0][positions], self.angles[1][positions]
         hidden = F.embedding(token_ids, self.embedding)
+        if observer is not None:
+            observer.saw("embedding", hidden)
         for number, layer in enumerate(self.layers):
+            before = hidden
             normed = self._normalised(hidden, layer.input_norm)
             mixed = layer.attention.trimmed(attend(number, *layer.attention.project(normed, cos, sin)))
             if layer.post_attention_norm is None:
                 hidden = layer.output(mixed, residual=hidden)
             else:
                 hidden = hidden + self._normalised(layer.output(mixed), layer.post_attention_norm)
+            given = None
+            if observer is not None:
+                observer.saw(f"{number}.attention norm", normed)
+                observer.saw(f"{number}.attention", hidden - before)
+                given, before = observer.experts(number), hidden
             normed = self._normalised(hidden, layer.mlp_norm)
-            mlp = partial(layer.mlp, chosen=chosen) if isinstance(layer.mlp, ExpertMLP) else layer.mlp
+            mlp = partial(layer.mlp, chosen=chosen, given=given) if isinstance(layer.mlp, ExpertMLP) else layer.mlp
             if layer.post_mlp_norm is None:
                 hidden = mlp(normed, residual=hidden)
             else:
                 hidden = hidden + self._normalised(mlp(normed), layer.post_mlp_norm)
-        return self._normalised(hidden, self.norm)
+            if observer is not None:
+                observer.saw(f"{number}.mlp norm", normed)
+                observer.saw(f"{number}.mlp", hidden - before)
+                observer.saw(str(number), hidden)
+        normed = self._normalised(hidden, self.norm)
+        if observer is not None:
+            observer.saw("norm", normed)
+        return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] in the weights' dtype."""

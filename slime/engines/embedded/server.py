@@ -17,12 +17,15 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
+from aiohttp.typedefs import Middleware
 
 from slime.engines.embedded import control_routes, generate_routes, openai_routes
 from slime.engines.embedded.engine import Engine, EngineDead, EngineOptions, Hub
 from slime.engines.embedded.generate_request import Limits
 from slime.engines.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
+from slime.engines.embedded.quantised_weights import import_library_for
 from slime.engines.embedded.weight_update import WeightUpdater
+from slime.engines.keys import VARIABLE, admits
 from slime.engines.request_fields import BadRequest
 from slime.engines.tool_calls import tool_format
 from slime.errors import UserError
@@ -33,14 +36,17 @@ logger = get_logger(__name__)
 
 _LARGEST_BODY = 1 << 30
 _SWITCH_INTERVAL = 0.0002  # seconds; how long the engine thread waits for the interpreter after each kernel
-_GOODBYE = 0.5
+_GOODBYE_SECONDS = 0.5
+_ANSWERS_SECONDS = 2.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int | None) -> int:
+async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int | None, key: str = "") -> int:
     """Run until SIGTERM, SIGINT, the parent's death, or the engine's; returns the exit status.
 
+    Args:
+        key: that requests must carry (`slime.engines.keys`); "": everybody is answered.
     Raises:
         UserError: the model cannot be loaded.
     """
@@ -51,13 +57,13 @@ async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int
     if parent_pid is not None:
         follow_parent(parent_pid, lambda: loop.call_soon_threadsafe(stopping.set))
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    app = web.Application(middlewares=[_errors], client_max_size=_LARGEST_BODY)
+    app = web.Application(middlewares=[_asking_for(key), _errors], client_max_size=_LARGEST_BODY)
     for module in (generate_routes, control_routes, openai_routes):
         app.add_routes(module.routes)
     loading = loop.create_task(_load(options, loop, stopping))
     app[STATE] = loading
     logging.getLogger("aiohttp.server").addFilter(_is_no_http2_preface)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_ANSWERS_SECONDS)
     await runner.setup()
     await web.SockSite(runner, listener).start()
     stop = loop.create_task(stopping.wait())
@@ -78,6 +84,7 @@ async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int
 async def _load(options: EngineOptions, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> ServerState:
     hub = Hub(loop)
     with ThreadPoolExecutor(2, thread_name_prefix="load") as pool:
+        await loop.run_in_executor(pool, import_library_for, options.model_path)
         tokenizer_loading = loop.run_in_executor(pool, load_tokenizer, options.model_path)
         engine = await loop.run_in_executor(pool, Engine, options, hub.deliver)
         tokenizer = await tokenizer_loading
@@ -115,7 +122,7 @@ async def _shut_down(state: ServerState) -> int:
         with contextlib.suppress(EngineDead):
             state.engine.abort(lambda sequence: True, "the server is shutting down")
             state.engine.resume()
-    deadline = asyncio.get_running_loop().time() + _GOODBYE
+    deadline = asyncio.get_running_loop().time() + _GOODBYE_SECONDS
     while state.hub.in_flight and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.02)
     state.engine.stop()
@@ -123,6 +130,19 @@ async def _shut_down(state: ServerState) -> int:
     counters = state.engine.scheduler.counters
     logger.info("stopping, %d tokens decoded and %d prefilled", counters.decoded_tokens, counters.prefilled_tokens)
     return 1 if died else 0
+
+
+def _asking_for(key: str) -> Middleware:
+    """Who brings another key, or none, is answered before anything of the request is read."""
+
+    @web.middleware
+    async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if admits(key, request.method, request.path, request.headers.get("Authorization", "")):
+            return await handler(request)
+        said = f"this engine asks for the key of its run, or of its {VARIABLE} (Authorization: Bearer KEY)"
+        return _refusal(request, said, 401, "unauthorized")
+
+    return ask
 
 
 @web.middleware

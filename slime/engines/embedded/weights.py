@@ -17,8 +17,11 @@ from slime.engines.embedded.architecture import Architecture
 from slime.engines.embedded.architecture_parts import Experts
 from slime.engines.embedded.layers import ExpertMLP, Linear, Mlp
 from slime.engines.embedded.model import Decoder, DecoderLayer, GroupedAttention, LatentAttention
+from slime.engines.embedded.quantised_weights import StoredForm
 from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
 from slime.errors import UserError
+from slime.models import read_hf_config
+from slime.models.quantised import Quantisation
 
 
 class WeightError(Exception):
@@ -30,9 +33,11 @@ class WeightStore:
 
     Attributes:
         named: Hugging Face name → view of the parameter; writing goes through `update`.
+        form: of quantised weights, as updates bring them; None for plain ones.
         version: weight version that requests report, as a string.
         epoch: counts updates; keys and values computed under different epochs are never mixed into one prefix.
         pushed: names updated under the current version.
+        linears: all weights that multiply.
         broken: why the weights are not one consistent version, or ""; mended by an update that brings all of them.
     """
 
@@ -43,16 +48,18 @@ class WeightStore:
         device: torch.device,
         num_positions: int,
         fixed_rows: bool = False,
+        quantisation: Quantisation | None = None,
     ) -> None:
         self.arch, self.dtype, self.device = arch, dtype, device
         self.named: dict[str, torch.Tensor] = {}
         self._linear_of: dict[str, list[Linear]] = {}
-        self._linears: list[Linear] = []
+        self.linears: list[Linear] = []
         self._fixed_rows = fixed_rows
         self._snapshot: dict[str, torch.Tensor] | None = None
         self._shapes = dict(arch.parameter_shapes())
         self.model = self._build(num_positions)
         assert set(self.named) == set(self._shapes)
+        self.form = None if quantisation is None else StoredForm(arch, quantisation, dtype)
         self.version = "0"
         self.epoch = 0
         self.pushed: set[str] = set()
@@ -71,19 +78,31 @@ class WeightStore:
         """
         table = list(tensors)
         self.check(((name, tuple(tensor.shape)) for name, tensor in table))
+        self._check_parts(table)
         if version is not None and version != self.version:
             self.version, self.pushed = version, set()
+            if self.form is not None:
+                self.form.begin()
         for name, tensor in table:
-            if name not in self.named:  # a tied head
-                continue
-            self.named[name].copy_(tensor)
-            for linear in self._linear_of.get(name, ()):
-                linear.invalidate()
+            whole = (name, tensor) if self.form is None or name not in self.form else self.form.take(name, tensor)
+            if whole is not None and whole[0] in self.named:  # else it is a tied head
+                self._write(*whole)
         self.pushed.update(name for name, _ in table)
         if self.broken and not self.missing():
             self.broken = ""
         self.epoch += 1
         return len(table)
+
+    def _write(self, name: str, tensor: torch.Tensor) -> None:
+        self.named[name].copy_(tensor)
+        for linear in self._linear_of.get(name, ()):
+            linear.invalidate()
+
+    def _check_parts(self, table: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in table:
+            problem = self.form.problem(name, dtype_name(tensor.dtype)) if self.form and name in self.form else ""
+            if problem:
+                raise WeightError(problem)
 
     def check(self, names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         """Whether an update of these fits; a tied head may be sent and is left out.
@@ -98,15 +117,28 @@ class WeightStore:
             seen.add(name)
             if name == "lm_head.weight" and self.arch.tie_word_embeddings:
                 continue
-            if name not in self.named:
+            if self.form is not None and name in self.form:
+                expected = self.form.shape(name)
+            elif name in self.named and (self.form is None or name in self.form.names):
+                expected = tuple(self.named[name].shape)
+            else:
                 raise WeightError(f"the model has no parameter {name}{self._nearest(name)}")
-            expected = tuple(self.named[name].shape)
             if shape != expected:
                 raise WeightError(f"{name} has shape {list(shape)}, the model's is {list(expected)}")
 
     def missing(self) -> list[str]:
         """Parameters that no update under the current version has brought."""
-        return [name for name in self.named if name not in self.pushed]
+        return [name for name in self.names if name not in self.pushed]
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Of every tensor that a complete update brings."""
+        return self.named if self.form is None else self.form.names
+
+    @property
+    def held(self) -> Mapping[str, torch.Tensor]:
+        """The same, with what the engine has of each: quantised weights as they came."""
+        return self.named if self.form is None else self.form.held(self.named)
 
     def load_directory(self, path: str | Path, version: str | None = None) -> int:
         """Read a Hugging Face directory: every parameter, no other, checked before anything is written.
@@ -115,14 +147,14 @@ class WeightStore:
             UserError: no safetensors there, a shard missing or damaged.
             WeightError: parameters missing or surplus, or of another shape.
         """
-        files = _files_of(Path(path))
+        files, expected = _files_of(Path(path)), set(self.names)
         shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             with _open(file) as content:
                 for name in content.keys():  # noqa: SIM118  not a dict
-                    if name in self.named or not self.arch.family.is_ignored(name, self.arch.spec):
+                    if name in expected or not self.arch.family.is_ignored(name, self.arch.spec):
                         shapes[name] = tuple(content.get_slice(name).get_shape())
-        absent = [name for name in self.named if name not in shapes]
+        absent = [name for name in self.names if name not in shapes]
         if absent:
             raise WeightError(f"{path} lacks {len(absent)} parameters of the model: {_few(absent)}")
         self.check(shapes.items())
@@ -153,15 +185,16 @@ class WeightStore:
         Raises:
             WeightError: a name that the model does not have.
         """
-        chosen = list(names if names is not None else self.named)
+        held = self.held
+        chosen = list(names if names is not None else held)
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if self.arch.tie_word_embeddings else {}
-        unknown = [name for name in chosen if tied.get(name, name) not in self.named]
+        unknown = [name for name in chosen if tied.get(name, name) not in held]
         if unknown:
             raise WeightError(f"the model has no parameter {_few(unknown)}{self._nearest(unknown[0])}")
-        return {name: fingerprint(self.named[tied.get(name, name)]) for name in chosen}
+        return {name: fingerprint(held[tied.get(name, name)]) for name in chosen}
 
     def take_snapshot(self) -> None:
-        self._snapshot = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.named.items()}
+        self._snapshot = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.held.items()}
 
     def reset(self) -> None:
         """Overwrite every parameter with noise, so that a push that leaves one out is seen."""
@@ -169,6 +202,8 @@ class WeightStore:
             tensor.normal_(std=0.02)
             for linear in self._linear_of.get(name, ()):
                 linear.invalidate()
+        if self.form is not None:
+            self.form.reset()
         self.epoch += 1
 
     def compare(self) -> None:
@@ -178,7 +213,7 @@ class WeightStore:
         if self._snapshot is None:
             raise WeightError("compare needs a snapshot: send the action snapshot first")
         expected = self._snapshot
-        differing = [name for name, tensor in self.named.items() if not torch.equal(tensor.cpu(), expected[name])]
+        differing = [name for name, tensor in self.held.items() if not _same(tensor.cpu(), expected[name])]
         if differing:
             raise WeightError(f"{len(differing)} parameters differ from the snapshot: {_few(differing)}")
 
@@ -187,11 +222,11 @@ class WeightStore:
     @property
     def nbytes(self) -> int:
         unpacked = sum(tensor.numel() * tensor.element_size() for tensor in self.named.values())
-        return unpacked + sum(linear.packed_nbytes for linear in self._linears)
+        return unpacked + sum(linear.packed_nbytes for linear in self.linears)
 
     def release(self) -> None:
         """Give memory back: on a GPU the parameters move to the host; on CPU only the blocked copies go."""
-        for linear in self._linears:
+        for linear in self.linears:
             linear.invalidate()
         if self.device.type != "cpu":
             self._move(torch.device("cpu"))
@@ -279,7 +314,7 @@ class WeightStore:
         return self._bound(Linear(self._allocate(names), bias, self._fixed_rows), names)
 
     def _bound(self, linear: Linear, names: tuple[str, ...]) -> Linear:
-        self._linears.append(linear)
+        self.linears.append(linear)
         for name in names:
             self._linear_of.setdefault(name, []).append(linear)
         return linear
@@ -334,7 +369,7 @@ def make_store(
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(name)
     if dtype is None:
         raise UserError(f"--dtype {name} is not known", fix="use auto, bfloat16 or float32")
-    store = WeightStore(arch, dtype, device, num_positions, fixed)
+    store = WeightStore(arch, dtype, device, num_positions, fixed, Quantisation.read(read_hf_config(model_path)))
     try:
         store.load_directory(model_path)
     except WeightError as error:
@@ -349,8 +384,9 @@ def describe(store: WeightStore) -> Mapping[str, object]:
     return {
         "weight_version": store.version,
         "dtype": dtype_name(store.dtype),
+        "quantisation": None if store.form is None else str(store.form.quantisation),
         "pushed_parameters": len(store.pushed),
-        "total_parameters": len(store.named),
+        "total_parameters": len(list(store.names)),
         "missing_parameters": missing[:10],
         "broken": store.broken,
     }
@@ -377,6 +413,12 @@ def _open(file: Path) -> safe_open:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is not a readable safetensors file", why=str(error)) from error
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.element_size() == 1:  # float8 knows no comparison
+        one, other = one.view(torch.uint8), other.view(torch.uint8)
+    return torch.equal(one, other)
 
 
 def _few(names: list[str]) -> str:

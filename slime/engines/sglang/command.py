@@ -52,7 +52,7 @@ def sglang_command(config: Config, model_path: str, host: str, port: int, place:
     check_version(installed_version())
     options = sglang_options(config, model_path, host, port, place)
     return LaunchSpec(
-        [sys.executable, "-m", "sglang.launch_server", *to_argv(options)],
+        [sys.executable, "-m", "slime.engines.sglang.engine_process", *to_argv(options)],
         env=sglang_environment(config, place),
         # the other nodes of an engine serve nothing but this
         health_path="/health" if place.node_rank else HEALTH_PATH,
@@ -84,7 +84,7 @@ def check_sglang(config: Config) -> None:
 
 
 def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") -> None:
-    """Refuse options with which an engine could not follow the trainer's weights.
+    """Refuse options with which an engine could not follow the trainer's weights, or not from the trainer alone.
 
     Args:
         options: SGLang's, by name; of the command line, or of a server group with these beneath its own.
@@ -110,6 +110,13 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
             f"{named('speculative_algorithm')} does not go with --update-weight-transport disk",
             why="SGLang has its drafting part read the files, too, which has no weights, and dies of that",
             fix="leave one of the two out; pushes by handles (--colocate) and broadcasts go well with it",
+        )
+    if int(options.get("tokenizer_worker_num") or 1) > 1:
+        raise UserError(
+            f"{named('tokenizer_worker_num')} cannot ask for the run's key",
+            why="SGLang asks for keys with one tokenizer worker alone, and whoever reaches an engine without a key can"
+            " replace its weights",
+            fix="leave it out",
         )
     if int(options.get("pp_size") or 1) > 1:
         raise UserError(

@@ -206,16 +206,17 @@ def unpack(buffer: torch.Tensor, entries: Iterable[TensorEntry]) -> Iterator[tup
 
 #: Tensors that routers read in float32 whatever the model's dtype; SGLang and the published checkpoints keep them so.
 FLOAT32_NAMES = ("e_score_correction_bias",)
+SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 
 
 def dtype_in(model_dtype: torch.dtype | None, name: str, own: torch.dtype) -> torch.dtype:
-    """What a tensor has in a model of ``model_dtype``; None leaves it its own.
+    """What a tensor has in a model of ``model_dtype``; None leaves it its own. FP8 and scales keep theirs.
 
     Example:
         >>> dtype_in(torch.bfloat16, "model.layers.3.mlp.gate.e_score_correction_bias", torch.float32)
         torch.float32
     """
-    if model_dtype is None or not own.is_floating_point:
+    if model_dtype is None or not own.is_floating_point or own.itemsize == 1 or name.endswith(SCALE_NAMES):
         return own
     return torch.float32 if name.endswith(FLOAT32_NAMES) else model_dtype
 

@@ -31,6 +31,8 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
+_LEAVE_SECONDS = 10.0
+
 
 class ExternalGroup:
     """One member. `broadcast` is the only collective needed.
@@ -136,7 +138,7 @@ class ExternalGroup:
         """Give up what is under way; the group is of no use afterwards, but for `close`."""
         self._group.abort()
 
-    def close(self, timeout: float = 10.0) -> None:
+    def close(self, timeout: float = _LEAVE_SECONDS) -> None:
         """Leave; the other members' collectives fail from then on.
 
         NCCL waits for the members on the same host to leave too: for ``timeout`` seconds, then they are left behind.

@@ -1,4 +1,5 @@
-"""``report.html``: a run on one page. The run writes it while it goes on, `slime report RUN_DIR` at any time.
+"""``report.html``: the page of `slime watch` with a run frozen into it, one file. The run writes it while it goes on,
+`slime report RUN_DIR` at any time.
 
 The file needs no network and no server: open it from the file system, send it by mail, attach it to an issue.
 """
@@ -11,12 +12,13 @@ from pathlib import Path
 
 from slime.files import write_atomically
 from slime.log import get_logger
-from slime.observe.report.compare import render_comparison
-from slime.observe.report.data import read_run
-from slime.observe.report.page import render
+from slime.observe.report.contents import contents_of, packed
+from slime.observe.report.words import words_html
+from slime.observe.run_data import RunData, read_run
 from slime.observe.run_folder import RunFolder
+from slime.observe.watch.page_files import one_file
 
-__all__ = ["ReportSink", "write_comparison", "write_report"]
+__all__ = ["ReportSink", "try_to_write_report", "write_comparison", "write_report"]
 
 logger = get_logger(__name__)
 
@@ -33,8 +35,16 @@ def write_report(run_dir: str | Path, output: str | Path | None = None) -> Path:
     """
     run = read_run(Path(run_dir))
     path = Path(output) if output is not None else run.path / "report.html"
-    write_atomically(path, render(run).encode("utf-8", "replace"))
+    write_atomically(path, _page([run]))
     return path
+
+
+def try_to_write_report(run: RunFolder) -> None:
+    """`write_report` for a run, which is worth more than its page: whatever goes wrong is logged."""
+    try:
+        write_report(run.path)
+    except Exception as problem:
+        logger.error("could not write %s: %s: %s", run.report_path, type(problem).__name__, problem)
 
 
 def write_comparison(run_dirs: Sequence[str | Path], output: str | Path | None = None) -> Path:
@@ -46,8 +56,15 @@ def write_comparison(run_dirs: Sequence[str | Path], output: str | Path | None =
     """
     runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
     path = Path(output) if output is not None else runs[0].path.parent / "comparison.html"
-    write_atomically(path, render_comparison(runs).encode("utf-8", "replace"))
+    write_atomically(path, _page(runs))
     return path
+
+
+def _page(runs: Sequence[RunData]) -> bytes:
+    is_live = len(runs) == 1 and runs[0].stages[-1].summary.get("state") == "running"
+    data = contents_of(runs, is_passing=is_live)
+    title = " vs ".join(run.name for run in runs)
+    return one_file(title, words_html(data["runs"]["runs"]), packed(data), is_live=is_live).encode("utf-8", "replace")
 
 
 class ReportSink:
@@ -66,10 +83,7 @@ class ReportSink:
         started = self._clock()
         if started < self._next:
             return
-        try:
-            write_report(self._run.path)
-        except OSError as problem:  # the run is worth more than its page
-            logger.warning("could not write %s: %s", self._run.report_path, problem)
+        try_to_write_report(self._run)
         ended = self._clock()
         self._next = ended + max(_INTERVAL, (ended - started) / _SHARE)
 

@@ -2,8 +2,9 @@
 
 A small SQLite database beside the samples' own files, which stay the only home of the texts: rows have numbers to sort
 by and the place of their line. A search narrows the samples down by their trigrams (FTS5) and then looks at the lines
-themselves, so that what it finds is what a look at every line would; without FTS5, and for words of one or two
-characters, it looks at the lines alone. Texts are compared without regard to case.
+themselves, so that what it finds is what a look at every line would. What many samples have is met soon on a walk
+through the lines in the order asked for; words of one or two characters that are not are looked up among the beginnings
+of trigrams. Without FTS5 it looks at all lines. Texts are compared without regard to case.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ from typing import Any
 import orjson
 
 from slime.log import get_logger
-from slime.observe.report.data import Stage, config_value
+from slime.observe.run_data import Stage, config_value
 from slime.observe.watch.files import Place, is_inside, is_unchanged, new_lines
 from slime.observe.watch.rows import COLUMNS, SORTS, Query, condition_of, row_of, searched_text
+from slime.observe.watch.trained import with_training
 
 logger = get_logger(__name__)
 
-#: Changes with the tables: a database of another version is made anew.
-_VERSION = 1
-_BATCH, _CHUNK = 1000, 100
-#: Matches of a search up to which they are sorted by themselves; more are met soon on a walk in the order asked for.
-_FEW = 3000
-_TRIGRAM = 3
+#: The version changes with the tables: a database of another one is made anew.
+_VERSION, _BATCH, _CHUNK = 2, 1000, 100
+#: Matches of a search up to which they are sorted by themselves; lines of a walk after which the rest is narrowed down.
+_FEW, _PATIENCE = 3000, 1000
+#: Characters of a gram, and grams of a search that are looked up: a few hold for few others.
+_TRIGRAM, _MOST_GRAMS = 3, 16
+#: The first stands behind each text, so that each of its characters begins a gram; it ends lines, and no word of a
+#: search has it. The second, behind a beginning of one or two characters: no gram that begins so comes later.
+_PADDING, _LAST = "\n\n", "\U0010ffff" * 2
 _BUSY_MS = 10_000
 _TABLES = f"""
 CREATE TABLE files (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, inode INTEGER, size INTEGER,
@@ -45,9 +50,19 @@ CREATE INDEX of_prompt ON rows (stage, prompt);
 CREATE INDEX by_reward ON rows (stage, kind, reward, rollout);
 CREATE INDEX by_advantage ON rows (stage, kind, above, rollout);
 CREATE INDEX by_length ON rows (stage, kind, response_length, rollout);
+CREATE TABLE groups (file INTEGER, stage, kind, rollout, dataset, grp, first INTEGER, samples INTEGER, least, mean,
+                     greatest, spread, rewards);
+CREATE INDEX groups_of_file ON groups (file);
+CREATE INDEX by_spread ON groups (stage, kind, spread DESC, rollout DESC, grp);
 CREATE TABLE progress (texts INTEGER);
 INSERT INTO progress VALUES (0);
 """
+#: The table above, of the rows that a condition names.
+_GROUPED = (
+    "SELECT file, stage, kind, rollout, dataset, grp, min(id) AS first, count(*) AS samples, min(reward) AS least,"
+    " avg(reward) AS mean, max(reward) AS greatest, max(reward) - min(reward) AS spread,"
+    " group_concat(reward, ' ') AS rewards FROM rows WHERE {} GROUP BY file, rollout, dataset, grp"
+)
 
 
 def cache_folder() -> Path:
@@ -177,6 +192,7 @@ class SampleIndex:
 
     def _forget(self, file: int) -> None:
         self._writer.execute("DELETE FROM rows WHERE file = ?", (file,))
+        self._writer.execute("DELETE FROM groups WHERE file = ?", (file,))
         self._writer.execute("DELETE FROM files WHERE id = ?", (file,))
 
     def _read(self, name: str, path: Path, stage: Stage, kind: str) -> None:
@@ -207,6 +223,8 @@ class SampleIndex:
                 " AND other.grp IS rows.grp AND other.dataset IS rows.dataset) WHERE file = ?",
                 (file,),
             )
+            self._writer.execute("DELETE FROM groups WHERE file = ?", (file,))
+            self._writer.execute(f"INSERT INTO groups {_GROUPED.format('file = ?')}", (file,))
 
     def _add_texts(self, goes_on: Callable[[], bool]) -> bool:
         if not self.has_trigrams:
@@ -221,7 +239,7 @@ class SampleIndex:
                 if not rows:
                     return added
                 texts = [
-                    (row["id"], searched_text(record).replace("\0", " "))
+                    (row["id"], searched_text(record).replace("\0", " ") + _PADDING)
                     for row, record in self._records(self._writer, rows)
                 ]
                 self._writer.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
@@ -272,11 +290,12 @@ class SampleIndex:
         their lines."""
         condition, values = condition_of(query)
         with self._reader() as reader:
+            kept = (
+                f"groups WHERE {condition}" if not (query.status or query.prompt) else f"({_GROUPED.format(condition)})"
+            )
             found = reader.execute(
-                "SELECT rollout, dataset, grp AS 'group', min(id) AS first, count(*) AS samples, min(reward) AS least,"
-                " avg(reward) AS mean, max(reward) AS greatest, group_concat(reward, ' ') AS rewards FROM rows"
-                f" WHERE {condition} GROUP BY rollout, dataset, grp"
-                f" ORDER BY max(reward) - min(reward) DESC, rollout DESC, grp LIMIT {int(limit)}",
+                "SELECT rollout, dataset, grp AS 'group', first, samples, least, mean, greatest, rewards"
+                f" FROM {kept} ORDER BY spread DESC, rollout DESC, grp LIMIT {int(limit)}",
                 values,
             ).fetchall()
             lines = self._rows(reader, (row["first"] for row in found))
@@ -293,22 +312,17 @@ class SampleIndex:
         """
         words = tuple(word.casefold() for word in query.words)
         with self._reader() as reader:
-            condition, values = condition_of(query)
-            narrowed, more_values = self._narrowed(reader, words)
-            way = "DESC" if query.descending else "ASC"
-            column = SORTS[query.sort]
-            order = f"{column} {way} NULLS LAST" + (f", rollout {way}" if column != "rollout" else "")
-            statement = f"SELECT id FROM rows WHERE {condition}{narrowed} ORDER BY {order}, id {way}"
-            if not words:
-                statement += f" LIMIT {int(limit) + 1} OFFSET {int(offset)}"
-                offset = 0
-            ids = (row["id"] for row in reader.execute(statement, [*values, *more_values]))
             found: list[dict[str, Any]] = []
+            ids = (
+                self._likely(reader, query, words)
+                if words
+                else _ids(reader, query, f" LIMIT {limit + 1} OFFSET {offset}")
+            )
             for row, record in self._rows(reader, ids):
                 text = searched_text(record) if words else ""
                 if not all(word in text for word in words):
                     continue
-                if offset:
+                if words and offset:
                     offset -= 1
                     continue
                 if len(found) == limit:
@@ -317,25 +331,50 @@ class SampleIndex:
         return found, False
 
     def sample(self, number: int) -> dict[str, Any] | None:
-        """One sample as `find` gives it, by its ``id``; None when it is no longer there."""
+        """One sample as `find` gives it, by its ``id``, with what training knew of its tokens; None when it is no
+        longer there."""
         with self._reader() as reader:
-            return next((_shown(row, record) for row, record in self._rows(reader, iter([number]))), None)
+            for row, record in self._rows(reader, iter([number])):
+                named = reader.execute("SELECT name FROM files WHERE id = ?", (row["file"],)).fetchone()
+                if row["kind"] == "rollout" and named is not None:
+                    record = with_training(record, self.run / named["name"], row["rollout"], self.run)
+                return _shown(row, record)
+        return None
 
-    def _narrowed(self, reader: sqlite3.Connection, words: Sequence[str]) -> tuple[str, list[Any]]:
-        """A condition that holds for every sample with these words, and for few others."""
-        grams = {word[i : i + _TRIGRAM] for word in words for i in range(len(word) - _TRIGRAM + 1)}
-        grams = {gram for gram in grams if "\0" not in gram}
-        if not grams or not self.has_trigrams:
-            return "", []
-        match = " AND ".join('"' + gram.replace('"', '""') + '"' for gram in sorted(grams)[:60])
-        upto = self._texts_upto(reader)
-        few = f"SELECT rowid FROM texts WHERE texts MATCH ? LIMIT {_FEW}"
-        ids = [row["rowid"] for row in reader.execute(few, (match,))]
-        if len(ids) < _FEW:
-            ids += [row["id"] for row in reader.execute("SELECT id FROM rows WHERE id > ?", (upto,))]
-            return " AND id IN (SELECT value FROM json_each(?))", [orjson.dumps(ids).decode()]
-        # "+id": the rows are met in the order that is asked for, and looked up among the matches
-        return " AND (+id > ? OR +id IN (SELECT rowid FROM texts WHERE texts MATCH ?))", [upto, match]
+    def _likely(self, reader: sqlite3.Connection, query: Query, words: Sequence[str]) -> Iterator[int]:
+        """Rows that may have the words, in the order asked for: all that have them, and few others."""
+        grams = _grams(words)
+        few = self._matches(reader, words, _FEW) if grams else None
+        if few is not None and len(few) < _FEW:
+            yield from _ids(reader, query, among=few)
+            return
+        ids, tried = _ids(reader, query), set()
+        for number in itertools.islice(ids, _PATIENCE):
+            tried.add(number)
+            yield number
+        matches = self._matches(reader, words)
+        if matches is None:
+            yield from ids
+        elif len(matches) < _FEW:
+            yield from (number for number in _ids(reader, query, among=matches) if number not in tried)
+        else:
+            yield from (number for number in ids if number in matches)
+
+    def _matches(self, reader: sqlite3.Connection, words: Sequence[str], most: int = -1) -> set[int] | None:
+        """All rows that may have the words, or the first of them; None where that cannot be told."""
+        if not self.has_trigrams or any("\0" in word for word in words):
+            return None
+        if grams := _grams(words):
+            match = " AND ".join('"' + gram.replace('"', '""') + '"' for gram in grams)
+            found = reader.execute("SELECT rowid FROM texts WHERE texts MATCH ? LIMIT ?", (match, most))
+        else:
+            reader.execute("CREATE VIRTUAL TABLE temp.grams USING fts5vocab('main', 'texts', 'instance')")
+            parts = " INTERSECT ".join(["SELECT doc FROM temp.grams WHERE term >= ? AND term <= ?"] * len(words))
+            bounds = [bound for word in words for bound in (word, word + _LAST)]
+            found = reader.execute(f"{parts} LIMIT ?", (*bounds, most))
+        numbers = {row[0] for row in found}
+        new = reader.execute("SELECT id FROM rows WHERE id > ?", (self._texts_upto(reader),))
+        return numbers | {row["id"] for row in new}
 
     def _rows(self, connection: sqlite3.Connection, ids: Iterator[int]) -> Iterator[tuple[sqlite3.Row, dict[str, Any]]]:
         """Rows and their lines, in the order of their ids."""
@@ -376,6 +415,24 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
         if connection.in_transaction:  # on a full disk SQLite has taken it back already
             connection.execute("ROLLBACK")
         raise
+
+
+def _ids(reader: sqlite3.Connection, query: Query, page: str = "", among: Iterable[int] | None = None) -> Iterator[int]:
+    """The rows that a query means by their numbers, in its order; its words do not count."""
+    condition, values = condition_of(query)
+    if among is not None:
+        condition += " AND id IN (SELECT value FROM json_each(?))"
+        values.append(orjson.dumps(list(among)).decode())
+    way, column = "DESC" if query.descending else "ASC", SORTS[query.sort]
+    order = f"{column} {way} NULLS LAST" + (f", rollout {way}" if column != "rollout" else "")
+    found = reader.execute(f"SELECT id FROM rows WHERE {condition} ORDER BY {order}, id {way}{page}", values)
+    return (row["id"] for row in found)
+
+
+def _grams(words: Sequence[str]) -> list[str]:
+    """Trigrams of the words, a few of them where there are many."""
+    grams = sorted({word[i : i + _TRIGRAM] for word in words for i in range(len(word) - _TRIGRAM + 1)})
+    return grams[:: -(-len(grams) // _MOST_GRAMS)] if grams else []
 
 
 def _shown(row: sqlite3.Row, record: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import orjson
 
-from slime.observe.report.samples import reward_of
 from slime.observe.watch.files import Line
 
 #: Of a row, beside the place of its line: file, offset and length.
@@ -55,6 +54,15 @@ class Query:
     words: tuple[str, ...] = ()
     sort: str = "step"
     descending: bool = False
+
+
+def reward_of(record: dict[str, Any], reward_key: str | None = None) -> float | None:
+    """The reward as a number: of a dict reward the value of `reward_key`, else its first number."""
+    reward = record.get("reward")
+    if isinstance(reward, dict):
+        values = [reward.get(reward_key)] if reward_key in reward else list(reward.values())
+        reward = next((v for v in values if isinstance(v, (int, float))), None)
+    return float(reward) if isinstance(reward, (int, float)) else None
 
 
 def searched_text(record: dict[str, Any]) -> str:

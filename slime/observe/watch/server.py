@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.resources
 import threading
 import time
 from collections.abc import Callable
@@ -15,13 +14,15 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from slime import __version__
 from slime.errors import UserError
 from slime.log import get_logger
-from slime.observe.report.data import Stage
-from slime.observe.watch import folders
+from slime.observe.catalog import phases
+from slime.observe.run_data import Stage
+from slime.observe.watch import stages
 from slime.observe.watch.access import Handler, guard
 from slime.observe.watch.folders import RunWatch, runs_below
+from slime.observe.watch.lanes import timeline_of, traced_rollouts
+from slime.observe.watch.page_files import PAGE
 from slime.observe.watch.rows import SORTS, Query
 
 logger = get_logger(__name__)
@@ -30,8 +31,6 @@ logger = get_logger(__name__)
 _LOOK_SECONDS = 2.0
 _MOST_SAMPLES, _MOST_GROUPS, _SNIPPET = 200, 100, 240
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-#: What the page has from the report: its colours, figures and tables.
-_SHARED = {"report.css": ("slime.observe.report", "page.css")}
 _LARGEST = 1 << 62
 
 
@@ -153,8 +152,7 @@ class Pages:
 
     async def _asset(self, request: web.Request) -> web.Response:
         name = request.match_info.get("name", "index.html")
-        package, *parts = _SHARED.get(name, ("slime.observe.watch", "page", name))
-        file = importlib.resources.files(package).joinpath(*parts)
+        file = PAGE.joinpath(name)
         if not file.is_file():
             raise web.HTTPNotFound
         return web.Response(text=file.read_text(encoding="utf-8"), content_type=_TYPES["." + name.split(".")[-1]])
@@ -179,9 +177,7 @@ class Pages:
 
     def _runs(self, request: web.Request) -> dict[str, Any]:
         known = self.runs.all()
-        described = [watch.describe(stage, key) for key, (watch, stage) in known.items()]
-        described.sort(key=lambda run: -(run["started"] or 0.0))
-        return {"runs": described, "catalog": folders.catalog(), "sorts": list(SORTS), "version": __version__}
+        return stages.all_runs([watch.describe(stage, key) for key, (watch, stage) in known.items()])
 
     def _metrics(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
@@ -190,16 +186,16 @@ class Pages:
         return watch.metrics(stage, wanted, _number(request, "generation", -1), _number(request, "since", 0))
 
     def _phases(self, request: web.Request) -> list[dict[str, Any]]:
-        return folders.phases(self._asked(request)[1])
+        return phases(self._asked(request)[1])
 
     def _engines(self, request: web.Request) -> dict[str, Any]:
-        return folders.engines(self._asked(request)[1])
+        return stages.engines(self._asked(request)[1])
 
     def _timeline(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
-        steps = watch.timeline_steps(stage)
-        rollout = _number(request, "rollout", steps[-1] if steps else 0)
-        return {"rollouts": steps, "rollout": rollout, "timeline": watch.timeline(stage, rollout)}
+        rollouts = traced_rollouts(watch.path, stage)
+        rollout = _number(request, "rollout", rollouts[-1] if rollouts else 0)
+        return {"rollouts": rollouts, "rollout": rollout, "timeline": timeline_of(watch.path, stage, rollout)}
 
     def _rollouts(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
@@ -244,14 +240,12 @@ class Pages:
         return found
 
     def _settings(self, request: web.Request) -> list[dict[str, str]]:
-        watch, stage = self._asked(request)
-        return watch.settings(stage)
+        return stages.settings(self._asked(request)[1])
 
     def _differences(self, request: web.Request) -> dict[str, Any]:
         known = self.runs.all()
         keys = [key for key in request.query.get("runs", "").split(",") if key in known]
-        names = [known[key][0].describe(known[key][1], key)["name"] for key in keys]
-        return {"runs": keys, "names": names, "flags": folders.differences({key: known[key][1] for key in keys})}
+        return {"runs": keys, "flags": stages.settings_that_differ([known[key][1] for key in keys])}
 
 
 def _number(request: web.Request, name: str, default: Any) -> Any:

@@ -1,8 +1,10 @@
-"""The pool of grading processes. A process that hangs or dies is replaced; its sample gets no score."""
+"""The pool of grading processes. One that hangs or dies is replaced. Its sample gets no score only when it is what the
+process hung or died of: where the process was killed, or stopped, from outside, another one grades it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -12,11 +14,17 @@ from pathlib import Path
 from typing import IO, Any
 
 import orjson
+import psutil
 
 import slime
 from slime.errors import UserError
+from slime.log import get_logger
+
+logger = get_logger(__name__)
 
 _START_TIMEOUT = 60.0
+_LEAVE_SECONDS = 1.0
+_KILLED_SECONDS = 10.0
 #: How much later than the worker's own alarm the pool loses patience.
 _GRACE = 5.0
 #: Longest answer line; requests have no limit.
@@ -54,15 +62,25 @@ class GradingPool:
         request = {"grader": grader, "response": response, "label": label, "deadline": deadline}
         async with self._limit:
             worker = self._idle.pop() if self._idle else await self._start()
-            try:
-                answer = await worker.ask(request, deadline + _GRACE)
-            except (asyncio.CancelledError, Exception):
-                await self._discard(worker)  # an answer may still come; it must not meet the next request
-                raise
-            if answer is not None:
-                self._idle.append(worker)
-                return Grade(answer["score"])
-            return Grade(0.0, await self._discard(worker))
+            grade = await self._ask(worker, request, deadline)
+            if grade.failure in ("crash", "stopped"):
+                logger.warning("a reward worker was lost (%s): another one grades what it had", grade.failure)
+                grade = await self._ask(await self._start(), request, deadline)
+            return Grade(grade.score, "timeout") if grade.failure == "stopped" else grade
+
+    async def _ask(self, worker: _Worker, request: dict[str, Any], deadline: float) -> Grade:
+        """What this worker says; the failure "stopped" where it could not."""
+        try:
+            answer = await worker.ask(request, deadline + _GRACE)
+        except (asyncio.CancelledError, Exception):
+            await self._discard(worker)  # an answer may still come; it must not meet the next request
+            raise
+        if answer is not None:
+            self._idle.append(worker)
+            return Grade(answer["score"])
+        stopped = worker.is_stopped
+        failure = await self._discard(worker)
+        return Grade(0.0, "stopped" if stopped else failure)
 
     async def close(self) -> None:
         """End all processes."""
@@ -75,7 +93,11 @@ class GradingPool:
         return [worker.process.pid for worker in self._all]
 
     async def _start(self) -> _Worker:
-        worker = await _Worker.start()
+        try:
+            worker = await _Worker.start()
+        except UserError as error:  # killed while it started, maybe
+            logger.warning("%s; another one is tried", error)
+            worker = await _Worker.start()
         self._all.add(worker)
         return worker
 
@@ -129,6 +151,14 @@ class _Worker:
             return None
         return orjson.loads(line) if line.endswith(b"\n") else None
 
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal, so that it cannot even hang."""
+        try:
+            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            return False
+
     def last_error(self) -> str:
         self._errors.seek(0)
         lines = self._errors.read()[-4000:].decode(errors="replace").strip().splitlines()
@@ -141,11 +171,13 @@ class _Worker:
             # closed output means that it is on its way out: let it say with which signal
             closed = self.process.stdout is not None and self.process.stdout.at_eof()
             try:
-                async with asyncio.timeout(1.0 if closed else 0.0):
+                async with asyncio.timeout(_LEAVE_SECONDS if closed else 0.0):
                     await self.process.wait()
                 hung = False
             except TimeoutError:
                 self.process.kill()
-                await self.process.wait()
+                with contextlib.suppress(TimeoutError):  # the kernel has not let go of it yet: nobody needs it
+                    async with asyncio.timeout(_KILLED_SECONDS):
+                        await self.process.wait()
         self._errors.close()
         return "timeout" if hung or self.process.returncode == -signal.SIGALRM else "crash"

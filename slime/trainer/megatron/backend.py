@@ -16,7 +16,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.hook_loading import user_function
 from slime.log import get_logger
-from slime.samples.batch import StepPlan, TrainBatch, TrainLayout
+from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens, TrainLayout
 from slime.trainer.loss import LOSS_TYPES, micro_batch_loss
 from slime.trainer.megatron import device
 
@@ -35,6 +35,7 @@ from slime.checkpoints.trainer_state import TrainerState  # noqa: E402
 from slime.models import family_of  # noqa: E402
 from slime.models.layout_rules import check_layout, virtual_stages  # noqa: E402
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402
+from slime.path_patterns import fill  # noqa: E402
 from slime.trainer.megatron import forward, optimizer, parallel, te_layers  # noqa: E402
 from slime.trainer.megatron.model import build_model_chunks  # noqa: E402
 from slime.trainer.megatron.moe_layer import uses_balance_losses  # noqa: E402
@@ -66,6 +67,7 @@ class MegatronBackend:
         step_metrics: the last rollout's metrics, one dict per optimizer step.
         extra_state: what `save` was given in the checkpoint that was loaded; {} on a fresh start.
         failed_step: what the last step was, when it ended in `NonFiniteTraining`.
+        trained_tokens: of the last rollout, what is recorded of single tokens, where this rank speaks for them.
     """
 
     def __init__(self, config: Config, rank_info: RankInfo) -> None:
@@ -77,6 +79,7 @@ class MegatronBackend:
         self.writer = CheckpointWriter(in_background=config.checkpoint.async_save)
         self.step_metrics: list[dict[str, float]] = []
         self.failed_step: FailedStep | None = None
+        self.trained_tokens: list[TrainedTokens] = []
         self.offloader: Offloader | None = None
         self.routing: RoutingGuide | None = None
         self.extra_state: dict[str, Any] = {}
@@ -220,7 +223,7 @@ class MegatronBackend:
                 keep=flags.save_retain,
             )
         if flags.save_hf:
-            self.export(flags.save_hf.format(rollout_id=rollout_id))
+            self.export(str(fill(flags.save_hf, rollout_id)))
         return path
 
     def export(self, directory: str) -> None:

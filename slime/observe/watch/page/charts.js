@@ -85,38 +85,53 @@ function lines(chart, scale, weight) {
     const shown = thin(weight > 0 && !few ? smoothed(line.points, weight) : line.points);
     marks.push(s("path", { class: `line s${line.color}`, d: path(shown, scale) }));
     for (const [x, y] of few ? shown : shown.slice(-1)) marks.push(s("circle", { class: `f${line.color}`, cx: scale.x(x), cy: scale.y(y), r: 2.6 }));
+    for (const x of line.bad ?? []) marks.push(s("path", { class: "bad", d: `M${scale.x(x) - 3} ${HEIGHT - BOTTOM - 6}l6 6m0 -6l-6 6` })); // NaN: at the foot
     return marks;
   });
 }
 
+// Of a single step, which has no width, a stack makes a column.
+const widened = (points) => (points.length === 1 ? [[points[0][0] - 1, points[0][1]], [points[0][0] + 1, points[0][1]]] : points);
+
 function layers(chart, scale) {
-  let below = chart.lines[0].points.map(([x]) => [x, 0]);
+  let below = widened(chart.lines[0].points).map(([x]) => [x, 0]);
   return chart.lines.map((line) => {
-    const edge = line.points.map(([x, y], i) => [x, (y ?? 0) + below[i][1]]);
+    const edge = widened(line.points).map(([x, y], i) => [x, (y ?? 0) + below[i][1]]);
     const drawn = s("path", { class: `layer f${line.color}`, d: area(below, edge, scale) });
     below = edge;
     return drawn;
   });
 }
 
-// A figure. `chart`: {title, note, unit, key, lines: [{name, color, points}], stacked, exact, axis}.
+// A word-sized line.
+export function sparkline(points) {
+  if (points.length < 2) return null;
+  const ys = points.map(([, y]) => y), low = Math.min(...ys), span = Math.max(...ys) - low || 1, x0 = points[0][0], long = points.at(-1)[0] - x0 || 1;
+  const d = thin(points).map(([x, y], i) => `${i ? "L" : "M"}${(1 + (94 * (x - x0)) / long).toFixed(1)} ${(18 - (16 * (y - low)) / span).toFixed(1)}`).join("");
+  return s("svg", { class: "spark", viewBox: "0 0 96 20", "aria-hidden": "true" }, s("path", { d }));
+}
+
+// A figure. `chart`: {title, note, unit, key, lines: [{name, color, points, bad}], band: [low, high], stacked, exact, axis}; bad are
+// steps with a value that was no finite number.
 export function figure(chart, weight = 0) {
   const drawn = chart.lines.filter((line) => line.points.length);
-  const xs = drawn.flatMap((line) => line.points.map((point) => point[0]));
+  const xs = drawn.flatMap((line) => [...(chart.stacked ? widened(line.points) : line.points).map((point) => point[0]), ...(line.bad ?? [])]);
+  const band = chart.band?.every((edge) => edge.length) ? chart.band : [];
   let low = 0, high = 0;
   if (chart.stacked) {
     drawn[0].points.forEach((_, i) => { high = Math.max(high, drawn.reduce((sum, line) => sum + (line.points[i][1] ?? 0), 0)); });
   } else {
     low = Infinity; high = -Infinity;
-    for (const line of drawn) for (const [, y] of line.points) { if (y < low) low = y; if (y > high) high = y; }
+    for (const points of [...drawn.map((line) => line.points), ...band]) for (const [, y] of points) { if (y < low) low = y; if (y > high) high = y; }
   }
   const scale = scaleOf(xs, low, high, chart.stacked);
   const cross = s("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, x1: -9, x2: -9 });
   const body = chart.stacked ? layers({ lines: drawn }, scale) : lines({ lines: drawn }, scale, chart.exact ? 0 : weight);
   const last = drawn[0].points.at(-1)[1];
   const label = `${chart.title}: ${drawn.map((l) => `${l.name} ${number(l.points.at(-1)[1])}`).join(", ")} at the end; arrow keys read values`;
-  const drawing = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label, tabindex: 0 }, axes(scale), body, cross);
-  const steps = [...new Set(xs)].sort((a, b) => a - b);
+  const shade = band.length ? s("path", { class: `band f${drawn[0].color}`, d: area(thin(band[0]), thin(band[1]), scale) }) : null;
+  const drawing = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label, tabindex: 0 }, axes(scale), shade, body, cross);
+  const steps = [...new Set(drawn.flatMap((line) => [...line.points.map(([x]) => x), ...(line.bad ?? [])]))].sort((a, b) => a - b);
   let at = steps.length - 1;
 
   const show = (index, clientX, clientY) => {
@@ -124,9 +139,9 @@ export function figure(chart, weight = 0) {
     const step = steps[at], box = drawing.getBoundingClientRect();
     cross.setAttribute("x1", scale.x(step));
     cross.setAttribute("x2", scale.x(step));
-    const rows = drawn.map((line) => [`b${line.color}`, line.name, line.points.find(([x]) => x === step)?.[1]]);
-    const shown = rows.filter(([, , value]) => value !== undefined);
-    const text = (value) => number(value) + (chart.unit ? ` ${chart.unit}` : "");
+    const valueOf = (line) => line.points.find(([x]) => x === step)?.[1] ?? (line.bad?.includes(step) ? NaN : undefined);
+    const shown = drawn.map((line) => [`b${line.color}`, line.name, valueOf(line)]).filter(([, , value]) => value !== undefined);
+    const text = (value) => (Number.isNaN(value) ? "not finite" : number(value) + (chart.unit ? ` ${chart.unit}` : ""));
     showTip(`${chart.axis ?? "step"} ${step.toLocaleString("en")}`, shown.map(([color, name, value]) => [color, name, text(value)]),
       clientX ?? box.left + (scale.x(step) / WIDTH) * box.width, clientY ?? box.top + box.height / 3);
   };

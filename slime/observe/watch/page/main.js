@@ -1,6 +1,7 @@
 // Puts the page together: the list of runs, the views, and a look at what is new every few seconds.
 import { chip, duration, h, none } from "/dom.js";
 import { engines } from "/engines.js";
+import { isFrozen } from "/frozen.js";
 import { overview } from "/overview.js";
 import { samples } from "/samples.js";
 import { settings } from "/settings.js";
@@ -8,14 +9,14 @@ import { address, chosen, colorOf, current, go, loadRuns, state } from "/store.j
 import { timeline } from "/timeline.js";
 
 const VIEWS = { overview: ["Overview", overview], timeline: ["Timeline", timeline], engines: ["Engines", engines], samples: ["Samples", samples], settings: ["Settings", settings] };
-const WORDS = { interrupted: "killed" }, EVERY = 3000, EVERY_AT_REST = 15000;
+const WORDS = { interrupted: "killed" }, EVERY = 3000, EVERY_AT_REST = 15000, EVERY_FILE = 10000;
 const root = document.getElementById("view"), pulse = document.getElementById("pulse");
 let update = null, shown = "", drawnRuns = "";
 
 function drawViews() {
   const view = address().view;
   document.getElementById("views").replaceChildren(...Object.entries(VIEWS).map(([name, [title]]) => {
-    const parts = new URLSearchParams(Object.entries({ ...address(), view: name, sample: "", prompt: "" }).filter(([, value]) => value));
+    const parts = new URLSearchParams(Object.entries({ ...address(), view: name, sample: "", prompt: "", beside: "" }).filter(([, value]) => value));
     return h("a", { href: `#${parts}`, "aria-current": name === view ? "page" : null }, title);
   }));
 }
@@ -27,9 +28,9 @@ function drawRuns() {
   drawnRuns = key;
   const pick = (run, on) => {
     const ids = on ? [...picked, run] : picked.filter((other) => other !== run);
-    go({ runs: (ids.length ? ids : [run]).map((r) => r.id).join(","), run: on ? run.id : "", sample: "", prompt: "", rollout: "", group: "", dataset: "" });
+    go({ runs: (ids.length ? ids : [run]).map((r) => r.id).join(","), run: on ? run.id : "", sample: "", prompt: "", beside: "", rollout: "", group: "", dataset: "" });
   };
-  const only = (run) => go({ runs: run.id, run: "", sample: "", prompt: "", rollout: "", group: "", dataset: "" });
+  const only = (run) => go({ runs: run.id, run: "", sample: "", prompt: "", beside: "", rollout: "", group: "", dataset: "" });
   const items = state.runs.map((run) => {
     const on = picked.includes(run);
     return h("li", { class: run === one ? "current" : "" },
@@ -49,7 +50,7 @@ async function show() {
   drawViews();
   drawRuns();
   if (!state.runs.length) return root.replaceChildren(none("There is no run yet."));
-  document.title = `${current().name} · slime watch`;
+  document.title = `${current().name} · ${document.querySelector(".bar strong").textContent}`;
   if (key !== shown) {
     shown = key;
     root.dataset.view = view;
@@ -69,8 +70,9 @@ async function show() {
 async function guarded(action) {
   try {
     await action();
-    pulse.textContent = state.runs.some((run) => run.state === "running") ? "live" : "";
+    pulse.textContent = state.written ? `as of ${state.written}` : state.runs.some((run) => run.state === "running") ? "live" : "";
     pulse.className = "";
+    document.getElementById("origin").textContent = [`slime ${state.version}`, state.origin].filter(Boolean).join(" · ");
   } catch (error) {
     const lost = error instanceof TypeError && /fetch/i.test(error.message);
     if (!lost) console.error(error);
@@ -79,9 +81,10 @@ async function guarded(action) {
   }
 }
 
+const isBusy = () => document.hidden || !document.getElementById("tip").hidden || getSelection().toString();
+
 async function look() {
-  const busy = document.hidden || !document.getElementById("tip").hidden || getSelection().toString();
-  if (!busy) await guarded(async () => { await loadRuns(); await show(); });
+  if (!isBusy()) await guarded(async () => { await loadRuns(); await show(); });
   const alive = state.runs.some((run) => run.state === "running" || run.index.texts < run.index.samples);
   setTimeout(look, alive ? EVERY : EVERY_AT_REST);
 }
@@ -94,6 +97,24 @@ addEventListener("keydown", (event) => {
     if (field) { event.preventDefault(); field.focus(); }
   }
   const view = Object.keys(VIEWS)[Number(event.key) - 1];
-  if (view && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) go({ view, sample: "", prompt: "" });
+  if (view && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) go({ view, sample: "", prompt: "", beside: "" });
 });
-look();
+
+// The file of a run that goes on is written anew: it is loaded again, and what is unfolded, and where one reads, stays.
+async function showFile() {
+  const words = [...root.childNodes];
+  await guarded(async () => { await loadRuns(); await show(); });
+  if (!state.runs.length) return root.replaceChildren(none("This browser cannot open the data in the file; one of 2023 or later can. In words:"), ...words);
+  const { open = [], top = 0 } = history.state ?? {};
+  [...document.querySelectorAll("details")].forEach((fold, i) => { fold.open = open[i] ?? fold.open; });
+  scrollTo(0, top);
+  if (document.documentElement.dataset.live === undefined) return;
+  setInterval(() => {
+    if (isBusy() || document.activeElement?.matches("input, select")) return;
+    history.replaceState({ open: [...document.querySelectorAll("details")].map((fold) => fold.open), top: scrollY }, "");
+    location.reload();
+  }, EVERY_FILE);
+}
+
+if (isFrozen) showFile();
+else look();

@@ -1,14 +1,17 @@
 // Curves of the chosen runs over each other, what is wrong with them, and every metric there is.
 import { chip, duration, h, labelled, none, number } from "/dom.js";
-import { figure } from "/charts.js";
+import { figure, sparkline } from "/charts.js";
 import { address, ask, chosen, colorOf, go, metricsOf, series, state } from "/store.js";
 
-const VANISHING = 1e-6, MOST_FOUND = 60;
+const VANISHING = 1e-6, MOST_FOUND = 60, IN_NUMBERS = "in numbers"; // no metric begins so
+const TOLD = ["perf/step_time", "perf/launch_time"]; // what tiles and tables tell beside the charts
+const isScore = (name) => /^eval\/[^/]+$/.test(name) && !/-(pass@\d+|truncated_ratio)$/.test(name);
+const median = (points) => points.map(([, y]) => y).sort((a, b) => a - b)[Math.floor(points.length / 2)];
 
 export function alarmsOf(runs) {
   const items = runs.flatMap((run) => {
     const name = runs.length > 1 ? [h("code", {}, run.name), " "] : [];
-    const crash = run.crash && h("li", { class: "crashed" }, name, h("b", {}, `${run.crash.error ?? "The run failed"}: `),
+    const crash = run.crash && h("li", { class: "crashed" }, name, h("b", {}, `${run.crash.error ?? "The run failed"}${run.crash.note ? ` (${run.crash.note})` : ""}: `),
       h("span", { class: "pre" }, [run.crash.message, ...(run.crash.notes ?? [])].join("\n")), " More in ", h("code", {}, run.crash.folder));
     const alarms = run.alarms.map((alarm) => h("li", {}, name, h("b", {}, alarm.title, ". "), alarm.detail,
       alarm.fix ? [". ", h("i", {}, "Try:"), " ", alarm.fix] : null));
@@ -17,44 +20,85 @@ export function alarmsOf(runs) {
   return items.length ? h("ul", { class: "alarms", "aria-label": "alarms" }, items) : null;
 }
 
+// The first of the metrics that was logged.
+const firstOf = (known, ...names) => names.map((name) => series(known, name)).find((points) => points.length) ?? [];
+
 function tiles(run, known) {
-  const ends = (...names) => {
-    for (const name of names) {
-      const points = series(known, name);
-      if (points.length) return [points[0][1], points.at(-1)[1]];
-    }
-    return null;
-  };
   const tile = (label, value, detail) => h("div", { class: "tile" }, h("span", {}, label), h("b", {}, value), h("small", {}, detail ?? ""));
-  const change = (label, values) => values && tile(label, number(values[1]), `from ${number(values[0])}`);
-  const scores = known.names.filter((name) => /^eval\/[^/]+$/.test(name) && !/-(pass@\d+|truncated_ratio)$/.test(name));
-  const speed = ends("perf/step_time");
+  const change = (label, points) => {
+    if (!points.length) return null;
+    const first = points[0][1], last = points.at(-1)[1];
+    return tile(label, number(last), points.length > 1 ? `from ${number(first)} (${last < first ? "" : "+"}${number(last - first)})` : "");
+  };
+  const middle = (label, points, shown) => points.length > 0 && tile(label, shown(median(points)), "median");
+  const launch = series(known, "perf/launch_time").reduce((sum, [, seconds]) => sum + seconds, 0);
   return h("div", { class: "tiles" },
-    scores.slice(0, 2).map((name) => change(`Evaluation: ${name.slice(5)}`, ends(name))),
-    run.supervised ? change("Loss", ends("train/loss")) : change("Reward", ends("rollout/raw_reward", "rollout/rewards")),
-    change("Train–rollout difference", ends("train/train_rollout_logprob_abs_diff")),
-    speed && tile("Time of the last step", duration(speed[1])),
-    run.elapsed !== null && tile("Duration", duration(run.elapsed), `step ${run.step ?? 0}`));
+    known.names.filter(isScore).slice(0, 3).map((name) => change(`Evaluation: ${name.slice(5)}`, series(known, name))),
+    run.supervised ? change("Loss", series(known, "train/loss")) : change("Reward", firstOf(known, "rollout/raw_reward", "rollout/rewards")),
+    change("Train–rollout difference", series(known, "train/train_rollout_logprob_abs_diff")),
+    middle("Time per step", series(known, "perf/step_time"), duration),
+    middle("Generation", series(known, "perf/tokens_per_gpu_per_sec"), (value) => `${number(value)} tok/s`),
+    run.elapsed !== null && tile("Duration", duration(run.elapsed), `${run.steps.toLocaleString("en")} steps${launch ? `, launch ${duration(launch)}` : ""}`));
 }
 
-// One chart of the catalogue over the runs; null where no run has it.
+// What a run is, in a line.
+function headline(run) {
+  const began = run.started ? new Date(run.started * 1000).toLocaleString("sv").slice(0, 16) : "";
+  const facts = [...run.facts, began].filter(Boolean).join(" · ");
+  return facts ? h("p", { class: "hint" }, facts) : null;
+}
+
+// The runs in a line each.
+function lastNumbers(runs, known) {
+  const last = (points) => (points.length ? number(points.at(-1)[1]) : "");
+  const rows = runs.map((run) => {
+    const mine = known.get(run.id), times = series(mine, "perf/step_time");
+    const scores = mine.names.filter(isScore).map((name) => `${name.slice(5)} ${last(series(mine, name))}`).join(", ");
+    return h("tr", {}, h("th", { scope: "row" }, h("i", { class: `mark b${colorOf(run)}` }), run.name, " ", h("span", { class: `state ${run.state}` }, run.state)),
+      [run.step ?? 0, last(firstOf(mine, "rollout/raw_reward", "rollout/rewards")), scores, times.length ? duration(median(times)) : "", duration(run.elapsed)].map((cell) => h("td", {}, cell)));
+  });
+  const head = ["run", "steps", "last reward", "last evaluation", "time per step", "duration"].map((title) => h("th", { scope: "col" }, title));
+  return h("div", { class: "card scroll" }, h("table", { class: "metrics" }, h("tr", {}, head), rows));
+}
+
+// Every metric of a run, first and last, least and greatest.
+function inNumbers(names, known) {
+  const rows = names.map((name) => {
+    const points = series(known, name), ys = points.map(([, y]) => y);
+    return points.length ? h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, sparkline(points)), [ys[0], ys.at(-1), Math.min(...ys), Math.max(...ys)].map((y) => h("td", {}, number(y)))) : null;
+  });
+  return h("table", { class: "metrics" }, h("tr", {}, ["metric", "", "first", "last", "least", "greatest"].map((title) => h("th", { scope: "col" }, title))), rows);
+}
+
+const lineOf = (known, run, name, more) => ({ name: run.name, color: colorOf(run), points: series(known.get(run.id), name), bad: known.get(run.id).bad[name], ...more });
+
+// The charts of a row of the catalogue; none where no run has it. Several runs have a chart for each of its lines.
 function catalogued(spec, runs, known) {
-  const key = spec.keys.find((name) => runs.some((run) => series(known.get(run.id), name).length));
-  if (!key) return null;
-  const lines = runs.map((run) => ({ name: run.name, color: colorOf(run), points: series(known.get(run.id), key) }));
-  if (runs.length === 1) {
-    lines[0].name = spec.line || spec.title;
-    spec.beside.forEach(([name, text], i) => lines.push({ name: text, color: ((i + 1) % 8) + 1, points: series(known.get(runs[0].id), name) }));
+  const shown = spec.rewarded ? runs.filter((run) => !run.supervised) : runs;
+  const key = spec.keys.find((name) => shown.some((run) => series(known.get(run.id), name).length));
+  if (!key) return [];
+  const chart = { title: spec.title, note: spec.note, unit: spec.unit, key };
+  const isThere = (line) => line.points.length;
+  const vanishes = (lines) => spec.may_vanish && lines.every((line) => line.points.every(([, y]) => Math.abs(y) <= VANISHING));
+  const main = shown.map((run) => lineOf(known, run, key)).filter(isThere);
+  if (vanishes(main)) return [];
+  if (runs.length > 1) {
+    const others = spec.beside.map(([name, text]) => ({ ...chart, title: `${spec.title}: ${text}`, key: name, lines: shown.map((run) => lineOf(known, run, name)).filter(isThere) }));
+    return [{ ...chart, title: others.some(({ lines }) => lines.length) ? `${spec.title}: ${spec.line}` : spec.title, lines: main }, ...others.filter(({ lines }) => lines.length)];
   }
-  const drawn = lines.filter((line) => line.points.length);
-  if (spec.may_vanish && drawn.every((line) => line.points.every(([, y]) => Math.abs(y) <= VANISHING))) return null;
-  return { title: spec.title, note: spec.note, unit: spec.unit, key, lines: drawn };
+  const others = spec.beside.map(([name, text], i) => lineOf(known, runs[0], name, { name: text, color: ((i + 1) % 8) + 1 })).filter(isThere);
+  const band = key === spec.keys[0] && spec.band.length ? spec.band.map((name) => series(known.get(runs[0].id), name)) : undefined;
+  return [{ ...chart, band, lines: [{ ...main[0], name: (others.length && spec.line) || spec.title }, ...others] }];
 }
 
 function plain(name, runs, known) {
-  const lines = runs.map((run) => ({ name: run.name, color: colorOf(run), points: series(known.get(run.id), name) }));
-  const drawn = lines.filter((line) => line.points.length);
+  const drawn = runs.map((run) => lineOf(known, run, name)).filter((line) => line.points.length);
   return drawn.length ? { title: name, note: "", unit: "", key: "", lines: drawn, exact: name.startsWith("eval/") } : null;
+}
+
+function evaluation(name, runs, known) {
+  const chart = plain(name, runs, known);
+  return chart && { ...chart, title: `Evaluation: ${name.slice(5)}`, note: "mean reward on held-out prompts", key: name };
 }
 
 const section = (title, charts, weight) => charts.length
@@ -72,44 +116,48 @@ export async function overview(root) {
   async function draw() {
     const mine = ++turn, runs = chosen(), words = (address().metric ?? "").toLowerCase(), weight = Number(address().smooth);
     const specs = state.catalog.flatMap((part) => part.charts);
-    const listed = specs.flatMap((spec) => [...spec.keys, ...spec.beside.map(([name]) => name)]);
+    const listed = specs.flatMap((spec) => [...spec.keys, ...spec.beside.map(([name]) => name), ...spec.band]);
     const known = new Map();
-    for (const run of runs) known.set(run.id, await metricsOf(run, [...new Set(listed)]));
+    for (const run of runs) known.set(run.id, await metricsOf(run, [...new Set([...listed, ...TOLD])]));
     const all = [...new Set(runs.flatMap((run) => known.get(run.id).names))].sort();
-    const scores = all.filter((name) => /^eval\/[^/]+$/.test(name) && !/-(pass@\d+|truncated_ratio)$/.test(name));
+    const scores = all.filter(isScore);
     const matches = (chart) => !words || `${chart.title} ${chart.key}`.toLowerCase().includes(words);
     const others = all.filter((name) => !specs.some((spec) => spec.keys.includes(name)) && !scores.includes(name));
     const groups = Map.groupBy?.(others, (name) => name.split("/")[0]) ?? new Map([["all", others]]);
     const found = words ? others.filter((name) => name.toLowerCase().includes(words)).slice(0, MOST_FOUND) : [];
-    const wanted = [...scores, ...found, ...[...open].flatMap((group) => groups.get(group) ?? [])];
+    const wanted = [...scores, ...found, ...[...open].flatMap((group) => (group === IN_NUMBERS ? all : groups.get(group) ?? []))];
     for (const run of runs) known.set(run.id, await metricsOf(run, wanted));
     const phases = runs.length === 1 && !words ? await ask("phases", { run: runs[0].id }) : [];
     if (mine !== turn) return;
     const parts = [alarmsOf(runs)];
-    if (runs.length === 1) parts.push(tiles(runs[0], known.get(runs[0].id)));
+    if (runs.length === 1) parts.push(headline(runs[0]), tiles(runs[0], known.get(runs[0].id)));
+    else parts.push(lastNumbers(runs, known));
     for (const { section: title, charts } of state.catalog) {
-      const drawn = charts.map((spec) => catalogued(spec, runs, known)).filter(Boolean);
-      if (title === "Learning") drawn.splice(1, 0, ...scores.map((name) => plain(name, runs, known)).filter(Boolean));
+      const drawn = charts.flatMap((spec) => catalogued(spec, runs, known));
+      if (title === "Learning") drawn.splice(1, 0, ...scores.map((name) => evaluation(name, runs, known)).filter(Boolean));
+      if (title === "Speed" && runs.length > 1) drawn.unshift(...[plain("perf/step_time", runs, known)].filter(Boolean).map((chart) => ({ ...chart, title: "Time per step", unit: "s", key: chart.title })));
       if (title === "Speed" && phases.length) drawn.unshift({ title: "Time per step", note: "seconds per phase", unit: "s", key: "perf/step_time", stacked: true, lines: phases });
       parts.push(section(title, drawn.filter(matches), weight));
     }
     if (words) parts.push(section("Other metrics", found.map((name) => plain(name, runs, known)).filter(Boolean), weight));
-    else parts.push(h("h3", {}, "All other metrics"), [...groups].map(([group, names]) => fold(group, names, runs, known, weight)));
+    else parts.push(h("h3", {}, "All other metrics"), [...groups].map(([group, names]) => fold(group, names, runs, known, weight)), runs.length === 1 && all.length ? table(all, known.get(runs[0].id)) : null);
     if (!all.length) parts.push(none("No step has been logged yet."));
     body.replaceChildren(...parts.flat().filter(Boolean));
   }
 
-  function fold(group, names, runs, known, weight) {
-    const charts = open.has(group) ? names.map((name) => plain(name, runs, known)).filter(Boolean) : [];
+  function folded(group, title, content) {
     const toggled = (event) => {
       const is = event.target.open;
       if (is === open.has(group)) return;
       if (is) open.add(group); else open.delete(group);
       draw();
     };
-    return h("details", { class: "fold", open: open.has(group), ontoggle: toggled }, h("summary", {}, group, " ", chip(names.length)),
-      h("div", { class: "charts" }, charts.map((chart) => figure(chart, weight))));
+    return h("details", { class: "fold", open: open.has(group), ontoggle: toggled }, h("summary", {}, title), open.has(group) ? content() : null);
   }
+
+  const fold = (group, names, runs, known, weight) => folded(group, [group, " ", chip(names.length)], () =>
+    h("div", { class: "charts" }, names.map((name) => plain(name, runs, known)).filter(Boolean).map((chart) => figure(chart, weight))));
+  const table = (names, known) => folded(IN_NUMBERS, ["All metrics in numbers ", chip(names.length)], () => inNumbers(names, known));
 
   await draw();
   return draw;

@@ -19,7 +19,7 @@ export async function samples(root) {
   root.replaceChildren(place);
   let shown = "", redraw = null;
   async function draw() {
-    const at = address(), key = JSON.stringify([at.sample, at.prompt, at.list, current().id]);
+    const at = address(), key = JSON.stringify([at.sample, at.prompt, at.beside, at.list, current().id]);
     if (key === shown) return redraw?.();
     shown = key;
     redraw = null;
@@ -27,7 +27,7 @@ export async function samples(root) {
     place.replaceChildren(part);
     try {
       if (at.sample) return await one(part, at.sample);
-      if (at.prompt) return await through(part, at.prompt);
+      if (at.prompt || at.beside) return await beside(part, at);
       const next = await list(part);
       if (shown === key) redraw = next;
     } catch (error) {
@@ -63,7 +63,8 @@ async function list(root) {
       at.list === "groups" ? "" : labelled("Sorted by", select(state.sorts.map((name) => [name, SORTS[name] ?? name]), at.sort, (value) => change({ sort: value }))),
       at.list === "groups" ? "" : h("button", { type: "button", "aria-label": "turn the order around", onclick: () => change({ descending: address().descending === "1" ? "0" : "1" }) }, at.descending === "1" ? "↓ most first" : "↑ least first"),
       labelled("Status", select([["", "any"], ...STATUSES.map((name) => [name, name])], at.status ?? "", (value) => change({ status: value }))),
-      at.group ? h("button", { type: "button", onclick: () => change({ group: "", dataset: "" }) }, `${at.dataset ? `${at.dataset}, ` : ""}group ${at.group} ✕`) : "");
+      at.group ? h("button", { type: "button", onclick: () => change({ group: "", dataset: "" }) }, `${at.dataset ? `${at.dataset}, ` : ""}group ${at.group} ✕`) : "",
+      at.group ? h("button", { type: "button", onclick: () => go({ beside: "1" }) }, "best beside worst") : "");
     if (typing) search.focus();
   }
 
@@ -81,13 +82,13 @@ async function list(root) {
     if (at.list === "groups") {
       const groups = await ask("groups", queryOf(at));
       if (mine !== turn) return;
-      note.textContent = "Groups whose rewards differ most come first: only these teach.";
+      note.textContent = `Groups whose rewards differ most come first: only these teach. ${told.note ?? ""}`;
       return body.replaceChildren(groupTable(groups));
     }
     const answer = await ask("samples", { ...queryOf(at), limit: PAGE });
     if (mine !== turn) return;
     const indexing = told.texts < told.samples ? `, texts of ${told.texts.toLocaleString("en")} indexed so far` : "";
-    note.textContent = `${told.samples.toLocaleString("en")} samples in the run${indexing}.`;
+    note.textContent = told.note || `${told.samples.toLocaleString("en")} samples in the run${indexing}.`;
     const rows = h("tbody", {}, answer.samples.map(sampleRow));
     const more = h("button", { type: "button", class: "more", hidden: !answer.more, onclick: async () => {
       const next = await ask("samples", { ...queryOf(address()), limit: PAGE, offset: rows.children.length });
@@ -170,16 +171,18 @@ async function one(root, id) {
           h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, typeof value === "string" ? value : JSON.stringify(value))))))));
 }
 
-// -- a prompt through the steps -------------------------------------------------------------------------------------
+// -- two responses beside each other: of a prompt through the steps, or best and worst of a group --------------------
 
-async function through(root, prompt) {
-  const at = address(), answer = await ask("samples", { run: current().id, kind: at.kind, prompt, whole: 1, limit: 200, sort: "step" });
+async function beside(root, at) {
+  const which = at.prompt ? { prompt: at.prompt } : { rollout: at.at, group: at.group, dataset: at.dataset };
+  const answer = await ask("samples", { run: current().id, kind: at.kind, ...which, whole: 1, limit: 200, sort: "step" });
   const all = answer.samples.filter((sample) => sample.record.response !== undefined);
-  const back = h("button", { type: "button", onclick: () => go({ prompt: "" }) }, "← samples");
-  if (!all.length) return root.replaceChildren(h("div", { class: "controls" }, back), none("The prompt is no longer there."));
+  const back = h("button", { type: "button", onclick: () => go({ prompt: "", beside: "" }) }, "← samples");
+  if (!all.length) return root.replaceChildren(h("div", { class: "controls" }, back), none("The samples are no longer there."));
   const best = (rollout) => all.filter((sample) => sample.rollout === rollout).reduce((a, b) => ((b.reward ?? -Infinity) > (a.reward ?? -Infinity) ? b : a));
   const rollouts = [...new Set(all.map((sample) => sample.rollout))];
-  let left = best(rollouts[0]), right = rollouts.length > 1 ? best(rollouts.at(-1)) : all.find((sample) => sample !== left) ?? left;
+  const worst = all.reduceRight((a, b) => ((b.reward ?? Infinity) < (a.reward ?? Infinity) ? b : a));
+  let left = best(rollouts[0]), right = rollouts.length > 1 ? best(rollouts.at(-1)) : worst;
   const body = h("div", { class: "columns" }), options = all.map((sample) => [sample.id, `${stepName(sample.kind, sample.rollout)}, sample ${sample.sample ?? "?"}: ${number(sample.reward)}`]);
   const byId = (id) => all.find((sample) => String(sample.id) === String(id));
   const marked = (part, kind) => part.map(([word, same]) => (same || !word.trim() ? word : h(kind, {}, word)));

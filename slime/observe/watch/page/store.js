@@ -1,6 +1,7 @@
-// What the page knows: the address says what is shown, the server what there is.
+// What the page knows: the address says what is shown; what there is says the server, or the file that the page is.
+import { answering, isFrozen, unpacked } from "/frozen.js";
 
-export const state = { runs: [], catalog: [], sorts: [], version: "" };
+export const state = { runs: [], catalog: [], sorts: [], version: "", shown: "", written: "" };
 const metrics = new Map(); // run → {generation, since, steps, columns, names, asked}
 const DEFAULTS = { view: "overview", smooth: "0.6", sort: "step", descending: "1" };
 
@@ -8,8 +9,16 @@ const LARGEST = 1e300; // so that the difference of two is a number
 
 export class Gone extends Error {}
 
+let inFile = null; // answers from the file, once it is unpacked
+
 export async function ask(question, parameters = {}) {
   const kept = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  if (isFrozen) {
+    inFile ??= unpacked().then(answering);
+    const told = (await inFile)(question, Object.fromEntries(kept));
+    if (told === undefined) throw new Gone("the file does not hold it");
+    return told;
+  }
   const answer = await fetch(`/api/${question}?${new URLSearchParams(kept)}`);
   if (answer.status === 404) throw new Gone(await answer.text());
   if (!answer.ok) throw new Error(`${answer.status}: ${(await answer.text()).trim()}`);
@@ -35,7 +44,7 @@ export async function loadRuns() {
 }
 
 export function chosen() {
-  const ids = (address().runs ?? "").split(",");
+  const ids = (address().runs ?? state.shown).split(",");
   const found = state.runs.filter((run) => ids.includes(run.id));
   return found.length ? found : state.runs.slice(0, 1);
 }
@@ -47,17 +56,17 @@ export const colorOf = (run) => (chosen().indexOf(run) % 8) + 1;
 
 // The metrics of a run, brought up to date: only the steps since the last time come over the wire.
 export async function metricsOf(run, names) {
-  let known = metrics.get(run.id) ?? { generation: -1, since: 0, steps: [], columns: {}, names: [], asked: new Set() };
+  let known = metrics.get(run.id) ?? { generation: -1, since: 0, steps: [], columns: {}, bad: {}, names: [], asked: new Set() };
   const missing = names.filter((name) => !known.asked.has(name));
   if (missing.length && known.since) {
     const answer = await ask("metrics", { run: run.id, names: missing.join(",") });
     merge(known, answer, missing);
-    if (answer.generation !== known.generation) known = { ...known, generation: -1, since: 0, steps: [], columns: {} };
+    if (answer.generation !== known.generation) known = { ...known, generation: -1, since: 0, steps: [], columns: {}, bad: {} };
   }
   missing.forEach((name) => known.asked.add(name));
   const asked = [...known.asked].join(",");
   const news = await ask("metrics", { run: run.id, names: asked, generation: known.generation, since: known.since });
-  if (news.generation !== known.generation) Object.assign(known, { steps: [], columns: {} });
+  if (news.generation !== known.generation) Object.assign(known, { steps: [], columns: {}, bad: {} });
   merge(known, news, [...known.asked]);
   Object.assign(known, { generation: news.generation, since: news.since, names: news.names });
   metrics.set(run.id, known);
@@ -77,6 +86,7 @@ function merge(known, answer, names) {
     if (!values) continue;
     const column = (known.columns[name] ??= []);
     answer.steps.forEach((step, i) => { column[place.get(step)] = values[i]; });
+    if (answer.bad[name]) known.bad[name] = [...new Set([...(known.bad[name] ?? []), ...answer.bad[name]])];
   }
 }
 

@@ -97,7 +97,7 @@ export async function timeline(root) {
     const requests = requestsFigure(time);
     body.replaceChildren(h("h3", {}, `Driver, ${ms(time.length)}`), phasesOf(time), phaseTable(time),
       ...(requests ? [h("h3", {}, "Engines"), h("div", { class: "charts wide" }, requests)] : []),
-      h("h3", {}, `Samples, ${number(time.lanes.length + time.left_out)}`), ...samplesOf(time).filter(Boolean));
+      h("h3", {}, `Samples, ${number(time.lanes.length + time.left_out)}`), ...samplesOf(time).filter(Boolean), ...(answer.note ? [none(answer.note)] : []));
   }
 
   await draw();

@@ -3,7 +3,9 @@ import { h, number } from "/dom.js";
 
 const LEVELS = 8, DEEPEST = -6, FOLDED = 160;
 
-export const COLORINGS = { none: "plain", mask: "trained or not", log_prob: "log-prob", advantage: "reward against its group", version: "weights" };
+export const COLORINGS = { none: "plain", mask: "trained or not", log_prob: "log-prob", advantage: "reward against its group", token_advantage: "advantage of each token", difference: "trainer − engine log-prob", version: "weights" };
+// Colourings of what training knew of each token: of a piece, of the recorded tokens, and from where on a colour is full.
+const TRAINED = { token_advantage: ["advantage", "advantages", 1], difference: ["difference", "log_prob_diffs", 0.5] };
 
 const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
@@ -39,7 +41,8 @@ function pieces(record, byToken) {
     for (const [start, end, version] of record.token_spans ?? []) {
       for (let i = Math.max(0, start); i < Math.min(end, tokens.text.length); i++) versions[i] = version;
     }
-    return tokens.text.map((text, i) => ({ text, trained: Boolean(mask[i]), version: versions[i] ?? null, log_prob: tokens.log_probs?.[i] ?? null, token: i }));
+    return tokens.text.map((text, i) => ({ text, trained: Boolean(mask[i]), version: versions[i] ?? null, log_prob: tokens.log_probs?.[i] ?? null,
+      advantage: tokens.advantages?.[i] ?? null, difference: tokens.log_prob_diffs?.[i] ?? null, token: i }));
   }
   if (record.segments?.length) return record.segments.map((piece) => ({ ...piece, log_prob: null }));
   const trained = record.trained_tokens !== 0 || !record.loss_mask;
@@ -50,14 +53,24 @@ function classOf(piece, coloring, above, versions) {
   if (coloring === "mask") return piece.trained ? "trained" : "untrained";
   if (coloring === "log_prob") return piece.log_prob === null ? "unknown" : `lp lp${levelOf(piece.log_prob)}`;
   if (coloring === "advantage") return !piece.trained || !above ? "untrained" : above > 0 ? "up" : "down";
+  if (TRAINED[coloring]) return toneOf(piece[TRAINED[coloring][0]] ?? null, piece.trained, TRAINED[coloring][2]);
   if (coloring === "version") return `version v${versions.indexOf(piece.version) % 4}`;
   return "";
+}
+
+// Up or down, in four steps of strength.
+function toneOf(value, trained, full) {
+  if (value === null || !trained) return value === null ? "unknown" : "untrained";
+  const step = Math.min(4, Math.ceil((4 * Math.abs(value)) / full - 1e-3));
+  return step > 0 ? `${value > 0 ? "up" : "down"} tone${step}` : "";
 }
 
 function titleOf(piece) {
   const parts = [piece.trained ? "trained on" : "not trained on (loss mask 0)"];
   if (piece.token !== undefined) parts.unshift(`token ${piece.token}`);
   if (piece.log_prob !== null) parts.push(`log-prob ${number(piece.log_prob)}`);
+  if (typeof piece.advantage === "number") parts.push(`advantage ${number(piece.advantage)}`);
+  if (typeof piece.difference === "number") parts.push(`trainer − engine ${number(piece.difference)}`);
   if (piece.version !== null && piece.version !== undefined) parts.push(`weights ${piece.version}`);
   return parts.join(", ");
 }
@@ -84,8 +97,12 @@ export function response(sample, coloring) {
 export const hasTokens = (record) => Array.isArray(record.tokens?.text);
 
 export function legend(coloring, record) {
-  if (coloring === "log_prob" && !hasTokens(record)) return h("p", { class: "hint" }, "The tokens of this sample were not recorded: of a rollout the first ones are, see docs/run-folder.md.");
+  if (coloring === "log_prob" && !hasTokens(record)) return h("p", { class: "hint" }, "The tokens of this sample are not here: of a rollout the first ones are recorded, see docs/run-folder.md.");
+  if (TRAINED[coloring] && !Array.isArray(record.tokens?.[TRAINED[coloring][1]])) return h("p", { class: "hint" }, "Not known of this sample: only of recorded tokens that were trained on, and a difference only where the engine gave log-probs; see docs/run-folder.md.");
+  const tones = (up, down) => [["up tone4", up], ["up tone2", " "], ["down tone2", " "], ["down tone4", down], ["untrained", "not trained on"]];
   const entries = {
+    token_advantage: tones(`${TRAINED.token_advantage[2]} and more: made likelier`, `−${TRAINED.token_advantage[2]} and less: made less likely`),
+    difference: tones(`the trainer holds it likelier, by ${TRAINED.difference[2]} and more`, "the engine does"),
     mask: [["trained", "trained on"], ["untrained", "not trained on"]],
     log_prob: [...Array(LEVELS).keys()].map((i) => [`lp lp${i}`, i === 0 ? "certain" : i === LEVELS - 1 ? `${DEEPEST} and below` : " "]),
     advantage: [["up", "above its group: made likelier"], ["down", "below: made less likely"], ["untrained", "neither"]],

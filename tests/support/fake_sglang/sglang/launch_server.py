@@ -9,39 +9,18 @@ Environment:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
+import logging
 import os
 import sys
-from typing import Any
 
-from slime.config.engine_flags import stored_sglang_args
-
-
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    """As SGLang's parser: the same names, types and choices; unknown flags end the process with status 2."""
-    parser = argparse.ArgumentParser(prog="launch_server.py")
-    kinds = {"int": int, "float": float, "str": str, "json": json.loads}
-    _, arguments = stored_sglang_args()
-    for arg in arguments:
-        options = ["--" + name.replace("_", "-") for name in (arg.name, *arg.aliases)]
-        more: dict[str, Any] = {"dest": arg.name, "default": arg.default}
-        if arg.kind == "bool":
-            more["action"] = argparse.BooleanOptionalAction if arg.negatable else "store_true"
-        else:
-            more["type"] = kinds[arg.kind]
-            more |= {"choices": arg.choices} if arg.choices else {}
-            more |= {"nargs": "+"} if arg.many else {"nargs": "?"} if arg.value_optional else {}
-        parser.add_argument(*options, **more)
-    args = parser.parse_args(argv)
-    if not args.model_path:
-        parser.error("the following arguments are required: --model-path")
-    return args
+from sglang.srt.server_args import prepare_server_args
 
 
 def main(argv: list[str]) -> int:
-    args = parse_args(argv)
+    args = prepare_server_args(argv)
+    logging.basicConfig(level=logging.INFO)
+    logging.info(f"server_args={args!r}")  # as SGLang does
     crash = os.environ.get("FAKE_SGLANG_CRASH")
     if crash:
         print(crash, file=sys.stderr)
@@ -64,7 +43,7 @@ def main(argv: list[str]) -> int:
         random_seed=args.random_seed or 0,
         record_experts=args.enable_return_routed_experts,
     )
-    return asyncio.run(serve(listener, options, os.getppid()))
+    return asyncio.run(serve(listener, options, os.getppid(), args.api_key or ""))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reads a run folder for the report. Whatever is missing or half-written is left out, never an error."""
+"""Reads a run folder for pages and commands. Whatever is missing or half-written is left out, never an error."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from slime.errors import UserError
 from slime.files import read_lines, read_object
 from slime.observe.run_folder import RunFolder
 
+#: (step, value) of a metric; None where it was not a finite number.
+Point = tuple[float, float | None]
 #: Keys of a metrics row that are no metrics.
 ROW_KEYS = ("step", "time", "stage", "nonfinite")
 
@@ -35,7 +37,7 @@ class Stage:
     rollouts: dict[str, Path] = field(default_factory=dict)
     evaluations: dict[str, Path] = field(default_factory=dict)
 
-    def series(self, key: str) -> list[tuple[float, float | None]]:
+    def series(self, key: str) -> list[Point]:
         """(step, value) of one metric; None where it was not a finite number."""
         return [(row["step"], row[key]) for row in self.rows if key in row]
 
@@ -46,7 +48,7 @@ class Stage:
 
 @dataclass
 class RunData:
-    """Everything the report shows."""
+    """A run folder: its stages by their start, and its crashes, the newest last."""
 
     path: Path
     stages: list[Stage]

@@ -1,12 +1,15 @@
-"""Which charts a stage gets: one row per chart here, shown only where the metrics exist."""
+"""Which charts a run gets: one row per chart here, drawn by the page where the metrics exist; and what makes a curve
+fit to be sent: points that are few, phases that add up."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from slime.observe.console import eval_scores, phase_seconds
-from slime.observe.report.charts import Chart, Point, Series
-from slime.observe.report.data import Stage, is_supervised
+from slime.observe.console import phase_seconds
+from slime.observe.run_data import Point, Stage
 
 #: Colour number of each phase of a step, the same on every page.
 PHASE_COLORS = {
@@ -22,8 +25,8 @@ PHASE_COLORS = {
     "train_wait": 1,
 }
 OTHER_COLOR = 9
-#: What rounding leaves of a sum that is 0.
-_VANISHING = 1e-6
+#: Points of a curve, and steps of which the phases are shown.
+MOST_POINTS, _MOST_STEPS = 600, 300
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class ChartSpec:
         may_vanish: 0 by construction in many runs (one update per rollout, lock step), and left out of those.
         line: what the legend calls the metric, where there are others beside it.
         beside: further metrics in the same chart, and what the legend calls them.
+        band: the metrics of the shade behind the line, lower and upper edge.
+        rewarded: left out of supervised fine-tuning, whose samples have no rewards worth showing.
     """
 
     title: str
@@ -43,15 +48,23 @@ class ChartSpec:
     may_vanish: bool = False
     line: str = ""
     beside: tuple[tuple[str, str], ...] = ()
+    band: tuple[str, ...] = ()
+    rewarded: bool = False
 
 
 LEARNING = (
-    ChartSpec("Reward", ("rollout/raw_reward", "rollout/rewards"), "mean over the samples of the step"),
+    ChartSpec(
+        "Reward",
+        ("rollout/raw_reward", "rollout/rewards"),
+        "mean over the samples of the step",
+        rewarded=True,
+    ),
     ChartSpec(
         "Response length",
         ("rollout/response_len/mean", "rollout/response_lengths"),
         "mean; shade: shortest to longest",
         "tokens",
+        band=("rollout/response_len/min", "rollout/response_len/max"),
     ),
     ChartSpec("Truncated responses", ("rollout/truncated_ratio", "rollout/truncated"), "share cut at the length limit"),
     ChartSpec(
@@ -114,66 +127,48 @@ SPEED = (
 )
 
 
-def _line_chart(stage: Stage, spec: ChartSpec, color: int) -> Chart | None:
-    key = next((key for key in spec.keys if stage.series(key)), None)
-    if key is None:
-        return None
-    if spec.may_vanish and all(abs(y or 0.0) <= _VANISHING for _, y in stage.series(key)):
-        return None
-    others = [(name, stage.series(other)) for other, name in spec.beside if stage.series(other)]
-    lines = [Series(spec.line if others else spec.title, stage.series(key), color)]
-    lines += [Series(name, points, (color + i) % 8 + 1) for i, (name, points) in enumerate(others)]
-    chart = Chart(spec.title, lines, spec.note, spec.unit, key=key)
-    if key == "rollout/response_len/mean":
-        low, high = stage.series("rollout/response_len/min"), stage.series("rollout/response_len/max")
-        if len(low) == len(high) == len(chart.series[0].points):
-            chart.band = (low, high)
-    return chart
+def thin(points: Sequence[Point], limit: int = MOST_POINTS) -> list[Point]:
+    """At most about `limit` points; of each stretch the least and the greatest stay, so that spikes survive."""
+    if len(points) <= limit:
+        return list(points)
+    size = math.ceil(2 * len(points) / limit)
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        finite = [p for p in part if p[1] is not None]
+        if not finite:
+            kept.append(part[0])
+            continue
+        low, high = min(finite, key=lambda p: p[1] or 0.0), max(finite, key=lambda p: p[1] or 0.0)
+        kept += [low] if low is high else sorted((low, high), key=lambda p: p[0])
+    if kept[-1] != points[-1]:
+        kept.append(points[-1])
+    return kept
 
 
-def evaluation_chart(stage: Stage) -> Chart | None:
-    """Mean reward of every evaluation data set."""
-    names = list(dict.fromkeys(name for row in stage.rows for name in eval_scores(row)))
-    series = [Series(name, stage.series(f"eval/{name}"), i % 8 + 1) for i, name in enumerate(names)]
-    if not series:
-        return None
-    return Chart("Evaluation", series, "mean reward on held-out prompts", key="eval/" + names[0], exact=True)
-
-
-def step_time_chart(stage: Stage) -> Chart | None:
-    """Seconds per phase, stacked to the whole step; launch and evaluations are no part of any."""
+def phases(stage: Stage) -> list[dict[str, Any]]:
+    """Seconds per phase and step, which add up to the step; launch and evaluations are no part of any:
+    ``{"name", "color", "points": [[step, seconds]]}``, the longest first, what no phase accounts for last."""
     rows = [row for row in stage.rows if row.get("perf/step_time") is not None]
-    rows = rows[:: max(1, len(rows) // 300)]
+    rows = rows[:: max(1, len(rows) // _MOST_STEPS)]
     splits = [phase_seconds({k: v for k, v in row.items() if v is not None}) for row in rows]
     totals: dict[str, float] = {}
     for split in splits:
         for name, seconds in split.items():
             totals[name] = totals.get(name, 0.0) + seconds
     if not totals:
-        return None
+        return []
     shown = sorted(totals, key=lambda name: -totals[name])[:7]
-    series = []
+    layers: list[dict[str, Any]] = []
     free = [c for c in range(1, 9) if c not in {PHASE_COLORS.get(name) for name in shown}]
     for name in shown:
         color = PHASE_COLORS.get(name) or (free.pop(0) if free else OTHER_COLOR)
-        points: list[Point] = [(row["step"], split.get(name, 0.0)) for row, split in zip(rows, splits)]
-        series.append(Series(name, points, color))
-    rest: list[Point] = [
+        points = [(row["step"], split.get(name, 0.0)) for row, split in zip(rows, splits)]
+        layers.append({"name": name, "color": color, "points": points})
+    rest = [
         (row["step"], max(0.0, row["perf/step_time"] - sum(split.get(name, 0.0) for name in shown)))
         for row, split in zip(rows, splits)
     ]
-    if sum(y or 0.0 for _, y in rest) > 0.005 * sum(totals.values()):
-        series.append(Series("other", rest, OTHER_COLOR))
-    return Chart("Time per step", series, "seconds per phase", "s", stacked=True, key="perf/step_time")
-
-
-def charts_of(stage: Stage) -> dict[str, list[Chart]]:
-    """Section title → its charts."""
-    shown = LEARNING[1:] if is_supervised(stage) else LEARNING
-    learning = [_line_chart(stage, spec, 1) for spec in shown]
-    learning.insert(1, evaluation_chart(stage))
-    policy = [_line_chart(stage, spec, 2) for spec in POLICY]
-    speed = [step_time_chart(stage), *(_line_chart(stage, spec, 5) for spec in SPEED)]
-    sections = {"Learning": learning, "Policy": policy, "Speed": speed}
-    present = {name: [c for c in charts if c is not None and c.finite] for name, charts in sections.items()}
-    return {name: charts for name, charts in present.items() if charts}
+    if sum(seconds for _, seconds in rest) > 0.005 * sum(totals.values()):
+        layers.append({"name": "other", "color": OTHER_COLOR, "points": rest})
+    return layers

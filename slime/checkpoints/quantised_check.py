@@ -1,0 +1,92 @@
+"""Is a quantised Hugging Face directory whole: every shard, index entry and layer, and each Linear either quantised or
+ignored, as its config.json says?"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from slime.checkpoints.hf_files import HfReader
+from slime.checkpoints.safetensors_stream import Table, read_table
+from slime.engines.wire.buckets import SCALE_NAMES
+from slime.errors import UserError
+from slime.models import ModelFamily, ModelSpec
+from slime.models.ignore_list import Matrix, examine, matrices, stored_tensors
+from slime.models.quantised import Quantisation
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def verify_quantised(directory: Path, family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> str:
+    """Compare a directory with what its model, stored so, must have. Reads headers only.
+
+    Returns:
+        What was counted.
+    Raises:
+        UserError: shards missing or damaged, or by name: tensors that are missing, unknown or of another shape; a
+            Linear layer that is neither ignored nor quantised, or both; a rule that makes an engine go wrong.
+    """
+    reader = HfReader(directory, names_only=True)
+    found = examine(matrices(family, spec), quantisation)
+    present = {name: facts for table in tables_of(reader).values() for name, facts in table.items()}
+    wrong = found.problems()
+    wrong += _half_quantised(found.quantised, found.ignored, present, quantisation)
+    expected = stored_tensors(family, spec, quantisation)
+    known = {name for name in present if family.is_ignored(name, spec)}
+    wrong += _told("missing", sorted(expected.keys() - present.keys()))
+    wrong += _told("unknown", sorted(present.keys() - expected.keys() - known))
+    wrong += _told("of another dtype or shape", list(_misshapen(expected, present, spec)))
+    if wrong:
+        raise UserError(
+            f"{directory} is not a complete {family.name} model in {quantisation}",
+            why="\n  ".join(wrong),
+            fix="quantise it again (slime convert), or correct quantization_config in its config.json",
+        )
+    return counted(reader, spec)
+
+
+def tables_of(reader: HfReader) -> dict[str, Table]:
+    """Weight file → what is in it."""
+    files = sorted({reader.file_of(name) for name in reader.names()})
+    return {file: read_table(reader.directory / file) for file in files}
+
+
+def counted(reader: HfReader, spec: ModelSpec) -> str:
+    """How many files and tensors there are, and how many tensors layers have; for people to compare."""
+    per_layer = Counter(int(found.group(1)) for name in reader.names() if (found := _LAYER.search(name)))
+    counts = [per_layer[layer] for layer in range(spec.num_layers)]
+    text = f"{reader.num_files} file(s), {len(reader.names())} tensors, {len(counts)} layers of {min(counts)}"
+    text += f" to {max(counts)}" * (max(counts) > min(counts))
+    first = next((layer for layer in range(spec.num_layers) if spec.is_moe_layer(layer)), None)
+    return text if first is None else f"{text}; layer {first}, the first with experts, has {counts[first]}"
+
+
+def _half_quantised(
+    quantised: tuple[Matrix, ...], ignored: tuple[Matrix, ...], present: Table, quantisation: Quantisation
+) -> Iterator[str]:
+    marks = [part for part in quantisation.scheme.parts((1, 1), "") if part != "weight"]
+    plain = [one.module for one in quantised if one.weight in present and f"{one.module}.{marks[0]}" not in present]
+    both = [one.module for one in ignored if any(f"{one.module}.{mark}" in present for mark in marks)]
+    yield from _told("Linear layers neither ignored nor quantised", plain)
+    yield from _told("Linear layers quantised although a rule ignores them", both)
+
+
+def _misshapen(expected: Mapping[str, tuple[str, tuple[int, ...]]], present: Table, spec: ModelSpec) -> Iterator[str]:
+    for name, (dtype, shape) in expected.items():
+        if name not in present:
+            continue
+        there, found = present[name]
+        rows_of_vocabulary = shape and shape[0] == spec.vocab_size and found[1:] == shape[1:]  # are padded and cut
+        one_number = found == () and shape == (1,)
+        is_scale = name.endswith(SCALE_NAMES) and "float" in there  # in bfloat16 in some published models
+        if (dtype and there != dtype and not is_scale) or (
+            found != shape and not rows_of_vocabulary and not one_number
+        ):
+            yield f"{name} is {there} {list(found)} and would be {dtype or 'floating point'} {list(shape)}"
+
+
+def _told(kind: str, names: list[str]) -> list[str]:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return [f"{len(names)} {kind}: {', '.join(names[:4])}{more}"] if names else []

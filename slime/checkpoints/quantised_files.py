@@ -1,0 +1,338 @@
+"""Hugging Face directories of plain and of quantised weights, one made from the other, shard by shard.
+
+    quantise_directory(plain, target, quantisation)     bfloat16 ─► INT4 or FP8
+    dequantise_directory(quantised, target, dtype)      FP8 or INT4 ─► bfloat16
+
+Each shard of the source becomes one of the target under the same name, and is on the disk when the next one begins: a
+conversion that was killed goes on with the first shard that is not there. Memory holds one weight and what is made of
+it. The target appears under its name when all of it was verified (`slime.checkpoints.quantised_check`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slime.checkpoints.directory import partial_dir, publish
+from slime.checkpoints.hf_files import INDEX, SINGLE, HfReader, check_export, copy_assets
+from slime.checkpoints.quantised_check import counted, tables_of, verify_quantised
+from slime.checkpoints.safetensors_stream import Table, read_table, write_stream
+from slime.engines.wire.buckets import dtype_name, dtype_of
+from slime.engines.wire.quantised import config_of, dequantise, quantise
+from slime.errors import UserError
+from slime.files import write_atomically
+from slime.log import get_logger
+from slime.models import family_of, read_hf_config
+from slime.models.ignore_list import Findings, Matrix, examine, matrices
+from slime.models.quantised import Quantisation
+
+logger = get_logger(__name__)
+
+_PLAN = "plan.json"
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion did.
+
+    Attributes:
+        directory: where the model is.
+        files, kept: weight files, and those of them that an earlier attempt had finished.
+        tensors: in all files.
+        nbytes: of the files.
+        quantised: weights of Linear layers that were converted.
+        counts: what was counted of the layers.
+    """
+
+    directory: Path
+    files: int
+    kept: int
+    tensors: int
+    nbytes: int
+    quantised: int
+    counts: str
+
+    def __str__(self) -> str:
+        kept = f", {self.kept} of them from an earlier attempt" if self.kept else ""
+        return (
+            f"wrote {self.directory}: {self.quantised} weights converted, {self.tensors} tensors,"
+            f" {self.nbytes / 1e9:.2f} GB in {self.files} file(s){kept}\nverified: {self.counts}"
+        )
+
+
+def examine_directory(source: Path, quantisation: Quantisation, model_name: str | None = None) -> Findings:
+    """What a list of rules means for the weights of a plain directory, after its shards and names were verified."""
+    _, weights = plain_weights(source, model_name)
+    return examine(weights, quantisation)
+
+
+def plain_weights(source: Path, model_name: str | None = None) -> tuple[dict[str, Table], list[Matrix]]:
+    """Tables of the files of a directory, and its two-dimensional weights.
+
+    Raises:
+        UserError: the directory is not a complete model of plain weights.
+    """
+    _refuse_quantised(source)
+    family = family_of(source, model_name)
+    spec = family.describe(source)
+    reader = HfReader(source, names_only=True)
+    surplus = set(reader.verify(family, spec))
+    tables = tables_of(reader)
+    extra = [(name, shape) for table in tables.values() for name, (_, shape) in table.items() if name in surplus]
+    return tables, matrices(family, spec, extra)
+
+
+def quantise_directory(
+    source: Path, target: Path, quantisation: Quantisation, model_name: str | None = None
+) -> Converted:
+    """Write ``source`` with the weights of its Linear layers quantised, but those that a rule ignores.
+
+    Raises:
+        UserError: the source is not whole, its weights are not plain, the rules do not fit the model, nothing would be
+            quantised, ``target`` holds something else.
+    """
+    tables, weights = plain_weights(source, model_name)
+    found = examine(weights, quantisation)
+    problems = found.problems()
+    if problems:
+        raise UserError(
+            f"{source} cannot be quantised with these rules",
+            why="\n  ".join(problems),
+            fix=f"correct --ignore: {_RULES}",
+        )
+    if not found.quantised:
+        raise UserError(f"nothing of {source} would be quantised", why="--ignore names every Linear layer")
+    for rule in found.idle:
+        logger.warning("the rule %r of --ignore names nothing in %s", rule, source)
+    if quantisation.method == "fp8":  # engines look for these names in different ways; whole names mean the same in all
+        modules = tuple(
+            weight.module for weight in weights if weight.module not in {one.module for one in found.quantised}
+        )
+        quantisation = Quantisation(quantisation.method, quantisation.scheme, modules)
+    chosen = {weight.weight: weight for weight in found.quantised}
+
+    def convert(name: str, dtype: str, shape: tuple[int, ...]) -> _Work:
+        if name not in chosen:
+            return _Work((name,), {name: (dtype, shape)})
+        module = chosen[name].module
+        parts = quantisation.scheme.parts(chosen[name].shape, dtype)
+        return _Work((name,), {f"{module}.{part}": facts for part, facts in parts.items()}, module)
+
+    def compute(work: _Work, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return quantise(work.module, stored[work.sources[0]], quantisation.scheme)
+
+    plan = {file: [convert(name, *table[name]) for name in sorted(table)] for file, table in tables.items()}
+    job = _Job(
+        source,
+        _files_of(tables),
+        target,
+        plan,
+        compute,
+        {"quantised": str(quantisation), "ignore": quantisation.ignore},
+    )
+    return job.run({"quantization_config": config_of(quantisation)}, None, model_name)
+
+
+def dequantise_directory(
+    source: Path, target: Path, dtype: torch.dtype = torch.bfloat16, model_name: str | None = None
+) -> Converted:
+    """Write a quantised model with plain weights of ``dtype``.
+
+    Raises:
+        UserError: the source is not whole, or not quantised by a method that is known here.
+    """
+    config = read_hf_config(source)
+    quantisation = Quantisation.read(config)
+    if quantisation is None:
+        raise UserError(f"{source} has plain weights already", why="config.json has no quantization_config")
+    family = family_of(config, model_name)
+    spec = family.describe(config)
+    verify_quantised(source, family, spec, quantisation)
+    tables = tables_of(HfReader(source, names_only=True))
+    present = {name: facts for table in tables.values() for name, facts in table.items()}
+    shapes = dict(family.hf_tensors(spec))
+    plan = {file: list(_plain_work(table, present, shapes, quantisation, dtype)) for file, table in tables.items()}
+
+    def compute(work: _Work, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return {f"{work.module}.weight": dequantise(work.module, stored, quantisation.scheme, dtype)}
+
+    job = _Job(source, _files_of(tables), target, plan, compute, {"dequantised": dtype_name(dtype)})
+    return job.run({"quantization_config": None}, dtype_name(dtype), model_name)
+
+
+#: How a list of rules is written, for messages.
+_RULES = (
+    r"names of modules, or expressions such as 're:.*mlp\.gate\..*'; without --ignore the recommended list is taken"
+)
+
+
+def _plain_work(
+    table: Table, present: Table, shapes: Mapping[str, tuple[int, ...]], quantisation: Quantisation, dtype: torch.dtype
+) -> Iterator[_Work]:
+    scheme = quantisation.scheme
+    names = list(scheme.parts((1, 1), ""))
+    for name in sorted(table):
+        module = quantisation.module(name)
+        parts = tuple(f"{module}.{part}" for part in names)
+        if module is None or not all(part in present for part in parts):
+            yield _Work((name,), {name: table[name]})
+        elif name == parts[0]:  # where the numbers are; the other parts may lie in another file
+            weight = f"{module}.weight"
+            shape = shapes.get(weight) or _shape_of(table[name])
+            yield _Work(parts, {weight: (dtype_name(dtype), shape)}, module)
+
+
+def _shape_of(facts: tuple[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Of a weight of a layer that the tables do not know, by that of its numbers."""
+    dtype, shape = facts
+    return (shape[0], shape[1] * 8) if dtype == "int32" else shape
+
+
+def _refuse_quantised(source: Path) -> None:
+    if read_hf_config(source).get("quantization_config"):
+        raise UserError(
+            f"{source} is quantised already",
+            why="config.json has a quantization_config",
+            fix="slime convert quantised-to-hf makes plain weights of it",
+        )
+
+
+def _files_of(tables: Mapping[str, Table]) -> dict[str, str]:
+    return {name: file for file, table in tables.items() for name in table}
+
+
+# -- one conversion --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A tensor that is copied, or a module (``module`` is not "") whose weight is converted.
+
+    Attributes:
+        sources: names that are read.
+        results: names, dtypes and shapes that are written.
+    """
+
+    sources: tuple[str, ...]
+    results: Table
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """
+    Attributes:
+        file_of: name in the source → its file.
+        plan: weight file → what is written to it, in order.
+        compute: what becomes of a module's stored tensors.
+        settings: by which an earlier attempt is known to be the same conversion.
+    """
+
+    source: Path
+    file_of: Mapping[str, str]
+    target: Path
+    plan: Mapping[str, list[_Work]]
+    compute: Callable[[_Work, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+    settings: Mapping[str, Any]
+
+    def run(self, config: Mapping[str, Any], dtype: str | None, model_name: str | None) -> Converted:
+        """
+        Args:
+            config: what changes in config.json; None takes a key out.
+            dtype: what config.json says of the weights from now on; None leaves it.
+        """
+        check_export(self.target, {"--hf_model_path": self.source})
+        partial, kept = self._begin()
+        where = {name: file for file, works in self.plan.items() for work in works for name in work.results}
+        for number, (file, works) in enumerate(self.plan.items(), start=1):
+            if file not in kept and works:
+                logger.info("file %d of %d: %s", number, len(self.plan), file)
+                write_stream(partial / file, _table(works), self._tensors(works))
+        files = [file for file, works in self.plan.items() if works]
+        if files != [SINGLE]:
+            index = {"metadata": {"total_size": _size(self.plan)}, "weight_map": dict(sorted(where.items()))}
+            write_atomically(partial / INDEX, (json.dumps(index, indent=2) + "\n").encode(), durable=True)
+        copy_assets(self.source, partial, dtype)
+        _change_config(partial / "config.json", config)
+        counts = self._verify(partial, model_name)
+        (partial / _PLAN).unlink()
+        publish(partial, self.target)
+        nbytes = sum((self.target / file).stat().st_size for file in files)
+        converted = sum(bool(work.module) for works in self.plan.values() for work in works)
+        return Converted(self.target, len(files), len(kept), len(where), nbytes, converted, counts)
+
+    def _begin(self) -> tuple[Path, set[str]]:
+        """The directory to write into, and what an earlier attempt at the same has left whole there."""
+        stats = {file: (self.source / file).stat() for file in self.plan}
+        sizes = {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
+        words = {"source": str(self.source.resolve()), "files": sizes, **self.settings}
+        plan = (json.dumps(words, indent=1, default=list) + "\n").encode()
+        partial = self.target.with_name(f".{self.target.name}.partial")
+        if not (partial / _PLAN).is_file() or (partial / _PLAN).read_bytes() != plan:
+            partial_dir(self.target)
+            write_atomically(partial / _PLAN, plan, durable=True)
+        for unfinished in partial.glob(".*.tmp"):
+            unfinished.unlink()
+        return partial, {
+            file for file, works in self.plan.items() if works and _is_whole(partial / file, _table(works))
+        }
+
+    def _tensors(self, works: Iterable[_Work]) -> Iterator[tuple[str, torch.Tensor]]:
+        with ExitStack() as stack:
+            opened: dict[str, Any] = {}
+
+            def read(name: str) -> torch.Tensor:
+                file = self.file_of[name]
+                if file not in opened:
+                    opened[file] = stack.enter_context(safe_open(self.source / file, framework="pt"))
+                tensor: torch.Tensor = opened[file].get_tensor(name)
+                return tensor
+
+            for work in works:
+                stored = {name: read(name) for name in work.sources}
+                yield from (self.compute(work, stored) if work.module else stored).items()
+
+    def _verify(self, partial: Path, model_name: str | None) -> str:
+        """Once more from the disk: files, index and headers as planned, and complete as a model of the family."""
+        for file, works in self.plan.items():
+            if works and not _is_whole(partial / file, _table(works)):
+                raise UserError(f"{partial / file} is not as it was written", fix="start the conversion again")
+        config = read_hf_config(partial)
+        family = family_of(config, model_name)
+        spec = family.describe(config)
+        quantisation = Quantisation.read(config)
+        if quantisation is not None:
+            return verify_quantised(partial, family, spec, quantisation)
+        reader = HfReader(partial, names_only=True)
+        reader.verify(family, spec)
+        return counted(reader, spec)
+
+
+def _table(works: Iterable[_Work]) -> Table:
+    return {name: facts for work in works for name, facts in work.results.items()}
+
+
+def _is_whole(path: Path, table: Table) -> bool:
+    try:
+        return path.is_file() and read_table(path) == table
+    except (SafetensorError, OSError):
+        return False
+
+
+def _size(plan: Mapping[str, list[_Work]]) -> int:
+    tables = [_table(works) for works in plan.values()]
+    return sum(math.prod(shape) * dtype_of(dtype).itemsize for table in tables for dtype, shape in table.values())
+
+
+def _change_config(path: Path, changes: Mapping[str, Any]) -> None:
+    config = {**json.loads(path.read_text()), **changes}
+    kept = {key: value for key, value in config.items() if value is not None or key not in changes}
+    write_atomically(path, (json.dumps(kept, indent=2) + "\n").encode())

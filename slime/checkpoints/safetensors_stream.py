@@ -1,0 +1,68 @@
+"""A safetensors file, written tensor by tensor: what comes is known before, so that none waits in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from slime.engines.wire.buckets import dtype_name, dtype_of
+from slime.files import replacing
+
+Table = dict[str, tuple[str, tuple[int, ...]]]
+"""Name → (dtype as torch calls it, shape)."""
+
+#: Of the format; torch's names are `slime.engines.wire.buckets.dtype_name`'s.
+_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+_CODES = {name: code for code, name in _NAMES.items()}
+
+
+def read_table(path: Path) -> Table:
+    """What is in a file, by its header; nothing else is read.
+
+    Raises:
+        SafetensorError, OSError: the file is damaged or cut short.
+    """
+    with safe_open(path, framework="pt") as content:
+        pieces = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  not a dict
+        return {name: (_NAMES[piece.get_dtype()], tuple(piece.get_shape())) for name, piece in pieces.items()}
+
+
+def write_stream(
+    path: Path, table: Mapping[str, tuple[str, tuple[int, ...]]], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Write a file, whole or not at all; on the disk when this returns.
+
+    Args:
+        table: all that will come.
+        tensors: the same in any order; each is written as it comes, and may be given up then.
+    """
+    # as the library lays them out: large types first, so that every tensor is aligned
+    order = sorted(table, key=lambda name: (-dtype_of(table[name][0]).itemsize, name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = dict[str, int](), 0
+    for name in order:
+        dtype, shape = table[name]
+        offsets[name], end = end, end + math.prod(shape) * dtype_of(dtype).itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offsets[name], end]}
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    left = set(order)
+    with replacing(path, durable=True) as unfinished, unfinished.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        start = file.tell()
+        file.truncate(start + end)
+        for name, tensor in tensors:
+            left.remove(name)
+            assert (dtype_name(tensor.dtype), tuple(tensor.shape)) == table[name], name
+            file.seek(start + offsets[name])
+            file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        assert not left, left

@@ -1,0 +1,225 @@
+"""`slime align`: where trainer and engine part, when their log-probs of the same tokens differ, and why, ranked.
+
+slime align --config my.yaml --lr 1e-6             a fresh round with the flags of `slime train`
+slime align train-async --config my.yaml           those of `slime train-async`
+slime align outputs/sums                           what this run has dumped (--dump-details, --save-debug-train-data)
+slime align dumps/train_data/0.pt dumps/rollout_data/0.pt --hf-checkpoint models/mine --rollout-temperature 0.7
+
+  --json             for programs
+  --model DIR        the weights that scored the tokens: a Hugging Face directory, a run folder, a --save directory;
+                     default: those that the run begins with
+  --also DIR         other weights that the engine may have had
+  --engine URL       an engine that still runs: its weights are compared, and it is asked again
+  --of-rollout N     of a run folder, default 0
+  --max-tokens N     look at samples of so many tokens, those that differ most; default 4096 on a GPU, 1024 without
+  --all              measure all causes, also where the sides are alike
+
+The model is computed in this process besides, in float32, on a GPU where there is one. Ends with 0 when nothing parts
+them, with 1 when something does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from slime.checkpoints.directory import is_saved, iteration_dir
+from slime.checkpoints.load_plan import resolve_load
+from slime.checkpoints.run_models import has_weights, is_run_folder
+from slime.cli.doctor import ENTRIES, answer_alone
+from slime.cli.model_source import model_directory
+from slime.config import Config, parse_args
+from slime.config.make import judge_args
+from slime.errors import UserError
+from slime.files import json_safe
+from slime.observe.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from slime.diagnosis.align.evidence import Scored
+    from slime.diagnosis.record import Finding
+
+_VALUES = ("--model", "--also", "--engine", "--of-rollout", "--max-tokens")
+_SWITCHES = ("--json", "--all")
+#: None of them is a flag of `slime train`.
+OPTIONS = (*_VALUES, *_SWITCHES)
+
+
+@dataclass
+class _Asked:
+    """The command line, apart: own options, what to read, flags of the run."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    sources: list[Path] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+    entry: str = ""
+
+
+def main(argv: list[str]) -> int:
+    """Print where the sides part; returns the exit status.
+
+    Raises:
+        UserError: there is nothing to compare.
+    """
+    if any(word in ("--help", "-h") for word in argv):
+        print(__doc__)
+        return 0
+    asked = _apart(argv)
+    if not asked.sources and not asked.flags:
+        raise UserError(
+            "slime align needs the flags of a run, its folder, or a dump",
+            fix="slime align --config recipe.yaml …, or slime align outputs/<run>",
+        )
+    with answer_alone():
+        said, as_json, status = _found(asked)
+    print(orjson.dumps(json_safe(as_json), option=orjson.OPT_INDENT_2).decode() if "--json" in asked.options else said)
+    return status
+
+
+def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
+    """Text, JSON and exit status."""
+    from slime.diagnosis import troubles
+    from slime.diagnosis.align.engines import EngineThere
+    from slime.diagnosis.align.examine import as_json, text
+    from slime.diagnosis.align.prepare import RoundFailed, Wish, examined, fresh_round
+    from slime.diagnosis.look import LeftOut
+    from slime.diagnosis.record import Finding
+
+    options = asked.options
+    most = _number(options, "--max-tokens", 0) or None
+    for name in ("--model", "--also"):
+        if name in options and Path(options[name]).exists():
+            options[name] = str(Path(options[name]).resolve())  # relative to here; the run may have begun elsewhere
+    folder = Path(tempfile.mkdtemp(prefix="slime-align-"))
+    try:
+        if asked.sources:
+            config, samples = _recorded(asked)
+        else:
+            config = parse_args(asked.flags, asked.entry or "train")
+            samples = fresh_round(config, folder)
+        also = model_directory(options["--also"]) if "--also" in options else None
+        wish = Wish(_model(config, options), also, most, is_fresh=not asked.sources, always="--all" in options)
+        engine = EngineThere(options["--engine"]) if "--engine" in options else None
+        result = examined(config, samples, wish, engine)
+    except LeftOut as reason:
+        raise UserError(f"there is nothing to compare: {reason}") from reason
+    except RoundFailed as failure:
+        finding = Finding(troubles.ROUND_FAILED, str(failure))
+        return _told(finding), {"ok": False, "causes": [finding.as_json()]}, 1
+    shutil.rmtree(folder, ignore_errors=True)
+    return text(result), as_json(result), int(result.parts_ways)
+
+
+def _told(finding: Finding) -> str:
+    lines = [f"{finding.trouble.name}: {finding.detail}", *(f"try: {remedy}" for remedy in finding.advice)]
+    return "\n".join(lines)
+
+
+def _apart(argv: list[str]) -> _Asked:
+    asked, words = _Asked(), list(argv)
+    if words and words[0] in ENTRIES:
+        asked.entry = ENTRIES[words.pop(0)]
+    while words and not words[0].startswith("-"):
+        asked.sources.append(Path(words.pop(0)))
+    while words:
+        word, equals, value = words.pop(0).partition("=")
+        if word in _SWITCHES and not equals:
+            asked.options[word] = ""
+        elif word in _VALUES:
+            if not equals and not words:
+                raise UserError(f"slime align: {word} needs a value", fix="slime align --help tells more")
+            asked.options[word] = value if equals else words.pop(0)
+        else:
+            asked.flags.append(word + equals + value)
+    return asked
+
+
+def _number(options: dict[str, str], name: str, default: int) -> int:
+    given = options.get(name, str(default))
+    if not given.isdecimal():
+        raise UserError(f"slime align: {name} {given} is no number", fix=f"{name} 1000, say")
+    return int(given)
+
+
+def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
+    """The flags and samples of a run folder, or of dumps.
+
+    Raises:
+        UserError: there is no such thing, or nothing was dumped.
+    """
+    from slime.diagnosis.align import dumps
+
+    first = asked.sources[0]
+    if not first.is_dir():
+        config, errors = judge_args(asked.flags, asked.entry or "train")
+        if config is None:
+            raise errors[0]
+        return config, dumps.read(asked.sources)
+    if not is_run_folder(first):
+        raise UserError(f"{first} is not a run folder", why="it has no config.json of a run", fix="pass outputs/<run>")
+    if asked.flags or len(asked.sources) > 1:
+        surplus = " ".join([*asked.flags, *map(str, asked.sources[1:])])
+        raise UserError(f"slime align {first} takes no {surplus}", why="the flags are those of the run")
+    run = newest_stage(first)
+    config = Config.load(run.config_path)
+    began = run.read_summary()["stages"].get(run.stage or "", {}).get("cwd")
+    if began is not None and Path(began).is_dir():
+        os.chdir(began)  # relative paths of its flags count from there
+    rollout = _number(asked.options, "--of-rollout", 0)
+    patterns = (config.debug.save_debug_train_data, config.debug.save_debug_rollout_data)
+    files = [Path(pattern.format(rollout_id=rollout)) for pattern in patterns if pattern]
+    there = [file for file in files if file.is_file()]
+    if not there:
+        raise UserError(
+            f"the run {first} has dumped nothing of rollout {rollout}",
+            why=f"looked for {', '.join(map(str, files))}" if files else "its samples/ hold no token ids",
+            fix="run it with --dump-details DIR, or call slime align with the flags of the run for a fresh round",
+        )
+    return config, dumps.read(there)
+
+
+def newest_stage(folder: Path, stage: str | None = None) -> RunFolder:
+    """The run's stage of that name, else its newest."""
+    stages = RunFolder(folder).read_summary()["stages"]
+    newest = max(stages, key=lambda name: stages[name].get("started") or 0.0, default="")
+    return RunFolder(folder, (stage if stage is not None else newest) or None)
+
+
+def _model(config: Config, options: dict[str, str]) -> Path | None:
+    """The weights that scored the tokens."""
+    if "--model" in options:
+        return model_directory(options["--model"], config.checkpoint.hf_checkpoint)
+    base = config.checkpoint.hf_checkpoint
+    if base is None:
+        return None
+    rollout = _number(options, "--of-rollout", 0)
+    if rollout:
+        return model_directory(str(_saved_before(config, rollout)), base)
+    plan = resolve_load(config) if config.checkpoint.load else None
+    if plan is None or plan.is_resume:
+        return model_directory(base)
+    return model_directory(str(plan.path), base)
+
+
+def _saved_before(config: Config, rollout: int) -> Path:
+    """The export or checkpoint of the step before a rollout.
+
+    Raises:
+        UserError: there is none.
+    """
+    flags, before = config.checkpoint, rollout - 1
+    exported = Path(flags.save_hf.format(rollout_id=before)) if flags.save_hf else None
+    if exported is not None and has_weights(exported):
+        return exported
+    if flags.save and is_saved(Path(flags.save), before):
+        return iteration_dir(Path(flags.save), before)
+    raise UserError(
+        f"the weights of rollout {rollout} were not saved",
+        why=f"it was scored by those after step {before}, of which there is no export and no checkpoint",
+        fix="--of-rollout of one that was saved before, or --model DIR",
+    )

@@ -1,0 +1,200 @@
+"""The difference under examination, and what a cause is: a record whose function measures how much it explains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from slime.diagnosis.align.evidence import Differences, Scored, explained, size
+from slime.diagnosis.align.reference import Reference, Sampling
+from slime.diagnosis.record import Finding, Trouble
+
+Side = Literal["engine", "trainer", ""]
+#: Mean difference up to which two sides in float32 are the same: a hundred times what sound ones differ by.
+ALIKE = 1e-3
+#: A single token may differ by as many times the allowed mean.
+_OUTLIER = 50.0
+#: As a multiple of what rounding to 16 bits alone changes.
+_TIMES_ROUNDING = 3.0
+
+
+class Untested(Exception):
+    """A cause cannot be tested here; says why."""
+
+
+class AskableEngine(Protocol):
+    """An engine that can still be asked."""
+
+    def score(self, tokens: Sequence[Sequence[int]], *, together: bool) -> list[list[float]]:
+        """Log-probs at temperature 1 of each list's tokens but the first; one request at a time, or all at once."""
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of each tensor, by its Hugging Face name.
+
+        Raises:
+            Untested: this engine cannot say.
+        """
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole parameter.
+
+        Raises:
+            Untested: this engine does not give them out.
+        """
+
+
+@dataclass
+class Case:
+    """A difference with all that can be asked about it.
+
+    Attributes:
+        samples: with the log-probs of both sides.
+        sampling: of the run.
+        reference: None where the model is not at hand.
+        without_reference: why not.
+        engine: the engine, where it can be asked; else None.
+        tokenizer: of the model, or None.
+        facts: what else is known of the run, for words: "engine" (its kind), "quantization", flags that were set, ….
+    """
+
+    samples: list[Scored]
+    sampling: Sampling = field(default_factory=Sampling)
+    reference: Reference | None = None
+    without_reference: str = "the model is not at hand"
+    engine: AskableEngine | None = None
+    tokenizer: Any = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    # -- the difference ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def base(self) -> list[Tensor]:
+        """What the reference says, [R] of each sample."""
+        return self.model().of_all(self.samples)
+
+    @cached_property
+    def trainer(self) -> list[Tensor]:
+        """What the trainer says, [R] of each sample; the reference in its place where nobody kept it."""
+        return [self.base[i] if s.trainer is None else s.trainer for i, s in enumerate(self.samples)]
+
+    @cached_property
+    def differences(self) -> Differences:
+        return Differences.of(self.samples, self.trainer)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the trainer's log-probs are its own."""
+        return all(sample.trainer is not None for sample in self.samples)
+
+    def flat(self, values: Sequence[Tensor]) -> Tensor:
+        """The counted tokens of all samples one behind the other."""
+        return torch.cat([value[sample.counted] for value, sample in zip(values, self.samples, strict=True)])
+
+    def model(self) -> Reference:
+        """
+        Raises:
+            Untested: there is no reference.
+        """
+        if self.reference is None:
+            raise Untested(self.without_reference)
+        return self.reference
+
+    @cached_property
+    def rounding(self) -> float:
+        """Mean change of log-probs by the run's own rounding to 16 bits; 0 in float32."""
+        if self.reference is None or not self.reference.as_the_run().rounded:
+            return 0.0
+        return size(self.flat(self.reference.of_all(self.samples, self.reference.as_the_run())) - self.flat(self.base))
+
+    @property
+    def tolerance(self) -> float:
+        """Mean difference up to which the sides are alike."""
+        return max(ALIKE, _TIMES_ROUNDING * self.rounding)
+
+    @property
+    def parts_ways(self) -> bool:
+        """Whether the sides differ by more than rounding, on average or at a single token."""
+        differences = self.differences
+        return not (differences.mean <= self.tolerance and differences.largest <= _OUTLIER * self.tolerance)
+
+    @cached_property
+    def far(self) -> dict[str, float]:
+        """How far either side is from the reference."""
+        if self.reference is None:
+            return {}
+        base = self.flat(self.base)
+        sides = {"engine": [s.engine for s in self.samples], "trainer": self.trainer}
+        return {name: size(self.flat(values) - base) for name, values in sides.items()}
+
+    # -- tries ---------------------------------------------------------------------------------------------------
+
+    def tried(self, what: str, variant: Sequence[Tensor], **more: Any) -> Tried:
+        """How much is explained if one side is as the reference, and the other as ``variant``, [R] of each sample."""
+        change = self.flat(self.base) - self.flat(variant)
+        return self.tried_change(what, {"engine": change, "trainer": -change}, **more)
+
+    def tried_change(self, what: str, predicted: Mapping[Side, Tensor], **more: Any) -> Tried:
+        """How much is explained by a prediction of trainer minus engine, [N], for each side that may be at fault."""
+        whole = self.differences.values
+        shares = {side: explained(whole, values.nan_to_num()) for side, values in predicted.items()}
+        side = max(shares, key=lambda name: shares[name])
+        left = size(whole - predicted[side].nan_to_num())
+        known = {name: values.nan_to_num() for name, values in predicted.items()}
+        return Tried(what, side, shares[side], left, predicted=known, **more)
+
+    def with_setting(
+        self, what: str, *, details: tuple[str, ...] = (), remedies: tuple[str, ...] = (), **changes: Any
+    ) -> Tried:
+        """`tried` of the reference with changes to its `Setting`."""
+        model = self.model()
+        variant = model.of_all(self.samples, replace(model.setting, **changes))
+        return self.tried(what, variant, details=details, remedies=remedies)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A hypothesis in this run's values, and what it explains.
+
+    Attributes:
+        what: the hypothesis, of the side that is named before it: "log-probs are at temperature 1".
+        side: who is at fault; "" where the measurement does not tell.
+        share: of the mean absolute difference, 0 to 1.
+        left: mean absolute difference that is left, nats per token.
+        details: lines of what was seen besides.
+        remedies: in this run's words.
+        predicted: trainer minus engine, [N], if the side of the name is at fault; {} where that was not predicted.
+    """
+
+    what: str
+    side: Side
+    share: float
+    left: float
+    details: tuple[str, ...] = ()
+    remedies: tuple[str, ...] = ()
+    predicted: Mapping[Side, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause of differences.
+
+    Attributes:
+        trouble: name, the evidence that it leaves (symptom), what it is (cause), what to do, how to see it happen.
+        test: the measurement that tells it from others.
+        measure: makes it; each `Tried` is a form that the cause can take. Raises `Untested`.
+    """
+
+    trouble: Trouble
+    test: str
+    measure: Callable[[Case], Iterable[Tried]]
+
+    def finding(self, tried: Tried) -> Finding:
+        """In the words of this run."""
+        who = f"the {tried.side}: " if tried.side else ""
+        detail = f"{who}{tried.what}; explains {tried.share:.0%}, {tried.left:.3g} nats per token are left"
+        return Finding(self.trouble, "\n".join([detail, *tried.details]), tried.remedies)

@@ -1,0 +1,148 @@
+"""What runs have dumped, as samples to compare: ``--save-debug-train-data`` holds both sides,
+``--save-debug-rollout-data`` the engine's. With both of one rollout the token ids can be compared, too."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.diagnosis.align.evidence import Scored
+from slime.errors import UserError
+from slime.rollout.debug_data import load_samples
+from slime.samples.types import Sample
+
+
+def read(paths: Sequence[Path]) -> list[Scored]:
+    """The samples of a dump, or of the two dumps of one rollout.
+
+    Raises:
+        UserError: no such file, not a dump, two of one kind, or no log-probs in it.
+    """
+    trained: list[dict[str, Any]] | None = None
+    generated: list[Sample] | None = None
+    for path in paths:
+        held = _train_data(path)
+        if held is None and generated is None:
+            generated = load_samples(path)
+        elif held is not None and trained is None:
+            trained = held
+        else:
+            raise UserError(f"{path} is a second dump of its kind", fix="pass one, or the two of one rollout")
+    by_index = {sample.index: sample for sample in generated or ()}
+    if trained is not None:
+        found = [_of_train_data(sample, by_index.get(sample["sample_index"])) for sample in trained]
+    else:
+        found = [_of_rollout(sample) for sample in generated or ()]
+    kept = [sample for sample in found if sample is not None and sample.counted.any()]
+    if not kept:
+        names = ", ".join(map(str, paths))
+        raise UserError(
+            f"{names}: no sample with log-probs of the engine",
+            why="samples hold them in rollout_log_probs, for the tokens whose loss_mask is 1",
+            fix="let the generate function keep them: sample.append_response_tokens(tokens=…, log_probs=…)",
+        )
+    return kept
+
+
+def _train_data(path: Path) -> list[dict[str, Any]] | None:
+    """The samples of --save-debug-train-data; None where the file is something else."""
+    if not path.is_file():
+        return None  # `load_samples` says what is there
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError):  # users' own objects, or no dump: `load_samples` tells
+        return None
+    return list(data["samples"]) if isinstance(data, Mapping) and "dp_shards" in data else None
+
+
+def _of_train_data(held: Mapping[str, Any], generated: Sample | None) -> Scored | None:
+    if held.get("rollout_log_probs") is None:
+        return None
+    count = int(held["response_length"])
+    trainer = held.get("log_probs")
+    scored = _scored(
+        f"sample {held['sample_index']}",
+        held["tokens"].long(),
+        held["rollout_log_probs"].double(),
+        None if trainer is None else trainer.double(),
+        held["loss_mask"] if held.get("loss_mask") is not None else torch.ones(count),
+    )
+    version = held.get("weight_version")
+    if isinstance(version, int):
+        scored.versions = [version] * count
+    if generated is not None:
+        _add(scored, generated)
+    return scored
+
+
+def _of_rollout(sample: Sample) -> Scored | None:
+    if not sample.response_length or not sample.rollout_log_probs:
+        return None
+    mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    engine = torch.tensor(sample.rollout_log_probs, dtype=torch.float64)
+    scored = _scored(f"sample {sample.index}", torch.tensor(sample.tokens), engine, None, torch.tensor(mask))
+    _add(scored, sample)
+    return scored
+
+
+def _scored(name: str, tokens: Tensor, engine: Tensor, trainer: Tensor | None, mask: Tensor) -> Scored:
+    counted = (mask > 0) & engine.isfinite()
+    if trainer is not None:
+        counted &= trainer.isfinite()
+    return Scored(name, tokens, engine, trainer, counted)
+
+
+def _add(scored: Scored, sample: Sample) -> None:
+    """What only the rollout's dump tells."""
+    scored.prompt = sample.prompt
+    if sample.rollout_routed_experts is not None:
+        scored.experts = torch.as_tensor(sample.rollout_routed_experts).long()
+    if sample.token_spans:
+        scored.versions = [None] * scored.response_length
+        for span in sample.token_spans:
+            scored.versions[span.start : span.end] = [span.weight_version] * (span.end - span.start)
+    sent = torch.tensor(sample.tokens)
+    if sent.shape != scored.tokens.shape or not torch.equal(sent, scored.tokens):
+        scored.sent = sent
+
+
+def most_telling(samples: Sequence[Scored], most: int) -> list[Scored]:
+    """At most ``most`` tokens' worth of samples, those first that differ most where that is known; in their order. One
+    that is longer is cut; of several prompts as long one is kept."""
+
+    def apart(sample: Scored) -> float:
+        if sample.trainer is None:
+            return 0.0
+        return float((sample.trainer - sample.engine)[sample.counted].abs().mean())
+
+    kept: list[int] = []
+    left = most
+    short = [cut(sample, most) for sample in samples]
+    for i in sorted(range(len(samples)), key=lambda number: -apart(samples[number])):
+        if not kept or short[i].tokens.numel() <= left:
+            kept.append(i)
+            left -= int(short[i].tokens.numel())
+    return [short[i] for i in sorted(kept)]
+
+
+def cut(sample: Scored, most: int) -> Scored:
+    """The sample's first ``most`` tokens; all of it where nothing of the response would be left."""
+    surplus = int(sample.tokens.numel()) - most
+    kept = sample.response_length - surplus
+    if surplus <= 0 or kept <= 0 or not sample.counted[:kept].any():
+        return sample
+    return replace(
+        sample,
+        tokens=sample.tokens[:most],
+        engine=sample.engine[:kept],
+        trainer=None if sample.trainer is None else sample.trainer[:kept],
+        counted=sample.counted[:kept],
+        versions=None if sample.versions is None else sample.versions[:kept],
+        sent=None if sample.sent is None else sample.sent[:most],
+    )

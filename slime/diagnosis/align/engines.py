@@ -1,0 +1,152 @@
+"""Engines that can still be asked: one in this process, and one behind a URL."""
+
+from __future__ import annotations
+
+import http.client
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from torch import Tensor
+
+from slime.diagnosis.align.case import Untested
+from slime.diagnosis.align.reference import Watcher
+from slime.engines.api import WITHOUT_PROXIES
+from slime.engines.embedded.architecture import Architecture
+from slime.engines.embedded.kv_cache import KVCache
+from slime.engines.embedded.scheduler import Scheduler
+from slime.engines.embedded.sequence import Sequence as Request
+from slime.engines.embedded.weights import make_store
+from slime.engines.request_fields import parse_params
+from slime.errors import UserError
+
+#: Until an engine has scored one request; the first compiles kernels.
+_SECONDS = 300.0
+#: Rows that ``/get_weights_by_name`` gives at most.
+_MOST_ROWS = 10_000
+_SLOTS, _PREFILL, _CACHE_BYTES = 16, 2048, 1 << 30
+
+
+class EngineHere:
+    """The embedded engine, without its server.
+
+    Args:
+        directory: a Hugging Face directory.
+        dtype: "float32" or "bfloat16".
+        stands_in: for an engine that cannot be asked; what it computes is that one's, its weights are not.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        dtype: str,
+        *,
+        longest: int,
+        device: str = "cpu",
+        deterministic: bool = False,
+        stands_in: bool = False,
+    ) -> None:
+        self._stands_in = stands_in
+        arch = Architecture.from_dir(directory)
+        store = make_store(
+            directory, arch, dtype, torch.device(device), min(longest, arch.max_positions), deterministic
+        )
+        cache = KVCache(arch, store.dtype, store.device, _SLOTS, _CACHE_BYTES)
+        self.scheduler = Scheduler(store, cache, _PREFILL, deterministic)
+
+    def score(self, tokens: Sequence[Sequence[int]], *, together: bool) -> list[list[float]]:
+        params = parse_params({"max_new_tokens": 0, "temperature": 1.0})
+        requests = [
+            Request(str(number), list(ids), params, 0, frozenset(), 0, logprob_start=0)
+            for number, ids in enumerate(tokens)
+        ]
+        for part in [requests] if together else [[request] for request in requests]:
+            self.scheduler.flush()
+            self.scheduler.submit(part)
+            while self.scheduler.has_work:
+                self.scheduler.step()
+        return [request.input_logprobs for request in requests]
+
+    def fingerprints(self) -> dict[str, str]:
+        if self._stands_in:
+            raise Untested("the engine that generated is gone: --engine URL asks one that runs")
+        return self.scheduler.store.fingerprints()
+
+    def tensor(self, name: str) -> Tensor:
+        return self.scheduler.store.parameter(name)
+
+    def parts(self, tokens: Tensor) -> dict[str, Tensor]:
+        """The outputs of all parts for all tokens but the last, which is not computed for them; at most as many tokens
+        as one prefill takes. See `slime.engines.embedded.model.Observer`."""
+        model, watcher = self.scheduler.store.model, Watcher(keeps=True)
+        model.forward = partial(model.forward, observer=watcher)  # type: ignore[method-assign]
+        try:
+            self.score([tokens[:_PREFILL].tolist()], together=False)
+        finally:
+            del model.forward  # the class's own again
+        return {name: value[: len(tokens) - 1] for name, value in watcher.seen.items()}
+
+
+class EngineThere:
+    """An engine of either kind behind a URL, or several behind a router, of which one answers.
+
+    Raises:
+        UserError: nobody answers there.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        try:
+            self._ask("/server_info", None)
+        except Untested as error:
+            raise UserError(
+                f"no engine answers at {url}", why=str(error), fix="pass --engine http://host:port"
+            ) from error
+
+    def score(self, tokens: Sequence[Sequence[int]], *, together: bool) -> list[list[float]]:
+        with ThreadPoolExecutor(len(tokens) if together else 1) as requests:
+            return list(requests.map(self._score, tokens))
+
+    def _score(self, ids: Sequence[int]) -> list[float]:
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        entries = self._ask("/generate", body)["meta_info"]["input_token_logprobs"]
+        return [float("nan") if entry[0] is None else float(entry[0]) for entry in entries[1:]]
+
+    def fingerprints(self) -> dict[str, str]:
+        found = self._ask("/weights_checker", {"action": "fingerprint"}).get("fingerprints")
+        if not isinstance(found, dict):
+            raise Untested("this engine gives no fingerprints: --check-weight-update-equal compares them at every push")
+        return {str(name): str(value) for name, value in found.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        found = torch.tensor(self._ask("/get_weights_by_name", {"name": name, "truncate_size": _MOST_ROWS}))
+        if len(found) == _MOST_ROWS:
+            raise Untested(f"the engine gives the first {_MOST_ROWS} rows of {name} only")
+        return found
+
+    def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
+        """The decoded answer, which may be a list.
+
+        Raises:
+            Untested: it does not answer, or refuses.
+        """
+        data = None if body is None else orjson.dumps(body)
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with WITHOUT_PROXIES.open(request, timeout=_SECONDS) as answer:
+                return orjson.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            raise Untested(f"{path} answered {error.code}: {error.read()[:300].decode(errors='replace')}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise Untested(f"{path}: {error}") from error

@@ -1,0 +1,171 @@
+"""What is compared: the log-probs that trainer and engine gave the same tokens, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Scored:
+    """One sample with what each side says of its response. L tokens in all, R of the response.
+
+    Attributes:
+        name: for people: "sample 3".
+        tokens: int64 [L].
+        engine: float64 [R], as the engine reported them when it sampled.
+        trainer: float64 [R]; None where nobody has kept them.
+        counted: bool [R]: tokens that the engine sampled, with finite numbers on both sides.
+        prompt: as the data had it, rendered; None where the dump has none.
+        experts: int64 [rows, layers, k] that the engine chose, from the first token on; None: not recorded.
+        versions: of the weights that sampled each token, [R]; None: not known.
+        sent: int64 [L], the tokens that the engine had, where they are not ``tokens``; None: the same.
+    """
+
+    name: str
+    tokens: Tensor
+    engine: Tensor
+    trainer: Tensor | None
+    counted: Tensor
+    prompt: Any = None
+    experts: Tensor | None = None
+    versions: list[int | None] | None = None
+    sent: Tensor | None = None
+
+    @property
+    def response_length(self) -> int:
+        return int(self.engine.numel())
+
+    @property
+    def prompt_length(self) -> int:
+        return int(self.tokens.numel()) - self.response_length
+
+    @cached_property
+    def turns(self) -> Tensor:
+        """int64 [R]: the piece of sampled tokens that each is in, counted from 0; -1 where it was not sampled."""
+        begins = self.counted.clone()
+        begins[1:] &= ~self.counted[:-1]
+        return torch.where(self.counted, begins.cumsum(0) - 1, torch.tensor(-1))
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Trainer minus engine of all counted tokens, in nats, with where each token stands.
+
+    Attributes:
+        values: float64 [N].
+        position: int64 [N], from the sample's first token on.
+        depth: int64 [N], from the first token of the response on.
+        since: int64 [N], from the first token of the turn on.
+        sample, turn: int64 [N].
+        version: int64 [N], of the weights that sampled the token; -1 where it is not known.
+        tokens: int64 [N].
+    """
+
+    values: Tensor
+    position: Tensor
+    depth: Tensor
+    since: Tensor
+    sample: Tensor
+    turn: Tensor
+    version: Tensor
+    tokens: Tensor
+    names: tuple[str, ...] = field(default=())
+
+    @staticmethod
+    def of(samples: Sequence[Scored], trainer: Sequence[Tensor]) -> Differences:
+        """
+        Args:
+            trainer: [R] of each sample.
+        """
+        columns: dict[str, list[Tensor]] = {
+            key: [] for key in ("values", "position", "depth", "since", "sample", "turn", "version", "tokens")
+        }
+        for number, (sample, scores) in enumerate(zip(samples, trainer, strict=True)):
+            kept, count = sample.counted, sample.response_length
+            depth = torch.arange(count)
+            begins = torch.where(kept & (torch.cat([torch.tensor([True]), ~kept[:-1]])), depth, 0).cummax(0).values
+            columns["values"].append((scores - sample.engine)[kept])
+            columns["position"].append((depth + sample.prompt_length)[kept])
+            columns["depth"].append(depth[kept])
+            columns["since"].append((depth - begins)[kept])
+            columns["sample"].append(torch.full((int(kept.sum()),), number))
+            columns["turn"].append(sample.turns[kept])
+            versions = [-1 if version is None else version for version in sample.versions or [None] * count]
+            columns["version"].append(torch.tensor(versions, dtype=torch.long)[kept])
+            columns["tokens"].append(sample.tokens[sample.prompt_length :][kept])
+        joined = {key: torch.cat(parts) for key, parts in columns.items()}
+        return Differences(**joined, names=tuple(sample.name for sample in samples))
+
+    @property
+    def mean(self) -> float:
+        """Of the absolute differences."""
+        return size(self.values)
+
+    @property
+    def largest(self) -> float:
+        return float(self.values.abs().max()) if self.values.numel() else 0.0
+
+    def growth(self) -> float | None:
+        """How much larger the differences of the last quarter of positions are than those of the first; None where
+        there are too few tokens to tell."""
+        if self.values.numel() < _FEWEST_TO_TELL:
+            return None
+        order = self.values.abs()[self.position.argsort(stable=True)]
+        quarter = len(order) // 4
+        first = float(order[:quarter].mean())
+        return float(order[-quarter:].mean()) / first if first > 0 else None
+
+    def where(self) -> dict[str, float]:
+        """Mean of the absolute differences: of first tokens of a turn, of others; by turn and version of the weights
+        where there are several."""
+        at_start, by = self.since == 0, {}
+        for name, chosen in {"first of a turn": at_start, "other": ~at_start}.items():
+            if chosen.any():
+                by[name] = size(self.values[chosen])
+        if int(self.turn.max()) > 0:
+            for turn in range(min(int(self.turn.max()) + 1, _MOST_TURNS)):
+                if (chosen := self.turn == turn).any():
+                    by[f"turn {turn + 1}"] = size(self.values[chosen])
+        versions = self.version.unique().tolist()
+        for version in versions[-_MOST_TURNS:] if len(versions) > 1 else ():
+            by[f"weights {version}" if version >= 0 else "weights unknown"] = size(self.values[self.version == version])
+        return by
+
+    def worst(self, count: int = 5) -> list[dict[str, Any]]:
+        """The tokens that differ most: sample, position in the sample, token id, difference."""
+        chosen = self.values.abs().topk(min(count, self.values.numel())).indices.tolist()
+        return [
+            {
+                "sample": self.names[int(self.sample[i])],
+                "position": int(self.position[i]),
+                "token": int(self.tokens[i]),
+                "difference": float(self.values[i]),
+            }
+            for i in chosen
+        ]
+
+
+_FEWEST_TO_TELL, _MOST_TURNS = 16, 6
+
+
+def size(differences: Tensor) -> float:
+    """How large differences are: the mean of their absolute values, nats per token; 0 of none."""
+    return float(differences.abs().mean()) if differences.numel() else 0.0
+
+
+def explained(differences: Tensor, predicted: Tensor) -> float:
+    """The share of ``differences`` that is gone when ``predicted`` is taken from them: 1: all, 0: nothing, or worse.
+
+    Example:
+        >>> explained(torch.tensor([1.0, -1.0]), torch.tensor([1.0, -0.5]))
+        0.75
+    """
+    whole = size(differences)
+    left = size(differences - predicted)
+    return max(0.0, 1.0 - left / whole) if whole > 0 and left == left else 0.0

@@ -1,0 +1,207 @@
+"""All causes, measured one after the other and ranked by the share of the difference that each explains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.diagnosis.align.case import ALIKE, Case, Cause, Tried, Untested
+from slime.diagnosis.align.causes import CAUSES
+from slime.diagnosis.align.layers import PartByPart
+from slime.diagnosis.align.together import Together, together
+from slime.diagnosis.record import Finding
+
+#: Share from which on a cause is worth telling; and shares that are less apart than this rank by the table's order.
+TOLD, EQUAL = 0.1, 0.02
+#: Share that rounding never explains token by token, however small the difference.
+_SYSTEMATIC = 0.5
+#: Where the best explains less, several are put together.
+_NEARLY_ALL = 0.9
+_FORMS = 2
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A cause with the forms of it that explain most, the best first."""
+
+    cause: Cause
+    tries: tuple[Tried, ...]
+
+    @property
+    def best(self) -> Tried:
+        return self.tries[0]
+
+    @property
+    def finding(self) -> Finding:
+        return self.cause.finding(self.best)
+
+
+@dataclass
+class Result:
+    """What the examination found.
+
+    Attributes:
+        ranked: all causes that were tested, best first.
+        together: several causes that explain more than the best; None: one does.
+        untested: cause → why not.
+        parts: hidden states part by part; None where they were not to be had.
+        without_parts: why not.
+        notes: what else is worth knowing.
+    """
+
+    case: Case
+    ranked: list[Ranked]
+    untested: dict[str, str]
+    together: Together | None = None
+    parts: PartByPart | None = None
+    without_parts: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def parts_ways(self) -> bool:
+        return self.case.parts_ways or self.is_systematic
+
+    @property
+    def is_systematic(self) -> bool:
+        """Whether a cause predicts the differences, though they are no larger than rounding makes them."""
+        is_seen = self.case.differences.mean > ALIKE
+        return is_seen and any(one.best.side and one.best.share >= _SYSTEMATIC for one in self.ranked)
+
+    @property
+    def told(self) -> list[Ranked]:
+        """Causes that explain something."""
+        return [one for one in self.ranked if one.best.share >= TOLD] if self.parts_ways else []
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [one.finding for one in self.told]
+
+
+def examine(case: Case, causes: Iterable[Cause] = CAUSES, *, always: bool = False) -> Result:
+    """Measure every cause that can be.
+
+    Args:
+        always: also where the sides do not differ at all; where they differ by no more than rounding, a cause that
+            predicts the differences tells that they are none.
+    """
+    result, everything = Result(case, [], {}), list[tuple[Cause, Tried]]()
+    if case.parts_ways or case.differences.mean > ALIKE or always:
+        order = {}
+        for place, cause in enumerate(causes):
+            order[cause.trouble.name] = place
+            tries: list[Tried] = []
+            try:
+                tries.extend(cause.measure(case))
+            except Untested as reason:
+                if not tries:
+                    result.untested[cause.trouble.name] = str(reason)
+            if not tries:
+                result.untested.setdefault(cause.trouble.name, "nothing of it can differ here")
+            else:
+                best = sorted(tries, key=lambda tried: -tried.share)[:_FORMS]
+                result.ranked.append(Ranked(cause, tuple(best)))
+                everything += [(cause, tried) for tried in tries]
+        result.ranked.sort(key=lambda one: (-round(one.best.share / EQUAL), order[one.cause.trouble.name]))
+    if result.parts_ways and result.ranked and result.ranked[0].best.share < _NEARLY_ALL:
+        result.together = together(case.differences.values, everything)
+    result.notes = list(_notes(result))
+    return result
+
+
+def _notes(result: Result) -> Iterable[str]:
+    case = result.case
+    if result.is_systematic and not case.parts_ways:
+        yield "the difference is no larger than rounding makes it, but a cause predicts it token by token"
+    if not case.is_recorded:
+        yield "the trainer's log-probs were not kept: what the reference computes stands in for them"
+    elif case.far and result.parts_ways and min(case.far.values()) > case.tolerance:
+        who = ", ".join(f"the {side} by {value:.3g}" for side, value in case.far.items())
+        yield (
+            f"both sides are far from the reference ({who}): its weights, of {case.model().directory}, are perhaps not"
+            " those of this rollout, and what is recomputed explains less than it could"
+        )
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    case = result.case
+    differences = case.differences
+    return {
+        "ok": not result.parts_ways,
+        "tokens": int(differences.values.numel()),
+        "samples": len(case.samples),
+        "mean_difference": differences.mean,
+        "largest_difference": differences.largest,
+        "tolerance": case.tolerance,
+        "rounding": case.rounding,
+        "from_reference": case.far,
+        "growth_with_position": differences.growth(),
+        "where": differences.where(),
+        "worst": differences.worst(),
+        "causes": [_cause_json(one, result) for one in result.ranked],
+        "together": result.together.as_json() if result.together else None,
+        "untested": result.untested,
+        "parts": result.parts.as_json() if result.parts else {"untested": result.without_parts},
+        "notes": result.notes,
+    }
+
+
+def _cause_json(ranked: Ranked, result: Result) -> dict[str, Any]:
+    return {
+        **ranked.finding.as_json(),
+        "fatal": ranked in result.told,
+        "test": ranked.cause.test,
+        "tries": [
+            {"what": t.what, "side": t.side or None, "share": t.share, "left": t.left, "details": list(t.details)}
+            for t in ranked.tries
+        ],
+    }
+
+
+def text(result: Result) -> str:
+    """For people: the difference, the causes in their order, what was not tested."""
+    case = result.case
+    differences = case.differences
+    count = f"{differences.values.numel()} tokens of {len(case.samples)} samples"
+    lines = [
+        f"{count}: trainer and engine differ by {differences.mean:.3g} on average, {differences.largest:.3g} at most"
+    ]
+    rounding = f"rounding to 16 bits makes {case.rounding:.3g}" if case.rounding else "for both compute in float32"
+    lines.append(f"up to {case.tolerance:.3g} on average they are alike ({rounding})")
+    if case.far:
+        lines.append("from the reference: " + ", ".join(f"{side} {value:.3g}" for side, value in case.far.items()))
+    if not result.parts_ways:
+        lines += ["", "nothing parts them"]
+    else:
+        lines += _where(result)
+        for number, ranked in enumerate(result.told, 1):
+            lines += ["", *_told(number, ranked)]
+        if not result.told:
+            lines += ["", "no cause that was tested explains it"]
+        lines += ["", *result.together.lines()] if result.together else []
+        small = [f"{one.cause.trouble.name} {one.best.share:.0%}" for one in result.ranked if one not in result.told]
+        if small:
+            lines += ["", "tested, explains little: " + ", ".join(small)]
+    if result.untested:
+        lines += ["", *(f"not tested: {name}: {why}" for name, why in result.untested.items())]
+    lines += ["", *(result.parts.lines() if result.parts else [f"part by part: {result.without_parts}"])]
+    return "\n".join([*lines, *(f"note: {note}" for note in result.notes)])
+
+
+def _where(result: Result) -> list[str]:
+    differences = result.case.differences
+    places = ", ".join(f"{place} {value:.3g}" for place, value in differences.where().items())
+    growth = differences.growth()
+    lines = [f"where: {places}" + (f"; last positions / first: {growth:.1f}" if growth is not None else "")]
+    worst = differences.worst(3)
+    shown = (f"{w['sample']} position {w['position']} token {w['token']} {w['difference']:+.4f}" for w in worst)
+    return [*lines, "most: " + "; ".join(shown)]
+
+
+def _told(number: int, ranked: Ranked) -> list[str]:
+    finding = ranked.finding
+    lines = [f"{number}. {finding.trouble.name}", *(f"   {line}" for line in finding.detail.splitlines())]
+    lines += [f"   or: {other.what} ({other.share:.0%})" for other in ranked.tries[1:] if other.share >= TOLD]
+    lines.append(f"   why: {finding.trouble.cause}")
+    return [*lines, *(f"   try: {remedy}" for remedy in finding.advice if remedy)]

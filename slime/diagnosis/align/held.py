@@ -1,0 +1,119 @@
+"""Causes that asking the engine finds: the weights that it holds, and whether company changes its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from slime.diagnosis.align.case import AskableEngine, Case, Tried, Untested
+from slime.diagnosis.align.evidence import explained, size
+from slime.diagnosis.align.reference import Reference
+from slime.engines.wire.buckets import fingerprint
+
+_NAMED = 5
+#: In which an engine may have its weights.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: An answer that is as the trainer's when asked again says less than one that differs with company.
+_UNSPECIFIC = 0.9
+
+
+def weights(case: Case) -> Iterator[Tried]:
+    """The engine holds other weights than the trainer."""
+    model = case.model()
+    tried = False
+    for label, directory in (case.facts.get("other_weights") or {}).items():
+        other = Reference(directory, model.dtype)
+        with model.holding(other.store.named):
+            yield case.tried(f"log-probs are those of the weights in {label}", model.of_all(case.samples))
+        tried = True
+    if case.facts.get("weights_compared"):
+        yield Tried("all weights arrived: the round has compared them after its push", "", 0.0, case.differences.mean)
+        return
+    if case.engine is None:
+        if tried:
+            return
+        raise Untested("there is no engine to ask: --engine URL, or a fresh round")
+    held = case.engine.fingerprints()
+    differing = _differing(case, held)
+    remedies = ("--check-weight-update-equal names them at every push",)
+    if not differing:
+        yield Tried(f"all {len(held)} tensors of the engine are the trainer's", "", 0.0, case.differences.mean)
+        return
+    named = ", ".join(differing[:_NAMED]) + (f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else "")
+    what = f"{len(differing)} of {len(held)} tensors differ: {named}"
+    theirs, kept_back = _given_out(case.engine, differing)
+    with model.holding(theirs):
+        engine = model.of_all(case.samples)
+    change = case.flat(case.base) - case.flat(engine)
+    yield case.tried_change(
+        what, {"engine": change}, details=(*_how(model.store.named, theirs), *kept_back), remedies=remedies
+    )
+
+
+def _given_out(engine: AskableEngine, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
+    """The engine's tensors, and of those that it does not give out, why."""
+    theirs, kept_back = {}, []
+    for name in names:
+        try:
+            theirs[name] = engine.tensor(name).float()
+        except Untested as reason:
+            kept_back.append(f"not computed with: {reason}")
+    return theirs, kept_back
+
+
+def _differing(case: Case, held: Mapping[str, str]) -> list[str]:
+    """Names of the engine's tensors that are the reference's in no dtype."""
+    model, found = case.model(), []
+    for name, theirs in held.items():
+        mine = model.store.named.get(name)
+        if mine is not None and all(fingerprint(mine.to(dtype).cpu()) != theirs for dtype in _DTYPES):
+            found.append(name)
+    return found
+
+
+def _how(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Of the tensors that differ most: by how much, and whether they are another tensor's."""
+    lines, apart = [], {}
+    for name, value in theirs.items():
+        mine = ours[name].to(value.device)
+        apart[name] = float((value - mine).norm() / mine.norm().clamp(min=1e-12))
+    for name in sorted(apart, key=lambda key: -apart[key])[:_NAMED]:
+        value = theirs[name]
+        alike = (n for n, t in ours.items() if n != name and t.shape == value.shape)
+        twin = next((n for n in alike if torch.allclose(ours[n].to(value.device), value)), None)
+        kind = "all zeros" if not value.any() else f"it is {twin}" if twin else f"off by {apart[name]:.1%} of its norm"
+        lines.append(f"{name}: {kind}")
+    return tuple(lines)
+
+
+def batch(case: Case) -> Iterator[Tried]:
+    """The engine says other log-probs in company than alone."""
+    if case.engine is None:
+        raise Untested("there is no engine to ask: --engine URL, or a fresh round")
+    tokens = [sample.tokens.tolist() for sample in case.samples]
+    alone, together = (_asked(case, case.engine.score(tokens, together=both)) for both in (False, True))
+    change = case.flat(alone) - case.flat(together)
+    apart = size(change)
+    what = f"asked alone it differs by {apart:.3g} on average from what it says in company"
+    remedies = (
+        "--sglang-enable-deterministic-inference",
+        "--sglang-disable-radix-cache, to see whether it is the cache",
+    )
+    yield case.tried_change(what, {"engine": change}, remedies=remedies)
+    if case.sampling.temperature != 1.0:
+        return  # engines score given tokens at temperature 1, which is not what was sampled with
+    again = case.flat(alone) - torch.cat([sample.engine[sample.counted] for sample in case.samples])
+    share = explained(case.differences.values, again)
+    what = "asked again, alone, it says other log-probs than when it sampled: of its cache, its batch or its decoding"
+    left = size(case.differences.values - again)
+    yield Tried(what, "engine", share * _UNSPECIFIC, left, remedies=remedies)
+
+
+def _asked(case: Case, answers: Sequence[Sequence[float]]) -> list[Tensor]:
+    """[R] of each sample."""
+    return [
+        torch.tensor(answer[-sample.response_length :], dtype=torch.float64)
+        for sample, answer in zip(case.samples, answers, strict=True)
+    ]

@@ -1,0 +1,102 @@
+"""Part by part: the hidden states of trainer and engine, and the first part of the model that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+#: Relative difference of a part's output up to which it is the same: in float32, and in 16 bits.
+_ALIKE = 1e-3
+_TIMES_ROUNDING = 5.0
+
+
+@dataclass(frozen=True)
+class PartByPart:
+    """Relative differences of the parts' outputs, in the order in which they are computed.
+
+    Attributes:
+        apart: part → norm of the difference as a share of the norm.
+        trainer, engine: part → the same against the reference.
+        rounding: part → what the run's rounding makes of it.
+    """
+
+    apart: dict[str, float]
+    trainer: dict[str, float]
+    engine: dict[str, float]
+    rounding: dict[str, float]
+
+    @property
+    def first(self) -> str | None:
+        """The first part that differs by more than rounding; None: none."""
+        return next((part for part, value in self.apart.items() if not value <= self._limit(part)), None)
+
+    def _limit(self, part: str) -> float:
+        return max(_ALIKE, _TIMES_ROUNDING * self.rounding.get(part, 0.0))
+
+    @property
+    def side(self) -> str:
+        """Who is further from the reference at the first part that differs."""
+        part = self.first
+        if part is None or part not in self.trainer:
+            return ""
+        return "engine" if self.engine[part] > self.trainer[part] else "trainer"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "first": self.first,
+            "side": self.side or None,
+            "apart": self.apart,
+            "trainer_from_reference": self.trainer,
+            "engine_from_reference": self.engine,
+            "rounding": self.rounding,
+        }
+
+    def lines(self) -> list[str]:
+        part = self.first
+        if part is None:
+            largest = max(self.apart, key=lambda name: self.apart[name])
+            return [
+                f"part by part: {len(self.apart)} parts are alike, here with the same weights; {named(largest)} differs"
+                f" most, by {self.apart[largest]:.1e}"
+            ]
+        told = f"part by part: {named(part)} is the first that differs, by {self.apart[part]:.1%}"
+        if self.side:
+            mine, other = (self.engine, self.trainer) if self.side == "engine" else (self.trainer, self.engine)
+            who = "trainer" if self.side == "engine" else "engine"
+            told += f"; the {self.side} is {mine[part]:.1e} from the reference, the {who} {other[part]:.1e}"
+        return [told]
+
+
+def compare(
+    trainer: Mapping[str, Tensor],
+    engine: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    rounded: Mapping[str, Tensor] | None = None,
+) -> PartByPart:
+    """Of parts' outputs, [tokens, hidden] each, as `slime.engines.embedded.model.Observer` sees them."""
+    parts = [part for part in reference if part in trainer and part in engine]
+    return PartByPart(
+        {part: _apart(trainer[part], engine[part]) for part in parts},
+        {part: _apart(trainer[part], reference[part]) for part in parts},
+        {part: _apart(engine[part], reference[part]) for part in parts},
+        {part: _apart(rounded[part], reference[part]) for part in parts} if rounded else {},
+    )
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm().clamp(min=1e-12))
+
+
+def named(part: str) -> str:
+    """
+    Example:
+        >>> named("3.mlp"), named("embedding"), named("2")
+        ('the mlp of layer 3', 'the embedding', 'the output of layer 2')
+    """
+    layer, _, rest = part.partition(".")
+    if not layer.isdecimal():
+        return f"the {'last norm' if part == 'norm' else part}"
+    return f"the {rest} of layer {layer}" if rest else f"the output of layer {layer}"

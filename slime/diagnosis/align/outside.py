@@ -1,0 +1,272 @@
+"""Causes outside of the model: which tokens were scored, after which, and what was made of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from slime.diagnosis.align.case import Case, Side, Tried, Untested
+from slime.diagnosis.align.evidence import Scored, explained, size
+from slime.diagnosis.align.reference import Sampling
+from slime.errors import UserError
+from slime.prompts.chat_template import render_messages, render_prompt
+
+_SHIFTS = (1, -1, 2, -2)
+#: Temperatures that are looked at beside those with a reason.
+_LOWEST, _HIGHEST, _SEARCHES = 0.1, 4.0, 24
+#: How much better than the temperatures with a reason another one must explain it.
+_BETTER = 0.05
+
+
+# -- tokens --------------------------------------------------------------------------------------------------------
+
+
+def other_tokens(case: Case) -> Iterator[Tried]:
+    """The two sides scored other token ids."""
+    if any(sample.sent is not None for sample in case.samples):
+        yield _of_two_dumps(case)
+    if case.tokenizer is None:
+        raise Untested("the model's tokenizer is not at hand")
+    yield from _contexts(case, {"the prompt's text was tokenised again": partial(_again, case)})
+
+
+def _of_two_dumps(case: Case) -> Tried:
+    model, count, first = case.model(), 0, ""
+    variant = []
+    for sample, base in zip(case.samples, case.base, strict=True):
+        sent = sample.tokens if sample.sent is None else sample.sent
+        if len(sent) == len(sample.tokens) and torch.equal(sent, sample.tokens):
+            variant.append(base)
+            continue
+        length = min(len(sent), len(sample.tokens))
+        unequal = (sent[:length] != sample.tokens[:length]).nonzero()
+        count += len(unequal) + abs(len(sent) - len(sample.tokens))
+        place = int(unequal[0]) if len(unequal) else length
+        first = first or f"first: {sample.name}, position {place}"
+        other = replace(sample, tokens=sent)
+        variant.append(model.log_probs(other))
+    what = f"scored {count} other token ids than the engine sampled"
+    remedies = ("keep the ids that the engine returned: sample.append_response_tokens(tokens=…); never tokenise text",)
+    return case.tried(what, variant, details=(first,) if first else (), remedies=remedies)
+
+
+def _again(case: Case, sample: Scored) -> list[int]:
+    text = case.tokenizer.decode(sample.tokens[: sample.prompt_length].tolist(), skip_special_tokens=False)
+    return list(case.tokenizer.encode(text, add_special_tokens=False))
+
+
+# -- shift ---------------------------------------------------------------------------------------------------------
+
+
+def shift(case: Case) -> Iterator[Tried]:
+    """Log-probs stand at their neighbours' tokens."""
+    whole = case.differences.values
+    at_fault: Side = ""
+    if case.far:
+        at_fault = "engine" if case.far["engine"] > case.far["trainer"] else "trainer"
+    for by in _SHIFTS:
+        shifted = [_shifted(sample.engine, by) for sample in case.samples]
+        # the trainer's are the engine's of another token; where there is none, nothing can be said
+        predicted = torch.cat([(s - e.engine)[e.counted] for s, e in zip(shifted, case.samples, strict=True)])
+        known = predicted.isfinite()
+        if int(known.sum()) * 2 < len(known):
+            raise Untested("responses of one or two tokens have no neighbours")
+        share = explained(whole[known], predicted[known])
+        what = f"log-probs are those of the token {abs(by)} {'later' if by < 0 else 'earlier'}"
+        if at_fault == "trainer":
+            what = f"log-probs are those of the token {abs(by)} {'earlier' if by < 0 else 'later'}"
+        left = size(whole[known] - predicted[known])
+        remedy = "position p of the logits predicts token p + 1: look at custom generate, conversion and loss functions"
+        yield Tried(what, at_fault, share, left, remedies=(remedy,))
+
+
+def _shifted(values: Tensor, by: int) -> Tensor:
+    """values[t + by]; not a number where that is outside."""
+    moved = torch.full_like(values, float("nan"))
+    if abs(by) < len(values):
+        moved[max(0, -by) : len(values) - max(0, by)] = values[max(0, by) : len(values) + min(0, by)]
+    return moved
+
+
+# -- the context -----------------------------------------------------------------------------------------------------
+
+
+def template(case: Case) -> Iterator[Tried]:
+    """The response was scored behind another prompt: template, its head, the token that begins a text."""
+    tokenizer = case.tokenizer
+    if tokenizer is None:
+        raise Untested("the model's tokenizer is not at hand")
+    makers: dict[str, Callable[[Scored], list[int] | None]] = {
+        "the prompt lacks its first token": lambda sample: _prompt(sample)[1:],
+        "the prompt lacks its last token": lambda sample: _prompt(sample)[:-1],
+    }
+    if tokenizer.bos_token_id is not None:
+        makers[f"the prompt begins with {tokenizer.bos_token}"] = lambda sample: (
+            None if _prompt(sample)[:1] == [tokenizer.bos_token_id] else [tokenizer.bos_token_id, *_prompt(sample)]
+        )
+    if tokenizer.chat_template:
+        makers |= {
+            "the prompt is in the chat template (once more)": partial(_templated, case),
+            "the prompt is without the chat template": partial(_bare, case),
+            "the prompt ends before the assistant's head": partial(_without_head, case),
+            "the prompt has the assistant's head twice": lambda sample: [*_prompt(sample), *_head(case)],
+        }
+    remedies = (
+        f"--apply-chat-template is {'on' if case.facts.get('apply_chat_template') else 'off'}: both sides must get the"
+        " same ids; let custom generate functions send sample.tokens as input_ids, not text",
+    )
+    yield from _contexts(case, makers, remedies)
+
+
+def _contexts(
+    case: Case, makers: dict[str, Callable[[Scored], list[int] | None]], remedies: tuple[str, ...] = ()
+) -> Iterator[Tried]:
+    model = case.model()
+    for what, make in makers.items():
+        made = [make(sample) for sample in case.samples]
+        changed = [tokens if tokens and tokens != _prompt(s) else None for tokens, s in zip(made, case.samples)]
+        if not any(changed):
+            continue
+        yield case.tried(
+            what,
+            [
+                base if tokens is None else model.log_probs(sample, context=torch.tensor(tokens))
+                for sample, tokens, base in zip(case.samples, changed, case.base, strict=True)
+            ],
+            remedies=remedies,
+        )
+
+
+def _prompt(sample: Scored) -> list[int]:
+    return [int(token) for token in sample.tokens[: sample.prompt_length]]
+
+
+def _text(case: Case, sample: Scored) -> str:
+    return str(case.tokenizer.decode(_prompt(sample), skip_special_tokens=False))
+
+
+def _encoded(case: Case, text: str) -> list[int]:
+    return list(case.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _templated(case: Case, sample: Scored) -> list[int] | None:
+    try:
+        return _encoded(case, render_prompt(case.tokenizer, _text(case, sample)))
+    except UserError:
+        return None
+
+
+def _bare(case: Case, sample: Scored) -> list[int] | None:
+    """What stands between the head and the end of a user's turn."""
+    mark = "the user's words"
+    try:
+        around = render_prompt(case.tokenizer, mark)
+    except UserError:
+        return None
+    head, _, end = around.partition(mark)
+    text = _text(case, sample)
+    if not (head or end) or not text.startswith(head) or not text.endswith(end):
+        return None
+    return _encoded(case, text[len(head) : len(text) - len(end)])
+
+
+def _head(case: Case) -> list[int]:
+    """What the template writes for the assistant to go on with."""
+    messages = [{"role": "user", "content": "hello"}]
+    try:
+        whole = render_messages(case.tokenizer, messages)
+        without = render_messages(case.tokenizer, messages, add_generation_prompt=False)
+    except UserError:
+        return []
+    return _encoded(case, whole[len(without) :]) if whole.startswith(without) else []
+
+
+def _without_head(case: Case, sample: Scored) -> list[int] | None:
+    head, prompt = _head(case), _prompt(sample)
+    return prompt[: -len(head)] if head and prompt[-len(head) :] == head else None
+
+
+# -- what is made of logits ------------------------------------------------------------------------------------------
+
+
+def temperature(case: Case) -> Iterator[Tried]:
+    """One side divides logits by another temperature."""
+    model, now = case.model(), case.sampling.temperature
+    reasons = {1.0: "(none)", now**2: "(divided twice)", 1 / now: "(multiplied instead of divided)"}
+    steps = [_LOWEST * (_HIGHEST / _LOWEST) ** (i / (_SEARCHES - 1)) for i in range(_SEARCHES)]
+    asked = [t for t in reasons if t != now] + steps
+    samplings = [replace(model.setting.sampling, temperature=t) for t in asked]
+    tries = dict(zip(asked, _made_of_logits(case, samplings, [_said(t, now) for t in asked]), strict=True))
+    named = [replace(tries[t], what=f"{tries[t].what} {reasons[t]}") for t in reasons if t != now]
+    yield from named
+    nearest = max(steps, key=lambda t: tries[t].share)
+    if tries[nearest].share > max((tried.share for tried in named), default=0.0) + _BETTER:
+        yield _narrowed(case, nearest, steps[1] / steps[0])
+
+
+def _said(value: float, now: float) -> str:
+    return f"log-probs are at temperature {value:.3g} instead of --rollout-temperature {now:g}"
+
+
+def _narrowed(case: Case, near: float, ratio: float) -> Tried:
+    """The best temperature around ``near``, to a hundredth."""
+    now, best = case.sampling.temperature, None
+    for _ in range(3):
+        asked = [near * ratio ** (i / 4) for i in range(-4, 5)]
+        samplings = [replace(case.model().setting.sampling, temperature=t) for t in asked]
+        tries = list(_made_of_logits(case, samplings, [_said(t, now) for t in asked]))
+        best = max(tries, key=lambda tried: tried.share)
+        near, ratio = asked[tries.index(best)], ratio**0.25
+    assert best is not None
+    return best
+
+
+def filters(case: Case) -> Iterator[Tried]:
+    """One side's log-probs are those of what top-p, top-k or min-p left, or behind a repetition penalty."""
+    now = case.sampling
+    asked: dict[str, Sampling] = {}
+    flags = {"top_p": (now.top_p, 1.0), "top_k": (now.top_k, -1), "min_p": (now.min_p, 0.0)}
+    mine = {name: value for name, (value, off) in flags.items() if value != off}
+    if mine:
+        words = ", ".join(f"--rollout-{name.replace('_', '-')} {value:g}" for name, value in mine.items())
+        asked[f"log-probs are those of what {words} left over, renormalised"] = replace(now, renormalised=True)
+    theirs = dict(case.facts.get("generation_config") or {})
+    neutral = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+    kept = {name: theirs[name] for name, off in neutral.items() if theirs.get(name) not in (None, off, 0)}
+    penalty = kept.pop("repetition_penalty", None)
+    for name, value in kept.items():
+        plain = replace(now, top_p=1.0, top_k=-1, min_p=0.0, renormalised=True)
+        asked[_default(name, value)] = replace(plain, **{name: value})
+    if len(kept) > 1:
+        asked[" and ".join(f"{name} {value:g}" for name, value in kept.items()) + _DEFAULTS] = replace(
+            now, renormalised=True, **kept
+        )
+    if penalty is not None:
+        asked[_default("repetition_penalty", penalty)] = replace(now, repetition_penalty=float(penalty))
+    if not asked:
+        raise Untested("nothing is filtered: neither the flags nor generation_config.json ask for top-p, top-k, min-p")
+    remedies = (
+        "both sides must speak of all tokens: an engine's log-probs are taken before its filters; with SGLang"
+        " --sglang-sampling-defaults openai leaves generation_config.json out",
+    )
+    yield from _made_of_logits(case, list(asked.values()), list(asked), remedies)
+
+
+_DEFAULTS = " of generation_config.json are applied"
+
+
+def _default(name: str, value: float) -> str:
+    return f"{name} {value:g} of generation_config.json is applied"
+
+
+def _made_of_logits(
+    case: Case, samplings: Sequence[Sampling], said: Sequence[str], remedies: tuple[str, ...] = ()
+) -> Iterator[Tried]:
+    model = case.model()
+    by_sample = [model.by_sampling(sample, samplings) for sample in case.samples]
+    for number, what in enumerate(said):
+        yield case.tried(what, [found[number] for found in by_sample], remedies=remedies)

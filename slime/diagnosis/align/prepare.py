@@ -1,0 +1,211 @@
+"""From a run's flags and samples to a case; and the whole way, from there to a result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.config.config import Config
+from slime.diagnosis.align import dumps
+from slime.diagnosis.align.arbiter import by_transformers
+from slime.diagnosis.align.case import ALIKE, AskableEngine, Case
+from slime.diagnosis.align.engines import EngineHere
+from slime.diagnosis.align.evidence import Scored, size
+from slime.diagnosis.align.examine import Result, examine
+from slime.diagnosis.align.layers import compare
+from slime.diagnosis.align.reference import Reference, Sampling, Watcher
+from slime.diagnosis.align.trainer_here import TrainerHere
+from slime.diagnosis.look import LeftOut
+from slime.diagnosis.one_round import goes_round, how_it_failed, launch
+from slime.engines.embedded.command import dtype_of
+from slime.errors import UserError
+from slime.prompts.tokenizer import generation_config_of, load_tokenizer
+
+#: Tokens that are looked at, unless more are asked for: each is computed some seventy times.
+_ON_GPU, _ON_CPU = 4096, 1024
+#: Tokens of a sample whose hidden states are compared.
+_TOKENS_OF_PARTS = 512
+_NO_HIDDEN_STATES = (
+    "SGLang gives no hidden states of single layers; the embedded engine, which computes the same model in this"
+    " process, stands in for it"
+)
+
+
+class RoundFailed(Exception):
+    """The round that was to be compared did not come to its end; says how."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What is asked of an examination.
+
+    Attributes:
+        model: the Hugging Face directory with the weights that scored the samples; None: there is none.
+        also: one with other weights that the engine may have had.
+        most_tokens: samples of at most so many tokens are looked at; None: what takes minutes.
+        is_fresh: the samples are of a `fresh_round`, which has compared the weights after its push.
+        always: measure the causes also where the sides are alike.
+        with_parts: compare hidden states, too.
+    """
+
+    model: Path | None
+    also: Path | None = None
+    most_tokens: int | None = None
+    is_fresh: bool = False
+    always: bool = False
+    with_parts: bool = True
+
+
+def fresh_round(config: Config, folder: Path) -> list[Scored]:
+    """Generate, train and push once, with the run's own flags, and take what both sides said.
+
+    Raises:
+        LeftOut: the run does not generate and train.
+        RoundFailed: the round ended with an error.
+    """
+    if not goes_round(config):
+        raise LeftOut("the run does not generate, train and push")
+    patterns = {kind: str(folder / kind / "{rollout_id}.pt") for kind in ("rollout", "train")}
+    more: dict[str, Any] = {"save_debug_rollout_data": patterns["rollout"], "save_debug_train_data": patterns["train"]}
+    more["check_canary"] = False  # which would end the round where it is to be looked at
+    if config.algorithm.use_rollout_logprobs:
+        more["get_mismatch_metrics"] = True  # or nobody computes the trainer's
+    status, said = launch(config, folder, more)
+    if status != 0:
+        raise RoundFailed(how_it_failed(status, said, folder))
+    return dumps.read([Path(pattern.format(rollout_id=0)) for pattern in patterns.values()])
+
+
+def examined(config: Config, samples: Sequence[Scored], wish: Wish, engine: AskableEngine | None = None) -> Result:
+    """The result for samples of a run with these flags.
+
+    Args:
+        engine: that generated them, where it can still be asked.
+    """
+    most = wish.most_tokens or (_ON_GPU if torch.cuda.is_available() else _ON_CPU)
+    chosen = dumps.most_telling(samples, most)
+    case = case_of(config, chosen, wish, engine)
+    result = examine(case, always=wish.always)
+    if len(chosen) < len(samples):
+        result.notes.append(f"{len(chosen)} of {len(samples)} samples were looked at, those that differ most")
+    if case.reference is not None and result.parts_ways:
+        _ask_transformers(case, result)
+    if case.reference is None or not wish.with_parts:
+        result.without_parts = "not asked for" if case.reference is not None else case.without_reference
+        return result
+    try:
+        _compare_parts(config, case, result)
+    except torch.OutOfMemoryError:
+        result.without_parts = "trainer, engine and reference do not fit on this GPU together"
+    return result
+
+
+def case_of(config: Config, samples: list[Scored], wish: Wish, engine: AskableEngine | None) -> Case:
+    rollout = config.rollout
+    sampling = Sampling(
+        rollout.rollout_temperature, rollout.rollout_top_p, rollout.rollout_top_k, rollout.rollout_min_p
+    )
+    case = Case(samples, sampling, engine=engine, facts=_facts(config, wish.model))
+    case.facts["weights_compared"] = wish.is_fresh
+    if wish.also is not None:
+        case.facts["other_weights"] = {str(wish.also): wish.also}
+    if wish.model is None:
+        case.without_reference = (
+            "no model is at hand: --model DIR or --hf-checkpoint DIR with the weights of this rollout"
+        )
+        return case
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    plain = Sampling(rollout.rollout_temperature)
+    try:
+        replays = config.train.use_rollout_routing_replay
+        case.reference = Reference(wish.model, trainer_dtype(config), plain, device, replays=replays)
+    except torch.OutOfMemoryError:
+        case.without_reference = f"{wish.model} in float32 does not fit on this GPU"
+        return case
+    try:
+        case.tokenizer = load_tokenizer(str(wish.model))
+    except UserError:
+        case.tokenizer = None
+    if engine is None and _embedded(config):
+        case.engine = _engine_here(config, wish.model, samples)
+    return case
+
+
+def _embedded(config: Config) -> bool:
+    return config.engine.rollout_engine == "embedded"
+
+
+def _engine_here(config: Config, model: Path, samples: Sequence[Scored]) -> EngineHere:
+    longest = max(int(sample.tokens.numel()) for sample in samples) + 1
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = dtype_of(config)
+    fixed = config.rollout.deterministic
+    return EngineHere(model, dtype, longest=longest, device=device, deterministic=fixed, stands_in=True)
+
+
+def trainer_dtype(config: Config) -> torch.dtype:
+    if config.megatron.fp16:
+        return torch.float16
+    return torch.float32 if config.megatron.fp32 else torch.bfloat16
+
+
+def _facts(config: Config, model: Path | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "apply_chat_template": config.data.apply_chat_template,
+        "generation_config": generation_config_of(str(model)) if model is not None and not _embedded(config) else {},
+        "quantization": config.values().get("sglang_quantization"),
+    }
+    engine = dtype_of(config) if _embedded(config) else config.values().get("sglang_dtype")
+    facts["dtypes"] = f"the trainer computes in {str(trainer_dtype(config)).removeprefix('torch.')}" + (
+        f", the engine in {engine}" if engine else ""
+    )
+    return facts
+
+
+def _ask_transformers(case: Case, result: Result) -> None:
+    """Whether the reference is what it is taken for."""
+    try:
+        apart = by_transformers(case)
+    except (OSError, ValueError, KeyError, ImportError, torch.OutOfMemoryError) as error:
+        result.notes.append(f"transformers was not asked about the reference: {type(error).__name__}: {error}")
+        return
+    told = f"transformers and the reference differ by {apart:.2g}"
+    if apart > ALIKE:
+        told += ": the reference is wrong about this model, and so may be the embedded engine, whose code it shares"
+    result.notes.append(told)
+
+
+def _compare_parts(config: Config, case: Case, result: Result) -> None:
+    """The hidden states of the trainer's model, the embedded engine's and the reference, of one sample."""
+    model = case.model()
+    sample = dumps.cut(case.samples[0], _TOKENS_OF_PARTS)
+    with ExitStack() as stack:
+        try:
+            trainer = stack.enter_context(TrainerHere(config, str(model.directory)))
+        except UserError as error:
+            result.without_parts = f"the trainer's model cannot be built in this process: {error}"
+            return
+        engine = case.engine if isinstance(case.engine, EngineHere) else _engine_here(config, model.directory, [sample])
+        shown = {}
+        for name, setting in {"exact": model.setting, "rounded": model.as_the_run()}.items():
+            watcher = Watcher(keeps=True)
+            model.hidden(sample.tokens, sample.prompt_length, setting, watcher=watcher)
+            shown[name] = watcher.seen
+        rounded = shown["rounded"] if model.as_the_run().rounded else None
+        result.parts = compare(trainer.parts(sample), engine.parts(sample.tokens), shown["exact"], rounded)
+        if not _embedded(config):
+            result.notes.append(_NO_HIDDEN_STATES)
+        if case.is_recorded:
+            here = trainer.log_probs([sample], case.sampling.temperature)[0]
+            assert sample.trainer is not None
+            apart = size((here - sample.trainer)[sample.counted])
+            if apart > case.tolerance:
+                result.notes.append(
+                    "the trainer in this process, on one rank, says other log-probs than it did in the run, by"
+                    f" {apart:.3g}: {model.directory} does not hold the weights of this rollout, or its layout counts"
+                )

@@ -1,0 +1,325 @@
+"""A third opinion: the model in this process, in float32, of which every part can be computed otherwise.
+
+Where something is computed in 16 bits is imitated: products, norms and sums in float32 whose results are rounded, which
+is what the kernels do. So each part can be rounded alone, which no dtype of a whole model would allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from slime.diagnosis.align.evidence import Scored
+from slime.engines.embedded.architecture import Architecture
+from slime.engines.embedded.weights import WeightStore, make_store
+
+Part = Literal[
+    "norms", "products", "rotary embedding", "activation", "attention scores", "attention", "router", "output layer"
+]
+PARTS: dict[Part, str] = {
+    "norms": "RMS norms",
+    "products": "matrix products and the sums behind them",
+    "rotary embedding": "the rotary embedding",
+    "activation": "the activation of MLPs",
+    "attention scores": "scores and softmax of attention",
+    "attention": "the probabilities of attention, and what they weigh",
+    "router": "the scores of routers",
+    "output layer": "the logits of the output layer",
+}
+#: What a run in 16 bits rounds.
+IN_16_BITS: frozenset[Part] = frozenset(part for part in PARTS if part not in ("attention scores", "router"))
+#: Logits, and queries of attention, that exist at a time.
+_ROWS, _QUERIES = 256, 512
+#: End of the names of routers' weights.
+_ROUTER = ".mlp.gate.weight"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What is made of logits: temperature and what is left out before a token is drawn.
+
+    Attributes:
+        renormalised: log-probs are those of what the filters leave; else of all tokens.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    renormalised: bool = False
+
+    def log_probs(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """float32 [rows, vocab], int64 [rows] → [rows]. A target that the filters drop keeps its own log-prob."""
+        log_probs = torch.log_softmax(logits / self.temperature, dim=-1)
+        chosen = log_probs.gather(1, targets[:, None])[:, 0]
+        if not self.renormalised:
+            return chosen
+        probs, order = log_probs.exp().sort(dim=-1, descending=True)
+        before = probs.cumsum(-1) - probs
+        kept = (before <= self.top_p) & (probs >= self.min_p * probs[:, :1])
+        if self.top_k > 0:
+            kept[:, self.top_k :] = False
+        mass = (probs * kept).sum(-1)
+        is_kept = (kept & (order == targets[:, None])).any(-1)
+        return torch.where(is_kept, chosen - mass.log(), chosen)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the reference computes.
+
+    Attributes:
+        rounded: the parts whose results are rounded to ``dtype``.
+        positions: (prompt length, length) → int64 [length]; None: 0, 1, 2, …
+        rotary: fields of the `ModelSpec` to take in place of the model's own.
+        experts: replays what the samples' engines chose.
+        cache_dtype: keys and values are rounded to it.
+    """
+
+    rounded: frozenset[Part] = frozenset()
+    dtype: torch.dtype = torch.bfloat16
+    sampling: Sampling = Sampling()
+    positions: Callable[[int, int], Tensor] | None = None
+    rotary: Mapping[str, Any] | None = None
+    experts: bool = False
+    cache_dtype: torch.dtype | None = None
+
+
+class Reference:
+    """Log-probs of samples by a model of a Hugging Face directory.
+
+    Args:
+        dtype: of the run, to which the weights are rounded. What is computed with them is not: each kernel rounds a
+            little otherwise, so exact numbers are nearest to all of them.
+        replays: the run's trainer takes the experts that the engine chose, and so does this model.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        dtype: torch.dtype,
+        sampling: Sampling = Sampling(),
+        device: str = "cpu",
+        *,
+        replays: bool = False,
+    ) -> None:
+        self.directory, self.dtype = Path(directory), dtype
+        self.arch = Architecture.from_dir(directory)
+        self.store: WeightStore = make_store(
+            directory, self.arch, "float32", torch.device(device), self.arch.max_positions, False
+        )
+        for linear in self.store.linears:
+            linear.packs = False  # products go through F.linear, where they can be rounded
+        self.setting = Setting(sampling=sampling, experts=replays)
+        if dtype != torch.float32:
+            self.write({name: tensor.to(dtype).float() for name, tensor in self.store.named.items()})
+
+    @property
+    def low_dtype(self) -> torch.dtype:
+        """What "rounded" means: the run's dtype where that has 16 bits."""
+        return torch.bfloat16 if self.dtype == torch.float32 else self.dtype
+
+    def as_the_run(self) -> Setting:
+        """With the roundings of a run in 16 bits."""
+        rounded = frozenset() if self.dtype == torch.float32 else IN_16_BITS
+        return replace(self.setting, rounded=rounded, dtype=self.low_dtype)
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        self.store.update((name, tensor) for name, tensor in tensors.items())
+
+    @contextmanager
+    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within the block these weights take the place of its own."""
+        before = {name: self.store.named[name].clone() for name in tensors}
+        self.write(tensors)
+        try:
+            yield
+        finally:
+            self.write(before)
+
+    def matrices(self) -> dict[str, Tensor]:
+        """What quantisation is applied to: the matrices inside of layers but routers', by name."""
+        named = self.store.named.items()
+        return {name: t for name, t in named if ".layers." in name and t.dim() == 2 and not name.endswith(_ROUTER)}
+
+    # -- log-probs -----------------------------------------------------------------------------------------------
+
+    def of_all(self, samples: Sequence[Scored], setting: Setting | None = None) -> list[Tensor]:
+        """float64 [R] of each."""
+        return [self.log_probs(sample, setting) for sample in samples]
+
+    def log_probs(self, sample: Scored, setting: Setting | None = None, context: Tensor | None = None) -> Tensor:
+        """float64 [R].
+
+        Args:
+            context: the tokens before the response, in place of the sample's prompt.
+        """
+        setting = setting or self.setting
+        return self.by_sampling(sample, [setting.sampling], setting, context)[0]
+
+    @torch.inference_mode()
+    def by_sampling(
+        self,
+        sample: Scored,
+        samplings: Sequence[Sampling],
+        setting: Setting | None = None,
+        context: Tensor | None = None,
+    ) -> list[Tensor]:
+        """`log_probs` for several ways to make them of the same logits."""
+        setting = setting or self.setting
+        response = sample.tokens[sample.prompt_length :]
+        if context is None:
+            context = sample.tokens[: sample.prompt_length]
+        hidden = self.hidden(torch.cat([context, response]), len(context), setting, sample.experts)
+        rows = hidden[len(context) - 1 :]
+        found: list[list[Tensor]] = [[] for _ in samplings]
+        for begin in range(0, len(rows), _ROWS):
+            logits = self.store.model.logits(rows[begin : begin + _ROWS]).float()
+            if "output layer" in setting.rounded:
+                logits = logits.to(setting.dtype).float()
+            targets = response[begin : begin + _ROWS].to(logits.device)
+            tokens = torch.cat([context, response])
+            for parts, sampling in zip(found, samplings, strict=True):
+                changed = _penalised(logits, tokens, len(context) + begin, sampling)
+                parts.append(sampling.log_probs(changed, targets))
+        return [torch.cat(parts).double().cpu() for parts in found]
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        tokens: Tensor,
+        prompt: int,
+        setting: Setting,
+        experts: Tensor | None = None,
+        watcher: Watcher | None = None,
+    ) -> Tensor:
+        """[L - 1, hidden] behind the last norm: the last token predicts nothing."""
+        model, count = self.store.model, len(tokens) - 1
+        device = self.store.device
+        positions = torch.arange(count) if setting.positions is None else setting.positions(prompt, count)
+        rounding = "rotary embedding" in setting.rounded
+        rope = self.arch.rope
+        if setting.rotary:
+            rope = replace(rope, spec=replace(self.arch.spec, **setting.rotary))
+        needed = int(positions.max()) + 1
+        tables = rope.tables(max(needed, 1), torch.float32)
+        if rounding:
+            tables = tables[0].to(setting.dtype).float(), tables[1].to(setting.dtype).float()
+        watcher = watcher or Watcher()
+        if setting.experts and experts is not None:
+            watcher.replayed = _rows_of(experts, count, self.arch, device)
+        before = model.angles
+        model.angles = tables[0].to(device), tables[1].to(device)
+        try:
+            with _Rounding(setting, self.arch.spec.num_experts):
+                attend = _Attention(setting)
+                chosen = watcher.chosen
+                return model.forward(tokens[:-1].to(device), positions.to(device), attend, chosen, watcher)
+        finally:
+            model.angles = before
+
+
+@dataclass
+class Watcher:
+    """An `Observer` that keeps what it sees.
+
+    Attributes:
+        seen: part → [tokens, hidden], where ``keeps``.
+        chosen: experts of each layer that has some.
+        replayed: layer → choices to take.
+    """
+
+    keeps: bool = False
+    seen: dict[str, Tensor] = field(default_factory=dict)
+    chosen: list[Tensor] = field(default_factory=list)
+    replayed: dict[int, Tensor] = field(default_factory=dict)
+
+    def saw(self, name: str, value: Tensor) -> None:
+        if self.keeps:
+            self.seen[name] = value.float().cpu().clone()
+
+    def experts(self, layer: int) -> Tensor | None:
+        return self.replayed.get(layer)
+
+
+def _rows_of(experts: Tensor, count: int, arch: Architecture, device: torch.device) -> dict[int, Tensor]:
+    """Layer → int64 [count, k], -1 where the engine did not tell."""
+    assert arch.experts is not None
+    whole = torch.full((count, arch.num_layers, arch.experts.chosen), -1, dtype=torch.int64)
+    known = experts.reshape(-1, arch.num_layers, arch.experts.chosen)[:count].to(torch.int64)
+    whole[: len(known)] = known
+    whole = whole.to(device)
+    return {layer: whole[:, layer] for layer, has in enumerate(arch.experts.in_layer) if has}
+
+
+def _penalised(logits: Tensor, tokens: Tensor, first: int, sampling: Sampling) -> Tensor:
+    """Logits of the token ``first`` and those behind it, each with the penalty for the tokens before it."""
+    if sampling.repetition_penalty == 1.0:
+        return logits
+    logits = logits.clone()
+    for row in range(len(logits)):
+        seen = tokens[: first + row].unique().to(logits.device)
+        values, penalty = logits[row, seen], sampling.repetition_penalty
+        logits[row, seen] = torch.where(values < 0, values * penalty, values / penalty)
+    return logits
+
+
+class _Rounding(TorchFunctionMode):
+    """Rounds what the parts of a forward pass give, told apart by the function that makes it."""
+
+    def __init__(self, setting: Setting, num_experts: int) -> None:
+        super().__init__()
+        parts: dict[Any, Part] = {F.rms_norm: "norms", F.linear: "products", F.silu: "activation"}
+        parts |= {torch.addcmul: "rotary embedding", Tensor.add: "products", Tensor.__add__: "products"}
+        self._parts, self._rounded, self._dtype, self._num_experts = parts, setting.rounded, setting.dtype, num_experts
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        part = self._parts.get(function)
+        if function is F.linear and self._num_experts and args[1].shape[0] == self._num_experts:
+            part = "router"
+        if part in self._rounded and result.is_floating_point():
+            return result.to(self._dtype).to(result.dtype)
+        return result
+
+
+class _Attention:
+    """Causal attention of one sequence, without a cache."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        setting, (count, heads, _) = self._setting, queries.shape
+        if setting.cache_dtype is not None:
+            keys, values = (x.to(setting.cache_dtype).float() for x in (keys, values))
+        group = heads // keys.shape[1]
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+        blocks = [self._block(queries, keys, values, first) for first in range(0, count, _QUERIES)]
+        return self._round("attention", torch.cat(blocks)).flatten(1)
+
+    def _block(self, queries: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+        """What the queries from ``first`` on see: [block, heads, dim]."""
+        block = queries[first : first + _QUERIES]
+        last = first + len(block)
+        scores = torch.einsum("qhd,khd->hqk", block, keys[:last]) * block.shape[-1] ** -0.5
+        scores = self._round("attention scores", scores)
+        places = torch.arange(last, device=scores.device)
+        hidden = places > places[first:, None]
+        probabilities = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        probabilities = self._round("attention scores", probabilities)
+        return torch.einsum("hqk,khd->qhd", self._round("attention", probabilities), values[:last])
+
+    def _round(self, part: Part, x: Tensor) -> Tensor:
+        return x.to(self._setting.dtype).float() if part in self._setting.rounded else x

@@ -1,0 +1,122 @@
+"""Whose requests engines and routers answer: those that carry the run's key, ``Authorization: Bearer KEY``.
+
+    driver: RunKeys.new() ──► rollout actor, owners of servers, trainers (Ray's messages, sealed by its token)
+                          └─► engines, routers (`VARIABLE` in their environment, see `take`)
+
+Every run makes a key of its own, and each engine or router that it starts again gets the same. Engines that somebody
+else has started ask for theirs, if any; the run's is never sent to them. A process knows a key by the URL that it
+belongs to, and so nobody else is sent one: judges, tools, models on other servers.
+
+What wants no key, as in SGLang: ``/health…`` and ``/metrics…`` of an engine, and of the router what says that it lives.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from dataclasses import dataclass
+
+from slime.files import HIDDEN
+
+#: The key that a server of this environment asks for; in a driver's, the one that external engines ask for.
+VARIABLE = "SLIME_ENGINE_KEY"
+
+#: What the router sends to an engine that asks for no key; without any it would pass on what it was sent: the run's.
+NO_KEY = "none"
+
+_OPEN = ("/health", "/metrics")
+
+
+class Key(str):
+    """A key that shows itself nowhere by accident: not in a log's repr of what holds it, nor in a traceback."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return repr(HIDDEN)
+
+
+@dataclass(frozen=True)
+class RunKeys:
+    """Of the run's own servers, and of engines that somebody else has started ("": they ask for none)."""
+
+    own: Key
+    external: Key
+
+    @staticmethod
+    def new() -> RunKeys:
+        return RunKeys(Key(secrets.token_urlsafe(32)), Key(os.environ.get(VARIABLE, "")))
+
+
+_run = RunKeys(Key(), Key(os.environ.get(VARIABLE, "")))  # before there is one, engines of others may be asked
+_key_of: dict[str, Key] = {}
+_external: set[str] = set()
+
+
+def use(keys: RunKeys) -> RunKeys:
+    """Those of this process's run, for `own` and `external`."""
+    global _run
+    _run = keys
+    return keys
+
+
+def own(*urls: str) -> None:
+    """Servers that the run has started."""
+    for url in urls:
+        know(url, _run.own)
+
+
+def external(*urls: str) -> None:
+    """Engines that somebody else has started."""
+    for url in urls:
+        know(url, _run.external)
+        _external.add(url.rstrip("/"))
+
+
+def know(url: str, key: str) -> None:
+    """Requests to this base URL carry the key from now on; with "" they carry none."""
+    _external.discard(url.rstrip("/"))
+    _key_of[url.rstrip("/")] = Key(key)
+
+
+def key_of(url: str) -> Key:
+    """ "" where there is none, or none is known."""
+    return _key_of.get(url.rstrip("/"), Key())
+
+
+def is_external(url: str) -> bool:
+    return url.rstrip("/") in _external
+
+
+def header_of(key: str) -> dict[str, str]:
+    """
+    Example:
+        >>> header_of("abc"), header_of("")
+        ({'Authorization': 'Bearer abc'}, {})
+    """
+    return {"Authorization": f"Bearer {key!s}"} if key else {}
+
+
+# -- in a server ---------------------------------------------------------------------------------------------
+
+
+def take() -> Key:
+    """The key that this server is to ask for ("": none), which its children do not find in their environment."""
+    return Key(os.environ.pop(VARIABLE, ""))
+
+
+def admits(key: str, method: str, path: str, authorization: str) -> bool:
+    """Whether a server that asks for ``key`` is to answer a request. Compares in constant time.
+
+    Args:
+        authorization: the header, "" where there is none.
+
+    Example:
+        >>> admits("abc", "POST", "/generate", "Bearer abc"), admits("abc", "POST", "/generate", "")
+        (True, False)
+    """
+    if not key or method == "OPTIONS" or path.startswith(_OPEN):
+        return True
+    scheme, _, given = authorization.partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode())

@@ -1,0 +1,194 @@
+"""Weights ↔ what quantised models store of them. Trainer and engine must agree to the bit, so both compute it here.
+
+    quantise("…up_proj", weight [rows, columns], scheme) ─► {"…up_proj.weight_packed": int32, "…weight_scale": …}
+    dequantise("…up_proj", those tensors, scheme, dtype) ─► weight
+
+INT4 is packed, and its scales are chosen, by the library compressed-tensors itself. FP8 needs no library; its bits are
+the same as compressed-tensors' (`tests/unit/test_quantised.py`). Rows of a weight do not know of each other but in FP8
+blocks, so large weights are taken in pieces of rows: memory stays at some copies of one piece.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from slime.errors import UserError
+from slime.models.quantised import NIBBLES, Fp8, Int4, Quantisation
+
+_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+#: Entries of a weight that are computed with at once, in float32.
+_PIECE = 1 << 22
+
+Stored = dict[str, torch.Tensor]
+"""Whole name → tensor, of one weight."""
+
+
+def require_library() -> None:
+    """
+    Raises:
+        UserError: compressed-tensors is not installed.
+    """
+    if importlib.util.find_spec("compressed_tensors") is None:
+        raise UserError(
+            "INT4 weights need the package compressed-tensors",
+            why="it packs and unpacks them",
+            fix="pip install 'slime-rl[quantised]'",
+        )
+
+
+def quantise(module: str, weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
+    """What a quantised model stores of a Linear layer's weight [rows, columns].
+
+    A weight of zeros comes back as zeros: no scale is 0.
+
+    Raises:
+        UserError: it cannot be stored so, or compressed-tensors is needed and not installed.
+    """
+    rows, columns = weight.shape
+    misfit = scheme.misfit((rows, columns))
+    if misfit:
+        raise UserError(f"{module} cannot be stored as {scheme}", why=misfit, fix=f"ignore it: --ignore {module}")
+    parts = _int4(weight, scheme) if isinstance(scheme, Int4) else _fp8(weight, scheme)
+    return {f"{module}.{part}": tensor for part, tensor in parts.items()}
+
+
+def dequantise(module: str, stored: Mapping[str, torch.Tensor], scheme: Int4 | Fp8, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [rows, columns] in ``dtype`` that engines compute with.
+
+    Raises:
+        KeyError: a part of it is not in ``stored``.
+        UserError: compressed-tensors is needed and not installed.
+    """
+    if isinstance(scheme, Fp8):
+        return _from_fp8(stored[f"{module}.weight"], stored[f"{module}.{scheme.scale}"], scheme, dtype)
+    parts = {name: stored[f"{module}.{name}"] for name in scheme.parts((1, 1), "")}
+    return _from_int4(parts, scheme, dtype)
+
+
+def config_of(quantisation: Quantisation) -> dict[str, Any]:
+    """``quantization_config`` for config.json, as engines read it.
+
+    Raises:
+        UserError: compressed-tensors is needed and not installed.
+    """
+    scheme, ignore = quantisation.scheme, list(quantisation.ignore)
+    if isinstance(scheme, Int4):
+        require_library()
+        import compressed_tensors
+        from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+
+        config = QuantizationConfig(
+            config_groups={"group_0": _scheme(scheme)},
+            format="pack-quantized",
+            quantization_status=QuantizationStatus.COMPRESSED,
+            ignore=ignore,
+        )
+        return {"version": compressed_tensors.__version__, **config.model_dump(mode="json")}
+    assert quantisation.method == "fp8"  # compressed-tensors' own FP8 is read, and not written
+    told: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    told |= {"weight_block_size": list(scheme.block)} if any(scheme.block) else {}
+    return {**told, "modules_to_not_convert": ignore}
+
+
+def _in_rows(weight: torch.Tensor, unit: int, compute: Callable[[torch.Tensor], Stored]) -> Stored:
+    """``compute`` of pieces of so many rows, below each other."""
+    rows = max(1, _PIECE // (weight.shape[1] * unit)) * unit
+    pieces = [compute(weight[first : first + rows]) for first in range(0, weight.shape[0], rows)]
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+# -- INT4 ------------------------------------------------------------------------------------------------------------
+
+
+def _scheme(scheme: Int4) -> Any:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    weights = QuantizationArgs(
+        num_bits=4, type="int", strategy="group", group_size=scheme.group_size, symmetric=scheme.symmetric
+    )
+    return QuantizationScheme(targets=["Linear"], weights=weights)
+
+
+def _int4(weight: torch.Tensor, scheme: Int4) -> Stored:
+    require_library()
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    library = _scheme(scheme)
+
+    def compute(piece: torch.Tensor) -> Stored:
+        wide = piece.float()
+        low, high = wide.unflatten(-1, (-1, scheme.group_size)).aminmax(dim=-1)
+        scale, zero = calculate_qparams(low, high, library.weights)
+        zero = zero.masked_fill((low == 0) & (high == 0), 0)  # the library divides 0 by 0 for it
+        scale = scale.to(weight.dtype)  # what is stored is what is divided by
+        state = {"weight": wide, "weight_scale": scale.float(), "weight_zero_point": zero}
+        packed = PackedQuantizationCompressor.compress(state, library)
+        del packed["weight_shape"]
+        return {**packed, "weight_scale": scale}
+
+    parts = _in_rows(weight, NIBBLES, compute)  # zero points are packed by rows
+    return {**parts, "weight_shape": torch.tensor(weight.shape)}
+
+
+def _from_int4(parts: Stored, scheme: Int4, dtype: torch.dtype) -> torch.Tensor:
+    require_library()
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+
+    zero = parts.get("weight_zero_point")
+    if zero is not None and len(zero) == 1:  # its transpose is viewed as bytes, which takes neighbours one apart
+        parts["weight_zero_point"] = zero.as_strided(zero.shape, (1, 1))
+    weight: torch.Tensor = PackedQuantizationCompressor.decompress(parts, _scheme(scheme))["weight"]
+    return weight.to(dtype)
+
+
+# -- FP8 -------------------------------------------------------------------------------------------------------------
+
+
+def _fp8(weight: torch.Tensor, scheme: Fp8) -> Stored:
+    height, width = scheme.block[0] or len(weight), scheme.block[1] or weight.shape[1]
+
+    def scales(piece: torch.Tensor) -> torch.Tensor:
+        return _tiles(piece.float(), min(height, len(piece)), width).abs().amax(dim=(1, 3)) / _LARGEST_FP8
+
+    def rounded(piece: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        tiles = _tiles(piece.float(), min(height, len(piece)), width) / scale[:, None, :, None]
+        tiles = tiles.clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
+        return tiles.flatten(2).flatten(0, 1)[: len(piece), : piece.shape[1]]
+
+    def compute(piece: torch.Tensor) -> Stored:
+        scale = _never_zero(scales(piece))
+        return {"weight": rounded(piece, scale), scheme.scale: scale}
+
+    if scheme.block[0]:
+        return _in_rows(weight, height, compute)
+    pieces = _in_rows(weight, 1, lambda piece: {"scale": scales(piece)})["scale"]
+    scale = _never_zero(pieces.amax(dim=0, keepdim=True))
+    stored = _in_rows(weight, 1, lambda piece: {"weight": rounded(piece, scale)})
+    return {**stored, scheme.scale: scale if scheme.block[1] else scale.reshape(1)}
+
+
+def _tiles(weight: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """[blocks down, height, blocks across, width], filled up with zeros."""
+    rows, columns = weight.shape
+    filled = torch.nn.functional.pad(weight, (0, -columns % width, 0, -rows % height))
+    return filled.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+
+
+def _never_zero(scale: torch.Tensor) -> torch.Tensor:
+    """A block of zeros has compressed-tensors' smallest scale: divided by 0 it would be NaN."""
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+def _from_fp8(weight: torch.Tensor, scale: torch.Tensor, scheme: Fp8, dtype: torch.dtype) -> torch.Tensor:
+    height, width = scheme.block[0] or len(weight), scheme.block[1] or weight.shape[1]
+    scale = scale.float().reshape(scheme.blocks((len(weight), weight.shape[1])))
+    result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for number, row in enumerate(scale):
+        rows = slice(number * height, (number + 1) * height)
+        result[rows] = weight[rows].float() * row.repeat_interleave(width)[: weight.shape[1]]
+    return result

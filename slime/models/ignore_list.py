@@ -1,0 +1,241 @@
+"""Which weights of a model are those of Linear layers, and whether a list of rules spares the others.
+
+A rule is what compressed-tensors takes: the name of a module, or ``re:`` and an expression that matches its beginning.
+Engines match modules, not weights: for a Linear layer a rule counts only if it names the module itself. For what is no
+Linear layer a rule may name the weight (``model.embed_tokens.weight``), since only quantisers read it: an online
+quantiser takes every two-dimensional weight that no rule names, and engines drop what they do not expect, so that a
+router ends as zeros.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from operator import eq
+
+from slime.errors import UserError
+from slime.models.quantised import FOR_FP8, Quantisation
+from slime.models.spec import ModelSpec
+from slime.models.table import ModelFamily
+
+#: For models of experts, whose routed experts alone are worth quantising; without experts, attention and MLP are.
+FOR_EXPERTS = (
+    "lm_head",
+    "model.embed_tokens.weight",
+    r"re:.*self_attn.*",
+    r"re:.*mlp\.shared_experts.*",
+    *(rf"re:.*mlp\.{name}_proj.*" for name in ("gate_up", "gate", "up", "down")),
+    r"re:.*eh_proj.*",
+    r"re:.*shared_head\.head.*",
+    r"re:.*mlp\.gate\..*",
+)
+#: What engines compute with one kernel, so that all of it is quantised or none.
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+#: Linear layers of the layers for multi-token prediction that the decoder's have not.
+_MTP_LINEAR = ("eh_proj", "shared_head.head")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A two-dimensional weight.
+
+    Attributes:
+        module: its name without ``.weight``.
+        is_linear: it is that of a Linear layer.
+        kernel: what engines compute it as a part of; the module itself where they compute it alone.
+    """
+
+    module: str
+    shape: tuple[int, int]
+    is_linear: bool
+    kernel: str
+
+    @property
+    def weight(self) -> str:
+        return f"{self.module}.weight"
+
+
+def matrices(family: ModelFamily, spec: ModelSpec, surplus: Iterable[tuple[str, tuple[int, ...]]] = ()) -> list[Matrix]:
+    """All of a model.
+
+    Args:
+        surplus: names and shapes of what a checkpoint has beside the model's own tensors: layers for multi-token
+            prediction, which engines can compute.
+    """
+    kinds: dict[str, bool] = {}  # of tens of thousands of experts one is looked up
+    found = []
+    for name, shape in [*family.hf_tensors(spec), *surplus]:
+        if len(shape) != 2 or not name.endswith(".weight"):
+            continue
+        kind = re.sub(r"\.\d+\.", ".0.", name)
+        if kind not in kinds:
+            kinds[kind] = _is_linear(family, kind)
+        module = name.removesuffix(".weight")
+        found.append(Matrix(module, (shape[0], shape[1]), kinds[kind], _kernel(module)))
+    return found
+
+
+def _is_linear(family: ModelFamily, name: str) -> bool:
+    found = family.match_hf(name)
+    return found[0].is_linear if found else name.removesuffix(".weight").endswith(_MTP_LINEAR)
+
+
+def _kernel(module: str) -> str:
+    experts, is_expert, _ = module.partition(".experts.")
+    if is_expert:
+        return f"{experts}.experts"
+    parent, _, last = module.rpartition(".")
+    return f"{parent}.{_FUSED[last]}" if last in _FUSED else module
+
+
+@lru_cache(maxsize=256)
+def _matcher(rule: str) -> Callable[[str], object]:
+    """What is true of the names that the rule names."""
+    if not rule.startswith("re:"):
+        return partial(eq, rule)
+    try:
+        return re.compile(rule.removeprefix("re:")).match
+    except re.error as error:
+        raise UserError(
+            f"the rule {rule!r} of an ignore list is no regular expression", why=str(error), fix="correct it"
+        ) from error
+
+
+def names(rule: str, name: str) -> bool:
+    """Whether a rule names a module, as compressed-tensors and the engines decide it: the whole of it, or ``re:``.
+
+    Raises:
+        UserError: the expression cannot be read.
+
+    Example:
+        >>> module = "model.layers.10.mlp.up_proj"
+        >>> names("model.layers.1", module), names(r"re:.*mlp\\.up", module), names(module, module)
+        (False, True, True)
+    """
+    return bool(_matcher(rule)(name))
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a list of rules means for a model, and what is wrong with it.
+
+    Attributes:
+        quantised: Linear layers that no rule names.
+        ignored: Linear layers that one names.
+        unspared: 2-D weights of no Linear layer that no rule names.
+        idle: rules that name nothing.
+        by_weight: Linear layers of which a rule names the weight and none the module.
+        torn: kernels of engines of which a part is quantised and another is not.
+        misfits: Linear layers that no rule names and that cannot be stored in the format, with the reason.
+    """
+
+    quantised: tuple[Matrix, ...]
+    ignored: tuple[Matrix, ...]
+    unspared: tuple[str, ...]
+    idle: tuple[str, ...]
+    by_weight: tuple[str, ...]
+    torn: tuple[str, ...]
+    misfits: tuple[str, ...]
+
+    def problems(self) -> list[str]:
+        """What stands against quantising so, in words; [] when nothing does. Idle rules harm nobody."""
+        kinds = (
+            (self.unspared, "no Linear layer, and no rule names it: it would be quantised and end as zeros"),
+            (self.by_weight, "a rule names its weight: engines match modules, write the name without .weight"),
+            (self.torn, "engines compute it with one kernel, and only a part of it is ignored"),
+            (self.misfits, "neither ignored nor possible to quantise"),
+        )
+        return [f"{_few(found)}: {why}" for found, why in kinds if found]
+
+
+def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
+    """Compare the rules of a model with its modules."""
+    rules = [_matcher(rule) for rule in quantisation.ignore]  # a large model has 40 thousand modules
+    idle = dict(zip(quantisation.ignore, rules))
+    quantised, ignored, unspared, by_weight, misfits = [], [], [], [], []
+    kernels = defaultdict[str, set[bool]](set)
+    for matrix in weights:
+        module, weight = matrix.module, matrix.weight
+        of_module = any(matches(module) for matches in rules)
+        of_weight = not of_module and any(matches(weight) for matches in rules)
+        if of_module or of_weight:
+            idle = {rule: matches for rule, matches in idle.items() if not (matches(module) or matches(weight))}
+        if not matrix.is_linear:
+            # the list of fp8 is of Linear layers alone: no quantiser reads it
+            if not of_module and not of_weight and quantisation.method != "fp8":
+                unspared.append(matrix.weight)
+            continue
+        kernels[matrix.kernel].add(of_module)
+        if of_module:
+            ignored.append(matrix)
+            continue
+        quantised.append(matrix)
+        misfit = quantisation.scheme.misfit(matrix.shape)
+        if of_weight:
+            by_weight.append(matrix.weight)
+        elif misfit:
+            misfits.append(f"{matrix.module} ({misfit})")
+    return Findings(
+        tuple(quantised),
+        tuple(ignored),
+        tuple(unspared),
+        tuple(rule for rule, matches in idle.items() if not any(matches(kernel) for kernel in kernels)),
+        tuple(by_weight),
+        tuple(kernel for kernel, there in kernels.items() if len(there) == 2),
+        tuple(misfits),
+    )
+
+
+def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> Findings:
+    """`examine` of a quantised model's own list.
+
+    Raises:
+        UserError: with it engines would compute something else; names the modules.
+    """
+    found = examine(matrices(family, spec), quantisation)
+    if found.problems():
+        raise UserError(
+            "the ignore list of the model's quantization_config does not fit its modules",
+            why="\n  ".join(found.problems()),
+            fix="correct it in config.json, or quantise the model again with slime convert, whose list fits",
+        )
+    return found
+
+
+def stored_tensors(
+    family: ModelFamily, spec: ModelSpec, quantisation: Quantisation
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Every tensor that a complete quantised model has: name → (dtype, shape); the dtype "" is the model's own."""
+    quantised = {matrix.weight: matrix for matrix in examine(matrices(family, spec), quantisation).quantised}
+    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in family.hf_tensors(spec):
+        if name in quantised:
+            parts = quantisation.scheme.parts(quantised[name].shape, "")
+            stored |= {f"{quantised[name].module}.{part}": facts for part, facts in parts.items()}
+        else:
+            stored[name] = ("", shape)
+    return stored
+
+
+def recommended(weights: Sequence[Matrix], *, fp8: bool = False) -> tuple[str, ...]:
+    """The rules that are advised for a model, without those that would name nothing in it."""
+    has_experts = any(matrix.kernel.endswith(".experts") for matrix in weights)
+    rules = FOR_FP8 if fp8 else FOR_EXPERTS if has_experts else (*FOR_FP8, "model.embed_tokens.weight")
+    return tuple(rule for rule in rules if any(_names_any(_matcher(rule), matrix) for matrix in weights))
+
+
+def _names_any(matches: Callable[[str], object], matrix: Matrix) -> bool:
+    return any(matches(name) for name in (matrix.module, matrix.weight, matrix.kernel))
+
+
+def _few(found: Sequence[str]) -> str:
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

@@ -1,0 +1,202 @@
+"""What config.json says of quantised weights: the format of each, and which tensors it is stored as.
+
+    method              weights                          stored as
+    compressed-tensors  INT4, groups along a row         weight_packed, weight_scale, weight_shape [, weight_zero_point]
+    compressed-tensors  FP8 (e4m3), block, row or tensor weight, weight_scale
+    fp8                 FP8 (e4m3), blocks               weight, weight_scale_inv
+    fp8                 FP8 (e4m3), whole tensor         weight, weight_scale
+
+`Quantisation.read` is the only reader of ``quantization_config``; `slime.models.ignore_list` compares its rules with
+the model's modules, `slime.engines.wire.quantised` computes. Imports no torch: a launch looks here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slime.errors import UserError
+
+Method = Literal["compressed-tensors", "fp8"]
+Parts = dict[str, tuple[str, tuple[int, ...]]]
+"""Last part of a stored tensor's name → (dtype, shape)."""
+
+#: Linear layers that published FP8 models leave as they are; engines know it where config.json has no list.
+FOR_FP8 = ("lm_head", r"re:.*eh_proj.*", r"re:.*shared_head\.head.*")
+#: Numbers that compressed-tensors packs into an int32, 4 bits each.
+NIBBLES = 8
+
+
+@dataclass(frozen=True)
+class Int4:
+    """4-bit whole numbers with a scale for each group of neighbours in a row.
+
+    Attributes:
+        group_size: columns that share a scale.
+        symmetric: zero is in the middle; otherwise each group has a zero point, too.
+    """
+
+    group_size: int
+    symmetric: bool = True
+
+    def parts(self, shape: tuple[int, int], dtype: str) -> Parts:
+        """What a weight [rows, columns] of ``dtype`` is stored as."""
+        rows, columns = shape
+        groups = columns // self.group_size
+        parts: Parts = {
+            "weight_packed": ("int32", (rows, -(-columns // NIBBLES))),
+            "weight_scale": (dtype, (rows, groups)),
+            "weight_shape": ("int64", (2,)),
+        }
+        if not self.symmetric:
+            parts["weight_zero_point"] = ("int32", (-(-rows // NIBBLES), groups))
+        return parts
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        """Why a weight of this shape cannot be stored so; "" if it can."""
+        return f"{shape[1]} columns are no multiple of the group size {self.group_size}" * bool(
+            shape[1] % self.group_size
+        )
+
+    def __str__(self) -> str:
+        return f"INT4 in groups of {self.group_size}, {'' if self.symmetric else 'a'}symmetric"
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """8-bit floats (e4m3) with a float32 scale for each block.
+
+    Attributes:
+        block: rows and columns that share a scale; 0 stands for all of them, so (0, 0) is one scale per tensor and
+            (1, 0) one per row.
+        scale: last part of the scale's name. Both names hold the same: the weight is the stored number times it. Some
+            published models store it in bfloat16.
+    """
+
+    block: tuple[int, int] = (128, 128)
+    scale: Literal["weight_scale_inv", "weight_scale"] = "weight_scale_inv"
+
+    def blocks(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """How many blocks a weight [rows, columns] has along each axis."""
+        rows, columns = ((-(-size // block)) if block else 1 for size, block in zip(shape, self.block))
+        return rows, columns
+
+    def parts(self, shape: tuple[int, int], dtype: str) -> Parts:
+        scales = self.blocks(shape) if any(self.block) else (1,)
+        return {"weight": ("float8_e4m3fn", shape), self.scale: ("float32", scales)}
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        return ""  # a block at the border may be smaller
+
+    def __str__(self) -> str:
+        rows, columns = self.block
+        return f"FP8 in blocks of {rows}×{columns}" if rows and columns else "FP8 by row" if rows else "FP8 by tensor"
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """A model's ``quantization_config``.
+
+    Attributes:
+        method: ``quant_method``: who defines the format.
+        scheme: how the weights of its Linear layers are stored.
+        ignore: rules for those that stay as they are (`slime.models.ignore_list`).
+    """
+
+    method: Method
+    scheme: Int4 | Fp8
+    ignore: tuple[str, ...] = ()
+
+    @staticmethod
+    def read(config: Mapping[str, Any]) -> Quantisation | None:
+        """From a plain config.json; None where it has none.
+
+        Raises:
+            UserError: a method or scheme that is not known here, by its name.
+        """
+        told = config.get("quantization_config")
+        if not told:
+            return None
+        if not isinstance(told, Mapping):
+            raise UserError(f"quantization_config in config.json is {told!r}, not an object", fix="correct config.json")
+        readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8}
+        method = told.get("quant_method")
+        if method not in readers:
+            raise UserError(
+                f"quantization_config in config.json has the quant_method {method!r}",
+                why=f"the methods that are known here: {', '.join(readers)}",
+                fix="take the model with plain weights, or one that was quantised by a method of these",
+            )
+        return readers[method](told)
+
+    def module(self, name: str) -> str | None:
+        """The module whose weight a stored tensor is a part of; None for a name that no quantised weight has.
+
+        Example:
+            >>> Quantisation("fp8", Fp8()).module("model.layers.0.mlp.up_proj.weight_scale_inv")
+            'model.layers.0.mlp.up_proj'
+        """
+        module, _, last = name.rpartition(".")
+        return module if last in self.scheme.parts((1, 1), "") else None
+
+    def __str__(self) -> str:
+        return f"{self.scheme} ({self.method})"
+
+
+def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
+    groups = told.get("config_groups") or {}
+    if len(groups) != 1:
+        raise _unknown("compressed-tensors", f"{len(groups)} config_groups", "one group of weights")
+    group = next(iter(groups.values()))
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise _unknown("compressed-tensors", f"the group {group!r}", "a group with weights")
+    if list(group.get("targets") or ["Linear"]) != ["Linear"]:
+        raise _unknown(
+            "compressed-tensors", f"the targets {group['targets']!r}", "the target Linear, with rules to ignore"
+        )
+    _refuse_coarser_rest(told, group)
+    ignore = tuple(told.get("ignore") or ())
+    kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
+    size = weights.get("group_size")
+    if (kind, bits) == ("int", 4) and strategy in ("group", None) and isinstance(size, int) and size > 0:
+        return Quantisation("compressed-tensors", Int4(size, bool(weights.get("symmetric", True))), ignore)
+    block: dict[str | None, tuple[int, int]] = {"tensor": (0, 0), "channel": (1, 0)}
+    if isinstance(weights.get("block_structure"), list):
+        block["block"] = tuple(weights["block_structure"])
+    if (kind, bits) == ("float", 8) and strategy in block:
+        return Quantisation("compressed-tensors", Fp8(block[strategy], "weight_scale"), ignore)
+    raise _unknown(
+        "compressed-tensors",
+        f"weights of type {kind}, {bits} bits, strategy {strategy}",
+        "int with 4 bits in groups, float with 8 bits by block, channel or tensor",
+    )
+
+
+def _refuse_coarser_rest(told: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """What is not about weights: scales of activations that are stored, and a cache."""
+    activations = group.get("input_activations")
+    if activations and (activations.get("dynamic") is not True or group["weights"].get("type", "int") == "int"):
+        raise _unknown("compressed-tensors", "input_activations", "FP8 activations whose scales are dynamic, or none")
+    for key, where in (("output_activations", group), ("kv_cache_scheme", told)):
+        if where.get(key):
+            raise _unknown("compressed-tensors", key, "weights alone, and FP8 activations")
+
+
+def _fp8(told: Mapping[str, Any]) -> Quantisation:
+    for key, known in (("fmt", "e4m3"), ("activation_scheme", "dynamic"), ("scale_fmt", "float")):
+        if told.get(key, known) != known:
+            raise _unknown("fp8", f"{key} {told[key]!r}", f"{key} {known!r}")
+    block = told.get("weight_block_size")
+    scheme = Fp8((int(block[0]), int(block[1]))) if block else Fp8((0, 0), "weight_scale")
+    ignore = told.get("modules_to_not_convert") or told.get("ignored_layers") or FOR_FP8
+    return Quantisation("fp8", scheme, tuple(ignore))
+
+
+def _unknown(method: str, there: str, known: str) -> UserError:
+    return UserError(
+        f"quantization_config of the method {method} has {there}",
+        why=f"what is known here: {known}",
+        fix="take a model that was quantised so: slime convert hf-to-int4 and hf-to-fp8 make them",
+    )

@@ -1,0 +1,82 @@
+"""Does a series grow without end? For memory of processes, which fills caches at first, jumps when something new is
+done for the first time, goes up and down, and begins again when a process is restarted. None of that is growth.
+
+    windows of 5, 10, 20, … values     ▁▂▃▄▅▆▇█      the least value of each of the last 6 rises, and by much: growth
+                                       ▁▄▆▇████      caches that fill up: the last windows rise by little
+                                       ▁▁▁████       a jump: the others do not rise
+                                       ▁▅▂▆▁▅▂▆      the least values stay
+
+Windows begin at fixed places of the series, so that a judgement changes once in a window and not at every step; of a
+series that has paused, six new windows must rise before it is growth again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_SMALLEST, _WINDOWS = 5, 6
+#: Windows at the beginning of a process in which its caches fill.
+_WARM_UP = 2
+#: What is left of a value where a process was restarted.
+_RESTARTED = 0.7
+#: Share of the mean rise that each window must rise by.
+_STEADY = 1 / 3
+#: Of a run's first steps, where memory may be used up before there are windows: values that are left out, and looked at
+_FIRST, _SOON = 5, 10
+
+
+class Growth(NamedTuple):
+    """From one value to another within so many steps."""
+
+    before: float
+    now: float
+    steps: int
+
+    @property
+    def per_step(self) -> float:
+        return (self.now - self.before) / self.steps
+
+
+def steady_growth(values: Sequence[float], at_least: float, share: float) -> Growth | None:
+    """The growth that is seen in the shortest windows that show any.
+
+    Args:
+        values: of each step.
+        at_least: what less than that is none, in the unit of the values.
+        share: the same as a share of what it began with.
+    """
+    values = _since_restart(values)
+    size = _SMALLEST
+    while len(values) // size >= _WARM_UP + _WINDOWS:
+        count = len(values) // size
+        least = [min(values[i * size : (i + 1) * size]) for i in range(count - _WINDOWS, count)]
+        if _is_growth(least, at_least, share):
+            return Growth(least[0], least[-1], (_WINDOWS - 1) * size)
+        size *= 2
+    return None
+
+
+def sudden_growth(values: Sequence[float], at_least: float, share: float) -> Growth | None:
+    """The same within a few steps, of which each rises: to be taken for growth where it would use up what is left."""
+    values = _since_restart(values)[_FIRST:]
+    newest = values[-_SOON:]
+    if len(newest) < _SOON or not _is_growth(newest, at_least, share):
+        return None
+    return Growth(newest[0], newest[-1], _SOON - 1)
+
+
+def _is_growth(values: Sequence[float], at_least: float, share: float) -> bool:
+    total = values[-1] - values[0]
+    if total < max(at_least, share * values[0]):
+        return False
+    least_rise = _STEADY * total / (len(values) - 1)
+    return all(after - before >= least_rise for before, after in itertools.pairwise(values))
+
+
+def _since_restart(values: Sequence[float]) -> Sequence[float]:
+    for i in range(len(values) - 1, 0, -1):
+        if values[i] < _RESTARTED * values[i - 1]:
+            return values[i:]
+    return values

@@ -1,0 +1,33 @@
+"""A run in words: what its report says where the page's script does not run."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from typing import Any
+
+
+def words_html(runs: Iterable[dict[str, Any]]) -> str:
+    """How each run stands, what is wrong with it, and where else to look.
+
+    Args:
+        runs: as `stages.describe` has them.
+    """
+    needs = "This page draws its views with JavaScript, in a browser of 2023 or later."
+    needs += " The numbers are in metrics.jsonl, the samples in samples/ of the run folder."
+    parts = [f'<p class="none">{needs}</p>']
+    for run in runs:
+        state = f'<span class="state">{_text(run["state"])}</span>' if run["state"] else ""
+        parts.append(f"<h2>{_text(run['name'])} {state}</h2><p>{_text(' · '.join(run['facts']))}</p>")
+        if run["crash"]:
+            said = "\n".join(str(line) for line in (run["crash"]["message"], *(run["crash"]["notes"] or ())))
+            parts.append(f"<p><b>{_text(run['crash']['error'] or 'The run failed')}:</b></p><pre>{_text(said)}</pre>")
+        alarms = [f"<li><b>{_text(a['title'])}.</b> {_text(a['detail'])}</li>" for a in run["alarms"]]
+        parts.append(f'<ul class="alarms">{"".join(alarms)}</ul>' if alarms else "")
+        if run["steps"]:
+            parts.append(f"<p>{run['steps']} steps logged, the last one is {_text(run['step'])}.</p>")
+    return "".join(parts)
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value), quote=True)

@@ -1,0 +1,156 @@
+"""Paths that name the rollout, ``dumps/{rollout_id:04d}.pt``: checked at launch, filled in by who writes, and found
+again by who reads.
+
+The fields are those of `str.format`: ``{rollout_id}`` with any format of integers, ``{{`` and ``}}`` for braces that
+are meant. An evaluation stands among the rollouts as ``eval_`` and the number of the rollout that was trained on before
+it, in the same format; one before any training is ``eval_start``.
+
+>>> [str(fill("dumps/{rollout_id:04d}.pt", id)) for id in (12, Evaluation(12), Evaluation(None))]
+['dumps/0012.pt', 'dumps/eval_0012.pt', 'dumps/eval_start.pt']
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+import string
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.errors import UserError
+
+ROLLOUT, RANK = "rollout_id", "rank"
+#: Flags that take a pattern → the fields that it may have.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "save_debug_rollout_data": (ROLLOUT,),
+    "load_debug_rollout_data": (ROLLOUT,),
+    "save_debug_train_data": (ROLLOUT, RANK),
+    "save_hf": (ROLLOUT,),
+}
+#: Rollouts whose paths are compared with each other at launch.
+_MOST_COMPARED = 1000
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The evaluation after a rollout; None: before any."""
+
+    after: int | None
+
+    def __format__(self, spec: str) -> str:
+        return "eval_start" if self.after is None else "eval_" + format(self.after, spec)
+
+    def __str__(self) -> str:
+        return format(self)
+
+    __repr__ = __str__
+
+
+def fill(pattern: str, rollout_id: int | Evaluation) -> Path:
+    """The path of a rollout.
+
+    Raises:
+        KeyError, IndexError, ValueError: what `check` refuses.
+    """
+    return Path(pattern.format(**{ROLLOUT: rollout_id, RANK: 0}))  # one file for all ranks, written by the first
+
+
+def check(pattern: str, option: str, *, fields: Sequence[str] = (ROLLOUT,), num_rollout: int = 1) -> None:
+    """Refuse what cannot be filled in, and what gives two of the run's rollouts the same path.
+
+    Args:
+        option: the flag, for the error.
+        fields: that the pattern may have.
+        num_rollout: length of the run, as far as it is known.
+    Raises:
+        UserError: names what is wrong with the pattern.
+    """
+    told = "the only field is {rollout_id}" if len(fields) == 1 else "the fields are {rollout_id} and {rank}"
+    fix = "write it like {rollout_id} or {rollout_id:04d}, and {{ and }} for braces that are meant"
+    try:
+        unknown = [name for name in _fields(pattern) if name not in fields]
+        paths = [] if unknown else [str(fill(pattern, i)) for i in range(max(1, min(num_rollout, _MOST_COMPARED)))]
+        why = f"; there is no {{{unknown[0]}}}" if unknown else ""
+        if not unknown:
+            fill(pattern, Evaluation(0))
+            why = "; this one makes a null character" if any("\0" in path for path in paths) else ""
+    except (KeyError, IndexError, ValueError) as error:
+        why = f"; {type(error).__name__}: {error}"
+    if why:
+        raise UserError(f"{option} {pattern} cannot be filled in", why=told + why, fix=fix)
+    if len(set(paths)) < len(paths):
+        same = next(i for i, path in enumerate(paths) if path in paths[:i])
+        raise UserError(
+            f"{option} {pattern} has no {{rollout_id}} in it"
+            if len(set(paths)) == 1
+            else f"{option} {pattern} gives rollouts {paths.index(paths[same])} and {same} the same file",
+            why="one would write over the other",
+            fix="put {rollout_id} into the name, e.g. dump_{rollout_id}.pt",
+        )
+
+
+def literal(path: str) -> str:
+    """A pattern that gives this path, braces and all."""
+    return path.replace("{", "{{").replace("}", "}}")
+
+
+def names_rollout(pattern: str) -> bool:
+    """Whether rollouts have paths of their own."""
+    return ROLLOUT in _fields(pattern)
+
+
+def _fields(pattern: str) -> Iterator[str]:
+    """Names of the fields, those within formats included."""
+    for _, name, spec, _ in string.Formatter().parse(pattern):
+        if name is not None:
+            yield name
+            yield from _fields(spec or "")
+
+
+def fixed_folder(pattern: str) -> Path:
+    """The folder that the paths of all rollouts share; of a path without fields, that path.
+
+    >>> str(fixed_folder("exports/run1_{rollout_id}/model"))
+    'exports'
+    """
+    before, is_whole = "", True
+    for text, name, _, _ in string.Formatter().parse(pattern):
+        before += text
+        if name is not None:
+            is_whole = False
+            break
+    return Path(before) if is_whole else Path(before + "x").parent
+
+
+def found(pattern: str) -> list[tuple[Path, int | None]]:
+    """The paths of rollouts that are there, in the order of rollouts; None: the pattern names none. Those of
+    evaluations are not among them.
+
+    A name counts where the pattern gives just that name for the number that was read from it, so that every format of
+    integers is found again.
+    """
+    pattern, wanted, texts = str(Path(pattern)), "", ""
+    for text, name, _, _ in string.Formatter().parse(pattern):
+        wanted += glob.escape(text) + ("*" if name is not None else "")
+        texts += re.escape(text) + ("(.*)" if name == ROLLOUT else ".*" if name is not None else "")
+    matcher, there = re.compile(texts, re.DOTALL), list[tuple[Path, int | None]]()
+    for path in map(Path, glob.glob(wanted)):
+        match = matcher.fullmatch(str(path))
+        if match is None or not match.groups():
+            there += [] if match is None else [(path, None)]
+            continue
+        number = next((i for i in _numbers(match.group(1)) if str(fill(pattern, i)) == str(path)), None)
+        there += [] if number is None else [(path, number)]
+    return sorted(there, key=lambda entry: (entry[1] or 0, entry[0]))
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """What a text may mean as a number: in decimal with signs, fill characters or separators, or in another base."""
+    if digits := re.sub(r"\D", "", text):
+        yield int(digits)
+    for base in (16, 8, 2):
+        try:
+            yield int(text, base)
+        except ValueError:
+            continue

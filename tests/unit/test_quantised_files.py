@@ -1,0 +1,371 @@
+"""`slime convert hf-to-int4`, `hf-to-fp8`, `quantised-to-hf`: every tensor, damage by name, kill -9, memory."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.__main__ import main
+from slime.checkpoints import quantised_files
+from slime.checkpoints.hf_files import INDEX, SINGLE, HfReader
+from slime.checkpoints.quantised_check import verify_quantised
+from slime.checkpoints.quantised_files import dequantise_directory, plain_weights, quantise_directory
+from slime.engines.wire.quantised import dequantise, quantise
+from slime.errors import UserError
+from slime.models import FAMILIES, family_of, read_hf_config
+from slime.models.ignore_list import examine, recommended
+from slime.models.quantised import Fp8, Int4, Quantisation
+from tests.support.processes import ROOT
+from tests.support.quantised_models import INT4, make_plain, same_bits, tensors_of, write_shards
+
+pytest.importorskip("compressed_tensors", reason="the quantised extra is not installed")
+
+KINDS = {
+    "int4": ("hf-to-int4", ("--group_size", 8)),
+    "int4 asymmetric": ("hf-to-int4", ("--group_size", 8, "--asymmetric")),
+    "fp8": ("hf-to-fp8", ()),
+    "fp8 small blocks": ("hf-to-fp8", ("--block-size", 16, 8)),
+    "fp8 per tensor": ("hf-to-fp8", ("--per-tensor",)),
+}
+
+
+def convert(*words: object) -> int:
+    return main(["convert", *map(str, words)])
+
+
+def verify(directory: Path) -> str:
+    config = read_hf_config(directory)
+    family, quantisation = family_of(config), Quantisation.read(config)
+    assert quantisation is not None
+    return verify_quantised(directory, family, family.describe(config), quantisation)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+def test_every_weight_is_converted_and_comes_back(family: str, kind: str, tmp_path: Path) -> None:
+    plain = make_plain(tmp_path / "plain", family, shards=3)
+    command, flags = KINDS[kind]
+    small, back = tmp_path / "small", tmp_path / "back"
+    assert convert(command, "--hf_model_path", plain, "--save_path", small, *flags) == 0
+    assert convert("quantised-to-hf", "--hf-model-path", small, "--save-path", back) == 0
+    quantisation = Quantisation.read(read_hf_config(small))
+    assert quantisation is not None
+    originals, stored, restored = tensors_of(plain), tensors_of(small), tensors_of(back)
+    chosen = {one.weight for one in examine(plain_weights(plain)[1], quantisation).quantised}
+    assert chosen and originals.keys() == restored.keys()
+    expected: dict[str, torch.Tensor] = {}
+    for name, tensor in originals.items():
+        parts = (
+            quantise(name.removesuffix(".weight"), tensor, quantisation.scheme) if name in chosen else {name: tensor}
+        )
+        expected |= parts
+        module = name.removesuffix(".weight")
+        wanted = dequantise(module, parts, quantisation.scheme, torch.bfloat16) if name in chosen else tensor
+        assert same_bits(restored[name], wanted), name
+    assert stored.keys() == expected.keys() and all(same_bits(stored[name], expected[name]) for name in expected)
+    assert sorted(file.name for file in plain.glob("*.safetensors")) == sorted(
+        file.name for file in small.glob("*.safetensors")
+    )
+    assert json.loads((back / "config.json").read_text()) == json.loads((plain / "config.json").read_text())
+    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
+
+
+@pytest.mark.parametrize("flags", [(), ("--asymmetric",)], ids=["symmetric", "asymmetric"])
+def test_transformers_computes_with_the_same_weights(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """The library's own way from the directory to a weight, by way of transformers. Its other way, which decompresses
+    at the first forward pass, expects zero points that are not packed (transformers 5.23)."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    plain, small, back = make_plain(tmp_path / "plain", "qwen3"), tmp_path / "small", tmp_path / "back"
+    convert("hf-to-int4", "--hf_model_path", plain, "--save_path", small, "--group_size", 8, *flags)
+    convert("quantised-to-hf", "--hf_model_path", small, "--save_path", back)
+    dequantised = {} if not flags else {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    told = []
+    for directory, settings in ((small, dequantised), (back, {})):
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, **settings)
+        with torch.no_grad():
+            told.append(model(torch.arange(12).reshape(1, -1)).logits)
+    assert torch.equal(*told) and told[0].std() > 0
+
+
+def test_the_report_says_what_was_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = make_plain(tmp_path / "plain", "glm4_moe", shards=2, first_k_dense_replace=1)
+    assert convert("hf-to-int4", "--hf_model_path", plain, "--save_path", tmp_path / "small", "--group_size", 8) == 0
+    said = capsys.readouterr().out
+    # four experts of three weights, three parts each; attention, norms, router and shared experts as they were
+    assert "12 weights converted" in said and "layer 1, the first with experts, has" in said
+    of_layer = [name for name in tensors_of(tmp_path / "small") if ".layers.1." in name]
+    assert f"the first with experts, has {len(of_layer)}" in said and len(of_layer) > 36
+    assert r"re:.*mlp\.gate\..*" in said and "eh_proj" not in said
+
+
+def test_layers_for_multi_token_prediction_come_along(tmp_path: Path) -> None:
+    plain = make_plain(tmp_path / "plain", "glm4_moe", num_nextn_predict_layers=1)
+    tensors = tensors_of(plain)
+    last = [name for name in tensors if ".layers.1." in name]
+    layer = {name.replace("layers.1.", "layers.2."): tensors[name].clone() for name in last}
+    extra = {name: torch.ones(32, 64).bfloat16() for name in ("eh_proj", "shared_head.head", "embed_tokens")}
+    layer |= {f"model.layers.2.{name}.weight": value for name, value in extra.items()}
+    write_shards(plain, tensors | layer, 1)
+    small, back = tmp_path / "small", tmp_path / "back"
+    rules = ("lm_head", r"re:.*embed_tokens\.weight", r"re:.*mlp\.gate\..*", r"re:.*eh_proj.*", r"re:.*head\.head")
+    words = ("--hf_model_path", plain, "--save_path", small, "--group_size", 8)
+    with pytest.raises(UserError, match=r"model\.layers\.2\.embed_tokens\.weight(.|\n)*no Linear layer"):
+        _quantise(plain, small, Quantisation("compressed-tensors", Int4(8), ("model.embed_tokens", *rules[2:])))
+    assert convert("hf-to-int4", *words, "--ignore", *rules) == 0
+    stored = tensors_of(small)
+    assert "model.layers.2.eh_proj.weight" in stored and "model.layers.2.mlp.experts.0.up_proj.weight_packed" in stored
+    assert convert("quantised-to-hf", "--hf_model_path", small, "--save_path", back) == 0
+    assert tensors_of(back).keys() == tensors.keys() | layer.keys()
+
+
+def _quantise(plain: Path, target: Path, quantisation: Quantisation) -> None:
+    quantise_directory(plain, target, quantisation)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+def test_a_wrong_and_a_right_ignore_list_of_experts(tmp_path: Path) -> None:
+    plain = make_plain(tmp_path / "plain", "qwen3_moe")
+    wrong = Quantisation("compressed-tensors", Int4(8), ("lm_head", "model.embed_tokens.weight"))
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.gate\.weight(.|\n)*end as zeros"):
+        quantise_directory(plain, tmp_path / "small", wrong)
+    assert not (tmp_path / "small").exists()
+    right = Quantisation("compressed-tensors", Int4(8), recommended(plain_weights(plain)[1]))
+    quantise_directory(plain, tmp_path / "small", right)
+    stored = tensors_of(tmp_path / "small")
+    assert same_bits(stored["model.layers.0.mlp.gate.weight"], tensors_of(plain)["model.layers.0.mlp.gate.weight"])
+    assert "model.layers.0.mlp.experts.3.down_proj.weight_packed" in stored
+    # the same model under the wrong list, as another tool may have written it
+    config = read_hf_config(tmp_path / "small")
+    config["quantization_config"]["ignore"] = list(wrong.ignore)
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        verify(tmp_path / "small")
+    assert "mlp.gate.weight" in str(error.value) and "neither ignored nor quantised: model.layers.0.self_attn" in str(
+        error.value
+    )
+
+
+def test_groups_that_do_not_fit_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    plain = make_plain(tmp_path / "plain", "llama", intermediate_size=36)
+    with pytest.raises(UserError, match=r"mlp\.down_proj \(36 columns(.|\n)*neither ignored nor possible"):
+        quantise_directory(plain, tmp_path / "small", Quantisation("compressed-tensors", Int4(8), INT4.ignore[:2]))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["plain"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--ignore", "re:.*"), "nothing of"),
+        (("--ignore", "re:("), "no regular expression"),
+        (("--ignore", "re:.*q_proj", "model.embed_tokens"), "qkv_proj(.|\n)*one kernel"),
+        (("--ignore", "model.layers.0.mlp.down_proj.weight", "model.embed_tokens"), "without .weight"),
+        (("--num-layers", "4"), "does not know --num-layers"),
+    ],
+)
+def test_rules_that_would_go_wrong_are_named(
+    words: tuple[str, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    plain = make_plain(tmp_path / "plain", "llama")
+    path = ("--hf_model_path", plain, "--save_path", tmp_path / "small", "--group_size", 8)
+    assert convert("hf-to-int4", *path, *words) == 2
+    assert re.search(named, capsys.readouterr().err)
+
+
+def test_a_rule_that_names_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = make_plain(tmp_path / "plain", "llama")
+    rules = ("model.embed_tokens", "model.layers.1", r"re:.*gate_up_proj")
+    quantise_directory(plain, tmp_path / "small", Quantisation("compressed-tensors", Int4(8), rules))
+    # layer 1 is no module with a weight, and layer 10 would be none of it; engines know gate_up_proj
+    assert "'model.layers.1' of --ignore names nothing" in caplog.text and "gate_up" not in caplog.text
+
+
+def test_sources_and_targets_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, small = make_plain(tmp_path / "plain", "llama"), tmp_path / "small"
+    words = ("hf-to-fp8", "--hf_model_path")
+    assert convert(*words, plain, "--save_path", small) == 0
+    assert convert(*words, plain, "--save_path", small) == 2 and f"{small} exists" in capsys.readouterr().err
+    assert convert(*words, plain, "--save_path", small, "--force") == 0
+    assert convert(*words, small, "--save_path", tmp_path / "x") == 2
+    assert "is quantised already" in capsys.readouterr().err
+    assert convert("quantised-to-hf", "--hf_model_path", plain, "--save_path", tmp_path / "x") == 2
+    assert "has plain weights already" in capsys.readouterr().err
+    assert convert(*words, tmp_path / "nowhere", "--save_path", tmp_path / "x") == 2
+    assert convert(*words, plain, "--save_path", plain, "--force") == 2
+    assert "would be lost" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        ("shard", r"1 of 3 shards are missing(.|\n)*model-00002-of-00003"),
+        ("cut", r"model-00002-of-00003.safetensors is not a readable"),
+        ("scale", r"1 missing: model.layers.1.mlp.down_proj.weight_scale"),
+        ("plain", r"neither ignored nor quantised: model.layers.1.mlp.down_proj"),
+        ("both", r"quantised although a rule ignores them: lm_head"),
+        ("dtype", r"of another dtype or shape: model.layers.1.mlp.down_proj.weight_packed is int64"),
+        ("unknown", r"1 unknown: model.layers.9.mlp.down_proj.weight"),
+    ],
+)
+def test_damage_is_named(damage: str, named: str, tmp_path: Path) -> None:
+    plain, small = make_plain(tmp_path / "plain", "llama", shards=3), tmp_path / "small"
+    quantise_directory(plain, small, INT4)
+    tensors, last = tensors_of(small), "model.layers.1.mlp.down_proj."
+    second = small / "model-00002-of-00003.safetensors"
+    if damage == "shard":
+        second.unlink()
+    elif damage == "cut":
+        second.write_bytes(second.read_bytes()[:-1])
+    else:
+        changes = {
+            "scale": lambda: tensors.pop(f"{last}weight_scale"),
+            "plain": lambda: (
+                [tensors.pop(name) for name in list(tensors) if name.startswith(last)]
+                and tensors.update({f"{last}weight": torch.ones(32, 48)})
+            ),
+            "both": lambda: tensors.update({"lm_head.weight_packed": torch.ones(49, 4, dtype=torch.int32)}),
+            "dtype": lambda: tensors.update({f"{last}weight_packed": tensors[f"{last}weight_packed"].long()}),
+            "unknown": lambda: tensors.update({"model.layers.9.mlp.down_proj.weight": torch.ones(32, 48)}),
+        }
+        changes[damage]()
+        write_shards(small, tensors, 3)
+    with pytest.raises(UserError, match=named):
+        verify(small)
+    with pytest.raises(UserError, match=named):
+        dequantise_directory(small, tmp_path / "back")
+
+
+def test_scales_in_bfloat16_are_read(tmp_path: Path) -> None:
+    plain, small = make_plain(tmp_path / "plain", "llama"), tmp_path / "small"
+    quantise_directory(plain, small, Quantisation("fp8", Fp8((16, 16)), ("lm_head",)))
+    tensors = tensors_of(small)
+    rounded = {name: value.bfloat16() if "scale" in name else value for name, value in tensors.items()}
+    write_shards(small, rounded, 1)
+    dequantise_directory(small, tmp_path / "back")
+    name = "model.layers.0.mlp.up_proj"
+    wanted = dequantise(name, rounded, Fp8((16, 16)), torch.bfloat16)
+    assert same_bits(tensors_of(tmp_path / "back")[f"{name}.weight"], wanted)
+
+
+def test_scales_may_lie_in_another_shard(tmp_path: Path) -> None:
+    plain, small, back = make_plain(tmp_path / "plain", "llama"), tmp_path / "small", tmp_path / "back"
+    quantise_directory(plain, small, Quantisation("fp8", Fp8((16, 16)), ("lm_head",)))
+    (small / SINGLE).rename(small / "whole")
+    tensors = load_file(small / "whole")
+    (small / "whole").unlink()
+    ordered = dict(sorted(tensors.items(), key=lambda item: "scale" in item[0]))
+    write_shards(small, ordered, 3)
+    assert {"scale" in name for name in load_file(small / "model-00003-of-00003.safetensors")} == {True}
+    dequantise_directory(small, back)
+    files = {path.name for path in back.glob("*.safetensors")}
+    assert files == {f"model-0000{n}-of-00003.safetensors" for n in (1, 2)}
+    index = json.loads((back / INDEX).read_text())["weight_map"]
+    assert index.keys() == tensors_of(plain).keys() and set(index.values()) == files
+
+
+# -- killed, and how much memory -----------------------------------------------------------------------------
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from slime.checkpoints import quantised_files
+from slime.checkpoints.quantised_files import dequantise_directory, quantise_directory
+from tests.support.quantised_models import INT4
+source, target, at, way = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+calls = 0
+def counted(*arguments):
+    global calls
+    calls += 1
+    if calls == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments)
+name = "quantise" if way == "there" else "dequantise"
+original = getattr(quantised_files, name)
+setattr(quantised_files, name, counted)
+quantise_directory(source, target, INT4) if way == "there" else dequantise_directory(source, target)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_a_conversion_that_was_killed_goes_on(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, small = make_plain(tmp_path / "plain", "llama", shards=4), tmp_path / "small"
+    source, target = plain, small
+    if way == "back":
+        quantise_directory(plain, small, INT4)
+        source, target = small, tmp_path / "back"
+    child = subprocess.run([sys.executable, "-c", _KILLED, source, target, "9", way], cwd=ROOT, capture_output=True)
+    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    partial = tmp_path / f".{target.name}.partial"
+    left = {path.name: path.stat().st_mtime_ns for path in partial.glob("*.safetensors")}
+    assert 1 <= len(left) < 4 and not target.exists() and list(partial.glob(".*.tmp"))
+    done = quantise_directory(source, target, INT4) if way == "there" else dequantise_directory(source, target)
+    assert done.kept == len(left) and f"{len(left)} of them from an earlier attempt" in str(done)
+    assert {name: (target / name).stat().st_mtime_ns for name in left} == left
+    again = tmp_path / "again"
+    quantise_directory(source, again, INT4) if way == "there" else dequantise_directory(source, again)
+    for path in again.iterdir():
+        assert path.read_bytes() == (target / path.name).read_bytes(), path.name
+    assert {path.name for path in target.iterdir()} == {path.name for path in again.iterdir()}
+
+
+def test_what_another_conversion_left_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, small = make_plain(tmp_path / "plain", "llama", shards=3), tmp_path / "small"
+
+    def stops(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(quantised_files, "copy_assets", stops)
+        quantise_directory(plain, small, INT4)
+    assert len(list((tmp_path / ".small.partial").glob("*.safetensors"))) == 3
+    other = Quantisation("compressed-tensors", Int4(16), INT4.ignore)
+    assert quantise_directory(plain, small, other).kept == 0
+    assert Quantisation.read(read_hf_config(small)) == other
+    verify(small)
+
+
+@pytest.mark.slow
+def test_memory_holds_a_weight_not_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of this process that no file stands behind, looked at after each weight of a shard that becomes 25 MB."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 18, "head_dim": 128}
+    plain = make_plain(tmp_path / "plain", "llama", **sizes)
+    seen: list[int] = []
+
+    def watched(*arguments: object) -> object:
+        result = quantise(*arguments)  # type: ignore[arg-type]
+        seen.append(anonymous_bytes())
+        return result
+
+    monkeypatch.setattr(quantised_files, "quantise", watched)
+    fp8 = Quantisation("fp8", Fp8((128, 128)), ("lm_head",))
+    quantise_directory(make_plain(tmp_path / "warm", "llama"), tmp_path / "warm-small", fp8)  # what is imported stays
+    seen.clear()
+    before = anonymous_bytes()
+    quantise_directory(plain, tmp_path / "small", fp8)
+    assert (tmp_path / "small" / SINGLE).stat().st_size > 25e6
+    assert len(seen) == 18 * 7 and max(seen) - before < 10e6
+
+
+def anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def test_the_trainer_points_to_the_command(tmp_path: Path) -> None:
+    plain, small = make_plain(tmp_path / "plain", "llama"), tmp_path / "small"
+    quantise_directory(plain, small, INT4)
+    family = family_of(small)
+    with pytest.raises(UserError, match=r"quantised to (.|\n)*slime convert quantised-to-hf"):
+        HfReader(small).verify(family, family.describe(small))

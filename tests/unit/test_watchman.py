@@ -1,0 +1,155 @@
+"""The thread that sees parts which are stopped: what it says, when it ends a wait, and when it does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slime.cluster import open_waits
+from slime.cluster import watchman as module
+from slime.cluster.waiting import DeadlinePassed
+from slime.cluster.watchman import Watchman
+
+STOPPED = {4711: "pid 4711 (ray::TrainerActor)"}
+
+
+class Scene:
+    """A watchman of a minute, its clock and what it sees."""
+
+    def __init__(self, log: Path) -> None:
+        self.now, self.stopped, self.ended = time.monotonic(), dict(STOPPED), [BaseException()][:0]
+        self.watchman = Watchman(60.0, log, self.ended.append, lambda: self.stopped, lambda: self.now)
+        self.watchman._is_main = True
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+        self.watchman.look()
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setattr(module, "_TAKES_UP_SECONDS", 0.0)
+    monkeypatch.setattr(module, "own_actors", lambda: [])
+    monkeypatch.setattr(os, "kill", lambda pid, number: None)  # the main thread looks by itself here
+    open_waits.heard()
+    yield Scene(tmp_path / "driver.log")
+    open_waits.end_with(None)
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = list(caplog.messages)
+    caplog.clear()
+    return found
+
+
+def test_it_names_who_is_stopped_and_who_waits_once(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with open_waits.waiting("training") as wait:
+        wait.whom = {"trainer-0": 4711}
+        scene.after(0)
+        scene.after(19)
+        assert lines_of(caplog) == []
+        scene.after(1)
+        (line,) = lines_of(caplog)
+        assert line.startswith("pid 4711 (ray::TrainerActor) is stopped since ")
+        assert "(training) for trainer-0. It ends at " in line and "kill -CONT 4711" in line
+        scene.after(20)
+        assert lines_of(caplog) == []
+        scene.stopped = {}
+        scene.after(1)
+        assert lines_of(caplog) == ["pid 4711 goes on, or is gone"]
+
+
+def test_it_ends_the_wait_with_its_names(scene: Scene) -> None:
+    with open_waits.waiting("training") as wait:
+        wait.whom = {"trainer-0": 4711, "trainer-1": 4712}
+        scene.after(0)
+        scene.after(59)
+        open_waits.look()  # not yet
+        scene.after(1)
+        with pytest.raises(DeadlinePassed, match=r"pid 4711 .* is stopped since .*the run does not go on") as failed:
+            open_waits.look()
+    assert failed.value.names == ("trainer-0",)
+    assert "nothing was heard for 60 s" in failed.value.why and "kill -CONT 4711" in failed.value.fix
+    assert "test_it_ends_the_wait" in scene.watchman._log.read_text(), "the driver's own stacks"
+
+
+def test_what_is_heard_counts_anew(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.after(0)
+    monkeypatch.setattr(open_waits, "_heard_at", scene.now + 50)
+    scene.after(61)
+    scene.after(48)
+    open_waits.look()
+    scene.after(1)
+    with pytest.raises(DeadlinePassed):
+        open_waits.look()
+
+
+def test_another_part_that_is_stopped_later_does_not_count_anew(scene: Scene) -> None:
+    scene.after(0)
+    scene.stopped |= {4712: "pid 4712 (gcs_server)"}
+    scene.after(60)
+    with pytest.raises(DeadlinePassed, match=r"pid 4712 .gcs_server. is stopped"):
+        open_waits.look()
+
+
+def test_nobody_stopped_ends_nothing(scene: Scene) -> None:
+    scene.stopped = {}
+    scene.after(10_000)
+    open_waits.look()
+
+
+def test_a_main_thread_that_does_not_hear_is_ended(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    scene.after(0)
+    scene.after(60)
+    scene.after(15)
+    assert left == []
+    scene.after(1)
+    assert left == [1] and isinstance(scene.ended[0], DeadlinePassed)
+
+
+def test_a_run_that_has_begun_again_is_as_good_as_new(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "_exit", pytest.fail)
+    scene.after(0)
+    scene.after(60)
+    monkeypatch.setattr(open_waits, "_heard_at", scene.now + 1)
+    scene.after(30)
+    scene.stopped = {}
+    scene.after(30)
+
+
+def test_one_that_has_failed_is_ended_where_a_part_keeps_it_from_leaving(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    scene.watchman.leaving(RuntimeError("first"), settles=True)
+    scene.after(60)
+    assert left == [], "it may wait for a checkpoint"
+    scene.watchman.leaving(RuntimeError("second"), settles=False)
+    scene.after(16)
+    assert left == [1] and [str(error) for error in scene.ended] == ["second"]
+
+
+def test_it_is_raised_in_a_main_thread_that_does_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real one, with a real process that is stopped."""
+    monkeypatch.setattr(module, "_TAKES_UP_SECONDS", 0.1)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        watchman = Watchman(0.4, tmp_path / "driver.log", lambda error: None)
+        try:
+            watchman.begin()
+            with pytest.raises(DeadlinePassed, match=f"pid {process.pid} "):
+                process.wait(60)
+        finally:
+            watchman.end()
+            process.kill()
