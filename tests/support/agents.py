@@ -143,3 +143,11 @@ class Play:
         """The tokens of a sample whose loss counts."""
         response = sample.tokens[sample.prompt_length :]
         return [token for token, counts in zip(response, sample.loss_mask or []) if counts]
+
+
+async def asks_for_ever(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """A generate function whose agent is in the midst of a tool when the rollout ends."""
+    async with agent_endpoint(args, sample, sampling_params) as endpoint:
+        sample.metadata["port"] = endpoint.port
+        await asyncio.Event().wait()
+    return endpoint.samples()

@@ -18,8 +18,9 @@ from slime.errors import UserError
 from slime.rollout.agents import server as agent_server
 from slime.rollout.agents.endpoint import AgentEndpoint, RolloutEnds, agent_endpoint
 from slime.rollout.agents.server import close_server
+from slime.rollout.execution import GroupRun, GroupRunner
 from slime.rollout.generate import bind_state
-from slime.samples.types import Sample
+from slime.samples.types import Sample, SampleStatus
 from tests.support.agent_clients import anthropic_of, openai_of
 from tests.support.agents import Model, Play
 
@@ -131,6 +132,26 @@ def test_the_port_is_given_back_with_the_server() -> None:
     Play([]).run(talk)
     Play([], args={"agent_port": ports[0], "agent_host": "127.0.0.1"}).run(talk)
     assert ports[0] == ports[1]
+
+
+def test_the_end_of_the_rollout_puts_the_sample_back_as_it_was() -> None:
+    play = Play([])
+    play.state.args.custom_generate_function_path = "tests.support.agents.asks_for_ever"
+    group = GroupRun.of([play.sample])
+
+    async def run() -> None:
+        running = asyncio.create_task(GroupRunner(play.state, None, rollout_id=0).run(group))
+        while "port" not in play.sample.metadata:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with play.model.abort_scope():
+            await running
+        await close_server()
+
+    asyncio.run(run())
+    assert group.failure is None and not group.is_generated
+    (sample,) = group.samples
+    assert sample.status is SampleStatus.ABORTED and "port" not in sample.metadata and not sample.tokens
 
 
 def test_a_taken_port_and_a_model_without_template_are_the_users_to_mend() -> None:

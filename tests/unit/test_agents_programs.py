@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime.engines.keys import VARIABLE
 from slime.rollout.agents.programs import Finished, run_program
 
 CHILD = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', sys.argv[1]])"
@@ -29,6 +30,13 @@ def test_it_gets_its_variables_and_its_output_and_status_come_back(tmp_path: Pat
     code = "import os, sys; print(os.environ['OPENAI_API_KEY'], os.getcwd()); sys.exit('no')"
     done = asyncio.run(run_program([sys.executable, "-c", code], {"OPENAI_API_KEY": "k"}, cwd=tmp_path, timeout=60))
     assert done == Finished(1, f"k {tmp_path}\nno\n")
+
+
+def test_it_gets_no_key_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "secret")
+    monkeypatch.setenv("MINE", "seen")
+    code = f"import os; print(os.environ.get('{VARIABLE}'), os.environ['MINE'])"
+    assert asyncio.run(run_program([sys.executable, "-c", code], {})).output == "None seen\n"
 
 
 def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:

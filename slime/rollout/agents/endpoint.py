@@ -9,8 +9,9 @@ async def generate(args, sample, sampling_params):
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -95,10 +96,16 @@ class AgentEndpoint:
         }
 
     async def run(
-        self, command: Sequence[str | Path], *, timeout: float | None = None, cwd: str | Path | None = None
+        self,
+        command: Sequence[str | Path],
+        *,
+        environ: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        cwd: str | Path | None = None,
     ) -> Finished:
-        """Run an agent that is a program, with `environ`; see `slime.rollout.agents.programs.run_program`."""
-        return await run_program(command, self.environ, timeout=timeout, cwd=cwd)
+        """Run an agent that is a program, with `environ` and what is given here besides; see
+        `slime.rollout.agents.programs.run_program`."""
+        return await run_program(command, {**self.environ, **(environ or {})}, timeout=timeout, cwd=cwd)
 
     # -- what came of it -----------------------------------------------------------------------------------
 
@@ -165,6 +172,9 @@ class AgentEndpoint:
         self._session.sample.non_generation_time += max(0.0, elapsed - self._session.generation_seconds)
         if self._ended_by_rollout:  # as `asyncio.timeout` does
             alone = self._task.uncancel() <= self._cancelled_before
+            if alone and kind is None:  # it came when there was nothing left to cancel: what is done is done
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0)
             if alone and kind is not None and issubclass(kind, asyncio.CancelledError):
                 raise RolloutEnds("the rollout ended before the agent did") from error
 

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from slime.engines.keys import VARIABLE
 from slime.processes import die_with_parent
+
+#: Of the run and of Ray: no agent needs them, and it may run code that a model wrote.
+_WITHHELD = (VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ async def run_program(
     case once the program has ended; and it dies with this process.
 
     Args:
-        environ: added to this process's own.
+        environ: added to this process's own, less the keys of the run.
         timeout: seconds; None: until the caller is cancelled, as at the end of a rollout.
     Raises:
         OSError: it cannot be started.
@@ -49,7 +53,7 @@ async def run_program(
     with tempfile.TemporaryFile() as written:  # a pipe would be read until all that inherited it has ended
         process = await asyncio.create_subprocess_exec(
             *map(str, command),
-            env={**os.environ, **environ},
+            env={name: value for name, value in os.environ.items() if name not in _WITHHELD} | dict(environ),
             cwd=cwd,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=written,
