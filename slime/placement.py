@@ -59,6 +59,8 @@ class PlacementPlan:
         trainer_text = (
             f"actor_num_nodes {cluster.actor_num_nodes} x actor_num_gpus_per_node {cluster.actor_num_gpus_per_node}"
         )
+        if not needs_engines(config) and config.debug.debug_rollout_only:  # answers are made ready, and that is all
+            return PlacementPlan(0, 0, per_engine, 0, 1, "no trainer and no engine: one slot, as Ray wants one")
         if not needs_engines(config):
             return PlacementPlan(train, 0, per_engine, 0, train, trainer_text)
         external = len(config.engine.rollout_external_engine_addrs)

@@ -251,9 +251,8 @@ def _has_rewards(config: Config) -> bool:
     rollout, data = config.rollout, config.data
     if config.reward.rm_type or config.reward.custom_rm_path or config.algorithm.loss_type == "sft_loss":
         return True
-    if rollout.custom_generate_function_path or rollout.rollout_function_path or data.data_source_path:
-        return True
-    if rollout.num_rollout == 0 or config.debug.debug_train_only or not data.prompt_data:
+    own = rollout.custom_generate_function_path or rollout.rollout_function_path or data.data_source_path
+    if own or rollout.num_rollout == 0 or config.debug.debug_train_only or not data.prompt_data:
         return True
     return _rows_name_rewards(config, unreadable=True)
 

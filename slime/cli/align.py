@@ -95,23 +95,27 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
     for name in ("--model", "--also"):
         if name in options and Path(options[name]).exists():
             options[name] = str(Path(options[name]).resolve())  # relative to here; the run may have begun elsewhere
-    folder = Path(tempfile.mkdtemp(prefix="slime-align-"))
+    folder: Path | None = None
     try:
         if asked.sources:
             config, samples = _recorded(asked)
         else:
             config = parse_args(asked.flags, asked.entry or "train")
+            folder = Path(tempfile.mkdtemp(prefix="slime-align-"))
             samples = fresh_round(config, folder)
         also = model_directory(options["--also"]) if "--also" in options else None
         wish = Wish(_model(config, options), also, most, is_fresh=not asked.sources, always="--all" in options)
         engine = EngineThere(options["--engine"]) if "--engine" in options else None
         result = examined(config, samples, wish, engine)
     except LeftOut as reason:
+        if folder is not None:
+            folder.rmdir()
         raise UserError(f"there is nothing to compare: {reason}") from reason
     except RoundFailed as failure:
         finding = Finding(troubles.ROUND_FAILED, str(failure))
         return _told(finding), {"ok": False, "causes": [finding.as_json()]}, 1
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     return text(result), as_json(result), int(result.parts_ways)
 
 

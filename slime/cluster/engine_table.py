@@ -126,6 +126,11 @@ class EngineTable:
         """Of other models; they run as long as the run does."""
         return [engine for engine in self.engines.values() if not engine.is_policy and engine.runs]
 
+    @property
+    def groups(self) -> list[list[str]]:
+        """URLs of the policy's that run, and of the others'."""
+        return [[engine.url for engine in engines] for engines in (self.policy, self.others)]
+
     def those(self, state: State) -> list[Engine]:
         return [engine for engine in self.engines.values() if engine.state is state]
 

@@ -55,10 +55,12 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _COLOCATED_SHARE = 0.2
-_ASK_SECONDS, _AT_HAND_SECONDS = 10.0, 60.0
+_ASK_SECONDS = 10.0
+_AT_HAND_SECONDS = 60.0
 _LOOK_SECONDS = 0.25
 #: How long the death may take that explains a failure: connections may break before the process is gone.
-_DEATH_SECONDS, _DEATH_OF_CONNECTION_SECONDS = 1.0, 3.0
+_DEATH_SECONDS = 1.0
+_DEATH_OF_CONNECTION_SECONDS = 3.0
 
 
 class Engines:
@@ -91,12 +93,11 @@ class Engines:
         share = _COLOCATED_SHARE if config.cluster.colocate else 1.0
         self.config, self._start_seconds, self._should_stop = config, start_seconds, should_stop
         self._parts = engine_parts(config, plan, slots)
-        self.keys = keys.use(keys.RunKeys.new())
+        own = self.keys = keys.use(keys.RunKeys.new())
         urls = named(config)
         hosts = sorted({*(place.ip for place in slots.places), *(urlsplit(url).hostname or "" for url in urls)})
-        shared = hosts, self.keys
         self._handles = {
-            p.name: EngineHandle(config, p.name, run_path, num_threads, slots.options(p.slot, share), *shared, p)
+            p.name: EngineHandle(config, p.name, run_path, num_threads, slots.options(p.slot, share), hosts, own, p)
             for p in self._parts
         }
         self.nodes = {slots.places[part.slot].node for part in self._parts if part.model.is_policy}
@@ -111,7 +112,7 @@ class Engines:
         self._tolerant = config.fault_tolerance.use_fault_tolerance
         self.restarts_at_once, self._checking_seconds = True, 0.0
         self._health = HealthChecks.of(config) if self._tolerant else None
-        self._fleets = Fleets(self._health.timeout if self._health is not None else None)
+        self._fleets = Fleets(self._health.timeout if self._health is not None else None, lambda: self.table.groups)
 
     # -- launch ------------------------------------------------------------------------------------------------
 
@@ -163,12 +164,11 @@ class Engines:
 
     def fleet_of(self, engines: Sequence[Engine]) -> EngineFleet:
         """The same for the policy's or the others, all of them that run."""
-        self.drop_fleets()
         return self._fleets.of([engine.url for engine in engines])
 
     def drop_fleets(self) -> None:
         """Of engines that have changed."""
-        self._fleets.keep([engine.url for engine in engines] for engines in (self.table.policy, self.table.others))
+        self._fleets.keep(self.table.groups)
 
     # -- death -------------------------------------------------------------------------------------------------
 

@@ -261,12 +261,6 @@ def _debug(draft: Draft) -> None:
     if draft["debug_rollout_only"] and draft["debug_train_only"]:
         why = "--load-debug-rollout-data implies --debug-train-only" if draft["load_debug_rollout_data"] else ""
         raise UserError("--debug-rollout-only and --debug-train-only exclude each other", why=why, fix="choose one")
-    if draft["debug_rollout_only"] and draft["loss_type"] == "sft_loss":
-        raise UserError(
-            "--debug-rollout-only with --loss-type sft_loss has nothing to do",
-            why="supervised fine-tuning generates nothing",
-            fix="leave one of them out; --num-rollout 1 with --save-debug-rollout-data shows tokens and masks",
-        )
     for dest, fields in path_patterns.FIELDS.items():
         if (pattern := draft[dest]) is not None:
             path_patterns.check(pattern, option_of(dest), fields=fields, num_rollout=_compared(draft, dest))

@@ -1,1 +1,4 @@
-"""What may be wrong with a machine, a set of flags or a run, and what to do: `slime doctor`, `slime explain`."""
+"""What may be wrong with a machine, a set of flags or a run, and what to do.
+
+`slime doctor`, `slime align`, `slime explain`.
+"""

@@ -62,6 +62,8 @@ def memory(case: Case, look: Look) -> None:
     plan = MemoryPlan.of(config, device)
     look.trouble = known.MEMORY_COLOCATED if config.cluster.colocate else known.MEMORY_TRAINING
     look.attempt(judge, config, plan)
+    if not plan.phases:
+        raise LeftOut("neither a trainer nor an engine is started")
     peak = plan.peak
     where = "GPU" if device.on_gpu else "this host"
     look.note(f"{gb(peak.total)} GB at most ({peak.name}), {gb(plan.limit)} GB of {where} ({device.source})")

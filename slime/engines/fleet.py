@@ -193,14 +193,16 @@ class Fleets:
 
     Args:
         patience: see `EngineFleet`.
+        groups: that there are; when one is new, those that are there no more are closed.
     """
 
-    def __init__(self, patience: float | None) -> None:
-        self._patience = patience
+    def __init__(self, patience: float | None, groups: Callable[[], Iterable[Sequence[str]]]) -> None:
+        self._patience, self._groups = patience, groups
         self._fleets: dict[tuple[str, ...], EngineFleet] = {}
 
     def of(self, urls: Sequence[str]) -> EngineFleet:
         if tuple(urls) not in self._fleets:
+            self.keep(self._groups())
             self._fleets[tuple(urls)] = EngineFleet(urls, self._patience)
         return self._fleets[tuple(urls)]
 

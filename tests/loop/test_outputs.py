@@ -54,7 +54,7 @@ def test_steps_and_evaluations(observed: RunResult) -> None:
     assert [("train/loss" in row) for row in observed.rows] == [False, True, True]
     assert sorted(entry.name for entry in (observed.path / "samples").iterdir()) == [
         *("eval_000000.jsonl", "eval_000001.jsonl", "eval_start.jsonl"),
-        *("rollout_000000.jsonl", "rollout_000001.jsonl"),
+        *("rollout_000000.jsonl", "rollout_000001.jsonl", "trained_000000.jsonl", "trained_000001.jsonl"),
     ]
     assert json.loads((observed.path / "run.json").read_text())["stages"][""]["state"] == "finished"
 

@@ -110,7 +110,12 @@ class Driver:
             self._take_note()
 
     def _take_note(self) -> None:
-        for process in [*self._family, psutil.Process(self.process.pid)] if self.process.poll() is None else []:
+        if self.process.poll() is not None:
+            return
+        known = list(self._family)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            known.append(psutil.Process(self.process.pid))
+        for process in known:
             try:
                 self._family.update(process.children(recursive=True))
             except psutil.NoSuchProcess:

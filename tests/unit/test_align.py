@@ -410,6 +410,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.Captu
         ([str(tmp_path)], "is not a run folder"),
         ([str(tmp_path / "none.pt")], "there is no rollout dump"),
         (["a.pt", "--max-tokens", "many"], "--max-tokens many is no number"),
+        (["--debug-rollout-only", "--rollout-batch-size", "many"], "many"),
     ):
         assert main(["align", *words]) == 2
         captured = capsys.readouterr()

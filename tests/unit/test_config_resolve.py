@@ -451,7 +451,6 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("is no name of a folder", {"run_name": "../x"}),
         ("--stage 'a/b' is no name of a folder", {"stage": "a/b"}),
         ("--ref-update-interval has no effect", {"ref_update_interval": 2}),
-        ("generates nothing", {"debug_rollout_only": True, "loss_type": "sft_loss"}),
         ("the only field is {rollout_id}; there is no {step}", {"save_hf": "hf/{step}"}),
         ("the only field is {rollout_id}; there is no {rank}", {"load_debug_rollout_data": "{rollout_id}_{rank}.pt"}),
         ("Unknown format code 'z'", {"save_debug_rollout_data": "d/{rollout_id:04z}.pt"}),

@@ -82,7 +82,7 @@ class World:
         self.engines = engines = Engines.__new__(Engines)  # no actors: that would need Ray
         engines.config, engines.nodes, engines.restarts_at_once = config, {"n"}, True
         engines._tolerant, engines._health, engines._checking_seconds = tolerant, None, 0.0
-        engines._fleets = Fleets(None)
+        engines._fleets = Fleets(None, lambda: engines.table.groups)
         engines._memory = EnginesMemory(())
         engines._start_seconds = limits.get("start_seconds", 600.0)
         engines._should_stop = limits.get("should_stop", lambda: False)

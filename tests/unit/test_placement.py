@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.cluster.server_process import ServerDied, ServerProcess
@@ -21,8 +22,10 @@ from slime.config import make_config
 from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
 from slime.host import reserve_port
+from slime.memory.plan import MemoryPlan, summary
 from slime.placement import PlacementPlan
 from slime.preflight import check_slots
+from tests.support.megatron_jobs import make_model
 
 
 def plan(**flags: object) -> PlacementPlan:
@@ -37,6 +40,7 @@ def plan(**flags: object) -> PlacementPlan:
     size=st.integers(1, 4),
     share=st.booleans(),
 )
+@settings(deadline=None)
 def test_formulas_of_the_faq(nodes: int, per_node: int, engines: int, size: int, share: bool) -> None:
     train, rollout = nodes * per_node, engines * size
     got = plan(
@@ -208,3 +212,13 @@ time.sleep(600)
     while served.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not served.exists()
+
+
+def test_supervised_samples_can_be_looked_at_without_a_trainer(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "debug_rollout_only": True}
+    plan = PlacementPlan.of(make_config(**flags, actor_num_gpus_per_node=8))
+    assert (plan.num_train, plan.num_engines, plan.total) == (0, 0, 1)
+    evaluates = PlacementPlan.of(make_config(**flags, eval_prompt_data=["a", "a.jsonl"], rollout_num_gpus=2))
+    assert (evaluates.num_train, evaluates.num_engines, evaluates.total) == (0, 2, 2), "the model as it is"
+    memory = MemoryPlan.of(make_config(**flags, hf_checkpoint=str(make_model(tmp_path / "m")), gpu_memory_gb=80))
+    assert memory.fits and not memory.phases and summary(memory)

@@ -465,6 +465,20 @@ def test_of_a_large_run_whole_groups_are_kept_and_it_is_said(tmp_path: Path, mon
     assert f"slime watch {run}" in note
 
 
+def test_what_training_knew_of_the_tokens_is_with_them(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", full_rows(2))
+    tokens = {"text": ["a", "b"], "log_probs": [-1.0, -2.0]}
+    records = [
+        {"index": i, "prompt_length": 3, "response_length": 2, "response": "ab", "tokens": tokens} for i in (5, 6)
+    ]
+    write_samples(run, records)
+    known = {"index": 5, "total_length": 5, "response_length": 2, "advantages": -0.5, "log_prob_diffs": [0.25, None]}
+    write_samples(run, [known, {"index": [5], "advantages": 1}], "trained_000000")
+    first, second = stage_of(write_report(run))["samples"]
+    assert first["record"]["tokens"] == tokens | {"advantages": [-0.5, -0.5], "log_prob_diffs": [0.25, None]}
+    assert second["record"]["tokens"] == tokens
+
+
 def test_of_a_group_that_is_too_large_best_and_worst_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", full_rows(2))
     records = [

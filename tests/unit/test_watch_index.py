@@ -57,7 +57,8 @@ def a_run(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("trigrams", "few", "patience"), [(True, 3000, 1000), (True, 4, 2), (True, 1, 1), (False, 1, 1)]
+    ("trigrams", "few", "late", "patience"),
+    [(True, 3000, 25_000, 500), (True, 4, 9, 2), (True, 1, 1, 1), (False, 1, 1, 1)],
 )
 @settings(deadline=None, max_examples=40)
 @given(lines=st.lists(records, max_size=12), data=st.data())
@@ -65,6 +66,7 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
     tmp_path_factory: pytest.TempPathFactory,
     trigrams: bool,
     few: int,
+    late: int,
     patience: int,
     lines: list[dict[str, Any]],
     data: st.DataObject,
@@ -80,6 +82,7 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
     index.has_trigrams = index.has_trigrams and trigrams
     patch = pytest.MonkeyPatch()
     patch.setattr("slime.observe.watch.index._FEW", few)
+    patch.setattr("slime.observe.watch.index._LATE", late)
     patch.setattr("slime.observe.watch.index._PATIENCE", patience)
     try:
         for name, down in itertools.product(("step", "reward", "length"), (False, True)):
@@ -261,6 +264,51 @@ def test_reward_against_the_group_groups_prompts_and_evaluations(tmp_path: Path)
     held_out = found(index, Query(kind="eval"))
     assert [(row["rollout"], row["dataset"]) for row in held_out] == [(-1, "sums")] * 3
     assert index.sample(held_out[0]["id"]) == held_out[0] and index.sample(10**9) is None
+    index.close()
+
+
+def test_one_and_two_characters_are_found_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a text no gram begins with them, in a text of one character there is none: these are made."""
+    monkeypatch.setattr("slime.observe.watch.index._PATIENCE", 1)
+    folder = a_run(tmp_path / "run")
+    said = ["other", "zq at first", "in the zq midst", "at last zq", "z", "q", "zq", "ends in z", "\U0010ffff"]
+    write_lines(folder / "samples" / "rollout_000000.jsonl", [{"response": text} for text in said])
+    index = index_of(folder)
+    for word in ("z", "q", "zq", "ZQ", "xx", "\U0010ffff"):
+        assert responses(index, word) == [text for text in said if word.lower() in text], word
+    assert responses(index, "z", "q") == [text for text in said if "z" in text and "q" in text]
+    index.close()
+
+
+def test_groups_are_those_of_the_samples_however_the_files_change(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", rollouts=3, groups=3)
+    index = index_of(folder)
+    files = sorted((folder / "samples").glob("rollout_*.jsonl"))
+
+    def grow() -> None:
+        with files[0].open("ab") as file:
+            file.write(b'{"group": 0, "reward": 9.0}\n{"reward": null}\n')
+
+    changes = (
+        lambda: None,
+        lambda: write_lines(files[1], [{"group": 7, "reward": r, "status": "failed"} for r in (0.25, None, 0.75)]),
+        grow,
+        lambda: files[2].unlink(),
+    )
+    for change in changes:
+        change()
+        index.update(read_stages(folder, {}))
+        for status in (None, "completed", "failed"):
+            rewards: dict[tuple[int, int | None], list[float | None]] = {}
+            for row in found(index, Query(status=status)):
+                rewards.setdefault((row["rollout"], row["grp"]), []).append(row["reward"])
+            told = {(g["rollout"], g["group"]): g for g in index.groups(Query(status=status))}
+            assert told.keys() == rewards.keys()
+            for key, all_of in rewards.items():
+                known = [reward for reward in all_of if reward is not None]
+                numbers = [told[key][name] for name in ("samples", "least", "mean", "greatest")]
+                mean = pytest.approx(sum(known) / len(known)) if known else None
+                assert numbers == [len(all_of), min(known, default=None), mean, max(known, default=None)]
     index.close()
 
 

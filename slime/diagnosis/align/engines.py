@@ -23,6 +23,7 @@ from slime.engines.embedded.kv_cache import KVCache
 from slime.engines.embedded.scheduler import Scheduler
 from slime.engines.embedded.sequence import Sequence as Request
 from slime.engines.embedded.weights import make_store
+from slime.engines.keys import VARIABLE, external, header_of, key_of
 from slime.engines.request_fields import parse_params
 from slime.errors import UserError
 
@@ -94,7 +95,8 @@ class EngineHere:
 
 
 class EngineThere:
-    """An engine of either kind behind a URL, or several behind a router, of which one answers.
+    """An engine of either kind behind a URL, or several behind a router, of which one answers. It is sent the key in
+    the environment's SLIME_ENGINE_KEY, if there is one.
 
     Raises:
         UserError: nobody answers there.
@@ -102,11 +104,14 @@ class EngineThere:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        external(self.url)
         try:
             self._ask("/server_info", None)
         except Untested as error:
             raise UserError(
-                f"no engine answers at {url}", why=str(error), fix="pass --engine http://host:port"
+                f"no engine answers at {url}",
+                why=str(error),
+                fix=f"pass --engine http://host:port; one that asks for a key gets that of {VARIABLE}",
             ) from error
 
     def score(self, tokens: Sequence[Sequence[int]], *, together: bool) -> list[list[float]]:
@@ -142,7 +147,8 @@ class EngineThere:
             Untested: it does not answer, or refuses.
         """
         data = None if body is None else orjson.dumps(body)
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **header_of(key_of(self.url))}
+        request = urllib.request.Request(self.url + path, data, headers)
         try:
             with WITHOUT_PROXIES.open(request, timeout=_SECONDS) as answer:
                 return orjson.loads(answer.read())

@@ -25,6 +25,7 @@ from slime.diagnosis.one_round import goes_round, how_it_failed, launch
 from slime.engines.embedded.command import dtype_of
 from slime.errors import UserError
 from slime.prompts.tokenizer import generation_config_of, load_tokenizer
+from slime.trainer.megatron.model import parameter_dtype
 
 #: Tokens that are looked at, unless more are asked for: each is computed some seventy times.
 _ON_GPU, _ON_CPU = 4096, 1024
@@ -123,9 +124,12 @@ def case_of(config: Config, samples: list[Scored], wish: Wish, engine: AskableEn
     plain = Sampling(rollout.rollout_temperature)
     try:
         replays = config.train.use_rollout_routing_replay
-        case.reference = Reference(wish.model, trainer_dtype(config), plain, device, replays=replays)
+        case.reference = Reference(wish.model, parameter_dtype(config), plain, device, replays=replays)
     except torch.OutOfMemoryError:
         case.without_reference = f"{wish.model} in float32 does not fit on this GPU"
+        return case
+    except UserError as error:  # a model that the embedded engine does not compute: what needs none is measured
+        case.without_reference = str(error)
         return case
     try:
         case.tokenizer = load_tokenizer(str(wish.model))
@@ -148,12 +152,6 @@ def _engine_here(config: Config, model: Path, samples: Sequence[Scored]) -> Engi
     return EngineHere(model, dtype, longest=longest, device=device, deterministic=fixed, stands_in=True)
 
 
-def trainer_dtype(config: Config) -> torch.dtype:
-    if config.megatron.fp16:
-        return torch.float16
-    return torch.float32 if config.megatron.fp32 else torch.bfloat16
-
-
 def _facts(config: Config, model: Path | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "apply_chat_template": config.data.apply_chat_template,
@@ -161,7 +159,7 @@ def _facts(config: Config, model: Path | None) -> dict[str, Any]:
         "quantization": config.values().get("sglang_quantization"),
     }
     engine = dtype_of(config) if _embedded(config) else config.values().get("sglang_dtype")
-    facts["dtypes"] = f"the trainer computes in {str(trainer_dtype(config)).removeprefix('torch.')}" + (
+    facts["dtypes"] = f"the trainer computes in {str(parameter_dtype(config)).removeprefix('torch.')}" + (
         f", the engine in {engine}" if engine else ""
     )
     return facts

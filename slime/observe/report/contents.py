@@ -20,6 +20,7 @@ from slime.observe.watch.files import Place, is_inside, new_lines
 from slime.observe.watch.lanes import timeline_of, traced_rollouts
 from slime.observe.watch.rows import COLUMNS, SORTS, row_of
 from slime.observe.watch.stages import alarms_of, all_runs, describe, engines, settings, settings_that_differ
+from slime.observe.watch.trained import training_of, with_training
 
 #: Bytes of samples' lines over all stages of a report; of one that is soon written anew, so that this costs little.
 SAMPLE_BYTES, _PASSING_BYTES = 5 << 20, 1 << 20
@@ -124,6 +125,8 @@ def _samples(run: Path, stage: Stage, most_bytes: int) -> tuple[list[Row], list[
     told: list[dict[str, Any]] = []
     for kind, path in files:
         read = list(_rows(path, stage, kind)) if is_inside(path, run) else []
+        if kind == "rollout" and read:
+            _add_training(read, path, run)
         groups = _groups(read)
         if read:
             told.append(_summary(read))
@@ -142,11 +145,13 @@ def _samples(run: Path, stage: Stage, most_bytes: int) -> tuple[list[Row], list[
 
 
 def _sizes(paths: dict[str, Path]) -> dict[Path, int]:
-    """Of those that are still there."""
+    """Of those that are still there, with what training knew of them."""
     sizes = {}
     for path in paths.values():
         with contextlib.suppress(FileNotFoundError):
             sizes[path] = path.stat().st_size
+            if path.name.startswith("rollout_"):
+                sizes[path] += path.with_name(path.name.replace("rollout_", "trained_")).stat().st_size
     return sizes
 
 
@@ -159,6 +164,15 @@ def _rows(path: Path, stage: Stage, kind: str) -> Iterator[Row]:
     for line in lines:
         _, _, length, *values = row_of(0, line, stage.name, kind, path.stem, reward_key)
         yield {**dict(zip(COLUMNS, values, strict=True)), "record": line.value, "length": length}
+
+
+def _add_training(rows: Sequence[Row], path: Path, run: Path) -> None:
+    known = training_of(path, rows[0]["rollout"], run)
+    for row in rows:
+        record = with_training(row["record"], known)
+        if record is not row["record"]:
+            more = {name: record["tokens"][name] for name in ("advantages", "log_prob_diffs")}
+            row |= {"record": record, "length": row["length"] + len(orjson.dumps(more))}
 
 
 def _groups(rows: Iterable[Row]) -> list[list[Row]]:

@@ -24,15 +24,16 @@ import orjson
 from slime.log import get_logger
 from slime.observe.run_data import Stage, config_value
 from slime.observe.watch.files import Place, is_inside, is_unchanged, new_lines
-from slime.observe.watch.rows import COLUMNS, SORTS, Query, condition_of, row_of, searched_text
-from slime.observe.watch.trained import with_training
+from slime.observe.watch.rows import COLUMNS, Query, condition_of, order_of, row_of, searched_text
+from slime.observe.watch.trained import training_of, with_training
 
 logger = get_logger(__name__)
 
 #: The version changes with the tables: a database of another one is made anew.
-_VERSION, _BATCH, _CHUNK = 2, 1000, 100
-#: Matches of a search up to which they are sorted by themselves; lines of a walk after which the rest is narrowed down.
-_FEW, _PATIENCE = 3000, 1000
+_VERSION, _BATCH, _CHUNK = 3, 1000, 100
+#: Matches of a search up to which they are sorted by themselves: at once, and after a walk that did not meet enough;
+#: lines of a walk in the order asked for, after which the rest is narrowed down.
+_FEW, _LATE, _PATIENCE = 3000, 25_000, 500
 #: Characters of a gram, and grams of a search that are looked up: a few hold for few others.
 _TRIGRAM, _MOST_GRAMS = 3, 16
 #: The first stands behind each text, so that each of its characters begins a gram; it ends lines, and no word of a
@@ -45,7 +46,7 @@ CREATE TABLE files (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, inod
 CREATE TABLE rows (id INTEGER PRIMARY KEY AUTOINCREMENT, file INTEGER, offset INTEGER, length INTEGER,
                    {", ".join(COLUMNS)});
 CREATE INDEX of_file ON rows (file, grp);
-CREATE INDEX of_rollout ON rows (stage, kind, rollout, dataset, grp, reward, response_length);
+CREATE INDEX of_rollout ON rows (stage, kind, rollout, dataset, grp, reward, response_length, status);
 CREATE INDEX of_prompt ON rows (stage, prompt);
 CREATE INDEX by_reward ON rows (stage, kind, reward, rollout);
 CREATE INDEX by_advantage ON rows (stage, kind, above, rollout);
@@ -61,7 +62,7 @@ INSERT INTO progress VALUES (0);
 _GROUPED = (
     "SELECT file, stage, kind, rollout, dataset, grp, min(id) AS first, count(*) AS samples, min(reward) AS least,"
     " avg(reward) AS mean, max(reward) AS greatest, max(reward) - min(reward) AS spread,"
-    " group_concat(reward, ' ') AS rewards FROM rows WHERE {} GROUP BY file, rollout, dataset, grp"
+    " group_concat(reward, ' ') AS rewards FROM rows WHERE {} GROUP BY rollout, dataset, grp"
 )
 
 
@@ -337,7 +338,8 @@ class SampleIndex:
             for row, record in self._rows(reader, iter([number])):
                 named = reader.execute("SELECT name FROM files WHERE id = ?", (row["file"],)).fetchone()
                 if row["kind"] == "rollout" and named is not None:
-                    record = with_training(record, self.run / named["name"], row["rollout"], self.run)
+                    known = training_of(self.run / named["name"], row["rollout"], self.run)
+                    record = with_training(record, known)
                 return _shown(row, record)
         return None
 
@@ -355,7 +357,7 @@ class SampleIndex:
         matches = self._matches(reader, words)
         if matches is None:
             yield from ids
-        elif len(matches) < _FEW:
+        elif len(matches) < _LATE:
             yield from (number for number in _ids(reader, query, among=matches) if number not in tried)
         else:
             yield from (number for number in ids if number in matches)
@@ -423,9 +425,7 @@ def _ids(reader: sqlite3.Connection, query: Query, page: str = "", among: Iterab
     if among is not None:
         condition += " AND id IN (SELECT value FROM json_each(?))"
         values.append(orjson.dumps(list(among)).decode())
-    way, column = "DESC" if query.descending else "ASC", SORTS[query.sort]
-    order = f"{column} {way} NULLS LAST" + (f", rollout {way}" if column != "rollout" else "")
-    found = reader.execute(f"SELECT id FROM rows WHERE {condition} ORDER BY {order}, id {way}{page}", values)
+    found = reader.execute(f"SELECT id FROM rows WHERE {condition} ORDER BY {order_of(query)}{page}", values)
     return (row["id"] for row in found)
 
 

@@ -11,6 +11,7 @@ import re
 
 PAGE = importlib.resources.files("slime.observe.watch").joinpath("page")
 
+#: The scripts, in such an order that each imports those before it.
 _MODULES = (
     "dom",
     "frozen",
@@ -24,7 +25,6 @@ _MODULES = (
     "overview",
     "main",
 )
-"""In such an order that each imports those before it."""
 _IMPORT = re.compile(r'^import \{ (.+) \} from "/(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async function|function|const|class) (\w+))", re.MULTILINE)
 

@@ -119,3 +119,9 @@ def condition_of(query: Query) -> tuple[str, list[Any]]:
     asked = [("grp", query.group), *((name, getattr(query, name)) for name in names)]
     asked = [(name, value) for name, value in asked if value is not None]
     return " AND ".join(f"{name} = ?" for name, _ in asked), [value for _, value in asked]
+
+
+def order_of(query: Query) -> str:
+    """In which order a query asks for its rows, as SQL; what lacks a value comes last, whichever way it goes."""
+    way, column = "DESC" if query.descending else "ASC", SORTS[query.sort]
+    return f"{column} {way} NULLS LAST{f', rollout {way}' if column != 'rollout' else ''}, id {way}"
