@@ -218,6 +218,10 @@ def test_a_request_needs_the_key_of_its_sample_and_only_while_that_is_generated(
                     url = f"{one.base_url}/chat/completions"
                     async with aiohttp.ClientSession(headers=headers) as http, http.post(url, json={}) as answer:
                         assert answer.status == 401, wrong
+            reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nx-api-key: \xff\xfe\r\n\r\n")
+            assert b" 401 " in await reader.readline()
+            writer.close()
             async with anthropic_of(one, api_key=two.api_key) as late:
                 with pytest.raises(anthropic.AuthenticationError):
                     await late.messages.create(model="m", max_tokens=9, messages=hi)

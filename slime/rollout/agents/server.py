@@ -94,7 +94,7 @@ class AgentServer:
     def _session_of(self, key: str) -> AgentSession | None:
         """Looked up by a digest, and compared in constant time: how long it takes tells nothing of other keys."""
         known, session = self._sessions.get(_digest(key), ("", None))
-        return session if hmac.compare_digest(known.encode(), key.encode()) else None
+        return session if hmac.compare_digest(known.encode(), key.encode(errors="replace")) else None
 
     @web.middleware
     async def _authenticated(self, request: web.Request, handler: Handler) -> web.StreamResponse:
