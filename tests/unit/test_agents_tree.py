@@ -234,7 +234,7 @@ _STEP = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(_STEP, min_size=1, max_size=9), st.sampled_from(["branch", "continue"]), st.booleans())
 def test_any_tree_trains_each_sampled_token_once_and_is_what_the_engine_saw(
     steps: list[Any], policy: Any, merges: bool

@@ -44,7 +44,7 @@ def test_worked_examples_of_the_docstrings(name: str) -> None:
 
 
 @given(kind=st.sampled_from(sorted(KL_KINDS)), seed=st.integers(0, 99))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_kl_is_zero_for_equal_bits_and_k3_never_negative(kind: str, seed: int) -> None:
     lp, base = randn(20, seed), randn(20, seed + 1)
     assert torch.equal(kl_estimate(lp, lp.clone(), kind), torch.zeros(20, dtype=torch.float64))
@@ -89,7 +89,7 @@ def test_low_var_kl_is_clamped_after_the_ratio() -> None:
 
 
 @given(length=st.integers(1, 300), gamma=st.floats(0.5, 1.0))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_discounted_returns_follow_the_recurrence(length: int, gamma: float) -> None:
     rewards = randn(length, length)
     returns = discounted_returns(rewards, gamma)
@@ -108,7 +108,7 @@ def test_reinforce_plus_plus_of_a_sample_that_is_not_trained_is_zero() -> None:
 
 
 @given(lengths=lists_of_lengths, cut=st.integers(0, 6), seed=st.integers(0, 50))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_whitening_over_two_ranks_equals_one(lengths: list[int], cut: int, seed: int) -> None:
     """Each rank sees its part; the sums of both are what `all_reduce` would give. One of them may be empty."""
     values = [randn(n, seed + i) for i, n in enumerate(lengths)]
@@ -149,7 +149,7 @@ def inputs_of(seed: int, lengths: list[int], spread: float = 0.5, **kwargs: floa
 
 
 @given(seed=st.integers(0, 200), lengths=lists_of_lengths)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_ppo_clip_equals_the_case_by_case_formula(seed: int, lengths: list[int]) -> None:
     inputs = inputs_of(seed, lengths, eps_clip=0.2, eps_clip_high=0.3, eps_clip_c=2.0)
     out = ppo_clip_loss(inputs)
@@ -193,7 +193,7 @@ def test_losses_are_differentiated_right() -> None:
 
 
 @given(lengths=lists_of_lengths, seed=st.integers(0, 99), per_token=st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_weighted_sums_add_up_over_any_split(lengths: list[int], seed: int, per_token: bool) -> None:
     masks = [(randn(n, seed + i) > -0.5).float() for i, n in enumerate(lengths)]
     values = [randn(n, seed + 50 + i).float() for i, n in enumerate(lengths)]

@@ -32,7 +32,7 @@ def plain(h: Tensor, w: Tensor, t: Tensor, temperature: float, real: int) -> tup
     temperature=st.floats(0.3, 2.0),
     seed=st.integers(0, 99),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_equals_the_plain_formula(n: int, vocab: int, padding: int, chunk: int, temperature: float, seed: int) -> None:
     h, w, _ = problem(n, vocab + padding, 5, seed, torch.float64)
     t = torch.randint(0, vocab, (n,), generator=torch.Generator().manual_seed(seed))

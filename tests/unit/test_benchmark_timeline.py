@@ -70,7 +70,7 @@ def test_a_profile_without_kernels_is_refused(events: list[dict[str, Any]]) -> N
         find_gaps(events)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), min_size=1, max_size=12))
 def test_busy_and_gaps_make_up_the_span(pairs: list[tuple[int, int]]) -> None:
     found = find_gaps([event(str(i), *pair) for i, pair in enumerate(pairs)], at_least=1)

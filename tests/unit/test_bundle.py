@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.__main__ import main
@@ -164,7 +164,6 @@ def test_a_wrong_place_is_refused(output: str, folder: Path, capsys: pytest.Capt
 _SECRET = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_/+.", min_size=6, max_size=60)
 
 
-@settings(deadline=None)
 @given(st.text(max_size=80), _SECRET, st.text(max_size=80))
 def test_a_known_secret_is_nowhere(before: str, secret: str, after: str) -> None:
     assert secret not in scrubbed(f"{before}{secret}{after}", [secret]).replace(HIDDEN, "")
@@ -175,7 +174,6 @@ _BETWEEN = st.sampled_from(["=", ": ", " = ", "='", '="', '": "'])
 _VALUE = st.text("ABCDEFGHJKLMNPQRSTUVWXYZ23456789", min_size=8, max_size=40)
 
 
-@settings(deadline=None)
 @given(_NAME, _BETWEEN, _VALUE)
 def test_what_is_called_a_secret_is_hidden(name: str, between: str, value: str) -> None:
     quote = between[-1] if between[-1] in "'\"" else ""

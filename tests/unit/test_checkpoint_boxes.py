@@ -18,7 +18,7 @@ def runs(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
     return shape, start, draw(st.integers(start, math.prod(shape)))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(runs())
 def test_boxes_hold_the_run_and_nothing_else(run: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, end = run

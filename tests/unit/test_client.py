@@ -432,7 +432,7 @@ def test_real_router_sends_requests_where_fewer_tokens_are_under_power_of_two() 
     asyncio.run(asyncio.wait_for(main(), timeout=60))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.one_of(st.just("take"), st.just("give"), st.integers(1, 6)), max_size=40))
 def test_slots_follow_the_engines(orders: list[str | int]) -> None:
     """However many slots there are to be, and whoever holds some then: what is free is what there are without those."""

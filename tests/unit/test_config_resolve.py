@@ -94,7 +94,7 @@ def test_what_a_run_has_of_the_equation_where_flags_say_less(
     assert (train.global_batch_size, train.num_steps_per_rollout) == (batch, steps)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(prompts=st.integers(1, 24), batch=st.integers(1, 24))
 def test_sizes_of_scripts_that_left_the_samples_out_keep_their_meaning(prompts: int, batch: int) -> None:
     """One sample where one fits, as before there was another default."""
@@ -119,7 +119,7 @@ sizes = st.integers(1, 24)
 optional = st.none() | sizes
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(prompts=optional, samples=sizes, batch=optional, steps=optional)
 def test_the_equation_holds_for_whatever_is_accepted(
     prompts: int | None, samples: int, batch: int | None, steps: int | None
@@ -177,7 +177,7 @@ settings_of_runs = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(flags=settings_of_runs)
 def test_saved_and_resolved_again_nothing_changes(flags: dict[str, Any], tmp_path_factory: Any) -> None:
     config = make_config(**flags)
@@ -190,7 +190,7 @@ def test_saved_and_resolved_again_nothing_changes(flags: dict[str, Any], tmp_pat
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(flags=settings_of_runs)
 def test_origins_cover_every_flag(flags: dict[str, Any]) -> None:
     config = make_config(**flags)

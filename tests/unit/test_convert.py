@@ -59,7 +59,6 @@ def rewards_of_groups(draw: st.DrawFn) -> list[tuple[float, int, int]]:
 
 
 @given(rewards_of_groups(), st.booleans())
-@settings(deadline=None)
 def test_advantages_of_a_group_sum_to_zero_over_executions(rows, scale) -> None:
     advantages = normalise_rewards(*map(list, zip(*rows)), scale=scale)
     for group in {row[1] for row in rows}:
@@ -73,7 +72,6 @@ def test_advantages_of_a_group_sum_to_zero_over_executions(rows, scale) -> None:
 
 
 @given(rewards_of_groups(), st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_advantages_do_not_depend_on_the_order_of_samples(rows, rng: random.Random) -> None:
     expected = {}
     for row, advantage in zip(rows, normalise_rewards(*map(list, zip(*rows)))):
@@ -84,7 +82,6 @@ def test_advantages_do_not_depend_on_the_order_of_samples(rows, rng: random.Rand
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
-@settings(deadline=None)
 def test_matches_the_formula_for_one_plain_group(rewards) -> None:
     values = torch.tensor(rewards, dtype=torch.float64)
     expected = (values - values.mean()) / (values.std() + 1e-6)
@@ -223,7 +220,7 @@ def test_weight_versions_truncation_and_metadata_travel() -> None:
     st.booleans(),
     st.integers(1, 8),
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_every_sample_reaches_exactly_one_rank_with_its_own_data(lengths, ranks, dynamic, batch_size) -> None:
     counter = iter(range(1000))
     groups = [

@@ -127,7 +127,7 @@ def test_null_means_the_default() -> None:
     assert parse_params(raw, VOCAB) == parse_params(None, VOCAB)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=30), st.lists(st.integers(1, 5), max_size=40), st.lists(st.integers(0, 257), max_size=10))
 def test_text_grows_to_the_whole(text: str, cuts: list[int], noise: list[int]) -> None:
     tokens = TOKENIZER.encode(text) + noise

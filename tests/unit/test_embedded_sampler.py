@@ -40,7 +40,7 @@ def test_the_draw_follows_the_distribution() -> None:
     assert np.abs(tokens - probs).sum() < 0.05  # expected about 0.03 by chance
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.floats(0.2, 3.0),
     st.sampled_from([-1, 1, 2, 5, 50, 400]),

@@ -277,7 +277,7 @@ def check_invariants(scheduler: Scheduler, submitted: list[Sequence]) -> None:
         assert sequence.num_computed == sequence.length - 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(EVENTS, st.sampled_from([1, 2, 4]), st.sampled_from([5, 64]))
 def test_any_order_of_events_gives_the_tokens_of_each_alone(
     directory: Path, events: list[tuple[str, int, int]], max_slots: int, prefill_tokens: int

@@ -130,7 +130,7 @@ class Events(RuleBasedStateMachine):
         assert all(engine.url in self.weights for engine in restarted)
 
 
-Events.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+Events.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestEvents = Events.TestCase
 
 

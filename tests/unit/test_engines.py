@@ -398,7 +398,7 @@ def test_waiting_ends_with_its_deadline_and_with_sigterm(worlds: Worlds) -> None
         assert ends is None or "engine-0, engine-1 did not come up again" in str(caught.value)
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(["die 0", "die 1", "come up", "look", "push", "rollout", "die r"]), max_size=30))
 def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(worlds: Worlds, events: list[str]) -> None:
     world = worlds()

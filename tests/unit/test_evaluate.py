@@ -267,7 +267,7 @@ def test_eval_prompt_data_takes_pairs_or_a_single_path() -> None:
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_pass_at_k_equals_counting_all_subsets(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 8))
@@ -361,7 +361,7 @@ def test_engine_load_and_repetition() -> None:
 # -- filters -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rewards=st.lists(st.sampled_from([0.0, 0.3, 1.0, -1.0]), min_size=1, max_size=6))
 def test_nonzero_std_filter_keeps_what_differs(rewards: list[float]) -> None:
     samples = [sample(i, reward) for i, reward in enumerate(rewards)]

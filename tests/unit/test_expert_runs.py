@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
@@ -51,7 +51,6 @@ def weights(model_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(model_dir / "model.safetensors")
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 50), st.integers(0, 300))
 def test_runs_are_all_experts_once_and_small(count: int, nbytes: int, limit: int) -> None:
     ranges = bounds(count, nbytes, limit)

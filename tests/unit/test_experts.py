@@ -70,7 +70,7 @@ def test_examples_in_docstrings(module: str) -> None:
     assert found.failed == 0
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_grouped_product_equals_the_loop(sizes: list[int], dtype: torch.dtype) -> None:
     """The kernel that a GPU uses and the loop elsewhere, forward and both gradients; empty experts included."""
@@ -93,7 +93,7 @@ def test_grouped_product_equals_the_loop(sizes: list[int], dtype: torch.dtype) -
         assert size > 0 or not gradient.any(), "no rows, so the gradient is exactly 0"
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(1, 12), st.integers(1, 7), st.integers(0, 10**6))
 def test_dispatch_equals_the_dense_formula(tokens: int, experts: int, seed: int) -> None:
     """Σ_k w_k · W_{e_k} x, with gradients, for one rank."""

@@ -286,7 +286,7 @@ def test_damaged_files_are_no_obstacle(name: str, content: bytes, tmp_path: Path
     as_text(found)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.binary(max_size=60), max_size=8))
 def test_any_bytes_are_a_log(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
     folder = run_folder(tmp_path_factory.mktemp("any") / "run")

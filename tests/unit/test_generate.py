@@ -93,7 +93,7 @@ def test_prompts_that_cannot_be_sent_are_named(sample: Sample) -> None:
         generate_once(sample)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cuts=st.lists(st.integers(0, 5), max_size=6), index=st.integers(0, 40), limit=st.integers(1, 30))
 def test_a_resumed_sample_equals_an_uninterrupted_one(cuts: list[int], index: int, limit: int) -> None:
     class Cutting(FakeClient):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.cluster.engine_table import CACHE, GRAPHS, WEIGHTS, Engine, EngineTable
@@ -78,7 +78,6 @@ def test_one_step_in_order() -> None:
 VERBS = st.lists(st.sampled_from(["generate", "evaluate", "train", "train and push", "save"]), max_size=12)
 
 
-@settings(deadline=None)
 @given(VERBS)
 def test_any_order_of_phases_fits(verbs: list[str]) -> None:
     gpu = GPU()
@@ -201,7 +200,6 @@ EVENTS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(EVENTS)
 def test_who_survives_the_death_of_another_is_not_asked_twice(events: list[tuple[int | None, bool, str]]) -> None:
     fleet = Fleet()

@@ -94,7 +94,7 @@ def test_other_data_and_other_flags_are_not_mixed_up(folder: Path, caplog: pytes
     assert not list(folder.iterdir())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     records=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=8),
     cut=st.integers(0, 10**6),

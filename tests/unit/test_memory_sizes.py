@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.gpu.trainer import SHAPES
@@ -83,7 +83,6 @@ def test_published_models_have_as_many_parameters_as_they_say(model: str) -> Non
     expert=st.sampled_from([1, 2, 8]),
     expert_tensor=st.sampled_from([1, 2]),
 )
-@settings(deadline=None)
 def test_all_ranks_together_hold_the_model(
     name: str, tensor: int, pipeline: int, virtual: int, expert: int, expert_tensor: int
 ) -> None:

@@ -125,7 +125,7 @@ def in_lock_step() -> list[list[tuple[int, int]]]:
     return Session(async_buffer_size=0).run()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     ahead=st.integers(1, 4),
     interval=st.integers(1, 3),
@@ -149,7 +149,7 @@ def test_the_fake_has_a_choice_to_offer() -> None:
     assert statistics.mean(length for _, length in first) < 0.7 * statistics.mean(lengths)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(ahead=st.integers(0, 3), draw_size=st.integers(TARGET + 1, 3 * TARGET), most=st.none() | st.integers(1, 3))
 def test_with_over_sampling_the_long_ones_come_later_and_are_not_lost(
     ahead: int, draw_size: int, most: int | None

@@ -35,7 +35,6 @@ def two_turns(index: int = 0) -> Sample:
     return sample
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 1)))
 def test_run_lengths_are_lossless_and_short(mask: list[int]) -> None:
     runs = run_lengths(mask)
@@ -82,7 +81,7 @@ anything = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(anything)
 def test_any_metadata_becomes_json_that_reads_back(value: Any) -> None:
     sample = Sample(prompt="p", metadata={"user": value}, label=value, reward={"score": 1.0, "extra": value})
@@ -106,7 +105,6 @@ def groups(count: int, size: int) -> list[Group]:
     ]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 100))
 def test_spread_keeps_whole_groups_within_the_limit(count: int, size: int, limit: int) -> None:
     kept = spread(groups(count, size), limit)

@@ -212,7 +212,7 @@ def test_an_unfinished_span_ends_with_what_was_seen_last() -> None:
     check_format(chrome_trace([cut]))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=25))
 def test_rows_always_nest(pairs: list[tuple[int, int]]) -> None:
     spans = [TraceSpan("s", start, start + length, str(i), None, 0) for i, (start, length) in enumerate(pairs)]

@@ -92,7 +92,7 @@ def config_of(ahead: int, interval: int, most: int | None, count: int, evaluate:
     return make_config(rollout_batch_size=4, num_rollout=count, **flags)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     ahead=st.integers(0, 5),
     interval=st.integers(1, 5),

@@ -42,7 +42,7 @@ def batches_of(schedule: Schedule) -> list[list[list[list[int]]]]:
 
 
 @given(packing_problems())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_every_invariant(problem: tuple[list[int], list[int], list[int], PackingRules]) -> None:
     lengths, ids, mask_sums, rules = problem
     schedule = plan_steps(lengths, ids, mask_sums, rules)
@@ -75,7 +75,7 @@ def test_every_invariant(problem: tuple[list[int], list[int], list[int], Packing
 
 
 @given(packing_problems())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_steps_are_filled_evenly_and_none_is_needlessly_small(problem) -> None:
     _, ids, _, rules = problem
     sizes = [len({ids[i] for i in step}) for step in split_steps(ids, rules.global_batch_size)]
@@ -86,7 +86,7 @@ def test_steps_are_filled_evenly_and_none_is_needlessly_small(problem) -> None:
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(60, 200))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_balanced_ranks_differ_by_less_than_the_largest_micro_batch(lengths, ranks, cap) -> None:
     rules = PackingRules(len(lengths), data_parallel_size=ranks, max_tokens=cap, balance=True)
     schedule = plan_steps(lengths, list(range(len(lengths))), lengths, rules)

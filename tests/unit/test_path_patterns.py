@@ -31,7 +31,7 @@ def test_what_was_written_is_found_again(
 
 
 @given(st.integers(0, 10**9), st.sampled_from(FORMATS))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_no_two_rollouts_share_a_path(number: int, form: str) -> None:
     pattern = "{rollout_id" + form + "}"
     assert fill(pattern, number) != fill(pattern, number + 1) != fill(pattern, Evaluation(number + 1))

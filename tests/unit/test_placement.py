@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.cluster.server_process import ServerDied, ServerProcess
@@ -40,7 +40,6 @@ def plan(**flags: object) -> PlacementPlan:
     size=st.integers(1, 4),
     share=st.booleans(),
 )
-@settings(deadline=None)
 def test_formulas_of_the_faq(nodes: int, per_node: int, engines: int, size: int, share: bool) -> None:
     train, rollout = nodes * per_node, engines * size
     got = plan(

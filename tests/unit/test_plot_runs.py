@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tools import plot_runs
@@ -15,7 +15,6 @@ from tools import plot_runs
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20)
 
 
-@settings(deadline=None)
 @given(VALUES)
 def test_points_are_inside_and_in_order(values: list[float]) -> None:
     text = plot_runs.picture([("a run", [(float(step), value) for step, value in enumerate(values)])], "m", "title")

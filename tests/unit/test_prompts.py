@@ -97,7 +97,7 @@ def test_a_split_can_be_named(files: dict[str, str]) -> None:
 
 
 @given(st.lists(st.text(st.sampled_from("ab \r\t"), max_size=20), max_size=12), st.booleans())
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_line_index_agrees_with_reading_line_by_line(tmp_path: Path, texts: list[str], final: bool) -> None:
     lines = [json.dumps({"input": text}) if text.strip() else text.replace("\r", "") for text in texts]
     file = tmp_path / "x.jsonl"
@@ -169,7 +169,7 @@ def test_prompts_that_carry_the_template_already_are_said(tmp_path: Path, caplog
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 30))
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_length_filter_keeps_the_order(tmp_path: Path, lengths: list[int], limit: int) -> None:
     rows = [{"input": "x" * (n - 1) + chr(65 + i)} for i, n in enumerate(lengths)]
     path = write_jsonl(tmp_path / "l.jsonl", rows)
@@ -376,7 +376,6 @@ def test_rows_of_a_chat_are_noticed_without_the_flag(
 
 
 @given(st.lists(st.integers()), st.integers(1, 20), st.integers(0, 5))
-@settings(deadline=None)
 def test_a_shuffled_stream_has_every_item_once_and_depends_on_the_seed_alone(items, size, seed) -> None:
     first = list(shuffled(iter(items), random.Random(seed).randrange, size))
     assert sorted(first) == sorted(items)

@@ -78,7 +78,7 @@ STEPS = st.lists(
 
 @pytest.mark.parametrize("flags", [{}, {"rollout_shuffle": True}, {"rollout_shuffle": True, "streaming_data": True}])
 @given(steps=STEPS)
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_after_any_history_every_draw_is_consumed_once_and_is_what_it_always_was(data, flags, steps) -> None:
     """Draw, consume, put back, and resume from a saved state in any order: draw k is always the same prompt with the
     same indices, an unfinished draw comes again, and a finished one never does."""

@@ -63,7 +63,7 @@ def packed(numbers: torch.Tensor) -> torch.Tensor:
     return torch.tensor(signed, dtype=torch.int64).to(torch.int32)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(weights(columns_of=8), st.booleans())
 def test_int4_is_what_compressed_tensors_makes(weight: torch.Tensor, symmetric: bool) -> None:
     scheme = Int4(8, symmetric)
@@ -80,7 +80,7 @@ def test_int4_is_what_compressed_tensors_makes(weight: torch.Tensor, symmetric: 
     assert stored["m.weight_shape"].tolist() == list(weight.shape)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(weights(columns_of=8), st.booleans())
 def test_int4_comes_back_within_half_a_step(weight: torch.Tensor, symmetric: bool) -> None:
     stored = quantise("m", weight, Int4(8, symmetric))
@@ -92,7 +92,7 @@ def test_int4_comes_back_within_half_a_step(weight: torch.Tensor, symmetric: boo
     assert (back[(weight == 0).all(dim=1)] == 0).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(weights(), st.sampled_from([Fp8((4, 3)), WHOLE, Fp8((1, 0), "weight_scale")]))
 def test_fp8_is_what_compressed_tensors_makes(weight: torch.Tensor, scheme: Fp8) -> None:
     from compressed_tensors.quantization import QuantizationArgs
@@ -127,7 +127,7 @@ def test_fp8_is_what_compressed_tensors_makes(weight: torch.Tensor, scheme: Fp8)
     assert ((weight.float() - back).abs() <= weight.float().abs() * (2**-4 + 1e-5) + smallest).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(weights(columns_of=8), st.sampled_from([Int4(8), Int4(8, False), Fp8((4, 3)), Fp8((8, 8)), WHOLE, Fp8((1, 0))]))
 def test_weights_in_pieces_are_whole_ones(weight: torch.Tensor, scheme: Int4 | Fp8) -> None:
     whole = quantise("m", weight, scheme)

@@ -206,7 +206,6 @@ def test_all_files_of_the_page_are_in_the_one_file() -> None:
             assert PAGE.joinpath(name).read_text() in page
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8")))
 def test_what_a_model_wrote_reads_back_and_cannot_leave_its_element(text: str) -> None:
     page = one_file("x", "", packed({"x": text + HOSTILE}))
@@ -296,7 +295,7 @@ def test_the_page_of_a_run_that_goes_on_loads_itself_anew(tmp_path: Path) -> Non
     assert '<html lang="en">' in write_report(run.path).read_text()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(cost=st.floats(0.0, 5.0), step=st.floats(0.5, 60.0))
 def test_the_report_of_a_run_that_goes_on_costs_less_than_a_hundredth_of_it(
     cost: float, step: float, tmp_path_factory: pytest.TempPathFactory

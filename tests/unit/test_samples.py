@@ -84,7 +84,7 @@ TEXT = st.text(st.sampled_from("abc .\n?"), min_size=1, max_size=8)
 
 
 @given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), st.sampled_from([CHATML, THINKING]))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_any_conversation_trains_exactly_its_answers(turns: list[tuple[str, str]], template: str) -> None:
     tokenizer = make_tokenizer(template)
     sample = Sample(prompt=chat(*[text for turn in turns for text in turn]), group_index=0)
@@ -196,7 +196,6 @@ def test_sft_ends_when_the_data_has_ended() -> None:
 
 
 @given(st.lists(st.one_of(st.integers(1, 4), st.tuples(st.integers(0, 6))), max_size=20))
-@settings(deadline=None)
 def test_the_buffer_is_first_in_first_out(actions: list[Any]) -> None:
     buffer, expected, counter = SampleBuffer(), [], 0
     for action in actions:

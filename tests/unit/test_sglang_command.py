@@ -90,7 +90,7 @@ def test_the_users_options_go_through_by_name_and_type_and_ours_win() -> None:
 _PLAIN = [a for a in stored_sglang_args()[1] if a.kind in ("int", "float") and not (a.choices or a.many)]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.sampled_from(_PLAIN), st.integers(1, 64))
 def test_any_override_of_a_group_reaches_the_server(argument: Any, value: int) -> None:
     if argument.name in ("tp_size", "port", "random_seed", "pp_size"):

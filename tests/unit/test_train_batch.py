@@ -7,7 +7,7 @@ from typing import Any
 
 import cloudpickle
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.samples.batch import StepPlan, TrainBatch
@@ -32,7 +32,6 @@ def batch(**fields: Any) -> TrainBatch:
     return TrainBatch(rollout_id=3, steps=[StepPlan([[0]], 1, 2)], loss_masks=[], **plain, **fields)
 
 
-@settings(deadline=None)
 @given(_SHAPES, _SHAPES, st.lists(st.sampled_from(_DTYPES), min_size=1, max_size=2))
 def test_tensors_come_out_as_they_went_in(
     shapes: list[list[int]], others: list[list[int]], dtypes: list[torch.dtype]

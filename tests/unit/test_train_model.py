@@ -45,7 +45,7 @@ def test_log_probs_equal_transformers(kind: str, tmp_path: Path) -> None:
 
 
 @given(order=st.permutations(range(6)), size=st.integers(1, 6))
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_packing_and_order_change_nothing(random_trainer: MegatronBackend, order: list[int], size: int) -> None:
     whole = make_batch([[i] for i in range(6)])
     mixed = shard(whole, order, [list(range(k, min(k + size, 6))) for k in range(0, 6, size)])
@@ -73,7 +73,7 @@ def test_same_inputs_same_bits(random_trainer: MegatronBackend) -> None:
 
 
 @given(branches=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=1, max_size=10))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_padded_layout_is_a_bijection(branches: list[list[int]]) -> None:
     layout = padded_layout(branches)
     total = sum(map(sum, branches))

@@ -73,7 +73,7 @@ def test_a_branch_does_not_see_its_siblings(backend: MegatronBackend) -> None:
 
 
 @given(prompt=st.integers(1, 2000), response=st.integers(1, 2000), n=st.integers(1, 32))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_sharing_never_costs_more_than_not_sharing(prompt: int, response: int, n: int) -> None:
     m = branches_per_prompt(prompt, response, n, 1 / 900)
     assert 1 <= m <= n

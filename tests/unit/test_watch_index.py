@@ -60,7 +60,7 @@ def a_run(folder: Path) -> Path:
     ("trigrams", "few", "late", "patience"),
     [(True, 3000, 25_000, 500), (True, 4, 9, 2), (True, 1, 1, 1), (False, 1, 1, 1)],
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(lines=st.lists(records, max_size=12), data=st.data())
 def test_a_search_finds_what_a_look_at_every_line_finds(
     tmp_path_factory: pytest.TempPathFactory,
@@ -97,7 +97,7 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
         index.close()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(lines=st.lists(records, min_size=1, max_size=10), data=st.data())
 def test_a_file_that_grew_in_pieces_is_indexed_as_a_whole_one(
     tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]], data: st.DataObject

@@ -38,7 +38,7 @@ def named_tensors(draw: st.DrawFn) -> list[tuple[str, torch.Tensor]]:
     return tensors
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(tensors=named_tensors(), limit=st.integers(1, 600))
 def test_pack_and_unpack(tensors: list[tuple[str, torch.Tensor]], limit: int) -> None:
     buckets = list(pack(iter(tensors), limit))
@@ -90,7 +90,7 @@ def test_reading_is_lazy() -> None:
     assert read == ["a", "b", "c"]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_fingerprint_is_xxh3_of_the_bytes(content: bytes, data: st.DataObject) -> None:
     tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -112,7 +112,7 @@ def uint8(content: bytes) -> torch.Tensor:
     return torch.tensor(list(content), dtype=torch.uint8)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_word_fingerprint_sees_every_change(content: bytes, data: st.DataObject) -> None:
     tensor, before = uint8(content), word_fingerprint(uint8(content))
@@ -129,7 +129,7 @@ def test_word_fingerprint_sees_every_change(content: bytes, data: st.DataObject)
     assert word_fingerprint(filled) != before
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=40), st.data())
 def test_word_fingerprint_sees_the_order_and_single_words(words: list[int], data: st.DataObject) -> None:
     tensor = torch.tensor(words)
@@ -150,7 +150,7 @@ def test_zeros_ones_and_lengths_have_word_fingerprints_of_their_own() -> None:
     assert word_fingerprint(torch.zeros(0)) == word_fingerprint(torch.zeros(3, 0, dtype=torch.int8)) == "0" * 32
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(content=st.binary(max_size=240), at_once=st.integers(1, 40), offset=st.integers(0, 17))
 def test_word_fingerprint_is_of_the_bytes_alone(content: bytes, at_once: int, offset: int) -> None:
     whole = uint8(content)

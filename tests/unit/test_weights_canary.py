@@ -125,7 +125,7 @@ def moved(at: int, by: float) -> list[float]:
     return [value + by * (number == at) for number, value in enumerate(EXPECTED)]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(at=st.integers(0, 30), by=st.floats(0.0011, 50), sign=st.sampled_from([1, -1]), engine=st.integers(0, 2))
 def test_in_float32_one_token_is_enough(models: dict[str, Path], at: int, by: float, sign: int, engine: int) -> None:
     said = [list(EXPECTED) for _ in range(3)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.checkpoints.gathering import PlacedParameter, batches, gather
@@ -14,7 +14,6 @@ from slime.checkpoints.megatron_names import Placement
 SHAPES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7)), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
 @given(SHAPES, st.integers(1, 400), st.integers(1, 4), st.data())
 def test_batches_keep_the_order_and_the_limit(
     shapes: list[tuple[int, int]], limit: int, tp_size: int, data: st.DataObject

@@ -235,7 +235,7 @@ def checked_sync() -> Iterator[tuple[WeightSync, FakeWeightEngine]]:
         sync.close()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(name=st.sampled_from(NAMES), fault=st.sampled_from(["stale", "zeroed", "bit", "swapped"]), data=st.data())
 def test_any_single_fault_is_found_and_named(checked_sync, name: str, fault: str, data: st.DataObject) -> None:
     sync, engine = checked_sync
@@ -276,7 +276,7 @@ def test_tensors_that_were_never_sent_are_found() -> None:
         sync.close()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     costs=st.lists(st.integers(1, 200).map(lambda n: n / 1024), min_size=1, max_size=20),
     budget=st.integers(5, 150).map(lambda n: n / 512),
