@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.cluster.placement import Place, Slots
+from slime.cluster.silence import stopped_parts
 from slime.cluster.waiting import DeadlinePassed, StopRequested, Worker, wait_for
 from slime.config.config import Config
 from slime.errors import UserError
@@ -91,12 +92,14 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
                 logging_level=logging.WARNING,
             )
     except BaseException as error:  # Ctrl-C, for one: what is up of it by then is up
+        stopped = ", ".join(stopped_parts().values())  # while Ray waits for its GCS, no thread of ours can say so
         ray.shutdown()
         if not isinstance(error, Exception) or isinstance(error, (UserError, StopRequested)):
             raise
         raise UserError(
             "Ray does not start on this host",
-            why=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            why=(f"{stopped} is stopped (SIGSTOP); " if stopped else "")
+            + (str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__),
             fix="begin again: a crowded host passes Ray's deadlines; its logs are in /tmp/ray/session_latest/logs",
         ) from error
     return True

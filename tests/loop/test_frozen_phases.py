@@ -135,16 +135,15 @@ def stopped_at(
 @pytest.mark.full
 @pytest.mark.parametrize("part", ["raylet", "GCS"])
 def test_a_daemon_of_ray_that_is_stopped_while_ray_starts(part: str, world: World, start_held: StartHeld) -> None:
-    """The main thread is in `ray.init`; whether that, or the thread that looks, gives up first: somebody says why."""
+    """The main thread is in `ray.init`, which has its own deadlines, and may hold Python's lock: nobody speaks until it
+    gives up. Then somebody says why."""
     name = f"init-{part}"
     driver = start_held(flags_of(world, name, "launch"), world.outputs / name)
     wait_while_running(driver, lambda: driver.family(_TITLES[part]), part)
     [stopped] = stop(driver, part)
-    assert driver.end() == 1, driver.stderr[-3000:]
-    assert f"pid {stopped.pid} (" in driver.stderr and "is stopped since" in driver.stderr
+    assert driver.end() in (1, 2) and state_of(driver) == "failed", driver.stderr[-3000:]
     error = "\n".join(driver.error())
-    assert "is stopped since" in error or "Ray does not start on this host" in error
-    assert state_of(driver) == "failed"
+    assert f"pid {stopped.pid} (" in error and "is stopped" in error, error
     driver.leaves_nothing()
 
 
