@@ -154,7 +154,6 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
     """Every Hugging Face directory that will be read holds a known model, whole, and the same one. Engines alone read
     quantised ones."""
     from slime.checkpoints.hf_files import HfReader
-    from slime.checkpoints.quantised_check import verify_quantised
     from slime.models import family_of, read_hf_config
     from slime.models.spec import check_same_model
 
@@ -170,6 +169,8 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
         check_same_model(spec, own, folder)
         quantisation = Quantisation.read(read_hf_config(folder))
         if quantisation is not None and folder not in trained:
+            from slime.checkpoints.quantised_check import verify_quantised  # which needs torch, as others do not
+
             verify_quantised(folder, family, own, quantisation)
         else:
             HfReader(folder, names_only=True).verify(family, own)

@@ -99,17 +99,23 @@ class Tab:
         raise AssertionError(f"never: {script}\n{self.errors}\n{await self.run('document.body.innerText')}")
 
     async def click(self, selector: str, text: str = "") -> None:
-        """A click in the middle of the first element that matches, and has ``text`` in it."""
-        place = await self.until(
-            f"(() => {{ const found = [...document.querySelectorAll({json.dumps(selector)})]"
-            f".find((e) => e.textContent.includes({json.dumps(text)}) && e.getClientRects().length);"
-            " if (!found) return null; found.scrollIntoView({block: 'center'});"
-            " const box = found.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
-        )
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            await self.send(
-                "Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", buttons=1, clickCount=1
+        """A click in the middle of the first element that matches, and has ``text`` in it; once more where the page
+        drew that element anew between pressing and releasing, or moved it."""
+        for _ in range(20):
+            place = await self.until(
+                f"(() => {{ const found = [...document.querySelectorAll({json.dumps(selector)})]"
+                f".find((e) => e.textContent.includes({json.dumps(text)}) && e.getClientRects().length);"
+                " if (!found) return null; found.scrollIntoView({block: 'center'}); window.notClicked = true;"
+                " document.addEventListener('click', (event) => {"
+                f" window.notClicked &&= !event.target.closest({json.dumps(selector)}); }}, {{capture: true}});"
+                " const box = found.getBoundingClientRect();"
+                " return {x: box.x + box.width / 2, y: box.y + box.height / 2}; })()"
             )
+            for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+                await self.send("Input.dispatchMouseEvent", type=kind, **place, button="left", buttons=1, clickCount=1)
+            if not await self.run("window.notClicked === true"):
+                return
+        raise AssertionError(f"never clicked: {selector} {text}")
 
     async def write(self, selector: str, text: str) -> None:
         """What is typed into a field, after what was in it is gone."""
