@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
+import orjson
+
 _SHOWN = 200  # characters of a refused value that the message repeats
 
 
@@ -25,6 +27,17 @@ class BadRequest(ValueError):
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """The body of a request. Raises `BadRequest`: not JSON, or not an object."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body must be a JSON object, got {type(body).__name__}")
+    return body
 
 
 @dataclass(frozen=True, slots=True)

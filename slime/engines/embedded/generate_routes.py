@@ -22,7 +22,7 @@ from slime.engines.embedded.engine import Engine, EngineDead, Hub
 from slime.engines.embedded.generate_request import GenerateRequest, Job, Limits, make_sequence, parse_generate
 from slime.engines.embedded.sequence import Sequence, TextStream, Tokenizer, hold_back, trim_stop
 from slime.engines.embedded.weight_update import WeightUpdater
-from slime.engines.request_fields import BadRequest, SamplingParams
+from slime.engines.request_fields import BadRequest, SamplingParams, json_object
 from slime.engines.tool_calls import ToolFormat
 
 _HEALTH_DEADLINE = 20.0
@@ -81,15 +81,7 @@ async def json_body(request: web.Request) -> dict[str, Any]:
         BadRequest: not JSON, or not an object.
     """
     raw = await request.read()
-    if not raw.strip():
-        return {}
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadRequest(f"the body must be a JSON object, got {type(body).__name__}")
-    return body
+    return json_object(raw) if raw.strip() else {}
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:

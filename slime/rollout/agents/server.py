@@ -19,7 +19,7 @@ import orjson
 from aiohttp import web
 
 from slime.engines.chat_answers import EVENT_HEADERS
-from slime.engines.request_fields import BadRequest
+from slime.engines.request_fields import BadRequest, json_object
 from slime.errors import UserError
 from slime.host import bind
 from slime.log import get_logger
@@ -188,14 +188,7 @@ async def _stream(request: web.Request, working: asyncio.Task[Turn], api: Module
 
 async def _body(request: web.Request) -> dict[str, Any]:
     async with asyncio.timeout(_BODY_SECONDS):
-        raw = await request.read()
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadRequest(f"the body must be a JSON object, got {type(body).__name__}")
-    return body
+        return json_object(await request.read())
 
 
 def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
