@@ -168,7 +168,7 @@ def _ask_all(
 
 def _is_ready(url: str, name: str) -> bool:
     try:
-        await_engine(url, 240.0)
+        await_engine(url, 120.0)
     except TimeoutError as error:
         print(f"{name}: {error}", flush=True)
         return False
