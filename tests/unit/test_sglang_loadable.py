@@ -1,7 +1,8 @@
-"""Layers that SGLang repacks after loading take new weights, end as after a start with them, and stay where they are."""
+"""Layers that SGLang repacks after loading take new weights, end as after a start with them, and do not move."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,9 +33,17 @@ def test_without_opening_a_load_fails_or_ends_in_wrong_places() -> None:
         model.load_weights([("experts.w13_weight_packed", new["experts.w13_weight_packed"])])
 
 
+@pytest.fixture(params=[torch.no_grad, torch.inference_mode])
+def as_the_scheduler(request: pytest.FixtureRequest) -> Iterator[None]:
+    with request.param():
+        yield
+
+
 @pytest.mark.parametrize("parts", [1, 2, 7])
+@pytest.mark.usefixtures("as_the_scheduler")
 def test_opened_loaded_and_closed_it_is_as_started_with_the_new_weights(parts: int) -> None:
-    model, new = Model(weights(0)), weights(1)
+    with torch.inference_mode(False):
+        model, new = Model(weights(0)), weights(1)
     before = {name: (tensor, tensor.data_ptr()) for name, tensor in computed_with(model).items()}
     for _ in range(2):  # pushes follow each other
         assert open_layers(model) == LAYERS
@@ -73,6 +82,17 @@ def test_a_push_that_broke_off_is_begun_again() -> None:
                for name, tensor in computed_with(model).items() if "norm" not in name)  # fmt: skip
 
 
+def test_what_sglang_has_processed_itself_is_not_processed_twice() -> None:
+    model, new = Model(weights(0)), weights(1)
+    open_layers(model)
+    model.load_weights(new.items())
+    for module in (model.fp8, model.int4, model.experts):
+        module.quant_method.process_weights_after_loading(module)
+    close_layers(model, processed=True)
+    expected = computed_with(Model(new))
+    assert all(same_bits(tensor, expected[name]) for name, tensor in computed_with(model).items() if "norm" not in name)
+
+
 def test_a_method_that_nobody_tried_is_refused_before_anything_changes() -> None:
     class AWQLinearMethod(UnquantizedLinearMethod):
         pass
@@ -100,7 +120,7 @@ def test_the_probe_opens_and_closes_and_reports_what_it_cannot() -> None:
     model = Model(weights(0))
 
     def ask(action: str) -> Any:
-        return weight_probe._answer(model, {"action": action})
+        return weight_probe._answer(model, {"action": action, "processed": False})
 
     assert ask("open") == {"layers": LAYERS}
     model.load_weights(weights(1).items())

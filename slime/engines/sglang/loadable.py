@@ -58,12 +58,13 @@ class _Layer:
             if mark in vars(module):
                 setattr(module, mark, False)
 
-    def close(self) -> None:
+    def close(self, processed: bool) -> None:
         """
         Raises:
             ValueError: what came out does not fit where the old parameters are.
         """
-        self.method.process_weights_after_loading(self.module)
+        if not processed:
+            self.method.process_weights_after_loading(self.module)
         for owner, tensors in self.kept:
             for name, old in tensors.items():
                 _settle(owner, name, old)
@@ -99,9 +100,11 @@ def open_layers(model: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def close_layers(model: nn.Module) -> list[str]:
+def close_layers(model: nn.Module, processed: bool = False) -> list[str]:
     """Have them processed, and give the engine back what it computes with.
 
+    Args:
+        processed: whoever loaded them has done so, as SGLang does with files.
     Returns:
         Their names; none where nothing was open.
     Raises:
@@ -111,7 +114,7 @@ def close_layers(model: nn.Module) -> list[str]:
     names = list(layers)
     for name in names:
         try:
-            layers[name].close()
+            layers[name].close(processed)
         except Exception as error:
             raise ValueError(f"{name} could not be closed: {type(error).__name__}: {error}") from error
         del layers[name]
@@ -133,7 +136,7 @@ def _is_quantised(module: nn.Module) -> bool:
 
 
 def _create(method: Any, module: Any) -> None:
-    """As the layer's own constructor does it (SGLang 0.5.16, ``layers/linear.py`` and ``fused_moe_triton/layer.py``)."""
+    """As the layer's own constructor does it (SGLang 0.5.16, ``linear.py`` and ``moe/fused_moe_triton/layer.py``)."""
     if type(method).__name__ in EXPERTS:
         method.create_weights(
             layer=module,
@@ -185,7 +188,7 @@ def _realised(parameter: nn.Parameter, old: torch.Tensor | None, device: torch.d
     nbytes = parameter.numel() * dtype.itemsize
     if old is not None and nbytes and old.untyped_storage().nbytes() == nbytes:
         data = torch.empty(0, dtype=dtype, device=device)
-        data.set_(old.untyped_storage(), 0, shape)
+        data.set_(old.untyped_storage(), 0, shape, parameter.stride())
     else:
         data = torch.empty(shape, dtype=dtype, device=device)
     real: nn.Parameter = torch.Tensor._make_subclass(type(parameter), data, False)

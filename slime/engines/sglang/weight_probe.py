@@ -6,7 +6,8 @@ the names in which they were sent, and each rank answers for the slice that it h
     trainer ── /update_weights_from_tensor, load_format = the dotted path of `report`, a request as "tensor" ──► rank
     trainer ◄── TCP store: which slices it holds, and their fingerprints ──────────────────────────────────────── rank
 
-Nothing is changed in the model but by ``open`` and ``close`` (`slime.engines.sglang.loadable`). Whatever goes wrong is reported as text: an exception would end the engine.
+Nothing is changed in the model but by ``open`` and ``close`` (`slime.engines.sglang.loadable`). Whatever goes wrong is
+reported as text: an exception would end the engine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from slime.engines.wire.expert_runs import ExpertRun
 logger = logging.getLogger(__name__)
 
 _STORE_SECONDS = 60.0
-_LAYERS = {"open": open_layers, "close": close_layers}
 _FUSED = {
     "q_proj": ("qkv_proj", 0),
     "k_proj": ("qkv_proj", 1),
@@ -82,8 +82,9 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
     """SGLang's hook for custom weight loaders.
 
     Args:
-        named_tensors: one uint8 tensor of JSON: ``{"action": "layout" | "fingerprint" | "open" | "close", "tensors": {name:
-            shape}, "method": of `FINGERPRINTS`, "host", "port", "key"}``; the last two actions need no tensors.
+        named_tensors: one uint8 tensor of JSON: ``{"action", "host", "port", "key"}`` with, by action: "layout":
+            ``"tensors": {name: shape}``; "fingerprint": these and ``"method"``, of `FINGERPRINTS`; "open": no more;
+            "close": ``"processed"``.
     """
     try:
         [(_, raw)] = named_tensors
@@ -101,8 +102,10 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
 def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
     try:
         action = request["action"]
-        if action in _LAYERS:
-            return {"layers": _LAYERS[action](model)}
+        if action == "open":
+            return {"layers": open_layers(model)}
+        if action == "close":
+            return {"layers": close_layers(model, request["processed"])}
         if action == "layout":
             return _layout(model, request["tensors"])
         return _fingerprints(model, request["tensors"], request["method"])
