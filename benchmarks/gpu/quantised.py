@@ -48,7 +48,7 @@ from benchmarks.gpu.quantised_models import (
     stored,
     write_models,
 )  # fmt: skip
-from benchmarks.gpu.quantised_servers import Server, as_ready, compile_kernels, start_servers
+from benchmarks.gpu.quantised_servers import Server, as_ready, compile_kernels, start_servers, stop_all
 from benchmarks.gpu.report import Report, Row, add_arguments, at_least, at_most
 from benchmarks.gpu.setting import median, workspace
 
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         for server in as_ready(bench.servers, report.end - 20):
             if server.ready.is_set():
                 report.case(f"{server.name}: served", partial(bench.serve, server))
-                report.case(f"{server.name}: {known_way(server)}", partial(bench.try_opened, server))
+                report.case(f"{server.name}: {bench.known_way(server)}", partial(bench.try_known, server))
             else:
                 report.add(f"{server.name}: start", {"error": server.failure})
         for server in bench.living():
@@ -111,16 +111,12 @@ def main(argv: list[str] | None = None) -> int:
     return report.finish()
 
 
-def known_way(server: Server) -> str:
-    """The way that should be right."""
-    return OPENED if server.form != "bf16" else "handles"
-
-
 class Bench:
     """What the cases share.
 
     Attributes:
         fresh: by server, what it held and said when it was started from its files.
+        broken: names of servers that `known_way` failed on.
     """
 
     def __init__(self, args: argparse.Namespace, report: Report, folder: Path) -> None:
@@ -128,6 +124,7 @@ class Bench:
         self.servers: list[Server] = []
         self.references: list[Server] = []
         self.fresh: dict[str, Seen] = {}
+        self.broken: set[str] = set()
         self.push_seconds: dict[str, float] = {}
         self.speeds: dict[str, float] = {}
         self._weights: dict[tuple[str, int], Weights] = {}
@@ -160,6 +157,11 @@ class Bench:
                 engine="embedded", graphs=False, deep_gemm=False,
             )  # fmt: skip
 
+    def known_way(self, server: Server) -> str:
+        """The way that should be right."""
+        is_plain = server.form == "bf16" or (server.form == "fp8-block" and server.name in self.broken)
+        return "handles" if is_plain else OPENED
+
     def ways(self, server: Server) -> list[str]:
         """Those to try besides; a broadcast for the first shape alone, since it is not the shape's business."""
         if server.form == "bf16":
@@ -176,8 +178,7 @@ class Bench:
                 self.report.add(f"{server.name}: end", {"error": server.why()})
 
     def close(self) -> None:
-        for server in [*self.servers, *self.references]:
-            server.stop()
+        stop_all([*self.servers, *self.references])
         for engine in self._engines.values():
             engine.close()
         for child in self._children:
@@ -209,10 +210,13 @@ class Bench:
             row["converted"] = [one for one in row["converted"] if one["format"] == server.form]
         return row
 
-    def try_opened(self, server: Server) -> Row:
+    def try_known(self, server: Server) -> Row:
         """The way that should be right: alone, after a reset of all weights, and after a sleep."""
-        way = known_way(server)
+        way = self.known_way(server)
         row = self.try_way(server, way)
+        if row["verdict"] == "error":
+            self.broken.add(server.name)
+            return row
         engine, fresh = self._engine(server), self.fresh[server.name]
         engine.fleet.post("/weights_checker", {"action": "reset_tensors"}, SECONDS)
         engine.push(way, self._stored(server, SERVED))
@@ -237,7 +241,7 @@ class Bench:
         engine, fresh = self._engine(server), self.fresh[server.name]
         if not server.is_alive():
             return {"verdict": "skipped", "why": "the engine has ended", "cause": server.why()}
-        known = known_way(server)
+        known = self.known_way(server)
         row: Row = {"way": way}
         try:
             row["seconds_there"] = engine.push(known if "disk" in way else way, self._stored(server, OTHER))
@@ -260,7 +264,7 @@ class Bench:
     def time_pushes(self, server: Server) -> Row:
         """Seconds of pushes with the conversion, as runs do them; the first one warms up."""
         engine = self._engine(server)
-        way = OPENED if server.form != "bf16" else "runs" if "moe" in server.shape else "handles"
+        way = "runs" if server.form == "bf16" and "moe" in server.shape else self.known_way(server)
         weights = self._plain(server.shape, SERVED)
 
         def source() -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,9 @@ class Server:
             end = time.monotonic() + self._wait
             while not (self.model / "config.json").exists() and time.monotonic() < end and not self.over.is_set():
                 time.sleep(0.2)
+            if not (self.model / "config.json").exists():
+                self.failure = "its model was not made"
+                return
             self.over.wait(self._delay)
             began = time.monotonic()
             graphs = [True, False] if self.graphs else [False]
@@ -106,8 +110,11 @@ class Server:
     def _start(self, number: int, seconds: float) -> None:
         # the plain directory: that a run may have this one is what is to be found out
         flags: dict[str, Any] = {"hf_checkpoint": str(self.model.parent / "bf16"), "rollout_engine": self.engine}
-        flags |= {"colocate": True} if self.engine == "sglang" else {"embedded_max_slots": 8}
-        config = make_config(**flags, rollout_batch_size=1, num_rollout=1)
+        if self.engine == "sglang":
+            flags |= {"colocate": True, "rollout_num_gpus_per_engine": 1}
+        else:
+            flags["embedded_max_slots"] = 8
+        config = make_config(**flags, actor_num_gpus_per_node=1, rollout_batch_size=1, num_rollout=1)
         place = EnginePlace(0, (), 1, self._held[1].port)
         spec = ENGINES[self.engine].command(config, str(self.model), HOST, self._held[0].port, place)
         argv = list(spec.argv)
@@ -142,6 +149,13 @@ def start_servers(
         add(shapes[0], "fp8-block", name, f"{_MEMORY} --fp8-gemm-backend deep_gemm",
             SGLANG_JIT_DEEPGEMM_PRECOMPILE="false")  # fmt: skip
     return servers
+
+
+def stop_all(servers: Sequence[Server]) -> None:
+    """At once: each has memory to give back."""
+    if servers:
+        with ThreadPoolExecutor(len(servers)) as pool:
+            list(pool.map(Server.stop, servers))
 
 
 def as_ready(servers: Sequence[Server], end: float) -> Iterator[Server]:
