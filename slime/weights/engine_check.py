@@ -11,25 +11,17 @@ the same kernel to say what the hashes should be.
 
 from __future__ import annotations
 
-import base64
-import json
-import pickle
-import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
-from slime.engines.api import WEIGHT_PROBE, EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.buckets import FINGERPRINTS, fingerprint
-from slime.engines.wire.process_group import ExternalGroup
+from slime.weights.rank_questions import ANSWER_SECONDS, RankQuestions
 from slime.weights.receipt import compare
 from slime.weights.transport import EngineSlots
-
-_ANSWER_SECONDS = 120.0
 
 Slice = tuple[int, int, int]
 """dim, start, stop; "1:0:64" in JSON."""
@@ -125,11 +117,11 @@ class SliceCheck:
     def __init__(
         self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str, shapes: Mapping[str, Sequence[int]]
     ) -> None:
-        self._fleet, self._engines, self._address = fleet, engines, address
+        self._engines = engines
         self._method = "words" if torch.cuda.is_available() else "xxh3"  # a CPU's own is the faster one there
         self._shapes = {name: list(shape) for name, shape in shapes.items()}
-        self._store = ExternalGroup.open_store(address, 1, _ANSWER_SECONDS)
-        layouts = self._ask("layout", self._shapes, _ANSWER_SECONDS)
+        self._ranks = RankQuestions(fleet, engines, address)
+        layouts = self._ranks.ask({"action": "layout", "tensors": self._shapes}, ANSWER_SECONDS)
         self._slices = [[_slices(rank) for rank in ranks] for ranks in layouts]
         self._others = [sorted(set.intersection(*(set(rank["others"]) for rank in ranks))) for ranks in layouts]
         held = {name: {part for ranks in self._slices for rank in ranks if (part := rank.get(name)) is not None}
@@ -140,7 +132,8 @@ class SliceCheck:
 
     def wrong(self, sent: Mapping[str, Any], complete: Collection[str] | None, timeout: float) -> list[str]:
         lines = []
-        answers = self._ask("fingerprint", {name: self._shapes[name] for name in sent}, timeout)
+        shapes = {name: self._shapes[name] for name in sent}
+        answers = self._ranks.ask({"action": "fingerprint", "tensors": shapes, "method": self._method}, timeout)
         for engine, slices, ranks in zip(self._engines, self._slices, answers, strict=True):
             for number, (held, answer) in enumerate(zip(slices, ranks, strict=True)):
                 where = engine.url if len(ranks) == 1 else f"{engine.url} (rank {number})"
@@ -157,43 +150,11 @@ class SliceCheck:
         return lines
 
     def close(self) -> None:
-        del self._store  # the listening socket goes with it
+        self._ranks.close()
 
     def _is_whole(self, name: str) -> bool:
         """On every engine the ranks' slices make up the whole tensor."""
         return all(_covers([rank.get(name) for rank in ranks], self._shapes[name]) for ranks in self._slices)
-
-    def _ask(self, action: str, shapes: Mapping[str, Sequence[int]], timeout: float) -> list[list[dict[str, Any]]]:
-        """Every rank's answer, by engine."""
-        key = secrets.token_hex(4)
-
-        def body(number: int) -> dict[str, Any]:
-            place = {"host": self._address, "port": self._store.port, "key": f"{key}/{number}"}
-            raw = json.dumps({"action": action, "tensors": shapes, "method": self._method, **place}).encode()
-            payload = serialized(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-            count = self._engines[number].num_ranks
-            return {"serialized_named_tensors": [payload] * count, "load_format": WEIGHT_PROBE, "flush_cache": False}
-
-        self._fleet.post("/update_weights_from_tensor", body, timeout)
-        return [[self._answer(f"{key}/{n}/{rank}", n) for rank in range(engine.num_ranks)]
-                for n, engine in enumerate(self._engines)]  # fmt: skip
-
-    def _answer(self, key: str, number: int) -> dict[str, Any]:
-        url = self._engines[number].url
-        try:
-            self._store.wait([key], timedelta(seconds=_ANSWER_SECONDS))
-        except RuntimeError as error:
-            raise EngineError(url, f"a rank did not report its weights within {_ANSWER_SECONDS:.0f} s") from error
-        answer: dict[str, Any] = json.loads(self._store.get(key))
-        self._store.delete_key(key)
-        if "error" in answer:
-            raise EngineError(url, f"its weights cannot be reported: {answer['error']}\n{answer['traceback']}")
-        return answer
-
-
-def serialized(tensor: torch.Tensor) -> str:
-    """One payload of ``serialized_named_tensors`` with the bytes of a small CPU tensor in it."""
-    return base64.b64encode(pickle.dumps([("request", tensor)])).decode()
 
 
 def _slices(answer: Mapping[str, Any]) -> dict[str, Slice | None]:

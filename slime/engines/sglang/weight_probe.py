@@ -6,7 +6,8 @@ the names in which they were sent, and each rank answers for the slice that it h
     trainer ── /update_weights_from_tensor, load_format = the dotted path of `report`, a request as "tensor" ──► rank
     trainer ◄── TCP store: which slices it holds, and their fingerprints ──────────────────────────────────────── rank
 
-Nothing is changed in the model. Whatever goes wrong is reported as text: an exception would end the engine.
+Nothing is changed in the model but by ``open`` and ``close`` (`slime.engines.sglang.loadable`). Whatever goes wrong is
+reported as text: an exception would end the engine.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slime.engines.sglang.loadable import close_layers, open_layers
 from slime.engines.wire.buckets import FINGERPRINTS
 from slime.engines.wire.expert_runs import ExpertRun
 
@@ -80,8 +82,9 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
     """SGLang's hook for custom weight loaders.
 
     Args:
-        named_tensors: one uint8 tensor of JSON: ``{"action": "layout" | "fingerprint", "tensors": {name: shape},
-            "method": of `FINGERPRINTS`, "host", "port", "key"}``.
+        named_tensors: one uint8 tensor of JSON: ``{"action", "host", "port", "key"}`` with, by action: "layout":
+            ``"tensors": {name: shape}``; "fingerprint": these and ``"method"``, of `FINGERPRINTS`; "open": no more;
+            "close": ``"processed"``.
     """
     try:
         [(_, raw)] = named_tensors
@@ -98,7 +101,12 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
 
 def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        if request["action"] == "layout":
+        action = request["action"]
+        if action == "open":
+            return {"layers": open_layers(model)}
+        if action == "close":
+            return {"layers": close_layers(model, request["processed"])}
+        if action == "layout":
             return _layout(model, request["tensors"])
         return _fingerprints(model, request["tensors"], request["method"])
     except Exception as error:  # must not reach the engine's scheduler, which would die of it

@@ -1,0 +1,213 @@
+"""Layers of quantised weights made loadable again: runs inside SGLang's processes, asked through the weight probe.
+
+SGLang changes quantised weights once they are loaded: Marlin's kernels want INT4 in an order of their own, FP8 by
+tensor is turned over and its scales are spread over rows. What is left are parameters without loaders, in other
+shapes: `load_weights` raises, which ends the engine, or fills the wrong places.
+
+    open_layers    every such layer gets the parameters that its method creates before loading, in the memory of the old
+        ... any number of loads, of any kind: handles, broadcasts, files ...
+    close_layers   the method processes them as after a start; the result goes where the old parameters are
+
+The old parameters stay the engine's: CUDA graphs have their addresses, and the memory saver gives them back after a
+sleep. Between the two an engine must not compute; it is paused. Memory is needed for one layer at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+#: Quant methods, by class, whose ``create_weights`` and ``process_weights_after_loading`` were read and tried.
+LINEAR = ("Fp8LinearMethod", "CompressedTensorsLinearMethod")
+EXPERTS = ("Fp8MoEMethod", "CompressedTensorsFusedMoEMethod")
+#: Marks of layers that were processed, which keep them from being processed again.
+_DONE_MARKS = ("is_marlin_converted", "is_triton_converted")
+
+
+class _Layer:
+    """One layer while it is loadable.
+
+    Attributes:
+        kept: what the engine computes with, by owner: the layer itself, its method, its scheme.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.method = module, _method(module)
+        owners: list[Any] = [module, self.method, vars(module).get("scheme")]
+        self.kept = [(owner, _tensors(owner)) for owner in owners if owner is not None]
+
+    def open(self) -> None:
+        """New parameters, as they are before loading. May be called again."""
+        module = self.module
+        own = self.kept[0][1]
+        device = next(tensor.device for tensor in own.values())
+        with torch.device("meta"), _default_dtype(module):
+            _create(self.method, module)
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                module._parameters[name] = _realised(parameter, own.get(name), device)
+        for mark in _DONE_MARKS:
+            if mark in vars(module):
+                setattr(module, mark, False)
+
+    def close(self, processed: bool) -> None:
+        """
+        Raises:
+            ValueError: what came out does not fit where the old parameters are.
+        """
+        if not processed:
+            self.method.process_weights_after_loading(self.module)
+        for owner, tensors in self.kept:
+            for name, old in tensors.items():
+                _settle(owner, name, old)
+        surplus = [name for name, value in self.module._parameters.items()
+                   if value is not None and name not in self.kept[0][1]]  # fmt: skip
+        for name in surplus:
+            del self.module._parameters[name]
+
+
+#: By model; layers that are loadable now.
+_open: weakref.WeakKeyDictionary[nn.Module, dict[str, _Layer]] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def open_layers(model: nn.Module) -> list[str]:
+    """Make every layer of quantised weights loadable; one that is so already begins anew.
+
+    Returns:
+        Their names.
+    Raises:
+        ValueError: a layer has a method that is not known here; nothing was changed.
+    """
+    found = {name: module for name, module in model.named_modules() if _is_quantised(module)}
+    unknown = sorted({type(_method(module)).__name__ for module in found.values()} - {*LINEAR, *EXPERTS})
+    if unknown:
+        raise ValueError(f"layers of {', '.join(unknown)} cannot be made loadable")
+    layers = _open.setdefault(model, {})
+    for name, module in found.items():
+        if name not in layers:
+            layers[name] = _Layer(module)
+        layers[name].open()
+    return list(found)
+
+
+@torch.no_grad()
+def close_layers(model: nn.Module, processed: bool = False) -> list[str]:
+    """Have them processed, and give the engine back what it computes with.
+
+    Args:
+        processed: whoever loaded them has done so, as SGLang does with files.
+    Returns:
+        Their names; none where nothing was open.
+    Raises:
+        ValueError: names a layer that did not come out as it was, whose weights cannot be used.
+    """
+    layers = _open.get(model, {})
+    names = list(layers)
+    for name in names:
+        try:
+            layers[name].close(processed)
+        except Exception as error:
+            raise ValueError(f"{name} could not be closed: {type(error).__name__}: {error}") from error
+        del layers[name]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return names
+
+
+def _method(module: nn.Module) -> Any:
+    return vars(module).get("quant_method") or vars(module).get("_modules", {}).get("quant_method")
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """Has weights that a quantising method made; attention has methods of scales for its cache alone."""
+    method = _method(module)
+    if method is None or not any("weight" in name for name in module._parameters):
+        return False
+    return not type(method).__name__.startswith("Unquantized")
+
+
+def _create(method: Any, module: Any) -> None:
+    """As the layer's own constructor does it (SGLang 0.5.16, ``linear.py`` and ``moe/fused_moe_triton/layer.py``)."""
+    if type(method).__name__ in EXPERTS:
+        method.create_weights(
+            layer=module,
+            num_experts=module.num_local_experts,
+            hidden_size=module.hidden_size,
+            intermediate_size_per_partition=module.intermediate_size_per_partition,
+            params_dtype=_dtype(module),
+            weight_loader=module.weight_loader,
+            with_bias=bool(vars(module).get("with_bias")),
+        )
+        return
+    own = vars(module)
+    method.create_weights(
+        layer=module,
+        input_size_per_partition=own.get("input_size_per_partition", module.input_size),
+        output_partition_sizes=own.get("output_partition_sizes", [module.output_size]),
+        input_size=module.input_size,
+        output_size=module.output_size,
+        params_dtype=_dtype(module),
+        weight_loader=getattr(module, "weight_loader_v2", module.weight_loader),
+        skip_block_quant_check=True,  # it was checked at the start
+    )
+
+
+def _dtype(module: Any) -> torch.dtype:
+    found = vars(module).get("params_dtype") or vars(module).get("orig_dtype")
+    return found if found is not None else torch.get_default_dtype()
+
+
+@contextmanager
+def _default_dtype(module: nn.Module) -> Iterator[None]:
+    """Some parameters are made in the default dtype, which is the model's while a model is loaded."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_dtype(module))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _tensors(owner: Any) -> dict[str, torch.Tensor]:
+    held = {**vars(owner), **vars(owner).get("_parameters", {})}
+    return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+
+
+def _realised(parameter: nn.Parameter, old: torch.Tensor | None, device: torch.device) -> nn.Parameter:
+    """A parameter of the meta device as one of its class with its attributes, where the old one is if sizes allow."""
+    shape, dtype = parameter.shape, parameter.dtype
+    nbytes = parameter.numel() * dtype.itemsize
+    if old is not None and nbytes and old.untyped_storage().nbytes() == nbytes:
+        data = torch.empty(0, dtype=dtype, device=device)
+        data.set_(old.untyped_storage(), 0, shape, parameter.stride())
+    else:
+        data = torch.empty(shape, dtype=dtype, device=device)
+    real: nn.Parameter = torch.Tensor._make_subclass(type(parameter), data, False)
+    real.__dict__.update(parameter.__dict__)
+    return real
+
+
+def _settle(owner: Any, name: str, old: torch.Tensor) -> None:
+    """What is under ``name`` now goes into the memory of ``old``, which takes its place again."""
+    parameters = vars(owner).get("_parameters", {})
+    new = parameters.get(name, vars(owner).get(name))
+    if not isinstance(new, torch.Tensor):
+        raise ValueError(f"{name} is gone")
+    if (new.shape, new.dtype) != (old.shape, old.dtype):
+        raise ValueError(f"{name} came out as {new.dtype} {tuple(new.shape)}, not {old.dtype} {tuple(old.shape)}")
+    if new is not old:
+        if new.data_ptr() != old.data_ptr() or new.stride() != old.stride():
+            old.data.copy_(new.data)
+        if name in parameters:
+            parameters[name] = old
+        else:
+            vars(owner)[name] = old
