@@ -36,6 +36,19 @@ def make_config(*, entry: str = "train", **flags: Any) -> Config:
     return _finish(_resolved(given_by_name(flags), entry))
 
 
+def config_of(args: Any, **flags: Any) -> Config:
+    """`make_config` from what ``args``, a namespace that may have a few attributes only, has of the flags beside their
+    defaults; ``flags`` over it.
+
+    Raises:
+        UserError: as `make_config`.
+    """
+    given = {name: getattr(args, name, None) for name in all_flags()}
+    specs = all_flags()
+    said = {name: value for name, value in given.items() if value is not None and value != specs[name].default}
+    return make_config(**{**said, **flags})
+
+
 def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
     """The configuration of a command line (default: that of this process).
 
