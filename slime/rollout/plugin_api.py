@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from slime.config.make import config_of
+from slime.config.make import make_config
 from slime.engines.api import EngineClient
 from slime.engines.client import RolloutClient
 from slime.errors import UserError
@@ -191,9 +191,9 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
 async def _rewarded(args: Any, score: Callable[[RewardPool], Awaitable[T]]) -> T:
     if is_in_run():
         return await score(current_loop().rewards.reading(args))
-    rewards = RewardPool(config_of(args), args, standalone=True)
+    rewards = RewardPool(make_config(), args, standalone=True)
     try:
-        return await score(rewards)
+        return await score(rewards.reading(args))
     finally:
         await rewards.close()
 

@@ -4,6 +4,7 @@ they import works with an ``args`` of a few attributes, in threads of their own 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import importlib
 import json
 import threading
@@ -120,7 +121,12 @@ def test_batched_async_rm(monkeypatch: pytest.MonkeyPatch) -> None:
         return [float(len(samples)) for _ in samples]
 
     monkeypatch.setattr("slime.rollout.rm_hub.batched_async_rm", all_at_once)
-    assert [sample.reward for sample in batch(group_rm=True)] == [2.0] * 6
+    flags = {"group_rm": True, "custom_rm_path": f"{__name__}:never_called"}
+    assert [sample.reward for sample in batch(**flags)] == [2.0] * 6
+
+
+def never_called(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
+    raise AssertionError("another is in its place")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +195,8 @@ def test_pop_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def pop_last(args: Any, rollout_id: Any, buffer: list[Any], num_samples: int) -> list[Any]:
         return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]
 
-    source = old("rollout.data_source").RolloutDataSourceWithBuffer(Namespace(rollout_global_dataset=False))
+    build = old("rollout.data_source").RolloutDataSourceWithBuffer
+    source = contextvars.Context().run(build, Namespace(rollout_global_dataset=False))  # in which no run has built one
     source.add_samples([[Sample(index=0)], [Sample(index=1)]])
     monkeypatch.setattr("slime.rollout.data_source.pop_first", pop_last)
     assert source.get_samples(1)[0][0].index == 1

@@ -168,6 +168,15 @@ class MultiTurnLossMaskGenerator:
 # -- evaluation sets -------------------------------------------------------------------------------------------------
 
 
+#: Flags that a set takes what it leaves out from.
+_EVALUATION = (
+    *("eval_input_key", "eval_label_key", "eval_tool_key", "n_samples_per_eval_prompt", "eval_min_new_tokens"),
+    *("eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len", "metadata_key", "apply_chat_template"),
+    *("input_key", "label_key", "tool_key", "n_samples_per_prompt", "apply_chat_template_kwargs", "rollout_stop"),
+    *("rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_max_response_len", "rollout_stop_token_ids"),
+)
+
+
 class EvalDatasetConfig(EvalDataset):
     """`slime.rollout.eval_datasets.EvalDataset` from a name, a path and some of the others: what is left out comes from
     the run's flags, or from their defaults where there is no run.
@@ -177,7 +186,8 @@ class EvalDatasetConfig(EvalDataset):
     """
 
     def __init__(self, name: str, path: str, *, args: Any = None, **values: Any) -> None:
-        config = current_loop().config if is_in_run() and args is None else config_of(args)
+        flags = {"eval_prompt_data": [name, path]}
+        config = current_loop().config if is_in_run() and args is None else config_of(args, _EVALUATION, **flags)
         given = {key: value for key, value in values.items() if value is not None}
         super().__init__(**resolved({"name": name, "path": path, **given}, config))
 

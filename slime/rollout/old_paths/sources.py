@@ -13,6 +13,13 @@ from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.old_paths.data import Dataset
 from slime.samples.types import Sample
 
+#: That matter to a source where there is no run.
+_FLAGS = (
+    *("prompt_data", "input_key", "label_key", "metadata_key", "tool_key", "rollout_global_dataset", "hf_checkpoint"),
+    *("apply_chat_template", "apply_chat_template_kwargs", "rollout_shuffle", "rollout_seed", "rollout_max_prompt_len"),
+    *("n_samples_per_prompt", "buffer_filter_path", "streaming_data", "num_data_workers"),
+)
+
 
 class RolloutDataSource(PromptSource):
     """`PromptSource` built as ``cls(args)``.
@@ -35,7 +42,7 @@ class RolloutDataSource(PromptSource):
     def _built_from(self, args: Any) -> tuple[Config, Any]:
         if (known := BUILT_FROM.get(None)) is not None:
             return known
-        config, model = config_of(args), getattr(args, "hf_checkpoint", None)
+        config, model = config_of(args, _FLAGS), getattr(args, "hf_checkpoint", None)
         if getattr(args, "prompt_data", None) is None:
             return config, None
         if not model:
