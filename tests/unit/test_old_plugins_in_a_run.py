@@ -380,3 +380,51 @@ def test_singletons_and_ports() -> None:
     port = http.find_available_port(20000)
     assert not http.is_port_available(port)
     assert misc.get_free_port(port) > port
+
+
+def test_the_fully_asynchronous_rollout_needs_one_that_is() -> None:
+    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+    warnings = make_config(**FLAGS, rollout_function_path=path).warnings
+    assert ["which --rollout-function-path asks for" in warning for warning in warnings] == [True]
+    assert not make_config(**FLAGS, rollout_function_path=path, entry="train_async", rollout_num_gpus=1).warnings
+
+
+def test_a_teachers_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("slime.rollout.on_policy_distillation")
+    sample = Sample(tokens=[5, 6, 7, 8], response_length=2)
+
+    async def post(url: str, payload: dict[str, Any]) -> dict[str, Any]:
+        seen.append((url, payload["input_ids"], payload["sampling_params"]["max_new_tokens"]))
+        return {"meta_info": {"input_token_logprobs": [[None, 5], [-1.0, 6], [-2.0, 7], [-3.0, 8]][:answered]}}
+
+    monkeypatch.setattr("slime.rollout.old_paths.distillation.post", post)
+    args, answered = Namespace(rm_url="http://teacher/generate"), 4
+    assert asyncio.run(module.reward_func(args, sample)) == 0.0
+    assert sample.teacher_log_probs == [-2.0, -3.0] and seen == [("http://teacher/generate", [5, 6, 7, 8], 0)]
+    assert module.post_process_rewards(args, [sample]) == ([0.0], [0.0])
+    answered = 3
+    with pytest.raises(UserError, match="gave 3 log-probs for 4 tokens"):
+        asyncio.run(module.reward_func(args, sample))
+
+
+def count_up(args: Any, sample: Sample, *, rollout_id: int | None = None) -> None:
+    sample.metadata["seen"] = sample.metadata.get("seen", 0) + (rollout_id or 0)
+
+
+def test_sample_hooks_and_traces() -> None:
+    apply = old("rollout.sample_hooks").apply_rollout_sample_hooks
+    nested = [[Sample(), Sample()], Sample()]
+    args = Namespace(rollout_sample_hook_path=[f"{__name__}:count_up"] * 2)
+    result = asyncio.run(apply(args, nested, rollout_id=3, evaluation=False))
+    assert [s.metadata["seen"] for s in (*result[0], result[1])] == [6, 6, 6]
+    trace = old("utils.trace_utils")
+
+    @trace.trace_function("tool", target="sample", attrs_getter=lambda args, sample: {"size": 2})
+    async def tool(args: Any, sample: Sample) -> int:
+        with trace.trace_span(sample, "inner", attrs={"deep": True}):
+            return 4
+
+    sample = Sample()
+    assert asyncio.run(tool(None, sample)) == 4
+    names = [event["name"] for event in (sample.trace or {}).get("events", [])]
+    assert names == ["tool", "inner", "inner", "tool"]
