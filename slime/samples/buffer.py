@@ -37,7 +37,7 @@ class SampleBuffer:
     """
 
     def __init__(self, args: Any = None, select: Select = pop_first) -> None:
-        self._args, self.select = args, select
+        self._args, self.choose = args, select
         self.groups: list[list[Sample]] = []
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class SampleBuffer:
         if not self.groups or count <= 0:
             return []
         before = len(self.groups)
-        taken = self.select(self._args, rollout_id, self.groups, count)
+        taken = self.choose(self._args, rollout_id, self.groups, count)
         if len(taken) > count or before - len(self.groups) < len(taken):
             raise UserError(
                 f"the buffer filter returned {len(taken)} groups of {count} asked for and removed "

@@ -72,7 +72,7 @@ MODEL_ARGS = {
         --moe-router-topk-scaling-factor 2.446""",
 }
 ARRAYS = {
-    "CKPT_ARGS": "--hf-checkpoint no-such-model --ref-load /x_dist --load /x_slime/ --save /x_slime/ --save-interval 20",
+    "CKPT_ARGS": "--hf-checkpoint no-such-model --ref-load /x_dist --load /x_run/ --save /x_run/ --save-interval 20",
     "ROLLOUT_ARGS": """--prompt-data /d.jsonl --input-key prompt --label-key label --apply-chat-template
         --rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8
         --rollout-max-response-len 8192 --rollout-temperature 0.8 --global-batch-size 256 --balance-data""",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from slime.config.flags import all_flags
 from slime.rollout.old_paths.calls import shared_loop
 from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.pool import MATH_DEADLINE
@@ -22,8 +23,6 @@ from slime.rollout.rewards.text import (
 from slime.samples.types import Sample
 
 _WORKERS = 2
-#: Seconds for a reward model to answer.
-_REMOTE_SECONDS = 120.0
 #: Of a response, for a strict comparison of boxes.
 _TAIL = 100
 
@@ -147,7 +146,8 @@ async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
     Raises:
         UserError: it fails again and again, or answers with no JSON.
     """
-    remote = RemoteReward(args.rm_url, getattr(args, "rm_timeout", _REMOTE_SECONDS), tries=max_retries)
+    timeout = getattr(args, "rm_timeout", all_flags()["rm_timeout"].default)
+    remote = RemoteReward(args.rm_url, timeout, tries=max_retries)
     try:
         return await remote.score(sample)
     finally:

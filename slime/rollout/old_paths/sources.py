@@ -134,11 +134,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     @property
     def buffer_filter(self) -> Any:
-        return self._buffer.select
+        return self._buffer.choose
 
     @buffer_filter.setter
     def buffer_filter(self, function: Any) -> None:
-        self._buffer.select = function
+        self._buffer.choose = function
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         groups = self._get_samples_from_buffer(num_samples)
