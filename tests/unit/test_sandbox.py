@@ -93,7 +93,13 @@ def test_a_fork_bomb_stays_small(walls: str) -> None:
 
 def test_nothing_is_written_outside(walls: str, tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o777)
-    places = [str(tmp_path / "x"), "/usr/x", "/etc/x", str(Path.home() / "x"), f"{tempfile.gettempdir()}/slime-was-here"]
+    places = [
+        str(tmp_path / "x"),
+        "/usr/x",
+        "/etc/x",
+        str(Path.home() / "x"),
+        f"{tempfile.gettempdir()}/slime-was-here",
+    ]
     code = f"for place in {places}:\n    try:\n        open(place, 'w').write('x')\n    except OSError: pass\nprint('done')"
     assert python(walls, code).output == "done\n"
     assert [place for place in places if os.path.exists(place)] == []
@@ -159,7 +165,9 @@ def test_many_files_do_not_fit() -> None:
 @with_namespaces
 def test_children_left_behind_end_with_it() -> None:
     mark = "a-daemon-of-the-test"
-    code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', '{mark}'],"
+    code = (
+        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', '{mark}'],"
+    )
     ran = python("namespaces", code + " start_new_session=True)\nprint('left')")
     assert ran.output == "left\n" and left_over(mark) == []
 
@@ -167,7 +175,9 @@ def test_children_left_behind_end_with_it() -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="a program of root's may have no children without namespaces")
 def test_children_left_behind_end_with_it_without_namespaces() -> None:
     mark = "another-daemon-of-the-test"
-    code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', '{mark}'],"
+    code = (
+        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', '{mark}'],"
+    )
     ran = python("plain", code + " start_new_session=True)\nprint('left')")
     assert ran.output == "left\n" and left_over(mark) == []
 

@@ -11,7 +11,7 @@ import aiohttp
 from slime.rollout.agents.endpoint import AgentEndpoint
 from slime.rollout.sandbox.sandbox import Ran
 
-_HOW = "\nWrite one block of ```bash at a time; you are shown its output. When you are done, write no block."
+HOW = "\nWrite one block of ```bash at a time; you are shown its output. When you are done, write no block."
 _BLOCK = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 
 
@@ -29,7 +29,7 @@ Agent = Callable[[AgentEndpoint, Any], Awaitable[None]]
 
 async def bash_agent(endpoint: AgentEndpoint, box: Workplace) -> None:
     """Blocks of bash in the model's answers are run one by one, until an answer has none."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": box.instruction + _HOW}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": box.instruction + HOW}]
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session:
         while True:
