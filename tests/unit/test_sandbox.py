@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import psutil
 import pytest
 
 from slime.errors import UserError
+from slime.rollout.sandbox import sandbox as sandbox_module
 from slime.rollout.sandbox.sandbox import HOME, Limits, Ran, Sandbox
 
 MIB = 1 << 20
@@ -100,7 +103,7 @@ def test_nothing_is_written_outside(walls: str, tmp_path: Path) -> None:
         str(Path.home() / "x"),
         f"{tempfile.gettempdir()}/slime-was-here",
     ]
-    code = f"for place in {places}:\n    try:\n        open(place, 'w').write('x')\n    except OSError: pass\nprint('done')"
+    code = f"for place in {places}:\n    try: open(place, 'w').write('x')\n    except OSError: pass\nprint('done')"
     assert python(walls, code).output == "done\n"
     assert [place for place in places if os.path.exists(place)] == []
 
@@ -241,3 +244,20 @@ def test_home_is_the_folder_behind_namespaces() -> None:
     if not NAMESPACES:
         pytest.skip("this kernel or container allows no namespaces")
     assert python("namespaces", "import os; print(os.getcwd(), os.environ['HOME'])").output == f"{HOME} {HOME}\n"
+
+
+def test_children_are_found_where_the_kernel_does_not_name_them() -> None:
+    code = f"""
+import sys, time, subprocess
+sys.path.insert(0, {str(Path(sandbox_module.__file__).parent)!r})
+import keeper
+subprocess.Popen(["sh", "-c", "sleep 1000 & wait"])
+while len(found := keeper.descendants()) < 2:
+    time.sleep(0.01)
+keeper._SEARCHED = True
+print(sorted(keeper.descendants()) == sorted(found))
+keeper.end_all()
+print(keeper.descendants())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n[]\n", done.stderr

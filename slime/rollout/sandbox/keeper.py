@@ -27,6 +27,7 @@ _END_SECONDS = 5.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 #: Behind the walls, besides the program's own: processes, and bytes that they hold.
 _OURS, _OURS_BYTES = 2, 32 << 20
+_SEARCHED = not os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 _told_to_end = False
 
@@ -274,17 +275,37 @@ class Keeper:
 
 
 def descendants() -> list[int]:
+    """Processes that came of this one. Each names its children; kernels that are built without that are searched."""
+    children = _children_by_parent() if _SEARCHED else None
     found, asked = [], [os.getpid()]
     while asked:
         pid = asked.pop()
+        new = children.get(pid, []) if children is not None else _children_of(pid)
+        found += new
+        asked += new
+    return found
+
+
+def _children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as children:
+                found += map(int, children.read().split())
+    except OSError:
+        pass  # it ended while we looked
+    return found
+
+
+def _children_by_parent() -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            for task in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{task}/children") as children:
-                    new = list(map(int, children.read().split()))
-                found += new
-                asked += new
+            with open(f"/proc/{pid}/stat") as stat:
+                parent = int(stat.read().rpartition(")")[2].split()[1])
         except OSError:
-            continue  # ended while we looked
+            continue
+        found.setdefault(parent, []).append(int(pid))
     return found
 
 
