@@ -39,12 +39,14 @@ def make(folder: Path, words: list[str], talk: Callable[[random.Random], Convers
     tokens = {"vocab_size": 64 * (1 + len(tokenizer) // 64), "eos_token_id": end, "pad_token_id": pad}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **tokens, bos_token_id=None, max_position_embeddings=256))
     optimizer, rng = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
+    slower = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         texts = ["".join(f"<|{role}|>{text}<|end|>" for role, text in talk(rng)) for _ in range(64)]
         batch = tokenizer(texts, padding=True, return_tensors="pt")
         labels = batch.input_ids.masked_fill(batch.input_ids == pad, -100)
         model(**batch, labels=labels).loss.backward()
         optimizer.step()
+        slower.step()
         optimizer.zero_grad()
     model.generation_config.eos_token_id = end
     model.save_pretrained(folder)

@@ -30,6 +30,7 @@ from slime.rollout.sandbox.sandbox import Limits, Ran, Sandbox
 from slime.samples.types import Sample, SampleStatus
 from tests.support.agents import Play
 from tests.support.processes import ROOT, free_port
+from tests.support.sandboxes import with_namespaces
 
 LIMITS = Limits(seconds=20, memory=256 << 20)
 END = "<|im_end|>"
@@ -70,16 +71,6 @@ def test_a_missing_package_names_its_extra() -> None:
 
 
 # -- Harbor ----------------------------------------------------------------------------------------------------------
-
-
-def has_namespaces() -> bool:
-    try:
-        return asyncio.run(Sandbox(LIMITS, walls="namespaces").run(["true"])).status == 0
-    except UserError:
-        return False
-
-
-with_namespaces = pytest.mark.skipif(not has_namespaces(), reason="this kernel or container allows no namespaces")
 
 
 @pytest.fixture

@@ -16,20 +16,10 @@ import pytest
 from slime.errors import UserError
 from slime.rollout.sandbox import sandbox as sandbox_module
 from slime.rollout.sandbox.sandbox import HOME, Limits, Ran, Sandbox
+from tests.support.sandboxes import with_namespaces
 
 MIB = 1 << 20
 LIMITS = Limits(seconds=20, cpu_seconds=5, memory=400 * MIB, file_bytes=4 * MIB, processes=12, output_bytes=20_000)
-
-
-def has_namespaces() -> bool:
-    try:
-        return asyncio.run(Sandbox(LIMITS, walls="namespaces").python("print(1)")).output == "1\n"
-    except UserError:
-        return False
-
-
-NAMESPACES = has_namespaces()
-with_namespaces = pytest.mark.skipif(not NAMESPACES, reason="this kernel or container allows no namespaces")
 
 
 @pytest.fixture(params=["plain", pytest.param("namespaces", marks=with_namespaces)])
@@ -240,9 +230,8 @@ def test_what_does_not_hold_is_told_once(caplog: pytest.LogCaptureFixture) -> No
     assert "not kept from the host's: signals" in caplog.text and sandbox._ways == ["plain"]
 
 
+@with_namespaces
 def test_home_is_the_folder_behind_namespaces() -> None:
-    if not NAMESPACES:
-        pytest.skip("this kernel or container allows no namespaces")
     assert python("namespaces", "import os; print(os.getcwd(), os.environ['HOME'])").output == f"{HOME} {HOME}\n"
 
 

@@ -83,14 +83,14 @@ class OpenEnvEnvironment:
             result = await world.reset(**task_of(sample))
             first = [{"role": "system", "content": self._system}] if self._system else []
             sample.prompt, sample.tokens = [*first, self._message(result)], []
-            for _ in range(self._most_steps):
+            for step in range(self._most_steps):
                 began = len(sample.response)
                 sample = await one_turn(args, sample, sampling_params)
                 if sample.status is not SampleStatus.COMPLETED:
                     break
                 result = await world.step(self._call("act", self._act, sample.response[began:].strip()))
                 rewards.append(float(result.reward or 0.0))
-                if result.done:
+                if result.done or step + 1 == self._most_steps:
                     break
                 append_message(sample, self._message(result))
         if sample.status is not SampleStatus.ABORTED:

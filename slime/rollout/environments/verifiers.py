@@ -89,7 +89,7 @@ class VerifiersTaskset:
         vf = optional("verifiers.v1", "verifiers")
         task = await self._task(int(task_of(sample)))
         async with agent_endpoint(args, sample, sampling_params) as endpoint:
-            os.environ.update(past_proxies([]))
+            os.environ.update(past_proxies([]))  # the package's clients read proxies there
             client = vf.EvalClientConfig(base_url=endpoint.keyed_base_url, api_key_var=_NO_KEY)
             environment = self._environment()  # one for each sample: what it serves is then closed with it
             async with environment.serving():
