@@ -44,8 +44,8 @@ if __name__ == "__main__":
     model = small_model.make(Path("outputs/small-models/python"), WORDS, talk)
     run = slime.train(
         model, rows(), f"{FOLDER}/rollout.py:reward", custom_generate_function_path=f"{FOLDER}/rollout.py:generate",
-        num_rollout=int((sys.argv[1:] or ["15"])[0]), rollout_batch_size=8, n_samples_per_prompt=8,
-        rollout_max_response_len=40, apply_chat_template=True, lr=1e-3, fp32=True, colocate=True,
+        num_rollout=int((sys.argv[1:] or ["25"])[0]), rollout_batch_size=8, n_samples_per_prompt=8,
+        rollout_max_response_len=40, apply_chat_template=True, lr=4e-4, fp32=True, colocate=True,
     )  # fmt: skip
     print("score, step by step:", [round(value, 2) for value in run.series("rollout/raw_reward")])
     print("one of the last answers:", run.samples(-1)[0]["response"])
