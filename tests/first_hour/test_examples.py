@@ -39,3 +39,18 @@ def test_the_notebook(
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=kernel).execute()
     *_, last = notebook.cells
     assert "model" in last.outputs[0]["data"]["text/plain"] and (tmp_path / "outputs").is_dir()
+
+
+def test_a_model_that_runs_python(tmp_path: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "examples.python_sandbox.train", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "one of the last answers: <python>print(" in done.stdout
+
+
+@pytest.mark.full
+def test_a_model_in_boxes_of_tasks(tmp_path: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "examples.environments.train", "harbor", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "score, step by step: [0." in done.stdout
