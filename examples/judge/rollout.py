@@ -10,7 +10,7 @@ from slime.samples.types import Sample
 
 async def reward(args: Any, sample: Sample, **kwargs: Any) -> float:
     """1 where the judge says yes. It is asked in OpenAI's words, so that nobody needs its tokenizer here."""
-    question = f"Is this {sample.label}? {sample.response.strip()}"
+    question = f"Is this kind? {sample.response.strip()}"
     body = {"model": "judge", "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 4}
     answer = await post(get_model_url(args, "judge", "/v1/chat/completions"), body)
     return float(answer["choices"][0]["message"]["content"].strip().lower().startswith("yes"))

@@ -7,9 +7,9 @@ python=${PYTHON:-python}
 data=outputs/judge-data
 "$python" -m examples.judge.data $data
 exec "$python" -m slime train --hf-checkpoint $data/model \
-  --prompt-data $data/train.jsonl --input-key question --label-key kind --apply-chat-template \
+  --prompt-data $data/train.jsonl --input-key question --apply-chat-template \
   --sglang-config $data/models.yaml --rollout-num-gpus 2 --custom-rm-path "$here/rollout.py:reward" \
-  --eval-prompt-data words $data/test.jsonl --eval-interval 10 \
-  --rollout-batch-size 12 --n-samples-per-prompt 8 --num-rollout 20 \
+  --eval-prompt-data things $data/test.jsonl --n-samples-per-eval-prompt 32 --eval-interval 5 \
+  --rollout-batch-size 8 --n-samples-per-prompt 16 --num-rollout 15 \
   --rollout-max-response-len 4 --rollout-max-context-len 64 --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
-  --fp32 --lr 1e-3 --weight-decay 0 --lr-decay-style constant --save "{run}/checkpoints" "$@"
+  --fp32 --lr 3e-4 --weight-decay 0 --lr-decay-style constant --save "{run}/checkpoints" "$@"

@@ -20,7 +20,7 @@ from examples.calculator import rollout as calculator
 from examples.curriculum import data as words
 from examples.curriculum import source as curriculum
 from examples.custom_advantage import credit
-from examples.judge import data as kinds
+from examples.judge import data as reviews
 from examples.judge import rollout as judge
 from examples.search import data as mountains
 from examples.search import rollout as search
@@ -139,12 +139,12 @@ def test_the_judge_is_asked_for_its_word(said: str, score: float) -> None:
 
     async def run() -> float:
         bind_state(make_state(Router()))
-        return await judge.reward(args, Sample(label="a fruit", response="apple "))
+        return await judge.reward(args, Sample(response="lovely "))
 
     assert asyncio.run(run()) == score
     [(url, body)] = asked
     assert url == "http://10.0.0.2:4000/v1/chat/completions"
-    assert body["messages"] == [{"role": "user", "content": "Is this a fruit? apple"}]
+    assert body["messages"] == [{"role": "user", "content": "Is this kind? lovely"}]
 
 
 # -- curriculum ------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_a_wrong_answer_is_wrong_at_its_first_mistake() -> None:
 
 # -- in front of an engine -------------------------------------------------------------------------------------------
 
-LESSONS = (products.lesson, words.lesson, kinds.lesson, mountains.lesson, games.lesson)
+LESSONS = (products.lesson, words.lesson, reviews.lesson, mountains.lesson, games.lesson)
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +275,6 @@ def test_an_engine_judges_in_openais_words(engine: Server) -> None:
     async def run() -> float:
         async with RolloutClient(engine.url, max_concurrency=8) as client:
             bind_state(make_state(client))
-            return await judge.reward(args, Sample(label="a colour", response="red"))
+            return await judge.reward(args, Sample(response="lovely"))
 
     assert asyncio.run(run()) in (0.0, 1.0)
