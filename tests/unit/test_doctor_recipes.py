@@ -36,6 +36,9 @@ MODELS = {
 QUESTIONS = [
     {"question": f"{n} bags of 4?", "answer": f"They are {n} * 4 = {4 * n}\n#### {4 * n}"} for n in range(2, 40)
 ]
+BOTH = ("data", "reward")
+#: Examples whose rewards nobody can try on the first rows: of games, of another model, for made-up prompts.
+REWARDED_ELSEWHERE = ("self_play", "judge", "curriculum")
 #: What a directory of a published model has here: config.json and a tokenizer.
 WITHOUT_WEIGHTS = [check for check in CHECKS if check.name not in ("weights", "device")]
 
@@ -56,11 +59,11 @@ def published(folder: Path, name: str) -> Path:
     return folder
 
 
-def nothing_found(argv: list[Any], entry: str = "train", checks: Any = CHECKS) -> None:
+def nothing_found(argv: list[Any], entry: str = "train", checks: Any = CHECKS, looked_at: tuple = BOTH) -> None:
     report = doctor.examine([str(word) for word in argv], entry, checks)
     assert report.findings == [], doctor.text(report)
     if "sft_loss" not in argv:
-        assert {"data", "reward"} <= {o.check.name for o in report.outcomes if o.state == "ok"}
+        assert {*looked_at} <= {o.check.name for o in report.outcomes if o.state == "ok"}
         config = parse_args([str(word) for word in argv], entry)
         make_config(entry=entry, **one_round.flags_of_a_round(config, Path("round")))  # refuses nothing
 
@@ -143,4 +146,5 @@ def test_the_examples(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     made, started = (line.split() for line in done.stdout.splitlines())
     assert made[:2] == ["-m", f"examples.{example}.data"] and started[:3] == ["-m", "slime", "train"]
     importlib.import_module(made[1]).write(Path(made[2]))
-    nothing_found([*started[3:], "--output-dir", tmp_path], checks=WITHOUT_WEIGHTS)
+    looked_at = BOTH[:1] if example in REWARDED_ELSEWHERE else BOTH
+    nothing_found([*started[3:], "--output-dir", tmp_path], checks=WITHOUT_WEIGHTS, looked_at=looked_at)
