@@ -50,7 +50,7 @@ be sync or async unless it says otherwise.
 
 _TURNS = """## Several turns, with a tool
 
-[examples/search_tool.py](../examples/search_tool.py), which runs as it is. A stop string ends a turn where the model
+[examples/search](../examples/search/README.md), which runs as it is. A stop string ends a turn where the model
 asks for the tool; `append_message` puts the answer into the chat template, with the end of the turn before and the
 head of the next one, and out of the loss. Look at the status before you go on: a turn that was cut short is no
 question. What is appended counts in `--rollout-max-response-len`. Without a chat template,
@@ -238,7 +238,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/flags.md": flags_page,
     "docs/hooks.md": lambda: hooks_page(
         (ROOT / "slime" / "hooks.py").read_text(encoding="utf-8"),
-        (ROOT / "examples" / "search_tool.py").read_text(encoding="utf-8"),
+        (ROOT / "examples" / "search" / "rollout.py").read_text(encoding="utf-8"),
     ),
     "docs/troubles.md": troubles_page,
     "docs/import-paths.md": paths_page,

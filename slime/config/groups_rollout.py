@@ -319,10 +319,8 @@ class EngineConfig:
     """Port of the router, as hooks read it."""
     sglang_router_request_timeout_secs: int = flag(14400, range=SOME, needs=GENERATES)
     """Seconds after which the router gives a request up."""
-    sglang_config: str | None = flag(
-        None, needs=on("rollout_engine", "sglang", why="the engines of this run are embedded ones")
-    )
-    """YAML file of server groups."""
+    sglang_config: str | None = flag(None, needs=ENGINES)
+    """YAML file of server groups, and of models beside the policy; also for embedded engines."""
     prefill_num_servers: int | None = flag(None, refused="prefill and decode servers are groups of --sglang-config")
     """Number of prefill servers."""
     sglang_custom_pull_weights_pre_read_hook: str | None = flag(None, refused="needs a patched SGLang")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -27,6 +28,20 @@ def test_the_script(models: dict[str, Path], tmp_path: Path, environment: dict[s
     assert ": finished, reward" in done.stdout and "the model: outputs/" in done.stdout
     (model,) = (tmp_path / "outputs").glob("run-*/model/config.json")
     assert model.is_file()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("example", sorted(path.parent.name for path in (ROOT / "examples").glob("*/data.py")))
+def test_the_script_of(example: str, tmp_path: Path, environment: dict[str, str]) -> None:
+    """Two steps, and the model that it makes."""
+    command = ["sh", str(ROOT / "examples" / example / "run.sh"), "--num-rollout", "2", "--save", "{run}/checkpoints"]
+    env = {**environment, "PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [metrics] = (tmp_path / "outputs").glob("*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert {row["step"] for row in rows if "rollout/raw_reward" in row} == {1, 2}
+    assert (metrics.parent / "model" / "config.json").is_file()
 
 
 def test_the_notebook(
