@@ -20,6 +20,6 @@ class QuantisedConfig:
     """Compute with the quantised values of the weights, as the engines do, in all forward and backward passes; the
     gradients go to the plain weights as if nothing had been rounded (straight through). experts: the routed experts;
     linears: all layers that engines hold quantised. The format is that of --hf-checkpoint."""
-    measure_quantisation: bool = flag(False, needs=(SAMPLES, _TRAINS))
+    measure_quantisation: bool = flag(False, needs=(SAMPLES, _TRAINS), serves="trainer")
     """Score each rollout once more with the engines' quantised weights: how much of the difference between trainer and
     engine the format makes, and what is left without it (train/quantisation_logprob_abs_diff)."""

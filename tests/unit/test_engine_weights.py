@@ -15,9 +15,9 @@ from slime.engines.wire.buckets import FLOAT32_NAMES
 from slime.errors import UserError
 from slime.models.quantised import Fp8, Int4, Quantisation
 from slime.trainer.quantised_rules import check_quantised
-from tests.support.megatron_jobs import engine_weights, exported, single
+from tests.support.megatron_jobs import engine_weights, exported, single, train_and_save
 from tests.support.quantised_models import INT4, make_plain, same_bits, tensors_of
-from tests.support.trainer_ranks import Pools, make_batch, trainer_config
+from tests.support.trainer_ranks import Pools, make_batch, shard, trainer_config
 from tests.support.trainers import LOSS, gradients
 
 pytest.importorskip("compressed_tensors", reason="the quantised extra is not installed")
@@ -184,6 +184,23 @@ def test_several_steps_are_rounded_anew(models: Models) -> None:
         canary, plain = backend.canary_log_probs([5, 6, 7]), backend.canary_log_probs([5, 6, 7], plain=True)
     assert unlike(trained, rounded) and canary != plain
     assert all(torch.isfinite(tensor).all() for tensor in trained.values())
+
+
+@pytest.mark.slow
+def test_weights_that_are_gathered_late_are_rounded_when_they_are_there(models: Models, ranks: Pools) -> None:
+    """With --overlap-param-gather a rank has its own share of a step's result until a forward pass asks for more."""
+    common = {"ref_load": str(models.plain("qwen3")), "fake_quantisation": "linears"}
+    late = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1}
+    batch = make_batch(num_samples=8, num_steps=2)
+    steps = [dataclasses.replace(step, micro_batches=[[2 * n, 2 * n + 1]]) for n, step in enumerate(batch.steps)]
+    halves = [
+        [dataclasses.replace(shard(batch, members, [[0, 1]]), steps=steps)] for members in ([0, 1, 4, 5], [2, 3, 6, 7])
+    ]
+    plain, overlapped = (
+        ranks.run(2, train_and_save, models.quantised("qwen3", "int4"), common | flags, halves, None)[0]["weights"]
+        for flags in ({}, late)
+    )
+    assert all(torch.allclose(plain[name], overlapped[name], atol=1e-4) for name in plain)
 
 
 # -- what is measured ------------------------------------------------------------------------------------------------
