@@ -34,7 +34,7 @@ from slime.observe.run_folder import RunFolder
 from slime.path_patterns import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.trainer.expert_rules import check_experts
-from slime.trainer.quantised_rules import check_quantised
+from slime.trainer.quantised_rules import check_ignore_list, check_quantised_flags
 
 logger = get_logger(__name__)
 
@@ -56,7 +56,8 @@ def preflight(config: Config) -> LoadPlan:
     """
     plan = resolve_load(config)
     check_architecture(config)
-    check_quantised(config)
+    check_ignore_list(config)
+    check_quantised_flags(config)
     check_weights(config, plan)
     check_engine_flags(config)
     check_engine(config)

@@ -44,7 +44,7 @@ PLACES: dict[str, Trouble] = {
     "models.ignore_list": known.IGNORE_LIST,
     "models.quantised": known.QUANTISED_WEIGHTS,
     "engines.wire.quantised": known.QUANTISED_WEIGHTS,
-    "trainer.quantised_rules:check_quantised": known.IGNORE_LIST,
+    "trainer.quantised_rules:check_ignore_list": known.IGNORE_LIST,
     "trainer.quantised_rules": flags.FLAG_WITHOUT_EFFECT,
     "models.spec:read_hf_config": known.MODEL_DIRECTORY,
     "models.spec:check_same_model": known.CHECKPOINT,

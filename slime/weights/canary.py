@@ -22,8 +22,9 @@ is why the mean counts.
 
 Where engines hold quantised weights, the trainer scores with the weights that those stand for, so that the tolerance is
 the same, from the first push on: what the format does to the log-probs (in toys 5 to 47 % of the deviation) is on both
-sides. Engines that quantise by themselves, or hold a coarser cache, are measured
-and not judged.
+sides. But FP8 kernels other than the embedded engine's round activations, too: there the first check measures what
+that does to this model, up to the deviation, and later ones allow twice as much. Engines that quantise by themselves,
+or hold a coarser cache, are measured and not judged.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ from slime.engines.fleet import EngineFleet
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.models import family_of
+from slime.models.quantised import Fp8, Quantisation
 from slime.models.spec import read_hf_config
+from slime.weights.route import are_embedded
 
 logger = get_logger(__name__)
 
 _NUM_TOKENS, _NUM_DISTINCT = 32, 16
 _LARGEST_IN_FLOAT32 = 1e-3
 _MEAN_IN_16_BITS = 0.1  # of the standard deviation
+_FIRST_ROUNDED, _TIMES_ROUNDED = 1.0, 2.0  # of the standard deviation; of what the first check found
 _LEAST_IN_16_BITS = 0.01  # nats; for models that find everything equally likely
 _SECONDS = 120.0  # an idle engine answers at once, or compiles a kernel first
 
@@ -70,7 +74,14 @@ class Canary:
         self.expected: Sequence[float] = ()
         self.fleet = fleet
         infos = fleet.get("/server_info", _SECONDS)
-        self._in_float32 = config.megatron.fp32 and all(info.get("dtype") in ("float32", "float") for info in infos)
+        by_urls = dict(zip(fleet.urls, infos))
+        quantisation = Quantisation.read(hf_config)
+        self._rounds_activations = (
+            quantisation is not None and isinstance(quantisation.scheme, Fp8) and not are_embedded(by_urls)
+        )
+        self._rounding_error: float | None = None  # mean difference in nats, which that makes
+        whole = not self._rounds_activations and all(info.get("dtype") in ("float32", "float") for info in infos)
+        self._in_float32 = config.megatron.fp32 and whole
         coarse = any(_is_coarse(info) for info in infos) or config.megatron.transformer.get("fp8")
         self._judges = not coarse
         if coarse:
@@ -98,6 +109,9 @@ class Canary:
         if wrong and self._judges:
             worst = max(wrong, key=lambda number: found[number].mean)
             raise self._error(event, worst, found[worst], said[worst], len(wrong))
+        if self._rounds_activations and self._rounding_error is None:
+            self._rounding_error = max(difference.mean for difference in found)
+            logger.info("the engines' FP8 kernels move the canary's log-probs by %.3f", self._rounding_error)
         return {
             "train/canary_logprob_abs_diff": max(difference.mean for difference in found),
             "train/canary_logprob_abs_diff_max": max(difference.largest for difference in found),
@@ -128,7 +142,13 @@ class Canary:
     def _tolerance(self) -> float:
         if self._in_float32:
             return _LARGEST_IN_FLOAT32
-        return max(_LEAST_IN_16_BITS, _MEAN_IN_16_BITS * statistics.pstdev(self.expected))
+        spread = statistics.pstdev(self.expected)
+        rounding = max(_LEAST_IN_16_BITS, _MEAN_IN_16_BITS * spread)
+        if not self._rounds_activations:
+            return rounding
+        if self._rounding_error is None:
+            return max(_LEAST_IN_16_BITS, _FIRST_ROUNDED * spread)
+        return max(rounding, _TIMES_ROUNDED * self._rounding_error)
 
     def _error(
         self, event: str, engine: int, difference: Difference, said: Sequence[float], num_wrong: int

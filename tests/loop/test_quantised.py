@@ -1,5 +1,5 @@
-"""Runs whose engines hold INT4 or FP8 weights while the trainer keeps plain ones: every push is compared as a whole, the
-trainer computes what engines compute, and what is learnt with plain engines is learnt with these."""
+"""Runs whose engines hold INT4 or FP8 weights while the trainer keeps plain ones: every push is compared as a whole,
+the trainer computes what engines compute, and what is learnt with plain engines is learnt with these."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from slime.checkpoints.quantised_files import dequantise_directory, quantise_dir
 from slime.engines.wire.buckets import FLOAT32_NAMES
 from slime.errors import UserError
 from slime.models.quantised import Fp8, Int4, Quantisation
-from slime.trainer.quantised_rules import check_quantised
+from slime.trainer.quantised_rules import check_quantised_flags
 from tests.support.megatron_jobs import engine_weights, exported, single, train_and_save
 from tests.support.quantised_models import INT4, make_plain, same_bits, tensors_of
 from tests.support.trainer_ranks import Pools, make_batch, shard, trainer_config
@@ -241,13 +241,25 @@ def test_what_would_do_nothing_is_refused(
 ) -> None:
     model = models.plain(family) if kind is None else models.quantised(family, kind)
     with pytest.raises(UserError, match=said):
-        check_quantised(trainer_config(hf_checkpoint=str(model), **flags))
+        check_quantised_flags(trainer_config(hf_checkpoint=str(model), **flags))
 
 
 def test_what_acts_is_not(models: Models) -> None:
     for chosen in ("experts", "linears"):
-        check_quantised(
+        check_quantised_flags(
             trainer_config(hf_checkpoint=str(models.quantised("qwen3_moe", "int4")), fake_quantisation=chosen)
         )
     measured = {"fake_quantisation": "experts", "measure_quantisation": True}
-    check_quantised(trainer_config(hf_checkpoint=str(models.quantised("qwen3_moe", "int4")), **measured))
+    check_quantised_flags(trainer_config(hf_checkpoint=str(models.quantised("qwen3_moe", "int4")), **measured))
+
+
+def test_the_switch_of_earlier_versions_is_told_of(
+    models: Models, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
+    config = {"hf_checkpoint": str(models.quantised("qwen3_moe", "int4"))}
+    check_quantised_flags(trainer_config(**config))
+    assert "OPEN_TRAINING_INT4_FAKE_QAT_FLAG, which has no effect; pass --fake-quantisation experts" in caplog.text
+    caplog.clear()
+    check_quantised_flags(trainer_config(**config, fake_quantisation="experts"))
+    assert "no effect" not in caplog.text

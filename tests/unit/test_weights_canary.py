@@ -64,7 +64,7 @@ class EmbeddedEngine(Fleet):
     """One embedded engine, in this process."""
 
     def __init__(self, model: Path, dtype: str = "float32") -> None:
-        super().__init__([], dtype=dtype)
+        super().__init__([], dtype=dtype, version="slime-embedded")
         self.scheduler: Scheduler = make_scheduler(model, dtype=dtype)
         self.limits = Limits(VOCAB, 256, frozenset({EOS}), None, random.Random(0))
 
@@ -173,7 +173,7 @@ def test_float32_needs_both_sides(models: dict[str, Path], mixed: dict[str, Any]
         ({"kv_cache_dtype": "fp8_e5m2"}, {}, False),
         ({"kv_cache_dtype": "fp4_mx_block16"}, {}, False),
         ({"torchao_config": "int4wo-128"}, {}, False),
-        ({}, {"quantization_config": {"quant_method": "compressed-tensors"}}, True),
+        ({"version": "slime-embedded"}, {"quantization_config": {"quant_method": "fp8"}}, True),
         ({"quantization": None, "torchao_config": "", "kv_cache_dtype": "auto"}, {}, True),
         ({"quantization": "unquant", "kv_cache_dtype": "bfloat16"}, {}, True),
     ],
@@ -188,6 +188,23 @@ def test_engines_that_quantise_by_themselves_are_only_measured(
             canary.check("a weight push")
     else:
         assert canary.check("a weight push") == pytest.approx({MEAN: 1 / 31, LARGEST: 1.0})
+
+
+def test_fp8_kernels_that_round_activations_are_measured_first(config_json: Callable[..., str]) -> None:
+    """The first check measures, up to the standard deviation; later ones allow twice as much."""
+    model = config_json(quantization_config={"quant_method": "fp8"})
+    spread = statistics.pstdev(EXPECTED)
+    fleet = Fleet([value + 1.1 * spread for value in EXPECTED])
+    with pytest.raises(UserError, match="allowed is a mean of"):
+        canary_of(fleet, model, EXPECTED).check("a weight push")
+    canary = canary_of(fleet, model, EXPECTED)
+    for factor, refused in ((0.3, False), (0.55, False), (0.65, True)):
+        fleet.said = ([value + factor * spread for value in EXPECTED],)
+        if refused:
+            with pytest.raises(UserError, match="allowed is a mean of"):
+                canary.check("a wake")
+        else:
+            assert canary.check("a wake")[MEAN] == pytest.approx(factor * spread)
 
 
 def test_what_is_not_a_number_differs(models: dict[str, Path]) -> None:

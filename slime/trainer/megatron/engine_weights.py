@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from slime.checkpoints.hf_io import shard_of, with_padding_of
 from slime.checkpoints.megatron_names import Placement, global_parameters
 from slime.config.config import Config
-from slime.engines.embedded.command import dtype_of as engine_dtype
+from slime.engines.embedded.command import dtype_of as embedded_dtype
 from slime.engines.wire.buckets import dtype_of
 from slime.engines.wire.quantised import as_engines_compute, require_library
 from slime.models import Match, family_of
 from slime.models.ignore_list import check
 from slime.models.quantised import Int4, Quantisation
 from slime.models.spec import HfConfig, read_hf_config
+from slime.trainer.megatron.model import parameter_dtype
 
 
 class EngineWeights:
@@ -74,8 +75,8 @@ class EngineWeights:
         quantisation = Quantisation.read(read_hf_config(hf_config))
         if quantisation is None:
             return None
-        # embedded engines alone are pushed quantised weights (`slime.config.make.check_plain_weights`)
-        dtype = dtype_of(engine_dtype(config))
+        is_embedded = config.engine.rollout_engine == "embedded"  # SGLang's policy has the trainer's dtype
+        dtype = dtype_of(embedded_dtype(config)) if is_embedded else parameter_dtype(config)
         return EngineWeights(chunks, hf_config, quantisation, dtype, config.checkpoint.model_name)
 
     @contextmanager
