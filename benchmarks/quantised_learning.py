@@ -4,10 +4,10 @@
     python -m benchmarks.quantised_learning outputs/quantised --picture docs/images/quantised-learning.svg
 
 Trainer and pushes are in this process, an embedded engine for each format in one of its own; there is no Ray, so that a
-run takes seconds. The task is the tests' (`tests.support.toy`): from random weights, a seed's own, a small Llama learns to
-say one digit, 4 prompts with 4 answers of 8 tokens a step. All of its Linear layers are quantised,
-the output layer too, which is the one that learns: harder than any recommended list. A run that is there already is not
-made again, so that a call that was ended goes on.
+run takes seconds. The task is the tests' (`tests.support.toy`): from random weights, a seed's own, a small Llama learns
+to say one digit, 4 prompts with 4 answers of 8 tokens a step. All of its Linear layers are quantised, the output layer
+too, which is the one that learns: harder than any recommended list. A run that is there already is not made again, so
+that a call that was ended goes on.
 """
 
 from __future__ import annotations

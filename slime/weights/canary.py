@@ -36,14 +36,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.config import Config
-from slime.engines.api import EngineError
+from slime.engines.api import EngineError, is_embedded
 from slime.engines.fleet import EngineFleet
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.models import family_of
 from slime.models.quantised import Fp8, Quantisation
 from slime.models.spec import read_hf_config
-from slime.weights.route import are_embedded
 
 logger = get_logger(__name__)
 
@@ -74,11 +73,9 @@ class Canary:
         self.expected: Sequence[float] = ()
         self.fleet = fleet
         infos = fleet.get("/server_info", _SECONDS)
-        by_urls = dict(zip(fleet.urls, infos))
         quantisation = Quantisation.read(hf_config)
-        self._rounds_activations = (
-            quantisation is not None and isinstance(quantisation.scheme, Fp8) and not are_embedded(by_urls)
-        )
+        is_fp8 = quantisation is not None and isinstance(quantisation.scheme, Fp8)
+        self._rounds_activations = is_fp8 and not all(map(is_embedded, infos))
         self._rounding_error: float | None = None  # mean difference in nats, which that makes
         whole = not self._rounds_activations and all(info.get("dtype") in ("float32", "float") for info in infos)
         self._in_float32 = config.megatron.fp32 and whole
