@@ -34,6 +34,7 @@ from slime.observe.run_folder import RunFolder
 from slime.path_patterns import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.trainer.expert_rules import check_experts
+from slime.trainer.quantised_rules import check_ignore_list, check_quantised_flags
 
 logger = get_logger(__name__)
 
@@ -56,6 +57,7 @@ def preflight(config: Config) -> LoadPlan:
     plan = resolve_load(config)
     check_architecture(config)
     check_ignore_list(config)
+    check_quantised_flags(config)
     check_weights(config, plan)
     check_engine_flags(config)
     check_engine(config)
@@ -135,19 +137,6 @@ def check_architecture(config: Config) -> None:
     check_model_flags(config.megatron, spec)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
-
-
-def check_ignore_list(config: Config) -> None:
-    """Of a model whose weights engines hold quantised: the rules fit its modules. Needs its config.json only."""
-    from slime.models import family_of, ignore_list, read_hf_config
-
-    flags = config.checkpoint
-    assert flags.hf_checkpoint is not None
-    quantisation = Quantisation.read(read_hf_config(flags.hf_checkpoint))
-    if quantisation is not None:
-        family = family_of(flags.hf_checkpoint, flags.model_name)
-        for rule in ignore_list.check(family, family.describe(flags.hf_checkpoint), quantisation).idle:
-            logger.warning("the rule %r of quantization_config in %s names nothing", rule, flags.hf_checkpoint)
 
 
 def check_weights(config: Config, plan: LoadPlan) -> None:

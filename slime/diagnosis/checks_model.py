@@ -58,6 +58,7 @@ def quantisation(case: Case, look: Look) -> None:
     """Engines take weights as config.json says they are; of quantised ones the ignore list fits the model."""
     look.attempt(check_plain_weights, str(case.model), case.run.engine.rollout_engine)
     look.attempt(preflight.check_ignore_list, case.run)
+    look.attempt(preflight.check_quantised_flags, case.run)
 
 
 def checkpoint(case: Case, look: Look) -> None:

@@ -216,7 +216,12 @@ def train_rollout_mismatch(rows: Rows) -> list[Alarm]:
         detail = (
             f"mean |log-prob difference| is {of_now[-1]:.3f}; below 0.01 is usual in float32, below 0.05 in bfloat16"
         )
-        return [Alarm("Trainer and engine disagree", detail, "slime align with the run's flags says where and why")]
+        advice = "slime align with the run's flags says where and why"
+        moved = _values(rows, "train/canary_quantisation_abs_diff")
+        if moved and moved[-1] > of_now[-1] / 2:
+            detail += f". The engines' weights are quantised, which moves log-probs by {moved[-1]:.3f}"
+            advice = "--fake-quantisation trains with the weights that engines have; --use-tis corrects"
+        return [Alarm("Trainer and engine disagree", detail, advice)]
     return []
 
 

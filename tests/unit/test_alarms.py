@@ -35,6 +35,13 @@ def steps(count: int, **same: Any) -> list[dict[str, Any]]:
     return [step(number, **same) for number in range(1, count + 1)]
 
 
+@pytest.mark.parametrize(("moved", "advice"), [(0.15, "--fake-quantisation"), (0.05, "slime align")])
+def test_a_mismatch_that_the_engines_format_makes_is_told_as_that(moved: float, advice: str) -> None:
+    rows = steps(1, train__train_rollout_logprob_abs_diff=0.2, train__canary_quantisation_abs_diff=moved)
+    [alarm] = [alarm for alarm in find_alarms(rows) if alarm.name == "train_rollout_mismatch"]
+    assert alarm.fix.startswith(advice) and ("quantised" in alarm.detail) == (moved > 0.1)
+
+
 CONSTANT = {"low": 0.25, "high": 0.25, "flat": 1.0, "train__grad_norm": 0.0}
 
 

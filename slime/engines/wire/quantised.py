@@ -69,6 +69,17 @@ def dequantise(module: str, stored: Mapping[str, torch.Tensor], scheme: Int4 | F
     return _from_int4(parts, scheme, dtype)
 
 
+def as_engines_compute(weight: torch.Tensor, scheme: Int4 | Fp8, dtype: torch.dtype) -> torch.Tensor:
+    """What engines of ``dtype`` compute with once a Linear layer's weight [rows, columns] was pushed to them, in the
+    dtype of ``weight``.
+
+    Raises:
+        UserError: it cannot be stored so, or compressed-tensors is needed and not installed.
+    """
+    stored = quantise("weight", weight.detach().to(dtype), scheme)
+    return dequantise("weight", stored, scheme, dtype).to(weight.dtype)
+
+
 def config_of(quantisation: Quantisation) -> dict[str, Any]:
     """``quantization_config`` for config.json, as engines read it.
 
