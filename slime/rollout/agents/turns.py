@@ -186,7 +186,8 @@ class Book:
 
     def _known_answer(self, message: dict[str, Any]) -> tuple[list[int], bool]:
         """Tokens of a message that the model wrote, and whether they are the whole answer; [] for any other."""
-        if message["role"] != "assistant" or not (message["content"] or message.get("tool_calls")):
+        thought = self._with_reasoning and message.get("reasoning_content")
+        if message["role"] != "assistant" or not (message["content"] or message.get("tool_calls") or thought):
             return [], False
         key = self._key(message)
         if whole := self._by_reply.get(key):
