@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -80,15 +81,20 @@ def test_a_failure_behind_the_status_is_an_event_of_the_stream(monkeypatch: pyte
 
     async def talk(endpoint: AgentEndpoint) -> None:
         held = play.model.held = asyncio.Event()
-        headers = {"x-api-key": endpoint.api_key}
-        body = {"messages": [{"role": "user", "content": "Hi"}], "input": "Hi", "stream": True}
-        async with aiohttp.ClientSession(base_url=endpoint.base_url + "/", headers=headers) as http:
-            for path in ("chat/completions", "responses", "messages"):
+        hi: Any = [{"role": "user", "content": "Hi"}]
+        async with openai_of(endpoint) as client, anthropic_of(endpoint) as other:
+            asks: list[Callable[[], Any]] = [
+                lambda: client.chat.completions.create(model="m", messages=hi, stream=True),
+                lambda: client.responses.create(model="m", input=hi, stream=True),
+                lambda: other.messages.create(model="m", max_tokens=9, messages=hi, stream=True),
+            ]
+            for ask in asks:
                 held.clear()
-                async with http.post(path, json=body) as answer:
-                    await answer.content.readline()
-                    held.set()
-                    assert b"as nobody has foreseen" in await answer.read()
+                stream = await ask()
+                held.set()
+                with pytest.raises((openai.APIError, anthropic.APIError), match="as nobody has foreseen"):
+                    async for _ in stream:
+                        pass
 
     play.run(talk)
 

@@ -229,7 +229,7 @@ def test_the_same_told_in_another_way_is_found_by_its_tokens() -> None:
     whole = user("1<|im_end|>\n<|im_start|>user\n2")
     session = talk(play, [user("1"), user("2")], [whole, 0, user("3")])  # type: ignore[list-item]
     (sample,) = check(play, session)
-    assert play.text(play.trained(sample)) == "a<|im_end|>b<|im_end|>"
+    assert play.text(play.trained(sample)) == "a<|im_end|>b<|im_end|>" and sample.response == "a\n3\nb"
 
 
 def test_a_twin_of_what_was_said_goes_on_from_its_own_call() -> None:
