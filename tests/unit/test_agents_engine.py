@@ -92,6 +92,7 @@ def test_the_example_gives_samples_of_exactly_what_the_engine_said(engine: Serve
 def test_the_examples_calculator_and_score() -> None:
     assert calculate('{"expression": "17 * 23 + 5"}') == "396"
     assert calculate('{"expression": "__import__"}').startswith("error") and calculate("[]").startswith("error")
+    assert calculate(f'{{"expression": "{"1+" * 5_000}1"}}').startswith("error")
     assert rollout.score("so:\n 396 \n", "396") == 1.0 and rollout.score("", "396") == 0.0
 
 
