@@ -28,9 +28,10 @@ from tests.support.embedded_models import save_tiny_model
 
 IGNORE = ("lm_head", "model.embed_tokens.weight")
 FORMATS = [
-    Quantisation("compressed-tensors", Int4(16), IGNORE),
-    Quantisation("compressed-tensors", Int4(16, False), (*IGNORE, r"re:.*self_attn.*")),
-    Quantisation("fp8", Fp8((16, 16)), IGNORE),
+    ("qwen2", Quantisation("compressed-tensors", Int4(16), IGNORE)),
+    ("qwen2", Quantisation("compressed-tensors", Int4(16, False), (*IGNORE, r"re:.*[qkv]_proj.*"))),
+    ("qwen2", Quantisation("fp8", Fp8((16, 16)), IGNORE)),
+    ("qwen3_moe", Quantisation("compressed-tensors", Int4(16), (*IGNORE, r"re:.*mlp\.gate\..*"))),
 ]
 
 
@@ -38,11 +39,11 @@ def config_of(**flags: Any) -> Config:
     return make_config(fp32=True, rollout_batch_size=1, rollout_temperature=1.0, **flags)
 
 
-@pytest.mark.parametrize("quantisation", FORMATS, ids=str)
-def test_an_engine_of_quantised_weights(quantisation: Quantisation, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "quantisation"), FORMATS, ids=str)
+def test_an_engine_of_quantised_weights(family: str, quantisation: Quantisation, tmp_path: Path) -> None:
     """Trained are the weights of --ref-load: those that the engine stores are named as what parts the two."""
     pytest.importorskip("compressed_tensors", reason="the quantised extra is not installed")
-    plain, small = save_tiny_model(tmp_path / "plain", "qwen2"), tmp_path / "small"
+    plain, small = save_tiny_model(tmp_path / "plain", family), tmp_path / "small"
     quantise_directory(plain, small, quantisation)
     config = config_of(hf_checkpoint=str(small), ref_load=str(plain))
     assert _model(config, {}) == plain
@@ -63,7 +64,7 @@ def test_an_engine_of_quantised_weights(quantisation: Quantisation, tmp_path: Pa
     all_of_them = f"all {len(held)} of {len(held)} tensors of the engine that can be compared are the trainer's"
     assert _said_of_weights(result) == all_of_them
     scale = "weight_scale_inv" if quantisation.method == "fp8" else "weight_scale"
-    name = f"model.layers.1.mlp.up_proj.{scale}"
+    name = f"model.layers.1.self_attn.o_proj.{scale}"
     stored = engine.scheduler.store.held
     parts = {part: stored[part].clone() for part in held if part.startswith(name.removesuffix(scale))}
     parts[name] *= 2
