@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.observe.first_step import large_gradient as first_large_gradient
 from slime.observe.growth import Growth, steady_growth, sudden_growth
 
 Rows = Sequence[dict[str, Any]]
@@ -251,6 +252,11 @@ def truncation(rows: Rows) -> list[Alarm]:
     return [Alarm("Many responses are truncated", detail, "raise --rollout-max-response-len, or check the stop tokens")]
 
 
+def large_gradient(rows: Rows) -> list[Alarm]:
+    found = first_large_gradient(rows)
+    return [Alarm("The gradient is large from the first step on", *found)] if found else []
+
+
 def gradient_spike(rows: Rows) -> list[Alarm]:
     points = [(row["step"], row["train/grad_norm"]) for row in rows if row.get("train/grad_norm") is not None]
     if len(points) < 2 * _MIN_WINDOW:
@@ -370,6 +376,7 @@ CHECKS: tuple[Callable[[Rows], list[Alarm]], ...] = (
     tool_text_trained,
     train_rollout_mismatch,
     stale_samples,
+    large_gradient,
     truncation,
     gradient_spike,
     engine_imbalance,

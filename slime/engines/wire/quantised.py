@@ -137,6 +137,7 @@ def _int4(weight: torch.Tensor, scheme: Int4) -> Stored:
         scale, zero = calculate_qparams(low, high, library.weights)
         zero = zero.masked_fill((low == 0) & (high == 0), 0)  # the library divides 0 by 0 for it
         scale = scale.to(weight.dtype)  # what is stored is what is divided by
+        scale = scale.masked_fill(scale == 0, torch.finfo(scale.dtype).tiny)  # float16 has no number so small
         state = {"weight": wide, "weight_scale": scale.float(), "weight_zero_point": zero}
         packed = PackedQuantizationCompressor.compress(state, library)
         del packed["weight_shape"]
