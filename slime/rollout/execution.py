@@ -3,46 +3,57 @@
     Execution   queued ─► generating ─► hooks ─► reward ─► done
                    └──────────┴── abort ──┘        └── abort: generated, to be scored later
 
-A failing sample fails alone: the exception becomes its `Execution.failure`, the loop replaces its group and stops the
-run when too many fail. A `UserError` is a mistake in configuration, data or user code: it stops the run at once.
-Once an abort is under way neither counts: user code that stumbles over answers cut short is put back, and whatever else
-is wrong with it will show in the next rollout.
+A failing sample fails alone. What the user's code has failed on is tried a second time; what fails again, or hangs,
+becomes the `Execution.failure`, the loop replaces its group and stops the run when too many fail. A `UserError` of our
+own code is a mistake in configuration or data: it stops the run at once. Once an abort is under way neither counts:
+user code that stumbles over answers cut short is put back, and what else is wrong with it will show next time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
 from slime.errors import UserError
-from slime.hook_loading import accepted, call_hook, check_signature, load_function, user_frames, with_user_frames
+from slime.hook_loading import (
+    FunctionFailed,
+    FunctionHangs,
+    accepted,
+    call_hook,
+    check_signature,
+    is_async,
+    load_function,
+    user_frames,
+    with_user_frames,
+)
 from slime.hooks import GenerateFunction, SampleHook
 from slime.log import get_logger
-from slime.observe.trace import span
+from slime.observe.trace import Span, span
 from slime.rollout.generate import (
     GenerateState,
     bind_state,
-    complete_tokens,
     generate,
     is_too_long,
     note_too_long,
     prompt_token_ids,
 )
-from slime.samples.types import Group, Sample, SampleStatus
+from slime.rollout.group_run import Activity, Execution, GroupRun
+from slime.rollout.returned import check_values, finish_samples, samples_of
+from slime.samples.types import Sample, SampleStatus
+from slime.user_calls import alone
 
 logger = get_logger(__name__)
 T = TypeVar("T")
 
-_FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 #: A generate function that asks the engines itself is called so often, when pushes of weights cut its answers short.
 _MOST_CUTS = 8
 
@@ -55,108 +66,6 @@ class Rewards(Protocol):
     async def score_group(self, samples: list[Sample]) -> list[float | dict[str, Any]]: ...
 
 
-class Activity(StrEnum):
-    """Where an execution is; the watchdog's words."""
-
-    QUEUED = "queued"
-    GENERATING = "generating"
-    HOOKS = "sample hooks"
-    REWARD = "reward"
-    DONE = "done"
-
-
-@dataclass
-class Execution:
-    """One run of the generate function.
-
-    Attributes:
-        prompt: the sample as it was drawn, kept when user code might change it beyond repair; else ``samples[0]``.
-        samples: what it is now; several after a fan-out.
-        failure: what stopped it for good.
-    """
-
-    prompt: Sample
-    samples: list[Sample]
-    fanned_out: bool = False
-    activity: Activity = Activity.QUEUED
-    since: float = field(default_factory=time.monotonic)
-    failure: Exception | None = None
-
-    @property
-    def is_generated(self) -> bool:
-        return bool(self.samples) and all(sample.status in _FINAL for sample in self.samples)
-
-    def enter(self, activity: Activity) -> None:
-        self.activity, self.since = activity, time.monotonic()
-
-    def rewind(self) -> None:
-        """Back to what it was when this rollout took it up."""
-        self.samples, self.fanned_out = [self.prompt], False
-        self.enter(Activity.QUEUED)
-
-    def restart(self) -> None:
-        """Back to the prompt alone."""
-        self.rewind()
-        self.prompt.reset_response()
-
-
-@dataclass
-class GroupRun:
-    """A drawn group on its way through the loop.
-
-    Attributes:
-        order: counts the draws of this rollout.
-        drawn_as: see `slime.rollout.journal.drawn_as`; is_noted: the journal has it as it is.
-    """
-
-    executions: list[Execution]
-    order: int = 0
-    drawn_as: int = 0
-    is_noted: bool = False
-
-    @staticmethod
-    def of(drawn: Sequence[Sample], order: int = 0) -> GroupRun:
-        """From what a data source gives: one execution per sample, except that what had fanned out in an earlier
-        rollout comes back as several samples with one ``rollout_id``."""
-        executions: dict[Any, Execution] = {}
-        for sample in drawn:
-            key = ("of", id(sample)) if sample.rollout_id is None else sample.rollout_id
-            if key in executions:
-                executions[key].samples.append(sample)
-                executions[key].fanned_out = True
-            else:
-                executions[key] = Execution(sample, [sample])
-        return GroupRun(list(executions.values()), order)
-
-    @property
-    def index(self) -> int:
-        index = self.executions[0].prompt.group_index
-        return self.order if index is None else index
-
-    @property
-    def samples(self) -> list[Sample]:
-        return [sample for execution in self.executions for sample in execution.samples]
-
-    @property
-    def is_generated(self) -> bool:
-        return all(execution.is_generated for execution in self.executions)
-
-    @property
-    def is_scored(self) -> bool:
-        return self.is_generated and all(sample.reward is not None for sample in self.samples)
-
-    @property
-    def failure(self) -> Exception | None:
-        return next((e.failure for e in self.executions if e.failure is not None), None)
-
-    def to_group(self) -> Group:
-        return Group(self.index, [execution.samples for execution in self.executions])
-
-    def restart(self) -> None:
-        for execution in self.executions:
-            execution.restart()
-
-
 class GroupRunner:
     """Runs groups. Shared by training rollouts and evaluations; nothing in it belongs to one group.
 
@@ -166,6 +75,11 @@ class GroupRunner:
         rollout_id, evaluation: passed to hooks that ask for them.
         group_rm: score the finished group as a whole.
         mask_offpolicy: do not train on what an earlier rollout had generated of a resumed sample.
+        hook_limit: seconds that a sample hook may take.
+        on_failure: told of each failure, with its sample as it stands.
+
+    Attributes:
+        num_failures, num_hung: failures of samples so far, those that hung among them.
     """
 
     def __init__(
@@ -177,7 +91,12 @@ class GroupRunner:
         evaluation: bool = False,
         group_rm: bool = False,
         mask_offpolicy: bool = False,
+        hook_limit: float | None = None,
+        on_failure: Callable[[Execution, Exception], None] = lambda execution, error: None,
     ) -> None:
+        self.hook_limit, self.on_failure = hook_limit, on_failure
+        self.num_failures = self.num_hung = 0
+        self._hooks_turn = asyncio.Lock()
         self.state, self.rewards = state, rewards
         self.rollout_id, self.evaluation, self.group_rm = rollout_id, evaluation, group_rm
         self.mask_offpolicy = mask_offpolicy
@@ -201,7 +120,7 @@ class GroupRunner:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     for execution in group.executions:
-                        tasks.create_task(self._run_execution(execution))
+                        execution.task = tasks.create_task(self._run_execution(execution))
             except BaseExceptionGroup as errors:  # only what must stop the run gets here
                 raise errors.exceptions[0] from None
             if self.group_rm and group.is_generated and not group.is_scored and group.failure is None:
@@ -210,20 +129,64 @@ class GroupRunner:
     async def _run_execution(self, execution: Execution) -> None:
         with span(execution.samples, "generate_and_rm") as sample_span:
             try:
-                if not execution.is_generated:
-                    await self._generate(execution)
-                    sample_span.adopt(execution.samples)
-                if execution.is_generated and not self.group_rm:
-                    await self._score(execution)
-                execution.enter(Activity.DONE)
-            except Exception as error:  # the one boundary of a sample's failures; see the module's docstring
-                if self.state.client.aborting:
-                    self._abort(execution, error)
-                elif isinstance(error, UserError):
-                    raise with_user_frames(error, error) from error.__cause__
-                else:
-                    self._fail(execution, error)
+                while not await self._tried(execution, sample_span):
+                    pass
+            except asyncio.CancelledError:
+                if not execution.hung_seconds or self.state.client.aborting:
+                    raise
+                assert execution.task is not None
+                execution.task.uncancel()
+                self.num_hung += 1
+                self._fail(execution, _hung(execution))
         self.last_progress = time.monotonic()
+
+    async def _tried(self, execution: Execution, sample_span: Span) -> bool:
+        """Whether it has come as far as it goes; False where it is to be tried again."""
+        execution.function = ""
+        try:
+            if not execution.is_generated:
+                await self._generate(execution)
+                sample_span.adopt(execution.samples)
+            if execution.is_generated and not self.group_rm:
+                await self._score(execution)
+            execution.enter(Activity.DONE)
+        except Exception as error:  # the one boundary of a sample's failures; see the module's docstring
+            if self.state.client.aborting:
+                self._abort(execution, error)
+            elif isinstance(error, UserError) and not isinstance(error, FunctionFailed):
+                raise with_user_frames(error, error) from error.__cause__
+            elif self._is_tried_again(execution, error):
+                return False
+            else:
+                self._fail(execution, error)
+        return True
+
+    def _is_tried_again(self, execution: Execution, error: Exception) -> bool:
+        """Once, from where users' code has failed, so that the group need not go for a sandbox that did not come up."""
+        execution.num_failures += 1
+        if execution.num_failures > 1 or not (execution.function or isinstance(error, FunctionFailed)):
+            return False
+        logger.warning("sample %s is tried again, %s", execution.prompt.index, _said(execution, error))
+        self._note_failure(execution, error)
+        if execution.activity is not Activity.REWARD:
+            execution.rewind()
+        return True
+
+    def give_up(self, execution: Execution, seconds: float) -> None:
+        """End an execution that hangs in users' code: nothing has moved for so long. It becomes a failure."""
+        if execution.task is not None and not execution.task.done():
+            execution.hung_seconds = seconds
+            execution.task.cancel()
+
+    def fail_group(self, group: GroupRun, error: Exception) -> None:
+        """What judges a whole group has failed on it."""
+        for execution in group.executions:
+            execution.failure = error
+        self._note_failure(group.executions[0], error)
+
+    def _note_failure(self, execution: Execution, error: Exception) -> None:
+        self.num_failures += 1
+        self.on_failure(execution, error)
 
     def _abort(self, execution: Execution, error: Exception) -> None:
         """What failed while generating is to be put back as it was; what is generated only lacks its score."""
@@ -235,17 +198,13 @@ class GroupRunner:
 
     def _fail(self, execution: Execution, error: Exception) -> None:
         logger.warning(
-            "sample %s failed while %s: %s: %s%s",
-            execution.prompt.index,
-            execution.activity.value,
-            type(error).__name__,
-            error,
-            f"\n  {frames}" if (frames := user_frames(error)) else "",
+            "sample %s failed %s", execution.prompt.index, _said(execution, error),
             exc_info=error if logger.isEnabledFor(10) else None,
-        )
+        )  # fmt: skip
         execution.failure = error
         for sample in execution.samples:
             sample.status = SampleStatus.FAILED
+        self._note_failure(execution, error)
 
     # -- generation ----------------------------------------------------------------------------------------
 
@@ -259,8 +218,7 @@ class GroupRunner:
                 return
             execution.enter(Activity.GENERATING)
             for _ in range(_MOST_CUTS):
-                returned, origin = await self._call_generate(execution, execution.samples[0])
-                self._accept(execution, returned, origin)
+                origin = await self._generate_once(execution)
                 if self.state.client.aborting or not _was_cut(execution):
                     break
                 execution.rewind()  # user code asked the engines itself, and a push of weights came between
@@ -274,16 +232,18 @@ class GroupRunner:
     async def _call_generate(self, execution: Execution, sample: Sample) -> tuple[Any, str]:
         params = self.state.params_for(sample)
         path = sample.generate_function_path or self._default_path
+        if self.state.args.rollout_sample_hook_path:
+            execution.prompt = _copy_of_prompt(sample)
         if not path:
             return await generate(self.state.args, sample, params), "the generate function"
         fn = self._checked(path, GenerateFunction)
         # user code may leave anything behind when it is cancelled or returns other samples
-        execution.prompt = _copy_of_prompt(sample)
+        execution.prompt, execution.function = _copy_of_prompt(sample), path
         returned = fn(self.state.args, sample, params, **accepted(fn, {"evaluation": self.evaluation}))
         if not inspect.isawaitable(returned):
             raise UserError(f"'{path}' is not async", fix="declare the generate function with 'async def'")
         try:
-            return await returned, path
+            return await alone(returned, f"{path} on sample {sample.index}"), path
         except RequestRefused as refused:
             if not is_too_long(refused):
                 raise
@@ -306,49 +266,46 @@ class GroupRunner:
         sample.status = SampleStatus.TRUNCATED
         return sample
 
-    def _accept(self, execution: Execution, returned: Any, origin: str) -> None:
-        """Validate what user code returned; siblings of a fan-out share the id of their execution.
+    async def _generate_once(self, execution: Execution) -> str:
+        """Call the generate function and take what it returns; says which it was.
 
         Raises:
-            UserError: no samples, lengths that do not fit, or siblings with different ``rollout_id``.
+            FunctionFailed: the user's own misuses ours, or returned what it should not.
         """
-        samples = returned if isinstance(returned, list) else [returned]
-        if not samples or not all(isinstance(sample, Sample) for sample in samples):
-            kind = "an empty list" if returned == [] else f"a {type(returned).__name__}"
-            raise UserError(f"{origin} returned {kind}", fix="return the sample, or a list of samples")
-        execution.samples, execution.fanned_out = samples, isinstance(returned, list)
-        prompt = execution.prompt
-        for sample in samples:
-            sample.index = prompt.index if sample.index is None else sample.index
-            sample.group_index = prompt.group_index if sample.group_index is None else sample.group_index
-            sample.session_id = sample.session_id or prompt.session_id
-            complete_tokens(sample, self.state.tokenizer, prompt.tokens)
-            sample.validate(origin)
-            if sample.status is SampleStatus.PENDING:  # user code need not set it: returned is done
-                aborted = self.state.client.aborting
-                sample.status = SampleStatus.ABORTED if aborted else SampleStatus.COMPLETED
-        if execution.fanned_out:
-            ids = {sample.rollout_id for sample in samples}
-            if len(ids) > 1:
-                raise UserError(
-                    f"{origin} returned samples of one execution with different rollout_id: {sorted(map(str, ids))}",
-                    fix="set the same sample.rollout_id on each of them, or leave it None",
-                )
-            for sample in samples:
-                sample.rollout_id = prompt.index if sample.rollout_id is None else sample.rollout_id
+        try:
+            returned, origin = await self._call_generate(execution, execution.samples[0])
+            samples, prompt, aborting = samples_of(returned, origin), execution.prompt, self.state.client.aborting
+            is_fan_out = isinstance(returned, list)
+            finish_samples(samples, prompt, self.state.tokenizer, origin, is_fan_out=is_fan_out, aborting=aborting)
+            for sample in samples if execution.function else ():
+                check_values(sample, origin, self.state.vocab_size, self.state.args)
+        except UserError as error:
+            if not execution.function:
+                raise
+            raise FunctionFailed.of(error) from error
+        execution.samples, execution.fanned_out, execution.function = samples, is_fan_out, ""
+        return origin
 
     async def _run_hooks(self, execution: Execution) -> None:
         optional = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
         for path in self.state.args.rollout_sample_hook_path or ():
-            hook = self._checked(path, SampleHook)
+            hook, execution.function = self._checked(path, SampleHook), path
             for position, sample in enumerate(execution.samples):
-                replaced = await call_hook(hook, self.state.args, sample, optional=optional)
-                if replaced is not None:
-                    if not isinstance(replaced, Sample):
-                        kind = type(replaced).__name__
-                        raise UserError(f"'{path}' returned a {kind}", fix="return a sample, or None to keep it")
+                call: dict[str, Any] = {"optional": optional, "what": f"{path} on sample {sample.index}"}
+                async with self._turn_of(hook):
+                    replaced = await call_hook(hook, self.state.args, sample, limit=self.hook_limit, **call)
+                replaced = sample if replaced is None else replaced
+                try:
+                    [execution.samples[position]] = samples_of(replaced, f"'{path}'")
                     replaced.validate(path)
-                    execution.samples[position] = replaced
+                    check_values(replaced, path, self.state.vocab_size, self.state.args)
+                except UserError as error:
+                    raise FunctionFailed.of(error) from error
+        execution.function = ""
+
+    def _turn_of(self, hook: Any) -> AbstractAsyncContextManager[Any]:
+        """Sync hooks take turns, though each has a thread: they may count and collect."""
+        return contextlib.nullcontext() if is_async(hook) else self._hooks_turn
 
     # -- rewards -------------------------------------------------------------------------------------------
 
@@ -373,9 +330,9 @@ class GroupRunner:
         try:
             with span(group.samples, "group_reward_model"):
                 scores = await self._unless_aborted(self.rewards.score_group(group.samples))
-        except UserError:
-            raise
         except Exception as error:  # a group scored together fails together
+            if isinstance(error, UserError) and not isinstance(error, FunctionFailed):
+                raise
             for execution in group.executions:
                 self._fail(execution, error)
             return
@@ -400,6 +357,21 @@ class GroupRunner:
         finally:
             aborting.cancel()
             working.cancel()
+
+
+def _said(execution: Execution, error: Exception) -> str:
+    frames = user_frames(error)
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))  # of a reward, which has told its lines
+    said = notes or (f"\n  {frames}" if frames else "")
+    return f"while {execution.activity.value}: {type(error).__name__}: {error}{said}"
+
+
+def _hung(execution: Execution) -> FunctionHangs:
+    return FunctionHangs(
+        f"sample {execution.prompt.index} hung {'in ' + execution.function if execution.function else 'there'}",
+        why=f"nothing in the rollout had moved for {execution.hung_seconds:.0f} s (--rollout-stall-timeout)",
+        fix="give what it waits for a deadline",
+    )
 
 
 def _set_rewards(samples: list[Sample], scores: list[Any] | None) -> None:

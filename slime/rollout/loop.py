@@ -15,7 +15,7 @@ import contextlib
 import contextvars
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -30,7 +30,8 @@ from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, c
 from slime.log import get_logger
 from slime.prompts.tokenizer import end_token_ids
 from slime.rollout.agents.server import close_server
-from slime.rollout.collect import Collected, Collector
+from slime.rollout.collect import ABORT_SECONDS, Collector
+from slime.rollout.counted import counts_of
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import EvalSet, Tasks, evaluate, progress_of, read_eval_prompts
 from slime.rollout.execution import GroupRunner
@@ -41,16 +42,20 @@ from slime.rollout.generate import (
     context_limit,
     current_state,
     rollout_sampling_params,
+    vocab_size_of,
 )
+from slime.rollout.group_run import Execution
 from slime.rollout.journal import Journal
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.user_rollouts import call_rollout_fn, check_age, validate_groups
 from slime.rollout.watchdog import Watchdog
 from slime.samples.types import Sample
+from slime.user_calls import WatchedLoop, watch_loop
 
 logger = get_logger(__name__)
 T = TypeVar("T")
+RecordFailure = Callable[[int | None, Sequence[Sample], str, Exception], None]
 
 _LOAD_INTERVAL = 2.0
 #: How long a failing request is sent again, by --use-fault-tolerance.
@@ -100,11 +105,14 @@ class RolloutLoop:
         self._client: RolloutClient | None = None
         self._rewards: RewardPool | None = None
         self._end_tokens = end_token_ids(tokenizer, str(config.checkpoint.hf_checkpoint or ""))
-        self._under_way: dict[bool, list[GenerateState]] = {True: [], False: []}
-        """Evaluations, and rollouts; the oldest first."""
-        self._last: GenerateState | None = None
-        """Of the one that ended last."""
+        self._under_way: dict[bool, list[GenerateState]] = {True: [], False: []}  # evaluations; rollouts
+        self._last: GenerateState | None = None  # of the one that ended last
         self._starting, self._one_at_a_time = asyncio.Lock(), asyncio.Lock()
+        self._vocab_size = vocab_size_of(config)
+        self._watched: WatchedLoop | None = None
+        self.record_failure: RecordFailure = lambda rollout_id, samples, while_, error: None
+        """Told of failures: rollout (None: an evaluation), samples as they stand, what they were doing."""
+        self.lost: Callable[[str], object] = logger.error  # of code that blocks the event loop for good
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -120,7 +128,8 @@ class RolloutLoop:
                 await self._start()
 
     async def _start(self) -> None:
-        config = self.config
+        config, loop = self.config, asyncio.get_running_loop()
+        self._watched = watch_loop(loop, self._blocking_limit, lambda said: self.lost(said))
         policy = config.engine.router.get("policy") or "cache_aware"
         async with EngineClient(self.base_url) as router:
             engine_urls = [worker.url for worker in await list_workers(router)]
@@ -138,11 +147,30 @@ class RolloutLoop:
     async def close(self) -> None:
         """Stop the reward workers, drop the connections, and answer no agents any more."""
         await close_server()
+        if self._watched is not None:
+            self._watched.stop()
         if self._client is not None:
             await self._client.close()
         if self._rewards is not None:
             await self._rewards.close()
         self._client = self._rewards = None
+
+    def _blocking_limit(self) -> float:
+        """Seconds that users' code may block the event loop: an abort has an end of its own."""
+        states = [state for states in self._under_way.values() for state in states]
+        limit = self.config.rollout.rollout_stall_timeout
+        return min(limit, ABORT_SECONDS) if any(state.aborted for state in states) else limit
+
+    def make_runner(self, state: GenerateState, rewards: RewardPool, **options: Any) -> GroupRunner:
+        """A runner with the limits and the record of failures of this run; ``options`` are those of `GroupRunner`."""
+
+        limit = self.config.rollout.rollout_stall_timeout
+        which = None if options.get("evaluation") else options["rollout_id"]
+
+        def on_failure(execution: Execution, error: Exception) -> None:
+            self.record_failure(which, execution.samples, execution.activity.value, error)
+
+        return GroupRunner(state, rewards, hook_limit=limit, on_failure=on_failure, **options)
 
     def _read_eval_sets(self) -> list[EvalSet]:
         return [EvalSet(dataset, read_eval_prompts(dataset, self.config, self.tokenizer)) for dataset in self._datasets]
@@ -179,6 +207,7 @@ class RolloutLoop:
                     end_tokens=self._end_tokens,
                     request_tokens=rollout.rollout_request_tokens,
                     routed_experts=self.config.train.use_rollout_routing_replay,
+                    vocab_size=self._vocab_size,
                     loop=asyncio.get_running_loop(),
                 )
                 bind_state(state)
@@ -230,7 +259,7 @@ class RolloutLoop:
     ) -> RolloutFnTrainOutput:
         """The rollout as `slime.rollout.collect` describes it, with prompts of ``source``."""
         rollout, rewards = self.config.rollout, self.rewards.beside()
-        runner = GroupRunner(
+        runner = self.make_runner(
             state,
             rewards,
             rollout_id=rollout_id,
@@ -257,15 +286,16 @@ class RolloutLoop:
         state.client.counters.take()
         async with self._load_snapshots(state.client) as loads:
             collected = await collector.collect()
+        limit = rollout.rollout_stall_timeout
         if rollout.rollout_sample_filter_path:
             views = [run.samples for run in collected.chosen]
-            await call_user_function(rollout.rollout_sample_filter_path, self.args, views)
+            await call_user_function(rollout.rollout_sample_filter_path, self.args, views, limit=limit)
         if rollout.rollout_all_samples_process_path:
             views = [run.samples for run in collected.finished]
-            await call_user_function(rollout.rollout_all_samples_process_path, self.args, views, source)
+            await call_user_function(rollout.rollout_all_samples_process_path, self.args, views, source, limit=limit)
         groups = [run.to_group() for run in collected.chosen]
         restored = self._journal.metrics() if self._journal is not None else {}
-        counted = _loop_metrics(collected, state) | load_metrics(loads) | rewards.metrics()
+        counted = counts_of(collected, runner) | load_metrics(loads) | rewards.metrics()
         return RolloutFnTrainOutput(groups, counted | restored)
 
     @contextlib.asynccontextmanager
@@ -334,7 +364,7 @@ class RolloutLoop:
         def make_runner(dataset: EvalDataset) -> GroupRunner:
             limit = context_limit(self.config.eval.eval_max_context_len, self.config.train.seq_length)
             own = dataclasses.replace(state, sampling_params=dataset.sampling_params(), max_context_len=limit)
-            return GroupRunner(
+            return self.make_runner(
                 own, rewards, rollout_id=rollout_id, evaluation=True, group_rm=self.config.reward.group_rm
             )
 
@@ -418,20 +448,3 @@ def _custom_function(path: str | None) -> Any:
     """The user's rollout function; None when the built-in one is meant."""
     fn = load_function(path) if path else None
     return None if fn in (generate_rollout, generate_rollout_async) else fn
-
-
-def _loop_metrics(collected: Collected, state: GenerateState) -> dict[str, float]:
-    """What the collector and the client counted."""
-    counts = state.client.counters.take()
-    metrics: dict[str, float] = {
-        "rollout/num_failed_groups": collected.num_failed,
-        "rollout/num_surplus_groups": collected.num_surplus,
-        "rollout/num_aborted_groups": collected.num_aborted,
-        "rollout/prompt_too_long": state.counts["prompt_too_long"],
-        "rollout/continued_requests": state.counts["continued"],
-        "rollout/requests": counts["requests"],
-        "rollout/retries": counts["retries"],
-        "perf/data_wait_time": collected.data_seconds,
-    }
-    metrics |= collected.stale
-    return metrics | {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in collected.drops.items()}

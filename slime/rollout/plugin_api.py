@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from slime.errors import UserError
 from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.rollout.continued import answered
-from slime.rollout.execution import GroupRun, GroupRunner
 from slime.rollout.generate import current_state
+from slime.rollout.group_run import GroupRun
 from slime.rollout.loop import current_loop
 from slime.rollout.sft import generate_sft
 from slime.samples.types import Sample
@@ -109,9 +109,9 @@ async def generate_and_rm_group(
         Exception: whatever the first failing sample failed of.
     """
     state = dataclasses.replace(current_state(), args=args, sampling_params=sampling_params)
-    runner = GroupRunner(
-        state, current_loop().rewards, rollout_id=None, evaluation=evaluation, group_rm=args.group_rm and not evaluation
-    )
+    group_rm = args.group_rm and not evaluation
+    loop = current_loop()
+    runner = loop.make_runner(state, loop.rewards, rollout_id=None, evaluation=evaluation, group_rm=group_rm)
     run = GroupRun.of(group)
     await asyncio.create_task(runner.run(run))  # in a task of its own: it binds a state, and the caller keeps his
     if run.failure is not None:

@@ -22,7 +22,7 @@ async def call_rollout_fn(
     """
     origin = path or str(fn)
     with failures_of(f"'{origin}'"):
-        output = await call_hook(fn, args, rollout_id, data_source, in_thread=True, evaluation=evaluation)
+        output = await call_hook(fn, args, rollout_id, data_source, what=origin, evaluation=evaluation)
     if evaluation and isinstance(output, dict):
         return RolloutFnEvalOutput(output)
     if evaluation and isinstance(output, RolloutFnEvalOutput):
