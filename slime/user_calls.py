@@ -369,6 +369,7 @@ class _Overseer:
                 call.end()
         elif now >= call.ended_at + _LEAVE_SECONDS and not call.is_named:
             call.is_named = True
+            _kill(_children_of(call.native))  # those that it has started since
             frame = sys._current_frames().get(call.thread)
             lines = _lines([frame for frame, _ in traceback.walk_stack(frame)][::-1]) if frame is not None else ""
             logger.warning("the thread of %s cannot be ended, and stays until this process ends%s", call.what, lines)

@@ -27,9 +27,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(user_calls, name, seconds)
 
 
-async def hangs(function: Any) -> None:
+async def hangs(function: Any, limit: float = 0.05) -> None:
     with pytest.raises(FunctionHangs, match="has not returned within"):
-        await call_hook(function, what="mine", limit=0.05)
+        await call_hook(function, what="mine", limit=limit)
 
 
 # -- threads -----------------------------------------------------------------------------------------------------
@@ -67,9 +67,9 @@ def test_a_thread_that_waits_for_a_deadlocked_child_ends_with_it() -> None:
         finally:
             ended.set()
 
-    asyncio.run(hangs(waits))
+    asyncio.run(hangs(waits, limit=1.0))
     wait_until(ended.is_set, "the thread ends")
-    assert not children[0].is_alive()
+    wait_until(lambda: not children[0].is_alive(), "its child has ended")
 
 
 def test_a_thread_that_cannot_be_ended_is_named_with_its_stack(caplog: pytest.LogCaptureFixture) -> None:
