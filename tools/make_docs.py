@@ -35,20 +35,24 @@ they were there: special tokens stay, labels are raw, and a warning says so.
 `crash/` folder. What your code prints is in `logs/rollout.log`, or in `logs/trainer-<rank>.log` for hooks of the
 trainer.
 
-**A hook that goes wrong costs its own sample.** Each call of a function for one sample, or one group, stands alone:
+**A hook that goes wrong costs its own sample.** Each call of a function for one sample, or one group, stands alone.
 
-| it | then |
-|---|---|
-| raises, calls `sys.exit`, cancels itself | the sample is tried a second time, from where it failed; then its group is replaced by another prompt |
-| returns `None`, another type, lengths that do not fit, NaN, a token that the model does not have | the same |
-| hangs: a reward | it scores 0 after `--rm-timeout`, and is counted (`rollout/reward_timeout`) |
-| hangs: a generate function | it is cancelled when nothing in the rollout has moved for `--rollout-stall-timeout`; its group is replaced |
-| hangs: a sample hook, a filter | the same after `--rollout-stall-timeout` of its own |
-| goes on after it was cancelled | it is left behind after 5 s, and named; what it does to its sample is not seen |
-| hangs in a thread (sync functions) | the processes that it waits for are killed, an exception is raised in it. What sits in a call that does not return (`time.sleep`, a lock, a socket) stays, named with its stack and counted (`rollout/hung_threads`); the end of the process does not wait for it |
-| blocks the event loop (no `await` in an async function) | every sample waits for it: after 20 s the log names it with its stack; after `--rollout-stall-timeout`, or 60 s where a rollout is ending, it is ended like a thread, and where that is not possible, the rollout's process is |
-| forks, and the child returns | the child ends there |
-| leaves processes behind | they end with the rollout's process |
+- One that **raises** (`sys.exit` and a cancellation of its own included), or **returns** `None`, another type, lengths
+  that do not fit, NaN or a token that the model does not have: its sample is tried a second time, from where it
+  failed; then its group is replaced by another prompt.
+- One that **hangs**: a reward scores 0 after `--rm-timeout` and is counted (`rollout/reward_timeout`). A generate
+  function is cancelled when nothing in the rollout has moved for `--rollout-stall-timeout`, a sample hook or a filter
+  after as long by itself; the group is replaced.
+- One that **goes on after it was cancelled** is left behind after 5 s, and named; what it does to its sample is not
+  seen. So a rollout's end comes in time whatever functions do.
+- A **thread** that hangs (sync functions): the processes that it waits for are killed, and an exception is raised in
+  it. What sits in a call that does not return (`time.sleep`, a lock, a socket) stays, named with its stack and counted
+  (`rollout/hung_threads`); the end of the process does not wait for it.
+- One that **blocks the event loop** (an async function that waits without `await`) holds up every sample: after 20 s
+  the log names it with its stack. After `--rollout-stall-timeout`, or 60 s where a rollout is ending, it is ended as
+  threads are; where that is not possible, the process of the rollout ends, with the reason in its log.
+- One that **forks**: a child that returns from the function ends there. Processes that are left behind end with the
+  rollout's. A coroutine's are its own to end: `slime.rollout.agents.programs.run_program` does so.
 
 Failures are kept with their tracebacks in [samples/failed_*.jsonl](run-folder.md#samples) and counted
 (`rollout/num_failed_samples`, `rollout/num_failed_groups`); the run stops when more than
