@@ -259,10 +259,10 @@ class WatchedLoop:
     ) -> None:
         self.loop, self._limit, self._lost = loop, limit, lost
         self.thread = self.native = 0
-        self._asked, self._answered = False, True
         self._began()
 
     def _began(self) -> None:
+        self._answered = True
         self._blocked, self._next, self._ended, self._since = 0.0, _BLOCKED_SECONDS, False, time.time()
 
     def _answer(self) -> None:
@@ -274,16 +274,16 @@ class WatchedLoop:
 
     def look(self, seconds: float) -> None:
         """Called in the overseer's thread, ``seconds`` after the last time."""
+        if self.loop.is_closed():
+            return self.stop()
+        if not self.loop.is_running():  # it need not answer
+            return self._began()
         if self._answered:
             self._began()
             self._answered = False
-            try:
+            with contextlib.suppress(RuntimeError):  # it has been closed since
                 self.loop.call_soon_threadsafe(self._answer)
-            except RuntimeError:  # closed
-                self.stop()
-            return
-        if not self.thread:
-            return  # it has not begun to run
+            return None
         self._blocked += seconds
         if self._blocked >= self._next:
             self._next *= 2

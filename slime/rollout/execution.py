@@ -181,7 +181,10 @@ class GroupRunner:
     def fail_group(self, group: GroupRun, error: Exception) -> None:
         """What judges a whole group has failed on it."""
         for execution in group.executions:
+            execution.enter(Activity.FILTER)
             execution.failure = error
+        for sample in group.samples:
+            sample.status = SampleStatus.FAILED
         self._note_failure(group.executions[0], error)
 
     def _note_failure(self, execution: Execution, error: Exception) -> None:

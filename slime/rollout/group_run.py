@@ -21,6 +21,7 @@ class Activity(StrEnum):
     GENERATING = "generating"
     HOOKS = "sample hooks"
     REWARD = "reward"
+    FILTER = "filter"
     DONE = "done"
 
 

@@ -16,6 +16,7 @@ _WAITS_FOR = {
     Activity.GENERATING: "the generate function",
     Activity.HOOKS: "the sample hooks",
     Activity.REWARD: "the reward function",
+    Activity.FILTER: "the dynamic filter",
 }
 _NUM_SHOWN = 5
 #: Two looks that are so far apart, beyond twice their interval, were kept apart by something.

@@ -318,7 +318,8 @@ def test_it_costs_its_own_sample(outcomes: Callable[[str], Outcome], kind: str, 
     assert bool(failures) == bool(case.said)
     for row in failures:
         assert row["index"] == 2 * group, "its sibling has not failed"
-        assert case.said in row["error"] and "Traceback" in row["traceback"] and row["status"] == "failed"
+        assert case.said in row["error"] and "Traceback" in row["traceback"]
+    assert not failures or failures[-1]["status"] == "failed"
 
 
 @pytest.mark.parametrize("kind", KINDS)
