@@ -126,7 +126,7 @@ def keep_all(args: Any, samples: list[Sample], **kwargs: Any) -> bool:
 
 
 def configuration(args: argparse.Namespace) -> Config:
-    reward = {"built-in": {"rm_type": "dapo"}, "sync": {"custom_rm_path": ME + "sync_reward"}}
+    reward = {"built-in": {"rm_type": "f1"}, "sync": {"custom_rm_path": ME + "sync_reward"}}
     flags: dict[str, Any] = reward.get(args.reward, {"custom_rm_path": ME + "async_reward"})
     flags |= {"custom_generate_function_path": ME + "own_generate"} if args.own_generate else {}
     if args.reward != "built-in":  # which gives all samples the same one

@@ -143,7 +143,10 @@ class EngineClient:
     async def __aenter__(self) -> EngineClient:
         connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=30)
         # trust_env stays off, as in `WITHOUT_PROXIES`
-        self._session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=1 << 20)
+        no_cookies = aiohttp.DummyCookieJar()
+        self._session = aiohttp.ClientSession(
+            connector=connector, cookie_jar=no_cookies, trust_env=False, read_bufsize=1 << 20
+        )
         return self
 
     async def __aexit__(self, *exc: object) -> None:

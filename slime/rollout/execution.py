@@ -56,6 +56,8 @@ T = TypeVar("T")
 
 #: A generate function that asks the engines itself is called so often, when pushes of weights cut its answers short.
 _MOST_CUTS = 8
+#: Failures of samples told in the log, of one rollout.
+_MOST_SAID = 20
 
 
 class Rewards(Protocol):
@@ -166,7 +168,7 @@ class GroupRunner:
         execution.num_failures += 1
         if execution.num_failures > 1 or not (execution.function or isinstance(error, FunctionFailed)):
             return False
-        logger.warning("sample %s is tried again, %s", execution.prompt.index, _said(execution, error))
+        self._say("sample %s is tried again, %s", execution, error)
         self._note_failure(execution, error)
         if execution.activity is not Activity.REWARD:
             execution.rewind()
@@ -187,6 +189,14 @@ class GroupRunner:
             sample.status = SampleStatus.FAILED
         self._note_failure(group.executions[0], error)
 
+    def _say(self, text: str, execution: Execution, error: Exception) -> None:
+        """The first few, and all with --log-level debug: one mistake may fail on thousands of samples."""
+        is_debugging = logger.isEnabledFor(10)
+        if self.num_failures < _MOST_SAID or is_debugging:
+            logger.warning(text, execution.prompt.index, _said(execution, error), exc_info=is_debugging and error)
+        elif self.num_failures == _MOST_SAID:
+            logger.warning("further failures of samples are written to samples/failed_*.jsonl alone")
+
     def _note_failure(self, execution: Execution, error: Exception) -> None:
         self.num_failures += 1
         self.on_failure(execution, error)
@@ -200,10 +210,7 @@ class GroupRunner:
                 sample.status = SampleStatus.ABORTED
 
     def _fail(self, execution: Execution, error: Exception) -> None:
-        logger.warning(
-            "sample %s failed %s", execution.prompt.index, _said(execution, error),
-            exc_info=error if logger.isEnabledFor(10) else None,
-        )  # fmt: skip
+        self._say("sample %s failed %s", execution, error)
         execution.failure = error
         for sample in execution.samples:
             sample.status = SampleStatus.FAILED
@@ -319,9 +326,9 @@ class GroupRunner:
         execution.enter(Activity.REWARD)
         with span(unscored, "reward_model"):
             if execution.fanned_out:
-                scores = await self._unless_aborted(self.rewards.score_group(unscored))
+                scores = await self._unless_aborted(self.rewards.score_group, unscored)
             else:
-                score = await self._unless_aborted(self.rewards.score(unscored[0]))
+                score = await self._unless_aborted(self.rewards.score, unscored[0])
                 scores = None if score is None else [score]
         _set_rewards(unscored, scores)
 
@@ -332,7 +339,7 @@ class GroupRunner:
             execution.enter(Activity.REWARD)
         try:
             with span(group.samples, "group_reward_model"):
-                scores = await self._unless_aborted(self.rewards.score_group(group.samples))
+                scores = await self._unless_aborted(self.rewards.score_group, group.samples)
         except Exception as error:  # a group scored together fails together
             if isinstance(error, UserError) and not isinstance(error, FunctionFailed):
                 raise
@@ -344,22 +351,36 @@ class GroupRunner:
             execution.enter(Activity.DONE)
         self.last_progress = time.monotonic()
 
-    async def _unless_aborted(self, work: Awaitable[T]) -> T | None:
-        """The result, or None when an abort begins first: a slow judge must not hold up the end of a rollout.
+    async def _unless_aborted(self, score: Callable[[Any], Awaitable[T]], what: Any) -> T | None:
+        """``await score(what)``, or None when an abort begins first: a slow judge must not hold up a rollout's end.
 
         Neither does one that fails because of the abort: its sample is put back and scored in the next rollout.
         """
-        working = asyncio.ensure_future(work)
-        aborting = asyncio.ensure_future(self.state.client.wait_for_abort())
+        client, task, is_cut = self.state.client, asyncio.current_task(), False
+        assert task is not None
+
+        def cut_short() -> None:
+            nonlocal is_cut
+            is_cut = True
+            task.cancel()
+
+        if client.aborting:
+            return None
         try:
-            await asyncio.wait({working, aborting}, return_when=asyncio.FIRST_COMPLETED)
-            if self.state.client.aborting and working.done() and (error := working.exception()) is not None:
-                logger.debug("a reward failed while the rollout ended: %r", error)
-                return None
-            return working.result() if working.done() else None
+            with client.on_abort(cut_short):
+                return await score(what)
+        except asyncio.CancelledError:
+            if not is_cut or task.cancelling() > 1:  # somebody else has cancelled it
+                raise
+            return None
+        except Exception as error:
+            if not client.aborting:
+                raise
+            logger.debug("a reward failed while the rollout ended: %r", error)
+            return None
         finally:
-            aborting.cancel()
-            working.cancel()
+            if is_cut:
+                task.uncancel()
 
 
 def _said(execution: Execution, error: Exception) -> str:
@@ -399,7 +420,9 @@ def _copy_of_prompt(sample: Sample) -> Sample:
     twin.tokens, twin.metadata = list(sample.tokens), copy.deepcopy(sample.metadata)
     twin.loss_mask = None if sample.loss_mask is None else list(sample.loss_mask)
     twin.rollout_log_probs = None if sample.rollout_log_probs is None else list(sample.rollout_log_probs)
-    twin.token_spans, twin.weight_versions = copy.deepcopy(sample.token_spans), list(sample.weight_versions)
+    twin.token_spans = [copy.copy(token_span) for token_span in sample.token_spans]
+    twin.weight_versions = list(sample.weight_versions)
     twin.spec_info, twin.prefix_cache_info = copy.copy(sample.spec_info), copy.copy(sample.prefix_cache_info)
-    twin.trace = copy.deepcopy(sample.trace)
+    if sample.trace is not None:  # whose events stay as they are
+        twin.trace = {**sample.trace, "events": list(sample.trace["events"])}
     return twin

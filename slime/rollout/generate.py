@@ -94,7 +94,10 @@ class GenerateState:
 
     def params_for(self, sample: Sample) -> dict[str, Any]:
         """This sample's own copy of the sampling parameters, with its seed in deterministic mode."""
-        params = copy.deepcopy(self.sampling_params)
+        params = {
+            name: copy.deepcopy(value) if isinstance(value, (list, dict)) else value
+            for name, value in self.sampling_params.items()
+        }
         if self.deterministic:
             assert sample.index is not None, "samples get their index when they are drawn"
             params["sampling_seed"] = sample_seed(self.rollout_seed, sample.index)

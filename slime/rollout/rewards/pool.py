@@ -141,7 +141,10 @@ class RewardPool:
                 fix="pass one of them, or set sample.reward in the generate function",
             )
         check_rm_type(rm_type)
-        return self._checked(await self._built_in(rm_type, sample), f"--rm-type {rm_type}", sample)
+        try:
+            return self._checked(await self._built_in(rm_type, sample), f"--rm-type {rm_type}", sample)
+        except FunctionFailed as error:  # no function of the user's: it would fail on each sample
+            raise UserError(error.what, error.why, error.fix) from None
 
     async def score_group(self, samples: list[Sample]) -> list[Reward]:
         """Rewards of samples that are scored together: a custom function gets the list. With functions of their own
