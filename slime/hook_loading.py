@@ -273,9 +273,12 @@ def where_to_mend(error: BaseException) -> str:
 
 def with_user_frames(failure: AnyUserError, error: BaseException) -> AnyUserError:
     """``failure`` with a note of where in the user's code ``error`` was raised, for terminal and crash folder; once."""
-    said = user_frames(error)
-    if said and said not in getattr(failure, "__notes__", ()):
-        failure.add_note(said.replace("\n", "\n  "))
+    said = user_frames(error).replace("\n", "\n  ")
+    known = getattr(failure, "__notes__", ())
+    for note in [*getattr(error, "__notes__", ()), *([said] if said else [])]:
+        if note not in known:
+            failure.add_note(note)
+            known = failure.__notes__
     return failure
 
 

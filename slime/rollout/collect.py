@@ -343,7 +343,7 @@ class Collector:
         failure = UserError(
             f"{self.result.num_failed} groups have failed in this rollout of {self.target}",
             why=f"the last one: {_why_failed(run)}",
-            fix="mend what it names; SLIME_DEBUG=1 shows the tracebacks of all failures",
+            fix="mend what it names; samples/failed_*.jsonl of the run folder has the tracebacks of all failures",
         )
         raise (with_user_frames(failure, run.failure) if run.failure else failure) from run.failure
 
@@ -439,6 +439,9 @@ def _why_failed(run: GroupRun) -> str:
     for execution in run.executions:
         if execution.failure is not None:
             error = execution.failure
-            return f"sample {execution.prompt.index} while {execution.activity.value}: {type(error).__name__}: {error}"
+            told = f"{type(error).__name__}: {error}"
+            if isinstance(error, UserError):
+                told = f"{error.what} ({error.why})" if error.why else error.what
+            return f"sample {execution.prompt.index} while {execution.activity.value}: {told}"
     statuses = sorted({sample.status.value for sample in run.samples if sample.status is not SampleStatus.COMPLETED})
     return f"the generate function returned samples with status {', '.join(statuses)}"

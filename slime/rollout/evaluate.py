@@ -184,7 +184,7 @@ def _without_failures(name: str, runs: list[GroupRun], max_failed_fraction: floa
         failure = UserError(
             f"{num_failed} of {len(runs)} prompts of evaluation set {name!r} failed",
             why=f"one of them: {type(cause).__name__}: {cause}" if cause else "they were aborted",
-            fix="mend what it names; SLIME_DEBUG=1 shows the tracebacks of all failures",
+            fix="mend what it names; samples/failed_eval.jsonl of the run folder has the tracebacks of all failures",
         )
         raise (with_user_frames(failure, cause) if cause else failure) from cause
     if num_failed:
