@@ -75,7 +75,10 @@ async def alone(work: Awaitable[T], what: str) -> T:
         _LEFT.add(task)
         task.add_done_callback(_seen)
         await asyncio.wait({task}, timeout=_LEAVE_SECONDS)
-        if not task.done():
+        if task.done():
+            if asyncio.iscoroutine(work):
+                work.close()  # should it not even have begun
+        else:
             logger.warning(
                 "%s goes on after it was cancelled, and is left behind; let asyncio.CancelledError through%s",
                 what, _lines(task.get_stack(limit=_MOST_FRAMES)),

@@ -161,7 +161,7 @@ class EngineClient:
         """One call; returns the decoded JSON body ({} when the answer has none).
 
         Raises:
-            EngineError: connection failed, deadline passed, or HTTP status >= 400; 401 when it refuses the key.
+            EngineError: connection failed, deadline passed, or HTTP status >= 300; 401 when it refuses the key.
         """
         if self._connections is None:
             raise RuntimeError("EngineClient is used outside 'async with'")
@@ -175,7 +175,7 @@ class EngineClient:
             raise EngineError(self.url, f"{path} gave no answer within {timeout or self.timeout:.0f} s") from error
         except Broken as error:
             raise EngineError(self.url, f"{path} failed: {error}") from error
-        if status >= 400:
+        if status >= 300:  # redirects are not followed
             said = f"{path} answered {status}: {raw[:500].decode(errors='replace')}"
             if status == 401:
                 said = ("refuses the run's key: " if key else "asks for a key, and none is known: ") + said

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from collections import deque
 from collections.abc import Mapping
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 #: An idle connection is not used again after so long; a server may be about to close it.
 _IDLE_SECONDS = 30.0
@@ -36,7 +37,7 @@ class Connections:
         self._tls = parts.scheme == "https"
         self._host, self._port = parts.hostname or "", parts.port or (443 if self._tls else 80)
         self._prefix, self._authority = parts.path.rstrip("/"), parts.netloc.rpartition("@")[2]
-        self._idle: list[_Connection] = []
+        self._idle: deque[_Connection] = deque()  # the oldest first
         self._open: set[_Connection] = set()
 
     async def request(
@@ -47,6 +48,8 @@ class Connections:
         Raises:
             Broken: see the class. What only asks (GET) is sent once more when it met a connection that had ended.
         """
+        if not path.isascii() or " " in path:
+            path = quote(path, safe="/?&=%:;,+@!$'()*~")
         lines = [f"{method} {self._prefix}{path} HTTP/1.1", f"Host: {self._authority}"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         lines += [] if body is None and method == "GET" else [f"Content-Length: {len(body or b'')}"]
@@ -68,9 +71,12 @@ class Connections:
         self._idle.clear()
 
     def _take(self) -> _Connection | None:
+        oldest = time.monotonic() - _IDLE_SECONDS
+        while self._idle and self._idle[0].used < oldest:
+            self._drop(self._idle.popleft())
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open and time.monotonic() - connection.used < _IDLE_SECONDS:
+            if connection.is_open:
                 return connection
             self._drop(connection)
         return None
