@@ -81,7 +81,7 @@ async def alone(work: Awaitable[T], what: str) -> T:
         else:
             logger.warning(
                 "%s goes on after it was cancelled, and is left behind; let asyncio.CancelledError through%s",
-                what, _lines(task.get_stack(limit=_MOST_FRAMES)),
+                what, _lines(_frames_of(task)),
             )  # fmt: skip
         raise
 
@@ -438,8 +438,18 @@ def _leave_loops() -> None:
 os.register_at_fork(after_in_child=_leave_loops)
 
 
+def _frames_of(task: asyncio.Task[Any]) -> list[FrameType]:
+    """Where a suspended task stands, the innermost frame last; `asyncio.Task.get_stack` tells only the outermost."""
+    frames, coroutine = [], task.get_coro()
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None)
+        frames += [frame] if frame is not None else []
+        coroutine = getattr(coroutine, "cr_await", None)
+    return frames
+
+
 def _lines(frames: list[FrameType]) -> str:
-    """Where frames are, the innermost last, without those of the event loop's own code."""
+    """Where frames are, the innermost last, without those of the event loop and of this file."""
     summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
-    shown = [one for one in summary if f"{os.sep}asyncio{os.sep}" not in one.filename]
+    shown = [one for one in summary if f"{os.sep}asyncio{os.sep}" not in one.filename and one.filename != __file__]
     return "\n" + "".join(traceback.format_list(shown[-_MOST_FRAMES:])).rstrip("\n") if shown else ""
