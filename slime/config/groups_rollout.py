@@ -148,9 +148,11 @@ class RolloutConfig:
     mask_offpolicy_in_partial_rollout: bool = flag(False, needs=on("partial_rollout"))
     """Do not train on tokens that an earlier policy sampled."""
     rollout_max_failed_fraction: float = flag(0.1, range=FRACTION, needs=GENERATES)
-    """Fraction of a rollout's prompts that may fail for good (others replace them) before the run stops."""
+    """Fraction of a rollout's prompts that may fail for good (others replace them) before the run stops; see
+    docs/hooks.md."""
     rollout_stall_timeout: float = flag(600.0, range=POSITIVE, needs=GENERATES)
-    """Seconds without any sign of progress after which a rollout stops and reports who waits for whom."""
+    """Seconds without any sign of progress after which functions of yours that hang are given up, each with its sample;
+    where none does, the rollout stops and reports who waits for whom."""
     rollout_function_path: str | None = flag(None, needs=SAMPLES | on("rollout_function_path", _SFT_PATH))
     """Function (args, rollout_id, data_source, evaluation) that replaces the whole rollout loop."""
     custom_generate_function_path: str | None = flag(None, needs=GENERATES)

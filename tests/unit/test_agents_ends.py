@@ -19,8 +19,9 @@ from slime.errors import UserError
 from slime.rollout.agents import server as agent_server
 from slime.rollout.agents.endpoint import AgentEndpoint, RolloutEnds, agent_endpoint
 from slime.rollout.agents.server import close_server
-from slime.rollout.execution import GroupRun, GroupRunner
+from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import bind_state
+from slime.rollout.group_run import GroupRun
 from slime.samples.types import Sample, SampleStatus
 from tests.support.agent_clients import anthropic_of, openai_of
 from tests.support.agents import Model, Play

@@ -19,8 +19,9 @@ from slime.engines.client import RolloutClient, num_requests
 from slime.engines.router import register_workers
 from slime.rollout.agents.endpoint import agent_endpoint
 from slime.rollout.agents.server import close_server
-from slime.rollout.execution import GroupRun, GroupRunner
+from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import GenerateState, bind_state
+from slime.rollout.group_run import GroupRun
 from slime.samples.types import Sample, SampleStatus
 from tests.support.agents import TEMPLATE
 from tests.support.contract_servers import Server, embedded_argv, logprobs_of, running
