@@ -31,7 +31,7 @@ from slime.samples.types import Sample
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_rollout import FakeSource, FakeTokenizer
 
-ME = "tests.unit.test_isolation."
+ME = f"{__name__}."
 SEEN: list[str] = []
 
 
