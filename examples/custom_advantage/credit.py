@@ -33,8 +33,9 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
         rollout_data["rewards"], rollout_data["response_lengths"], rollout_data["metadata"]
     ):
         tokens = torch.full((length,), float(advantage))
-        if about["mistake"] is not None:
-            mistake = min(about["mistake"], length - 1)  # an answer that ended too early: its end is the mistake
+        mistake = (about or {}).get("mistake")  # of a reward that did not come in time nothing is known
+        if mistake is not None:
+            mistake = min(mistake, length - 1)  # an answer that ended too early: its end is the mistake
             tokens[:mistake] = 0.0
             tokens[mistake + 1 :] = 0.0
         found.append(tokens)

@@ -196,12 +196,12 @@ def test_a_wrong_answer_is_wrong_at_its_first_mistake() -> None:
     samples = [Sample(label="654", response=response) for response in ("654", "694", "65", "6547")]
     assert [credit.reward(None, sample) for sample in samples] == [1.0, 0.0, 0.0, 0.0]
     data = {
-        "rewards": [1.5, -0.5, -0.5, -0.5],
-        "response_lengths": [4, 4, 3, 4],  # with the end of the turn; the last one was cut
-        "metadata": [sample.train_metadata for sample in samples],
+        "rewards": [1.5, -0.5, -0.5, -0.5, -0.5],
+        "response_lengths": [4, 4, 3, 4, 2],  # with the end of the turn; the fourth was cut
+        "metadata": [*(sample.train_metadata for sample in samples), None],  # the last got no reward in time
     }
     credit.advantages(None, data)
-    expected = [[1.5] * 4, [0, -0.5, 0, 0], [0, 0, -0.5], [0, 0, 0, -0.5]]
+    expected = [[1.5] * 4, [0, -0.5, 0, 0], [0, 0, -0.5], [0, 0, 0, -0.5], [-0.5, -0.5]]
     assert all(torch.equal(found, torch.tensor(row)) for found, row in zip(data["advantages"], expected))
 
 
