@@ -87,32 +87,25 @@ class EngineWeights:
         own = [parameter.data for parameter in parameters]
         try:
             with torch.no_grad():
-                self._round(parameters, experts_only)
+                for parameter in parameters:
+                    parameter.data = parameter.data.clone()
+                for name, tensor in self._named():
+                    match = self._matches.get(name)
+                    if match is not None and (match.rule.is_expert or not experts_only):
+                        tensor.copy_(self._piece(match, tensor.detach()))
             yield
         finally:
             for parameter, data in zip(parameters, own):
                 parameter.data = data
 
-    def _round(self, parameters: Sequence[nn.Parameter], experts_only: bool) -> None:
-        for parameter in parameters:
-            if self._scheme.is_of_rows(parameter.shape[-1]):  # all experts of a layer at once; all of qkv is quantised
-                rows = as_engines_compute(parameter.data.flatten(0, -2), self._scheme, self._dtype)
-                parameter.data = rows.view(parameter.shape)
-            else:
-                parameter.data = parameter.data.clone()
-        for name, tensor in self._named():
-            match = self._matches.get(name)
-            if match is None or (experts_only and not match.rule.is_expert):
-                continue
-            if not self._scheme.is_of_rows(tensor.shape[1]):
-                tensor.copy_(self._piece(match, tensor.detach()))
-
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         return global_parameters(self._chunks, self._spec.num_experts, self._placement)
 
     def _piece(self, match: Match, own: Tensor) -> Tensor:
-        """This rank's piece of the weight that engines compute with, made of the whole."""
+        """This rank's piece of the weight that engines compute with."""
         layout, shard = match.rule.layout, shard_of(match, self._placement)
+        if self._scheme.is_of_rows(own.shape[1]):
+            return as_engines_compute(own, self._scheme, self._dtype)
         pieces = [own]
         if shard.size > 1:
             group = self._placement.etp_group if match.rule.is_expert else self._placement.tp_group
