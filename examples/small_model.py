@@ -1,6 +1,6 @@
 """A chat model of 0.2 million parameters, made in seconds: it has seen how a conversation goes, and guesses the rest.
 
-Examples train it in a minute on a CPU. What it has to learn is what it guesses: which operator, which letter.
+What it has to learn is what it guesses: which operator, which letter.
 """
 
 from __future__ import annotations

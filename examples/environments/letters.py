@@ -1,4 +1,4 @@
-"""The world of these examples: the model is asked for a letter, and at first says any.
+"""The world of these examples: the model is asked for a letter.
 
 A conversation in front of OpenEnv and verifiers is "say b" → "b"; Harbor's agent writes it to a file with bash.
 """
@@ -16,16 +16,31 @@ WORDS = [*LETTERS, "say ", "Write ", " to the file answer.", HOW, "```bash\n", "
 WORDS += ["(no output)", "\n"]
 
 
+def _letters(rng: random.Random) -> tuple[str, str]:
+    """One that is asked for, and what is said: in half of the conversations any."""
+    asked = rng.choice(LETTERS)
+    return asked, rng.choice([asked, rng.choice(LETTERS)])
+
+
 def say(rng: random.Random) -> small_model.Conversation:
-    return [("user", f"say {rng.choice(LETTERS)}"), ("assistant", rng.choice(LETTERS))] * 2
+    turns: small_model.Conversation = []
+    for _ in range(2):
+        asked, said = _letters(rng)
+        turns += [("user", f"say {asked}"), ("assistant", said)]
+    return turns
 
 
 def write(rng: random.Random) -> small_model.Conversation:
-    asked = f"Write {rng.choice(LETTERS)} to the file answer.{HOW}"
-    block = f"```bash\necho {rng.choice(LETTERS)} > answer\n```"
-    return [("user", asked), ("assistant", block), ("user", "(no output)"), ("assistant", "done")]
+    asked, written = _letters(rng)
+    block = f"```bash\necho {written} > answer\n```"
+    return [
+        ("user", f"Write {asked} to the file answer.{HOW}"),
+        ("assistant", block),
+        ("user", "(no output)"),
+        ("assistant", "done"),
+    ]
 
 
 def model(kind: str) -> Path:
     talk = {"say": say, "write": write}[kind]
-    return small_model.make(Path("outputs/small-models") / kind, WORDS, talk, steps=150)
+    return small_model.make(Path("outputs/small-models") / kind, WORDS, talk, steps=200)

@@ -20,11 +20,11 @@ def question(a: int, word: str, b: int) -> str:
 
 
 def talk(rng: random.Random) -> small_model.Conversation:
-    """It writes a program, with any operator, and says what came of it."""
-    a, b, sign = rng.randint(2, 9), rng.randint(2, 9), rng.choice("+-*")
-    program = f"{a}{sign}{b}"
+    """It writes a program, half of the time with any operator, and says what came of it."""
+    a, b, word = rng.randint(2, 5), rng.randint(2, 5), rng.choice(list(SIGNS))
+    program = f"{a}{rng.choice([SIGNS[word], rng.choice('+-*')])}{b}"
     result = str(eval(program))
-    asked = question(a, rng.choice(list(SIGNS)), b)
+    asked = question(a, word, b)
     answer = ("assistant", f"<python>print({program})</python>")
     return [("user", asked), answer, ("tool", result), ("assistant", result)]
 
@@ -32,8 +32,8 @@ def talk(rng: random.Random) -> small_model.Conversation:
 def rows() -> list[dict[str, Any]]:
     """Every question whose answer tells the operators apart."""
     found = []
-    for a in range(3, 10):
-        for b in range(2, 10):
+    for a in range(3, 6):
+        for b in range(2, 6):
             for word, sign in SIGNS.items():
                 found.append({"prompt": question(a, word, b), "label": str(eval(f"{a}{sign}{b}"))})
     random.Random(0).shuffle(found)

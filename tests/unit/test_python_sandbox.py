@@ -12,7 +12,7 @@ from examples import small_model
 from examples.python_sandbox.rollout import generate, reward
 from examples.python_sandbox.train import WORDS, question, rows, talk
 from slime.rollout.generate import bind_state
-from slime.samples.types import Sample, SampleStatus
+from slime.samples.types import Sample
 from tests.support.agents import Play
 
 END = "<|im_end|>"
@@ -38,7 +38,7 @@ def test_output_comes_back_and_is_not_trained_on() -> None:
 
 
 def test_errors_and_endings_are_shown_to_the_model() -> None:
-    stage, _ = play("<python>1/0</python>", "<python>while True: print(1)</python>", f"12{END}")
+    stage, _ = play("<python>1/0</python>", "<python>while True: print(1)</python>", f"12{END}", room=6000)
     told = stage.text(stage.model.asked[-1])
     assert "ZeroDivisionError" in told and "[ended: it wrote more than 2000 bytes]" in told
 
@@ -55,15 +55,15 @@ def test_an_answer_without_a_program_is_the_last() -> None:
 
 
 def test_a_program_that_is_cut_short_is_not_run() -> None:
-    stage, sample = play("<python>print(3*4)", room=12)
-    assert sample.status is SampleStatus.TRUNCATED and len(stage.model.asked) == 1
+    stage, sample = play("<python>print(3*4)</python>", room=12)
+    assert sample.response == "<python>prin" and len(stage.model.asked) == 1
 
 
 def test_every_question_tells_the_operators_apart() -> None:
     labels = {row["prompt"]: row["label"] for row in rows()}
-    assert len(labels) == 7 * 8 * 3
-    for a in range(3, 10):
-        for b in range(2, 10):
+    assert len(labels) == 3 * 4 * 3
+    for a in range(3, 6):
+        for b in range(2, 6):
             assert len({labels[question(a, word, b)] for word in ("plus", "minus", "times")}) == 3
 
 
