@@ -253,6 +253,7 @@ class Recorder:
         told["traceback"] = "".join(traceback.format_exception(error))[-MAX_TEXT:]
         name = "failed_eval.jsonl" if rollout_id is None else f"failed_{rollout_id:06d}.jsonl"
         lines = [dump_line({**told, **_as_far_as_it_goes(sample)}) for sample in samples]
+        self._run.samples.mkdir(parents=True, exist_ok=True)
         with (self._run.samples / name).open("ab") as file:
             file.write(b"".join(lines))
 
