@@ -169,7 +169,12 @@ def _as_far_as_it_goes(sample: Sample) -> dict[str, Any]:
     try:
         return sample_record(sample)
     except (TypeError, ValueError, AttributeError, IndexError, UserError):
-        safe: dict[str, Any] = json_safe({"group": sample.group_index, "index": sample.index, "prompt": sample.prompt})
+        kept = {
+            "group": sample.group_index,
+            "index": sample.index,
+            "status": str(getattr(sample.status, "value", sample.status)),
+        }
+        safe: dict[str, Any] = json_safe({**kept, "prompt": sample.prompt, "response": sample.response})
         return safe
 
 
