@@ -52,8 +52,8 @@ async def call_dynamic_filter(
     what = "the function of --dynamic-sampling-filter-path"
     with failures_of(what):
         verdict = await call_hook(fn, args, samples, what=what, limit=limit)
+    fix = "return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput"
     if verdict is None:  # would drop every group
-        fix = "return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput"
         raise FunctionFailed(f"{what} returned None", fix=fix)
     if not hasattr(type(verdict), "__bool__") and not isinstance(verdict, DynamicFilterOutput):  # "False" would keep it
         raise FunctionFailed(f"{what} returned a {type(verdict).__name__}", fix=fix)
