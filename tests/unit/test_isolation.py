@@ -285,7 +285,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
         flags: dict[str, Any] = {FLAG_OF[hook]: (path,) if hook == "sample hook" else path}
         flags |= {"rm_type": None} if hook == "reward" else {}
         # only users' functions that do nothing for so long are ended; all else has as long as it needs
-        limits = {"rollout_stall_timeout": 2.0, "rm_timeout": 3.0 if "reward" in kind else 60.0}
+        limits = {"rollout_stall_timeout": 2.0, "rm_timeout": 1.0 if "reward" in kind else 60.0}
         with pytest.MonkeyPatch.context() as patch:
             for name, seconds in {"_LOOK_SECONDS": 0.05, "_LEAVE_SECONDS": 0.2, "_BLOCKED_SECONDS": 0.5}.items():
                 patch.setattr(f"slime.user_calls.{name}", seconds)
