@@ -328,8 +328,10 @@ class WatchedLoop:
 def watch_loop(
     loop: asyncio.AbstractEventLoop, limit: Callable[[], float], lost: Callable[[str], object]
 ) -> WatchedLoop:
-    """Watch over an event loop until `WatchedLoop.stop` or its end; the arguments are those of the class."""
+    """Watch over the event loop that this is called on until `WatchedLoop.stop` or its end; the arguments are those of
+    the class."""
     watched = _overseer.loops[loop] = WatchedLoop(loop, limit, lost)
+    watched._answer()  # it is called there
     _overseer.start()
     return watched
 

@@ -169,7 +169,12 @@ def _as_far_as_it_goes(sample: Sample) -> dict[str, Any]:
     try:
         return sample_record(sample)
     except (TypeError, ValueError, AttributeError, IndexError, UserError):
-        safe: dict[str, Any] = json_safe({"group": sample.group_index, "index": sample.index, "prompt": sample.prompt})
+        kept = {
+            "group": sample.group_index,
+            "index": sample.index,
+            "status": str(getattr(sample.status, "value", sample.status)),
+        }
+        safe: dict[str, Any] = json_safe({**kept, "prompt": sample.prompt, "response": sample.response})
         return safe
 
 
@@ -253,6 +258,7 @@ class Recorder:
         told["traceback"] = "".join(traceback.format_exception(error))[-MAX_TEXT:]
         name = "failed_eval.jsonl" if rollout_id is None else f"failed_{rollout_id:06d}.jsonl"
         lines = [dump_line({**told, **_as_far_as_it_goes(sample)}) for sample in samples]
+        self._run.samples.mkdir(parents=True, exist_ok=True)
         with (self._run.samples / name).open("ab") as file:
             file.write(b"".join(lines))
 

@@ -61,8 +61,8 @@ def verdict_of(verdict: Any, what: str = "the filter") -> DynamicFilterOutput:
     Raises:
         FunctionFailed: it is none.
     """
+    fix = "return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput"
     if verdict is None:  # a forgotten return would drop every group
-        fix = "return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput"
         raise FunctionFailed(f"{what} returned None", fix=fix)
     if not hasattr(type(verdict), "__bool__") and not isinstance(verdict, DynamicFilterOutput):  # "False" would keep it
         raise FunctionFailed(f"{what} returned a {type(verdict).__name__}", fix=fix)

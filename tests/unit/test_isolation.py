@@ -137,7 +137,7 @@ NONSENSE = {
     "a reward of NaN": Case(with_field("reward", lambda s: NAN), "the reward nan"),
     "a token below 0": Case(with_field("tokens", lambda s: [-7, *s.tokens[1:]]), "the token -7"),
     "tokens of text": Case(with_field("tokens", lambda s: ["a", *s.tokens[1:]]), "'a' among its tokens"),
-    "no length": Case(with_field("response_length", lambda s: None), "TypeError"),
+    "no length": Case(with_field("response_length", lambda s: None), "response_length"),
 }
 HANGS = "--rollout-stall-timeout"
 TABLE: dict[str, dict[str, Case]] = {
@@ -147,30 +147,34 @@ TABLE: dict[str, dict[str, Case]] = {
     | {
         "None": Case(gives(None), "returned a NoneType"),
         "an empty list": Case(gives([]), "returned an empty list"),
-        "awaits for ever": Case(awaits_for_ever, HANGS),
-        "swallows its cancellation": Case(swallows, HANGS),
         "forks": Case(forks_on_the_loop, ""),
         "leaves a process": Case(lambda sample: leaves_a_process(sample) and sample, ""),
     },
+    # by themselves: a batch that draws others in place of failed ones is full without them
+    "generate, hanging": {"awaits for ever": Case(awaits_for_ever, HANGS)},
+    "generate, swallowing": {"swallows its cancellation": Case(swallows, HANGS)},
     "generate, blocking": {"blocks the loop": Case(polls_for_ever, "it hung, and was ended")},
     "sample hook": RAISES | NONSENSE | {"a list": Case(gives([]), "returned an empty list")},
-    "async sample hook": RAISES
-    | CANCELS_ITSELF
-    | {"awaits for ever": Case(awaits_for_ever, "has not returned within")},
+    "async sample hook": RAISES | CANCELS_ITSELF,
+    "async sample hook, hanging": {"awaits for ever": Case(awaits_for_ever, "has not returned within")},
     "reward": RAISES
     | {
         "None": Case(gives(None), "returned None"),
         "a string": Case(gives("1.0"), "returned '1.0'"),
         "NaN": Case(gives(NAN), "returned nan"),
         "a dict": Case(gives({"mine": 1.0}), "--reward-key is not set"),
-        "polls for ever": Case(polls_for_ever, ""),
-        "joins a deadlocked child": Case(joins_a_deadlocked_child, ""),
         "forks": Case(forks, ""),
         "leaves a process": Case(leaves_a_process, ""),
     },
-    "async reward": RAISES
-    | CANCELS_ITSELF
-    | {"awaits for ever": Case(awaits_for_ever, ""), "swallows its cancellation": Case(swallows, "")},
+    "reward, hanging": {
+        "polls for ever": Case(polls_for_ever, ""),
+        "joins a deadlocked child": Case(joins_a_deadlocked_child, ""),
+    },
+    "async reward": RAISES | CANCELS_ITSELF,
+    "async reward, hanging": {
+        "awaits for ever": Case(awaits_for_ever, ""),
+        "swallows its cancellation": Case(swallows, ""),
+    },
     "filter": RAISES | {"None": Case(gives(None), "returned None"), "a string": Case(gives("False"), "returned a str")},
     "async filter": RAISES | {"awaits for ever": Case(awaits_for_ever, "has not returned within")},
     "blocking filter": {"polls for ever": Case(polls_for_ever, "has not returned within")},
@@ -281,7 +285,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
         flags: dict[str, Any] = {FLAG_OF[hook]: (path,) if hook == "sample hook" else path}
         flags |= {"rm_type": None} if hook == "reward" else {}
         # only users' functions that do nothing for so long are ended; all else has as long as it needs
-        limits = {"rollout_stall_timeout": 2.0, "rm_timeout": 3.0 if "reward" in kind else 60.0}
+        limits = {"rollout_stall_timeout": 2.0, "rm_timeout": 1.0 if "reward" in kind else 60.0}
         with pytest.MonkeyPatch.context() as patch:
             for name, seconds in {"_LOOK_SECONDS": 0.05, "_LEAVE_SECONDS": 0.2, "_BLOCKED_SECONDS": 0.5}.items():
                 patch.setattr(f"slime.user_calls.{name}", seconds)
@@ -299,7 +303,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
         process.wait()
 
 
-QUICK = ("generate", "sample hook", "reward")
+QUICK = ("generate", "generate, hanging", "sample hook", "reward", "reward, hanging")
 KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.full) for kind in TABLE]
 CELLS = [
     pytest.param(kind, name, id=f"{kind}: {name}", marks=() if kind in QUICK else pytest.mark.full)
@@ -318,7 +322,8 @@ def test_it_costs_its_own_sample(outcomes: Callable[[str], Outcome], kind: str, 
     assert bool(failures) == bool(case.said)
     for row in failures:
         assert row["index"] == 2 * group, "its sibling has not failed"
-        assert case.said in row["error"] and "Traceback" in row["traceback"]
+        assert case.said in row["error"] and row["traceback"]
+        assert "Traceback" in row["traceback"] or case.said == HANGS
     assert not failures or failures[-1]["status"] == "failed"
 
 
@@ -331,17 +336,16 @@ def test_nothing_else_is_lost(outcomes: Callable[[str], Outcome], kind: str) -> 
     assert output.metrics["rollout/num_failed_groups"] == sum(bool(case.said) for case in cases)
     assert output.metrics["rollout/num_failed_samples"] == sum(map(len, failures.values()))
     assert output.metrics["rollout/num_hung_samples"] == sum(case.said == HANGS for case in cases)
-    timeouts = sum("reward" in kind and not case.said for case in cases) - 2 * (kind == "reward")
+    timeouts = len(cases) if "reward" in kind and "hanging" in kind else 0
     assert output.metrics["rollout/reward_timeout"] == timeouts
     for sample in (sample for group in output.samples for sample in group.samples):
         sample.validate()
         assert sample.reward is not None
 
 
-def test_forked_children_do_not_come_back_and_deadlocked_ones_are_ended(outcomes: Callable[[str], Outcome]) -> None:
+def test_forked_children_do_not_come_back(outcomes: Callable[[str], Outcome]) -> None:
     assert "child of the loop ended with 0" in outcomes("generate").log
     assert "child ended with 0" in outcomes("reward").log
-    assert "the deadlocked child has ended" in outcomes("reward").log
 
 
 def test_what_fails_once_is_tried_again(tmp_path: Path) -> None:
