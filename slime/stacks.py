@@ -6,13 +6,17 @@ lock. A process that is stopped (SIGSTOP) answers when it goes on.
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -20,6 +24,9 @@ _SIGNAL = signal.SIGUSR2
 _WRITTEN_SECONDS = 0.5
 #: Servers that actors watch write to their log, too.
 _SERVERS = "slime.engines."
+_MOST_FRAMES = 12
+#: Its frames call users' code, and are not where that hangs.
+_CALLER = f"{os.sep}slime{os.sep}user_calls.py"
 
 
 def answer() -> None:
@@ -77,3 +84,23 @@ def _answers(pid: int) -> bool:
         return False
     mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(mask, 16) >> (_SIGNAL - 1) & 1)
+
+
+def frames_of_task(task: asyncio.Task[Any]) -> list[FrameType]:
+    """Where a suspended task stands, the innermost frame last; `asyncio.Task.get_stack` tells only the outermost."""
+    frames: list[FrameType] = []
+    coroutine: Any = task.get_coro()
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None)
+        frames += [frame] if frame is not None else []
+        coroutine = getattr(coroutine, "cr_await", None)
+    return frames
+
+
+def lines_of_users(frames: list[FrameType]) -> str:
+    """Where frames are, the innermost last, without those of the event loop and of what calls users' code."""
+    summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
+    shown = [
+        one for one in summary if f"{os.sep}asyncio{os.sep}" not in one.filename and not one.filename.endswith(_CALLER)
+    ]
+    return "\n" + "".join(traceback.format_list(shown[-_MOST_FRAMES:])).rstrip("\n") if shown else ""

@@ -28,10 +28,11 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import psutil
+
+from slime.stacks import frames_of_task, lines_of_users
 
 logger = logging.getLogger("slime.user_calls")
 T = TypeVar("T")
@@ -44,7 +45,6 @@ _PATIENCE_SECONDS = 60.0
 #: Until the first line about a blocked loop; each further one after twice the time.
 _BLOCKED_SECONDS = 20.0
 _MOST_IDLE = 64
-_MOST_FRAMES = 12
 #: Of tasks that run a coroutine of the user's.
 _TASK = "user code: "
 
@@ -81,7 +81,7 @@ async def alone(work: Awaitable[T], what: str) -> T:
         else:
             logger.warning(
                 "%s goes on after it was cancelled, and is left behind; let asyncio.CancelledError through%s",
-                what, _lines(_frames_of(task)),
+                what, lines_of_users(frames_of_task(task)),
             )  # fmt: skip
         raise
 
@@ -306,7 +306,7 @@ class WatchedLoop:
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self.thread)
-        return _lines([frame for frame, _ in traceback.walk_stack(frame)][::-1]) if frame is not None else ""
+        return lines_of_users([frame for frame, _ in traceback.walk_stack(frame)][::-1]) if frame is not None else ""
 
     def _say(self) -> None:
         logger.warning(
@@ -376,7 +376,9 @@ class _Overseer:
             call.is_named = True
             _kill(_children_of(call.native))  # those that it has started since
             frame = sys._current_frames().get(call.thread)
-            lines = _lines([frame for frame, _ in traceback.walk_stack(frame)][::-1]) if frame is not None else ""
+            lines = (
+                lines_of_users([frame for frame, _ in traceback.walk_stack(frame)][::-1]) if frame is not None else ""
+            )
             logger.warning("the thread of %s cannot be ended, and stays until this process ends%s", call.what, lines)
 
 
@@ -438,21 +440,3 @@ def _leave_loops() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_loops)
-
-
-def _frames_of(task: asyncio.Task[Any]) -> list[FrameType]:
-    """Where a suspended task stands, the innermost frame last; `asyncio.Task.get_stack` tells only the outermost."""
-    frames: list[FrameType] = []
-    coroutine: Any = task.get_coro()
-    while coroutine is not None:
-        frame = getattr(coroutine, "cr_frame", None)
-        frames += [frame] if frame is not None else []
-        coroutine = getattr(coroutine, "cr_await", None)
-    return frames
-
-
-def _lines(frames: list[FrameType]) -> str:
-    """Where frames are, the innermost last, without those of the event loop and of this file."""
-    summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
-    shown = [one for one in summary if f"{os.sep}asyncio{os.sep}" not in one.filename and one.filename != __file__]
-    return "\n" + "".join(traceback.format_list(shown[-_MOST_FRAMES:])).rstrip("\n") if shown else ""
