@@ -26,7 +26,6 @@ from slime.config.flag import (
 _NO_CRITIC = "the PPO critic is not in this version"
 _NO_OPD = "on-policy distillation is not in this version"
 _NO_DELTA = "delta weight updates are not in this version; leave --update-weight-mode at full"
-_NO_MTP = "training of multi-token-prediction layers is not in this version"
 _NO_DEEPGEMM = "the DeepGEMM alignment kernels are not in this version"
 _NO_TEACHER_SERVER = "the Megatron teacher server is not in this version"
 _NO_OLD_ACTOR = "a lagged copy of the policy is not in this version; the old log-probs are those of the trained weights"
@@ -267,7 +266,7 @@ class TrainConfig:
     use_rollout_routing_replay: bool = flag(False, needs=SAMPLES)
     """Experts that the engine chose (rollout_routed_experts of the samples) are used in the old-policy pass and in
     training; implies --use-routing-replay."""
-    enable_mtp_training: bool = flag(False, refused=_NO_MTP)
+    enable_mtp_training: bool = flag(False, refused="training of multi-token-prediction layers is not here")
     """Train the multi-token-prediction layers."""
     qwen_gdn_backend: Literal["fla", "flashqla"] = flag("fla", refused="Qwen3-Next layers are not in this version")
     """Kernels of Gated DeltaNet layers."""
