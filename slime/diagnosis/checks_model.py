@@ -8,7 +8,6 @@ from typing import Any
 from slime import preflight
 from slime.checkpoints.load_plan import resolve_load, resolve_reference
 from slime.config.config import Config
-from slime.config.make import check_plain_weights
 from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Case, LeftOut, Look
 from slime.errors import UserError
@@ -56,7 +55,6 @@ def architecture(case: Case, look: Look) -> None:
 
 def quantisation(case: Case, look: Look) -> None:
     """Engines take weights as config.json says they are; of quantised ones the ignore list fits the model."""
-    look.attempt(check_plain_weights, str(case.model), case.run.engine.rollout_engine)
     look.attempt(preflight.check_ignore_list, case.run)
 
 
