@@ -1,14 +1,18 @@
 """Import paths of existing slime plugins → where the same things live here.
 
     from slime.utils.types import Sample                      is  slime.samples.types.Sample
-    from slime.rollout.sglang_rollout import GenerateState    is  slime.rollout.generate.current_state
+    from slime.rollout.sglang_rollout import GenerateState    is  slime.rollout.old_paths.generating.GenerateState
 
 What such a plugin reads is what it was written for: where a hook of a run imports an old path (`old_plugin`), responses
 keep their special tokens and labels their type, unless a flag says otherwise.
 
 The old modules do not exist as files. `install`, called when `slime` is imported, adds a finder to `sys.meta_path`
 that makes them up from the table below, one name at a time: importing an old path costs nothing until a name of it is
-used, and a name that has no counterpart here is an ImportError that lists those that have one.
+used. What needs more than a name, another signature say, is in `slime.rollout.old_paths`, which calls our own code.
+
+Names are looked up when they are called, as there: a plugin that puts a function of its own in place of one of
+`REPLACEABLE` has it called by the run (`replaced`). A name that has no counterpart is an ImportError that says what to
+use (`NO_COUNTERPART`).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import inspect
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,77 +35,196 @@ if TYPE_CHECKING:
     from slime.config.config import Config
 
 _HOOKS = "slime.hooks"
-_GENERATE = "slime.rollout.generate"
 _LOOP = "slime.rollout.loop"
 _PLUGIN = "slime.rollout.plugin_api"
 _FILTERS = "slime.rollout.filters"
-_REWARDS = "slime.rollout.rewards"
+_TEXT = "slime.rollout.rewards.text"
 _TYPES = "slime.samples.types"
+_OLD = "slime.rollout.old_paths"
+_GENERATING, _GRADING, _DATA = f"{_OLD}.generating", f"{_OLD}.grading", f"{_OLD}.data"
+_CALLS, _TENSORS = f"{_OLD}.calls", f"{_OLD}.tensors"
+
+
+def _same(module: str, *names: str) -> dict[str, str]:
+    """Rows of names that are the same in ``module``."""
+    return {name: f"{module}:{name}" for name in names}
+
+
+_REWARDS = _same(_PLUGIN, "async_rm", "batched_async_rm")
+_HTTP = _same(_PLUGIN, "post", "get")
+_OUTPUTS = _same(_HOOKS, "RolloutFnTrainOutput", "RolloutFnEvalOutput")
+_FILTERING = {
+    **_same(_HOOKS, "DynamicFilterOutput"),
+    **_same(_FILTERS, "MetricGatherer", "should_drop_dynamic_filter_output"),
+    **_same(_CALLS, "call_dynamic_filter"),
+}
+_BOXES = _same(_GRADING, "last_boxed_only_string", "remove_boxed")
 
 #: Old module → name in it → "module:name" here. Packages stand for themselves with an empty table.
 OLD_MODULES: dict[str, dict[str, str]] = {
     "slime.utils": {},
-    "slime.utils.types": {
-        "Sample": f"{_TYPES}:Sample",
-    },
+    "slime.utils.types": {**_same(_TYPES, "Sample"), "RolloutBatch": "builtins:dict"},
     "slime.utils.http_utils": {
-        "post": f"{_PLUGIN}:post",
-        "get": f"{_PLUGIN}:get",
+        **_HTTP,
+        **_same(_CALLS, "init_http_client", "find_available_port", "is_port_available"),
     },
-    "slime.utils.async_utils": {
-        "run": f"{_LOOP}:run",
-    },
+    "slime.utils.async_utils": _same(_CALLS, "run", "get_async_loop", "AsyncLoopThread"),
     "slime.utils.misc": {
         "load_function": "slime.hook_loading:load_function",
+        "should_run_periodic_action": "slime.schedule:is_due",
+        **_same(_CALLS, "SingletonMeta", "get_free_port"),
     },
-    "slime.rollout.base_types": {
-        "RolloutFnTrainOutput": f"{_HOOKS}:RolloutFnTrainOutput",
-        "RolloutFnEvalOutput": f"{_HOOKS}:RolloutFnEvalOutput",
-        "call_rollout_fn": "slime.rollout.user_rollouts:call_rollout_fn",
-    },
+    "slime.utils.data": _same(_DATA, "Dataset", "read_file", "filter_long_prompt"),
+    "slime.utils.mask_utils": _same(_DATA, "MultiTurnLossMaskGenerator", "get_response_lengths"),
+    "slime.utils.processing_utils": _same(_DATA, "load_tokenizer", "load_processor"),
+    "slime.utils.eval_config": _same(_DATA, "EvalDatasetConfig", "build_eval_dataset_configs", "ensure_dataset_list"),
+    "slime.utils.ppo_utils": _same(
+        _TENSORS,
+        *("compute_approx_kl", "compute_policy_loss", "compute_cispo_loss", "compute_gspo_kl", "compute_opsm_mask"),
+        *("get_grpo_returns", "get_reinforce_plus_plus_returns", "get_reinforce_plus_plus_baseline_advantages"),
+        *("get_advantages_and_returns", "get_advantages_and_returns_batch", "vanilla_gae", "chunked_gae"),
+    ),
+    "slime.utils.dp_schedule": _same(_TENSORS, "build_dp_schedule"),
+    "slime.utils.trace_utils": _same(_CALLS, "trace_span", "trace_function"),
+    "slime.rollout.base_types": {**_OUTPUTS, **_same(_CALLS, "call_rollout_fn")},
     "slime.rollout.data_source": {
-        "DataSource": f"{_HOOKS}:DataSource",
-        "RolloutDataSource": "slime.prompts.source:RolloutDataSource",
-        "RolloutDataSourceWithBuffer": "slime.prompts.source:RolloutDataSource",
-        "pop_first": "slime.samples.buffer:pop_first",
+        **_same(_HOOKS, "DataSource"),
+        **_same(f"{_OLD}.sources", "RolloutDataSource", "RolloutDataSourceWithBuffer"),
+        **_same("slime.samples.buffer", "pop_first"),
     },
     "slime.rollout.sglang_rollout": {
-        "GenerateState": f"{_GENERATE}:current_state",
-        "generate": f"{_GENERATE}:generate",
-        "generate_and_rm": f"{_PLUGIN}:generate_and_rm",
-        "generate_and_rm_group": f"{_PLUGIN}:generate_and_rm_group",
-        "get_model_url": f"{_PLUGIN}:get_model_url",
-        "generate_rollout": f"{_LOOP}:generate_rollout",
-        "generate_rollout_async": f"{_LOOP}:generate_rollout_async",
+        **_same(
+            _GENERATING,
+            *("GenerateState", "generate", "abort", "generate_rollout_async"),
+            *("eval_rollout", "eval_rollout_single_dataset"),
+        ),
+        **_same(_PLUGIN, "generate_and_rm", "generate_and_rm_group", "get_model_url"),
+        **_same(_LOOP, "generate_rollout"),
+        **_REWARDS,
+        **_HTTP,
+        **_OUTPUTS,
+        **_FILTERING,
+        **_same(_TYPES, "Sample"),
+        **_same(_CALLS, "run", "SingletonMeta"),
+        **_same(_DATA, "Dataset", "EvalDatasetConfig", "load_tokenizer", "load_processor"),
+        "load_function": "slime.hook_loading:load_function",
     },
-    "slime.rollout.sft_rollout": {
-        "generate_rollout": f"{_PLUGIN}:generate_sft_rollout",
-    },
+    "slime.rollout.sglang_streaming_rollout": {"generate_streaming": f"{_GENERATING}:generate"},
+    "slime.rollout.sample_hooks": _same(_GENERATING, "apply_rollout_sample_hooks"),
+    "slime.rollout.sft_rollout": {"generate_rollout": f"{_PLUGIN}:generate_sft_rollout"},
+    "slime.rollout.fully_async_rollout": {"generate_rollout_fully_async": f"{_LOOP}:generate_rollout"},
+    "slime.rollout.on_policy_distillation": _same(f"{_OLD}.distillation", "reward_func", "post_process_rewards"),
     "slime.rollout.rm_hub": {
-        "async_rm": f"{_PLUGIN}:async_rm",
-        "batched_async_rm": f"{_PLUGIN}:batched_async_rm",
+        **_REWARDS,
+        **_same(_GRADING, "remote_rm", "grade_answer_verl", "get_deepscaler_rule_based_reward", "f1_score"),
+        "compute_gpqa_reward": f"{_TEXT}:grade_gpqa",
+        "compute_score_dapo": f"{_GRADING}:compute_score",
+        "extract_boxed_answer": f"{_GRADING}:extract_answer",
     },
-    "slime.rollout.rm_hub.deepscaler": {
-        "get_deepscaler_rule_based_reward": f"{_REWARDS}.math_grading:grade_deepscaler",
-    },
-    "slime.rollout.rm_hub.gpqa": {
-        "compute_gpqa_reward": f"{_REWARDS}.text:grade_gpqa",
+    "slime.rollout.rm_hub.math_utils": {
+        **_BOXES,
+        **_same(_GRADING, "extract_answer", "extract_boxed_answer"),
+        **_same(_GRADING, "grade_answer_verl", "grade_answer_sympy", "grade_answer_mathd"),
     },
     "slime.rollout.rm_hub.math_dapo_utils": {
-        "compute_score": f"{_REWARDS}.text:grade_dapo",
+        **_BOXES,
+        **_same(_GRADING, "compute_score", "verify", "is_correct_minerva", "is_correct_strict_box"),
+        **_same(_GRADING, "normalize_final_answer"),
     },
+    "slime.rollout.rm_hub.deepscaler": _same(_GRADING, "get_deepscaler_rule_based_reward"),
+    "slime.rollout.rm_hub.f1": _same(_GRADING, "f1_score", "normalize_answer"),
+    "slime.rollout.rm_hub.gpqa": {"compute_gpqa_reward": f"{_TEXT}:grade_gpqa"},
+    "slime.rollout.rm_hub.ifbench": {},
     "slime.rollout.filter_hub": {},
-    "slime.rollout.filter_hub.base_types": {
-        "DynamicFilterOutput": f"{_HOOKS}:DynamicFilterOutput",
-        "MetricGatherer": f"{_FILTERS}:MetricGatherer",
-        "call_dynamic_filter": f"{_FILTERS}:call_dynamic_filter",
-        "should_drop_dynamic_filter_output": f"{_FILTERS}:should_drop_dynamic_filter_output",
-    },
-    "slime.rollout.filter_hub.dynamic_sampling_filters": {
-        "check_reward_nonzero_std": f"{_FILTERS}:check_reward_nonzero_std",
-        "check_reward_nonzero_std_with_fallback": f"{_FILTERS}:check_reward_nonzero_std_with_fallback",
-    },
+    "slime.rollout.filter_hub.base_types": _FILTERING,
+    "slime.rollout.filter_hub.dynamic_sampling_filters": _same(
+        _FILTERS, "check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"
+    ),
 }
+
+_NO_MEDIA = "samples are text in this version; a generate function of your own may send images to the engine itself"
+_NO_LOGITS = (
+    "a function of --custom-loss-function-path finds batch['current_log_probs'], with gradient and over the whole "
+    "vocabulary"
+)
+_NO_WORKER = "rollouts overlap with training by themselves: train_async.py with --async-buffer-size (docs/engines.md)"
+
+#: "Module:name", or a module with all that is in it, that has no counterpart → what to use instead.
+NO_COUNTERPART: dict[str, str] = {
+    "slime.utils.types:ParamInfo": "weights are described by slime.models.spec, and pushed by slime.weights",
+    "slime.utils.types:MultimodalTypes": _NO_MEDIA,
+    "slime.utils.http_utils:get_host_info": "args.sglang_router_ip is the router's address; socket.gethostname() this",
+    "slime.utils.http_utils:run_router": "the run starts its routers; slime.engines.router has their command line",
+    "slime.utils.http_utils:terminate_process": "children die with their owner: slime.processes",
+    "slime.utils.misc:get_current_node_ip": "ray.util.get_node_ip_address()",
+    "slime.utils.misc:exec_command": "subprocess.run",
+    "slime.utils.misc:Box": "batches go to the trainer as slime.samples.batch.TrainBatch",
+    "slime.utils.data:process_rollout_data": "batches go to the trainer as slime.samples.batch.TrainBatch",
+    "slime.utils.data:get_minimum_num_micro_batch_size": "slime.samples.packing.plan_steps",
+    "slime.utils.processing_utils:process_vision_info": _NO_MEDIA,
+    "slime.utils.processing_utils:build_processor_kwargs": _NO_MEDIA,
+    "slime.utils.processing_utils:prepare_model_inputs": _NO_MEDIA,
+    "slime.utils.processing_utils:encode_image_for_rollout_engine": _NO_MEDIA,
+    "slime.utils.ppo_utils:compute_log_probs": _NO_LOGITS,
+    "slime.utils.ppo_utils:compute_entropy_from_logits": _NO_LOGITS,
+    "slime.utils.ppo_utils:calculate_log_probs_and_entropy": _NO_LOGITS,
+    "slime.rollout.rm_hub.math_utils:are_equal_under_sympy": "grade_answer_sympy, which math-verify answers",
+    "slime.rollout.rm_hub.math_utils:mathd_normalize_answer": "grade_answer_mathd compares two answers",
+    "slime.rollout.rm_hub.ifbench:compute_ifbench_reward": (
+        "its checkers come from a repository that installs packages when it is imported: install IFBench yourself and "
+        "call it from a function of --custom-rm-path"
+    ),
+    "slime.rollout.sample_hooks:set_current_rollout_id": "hooks that have a parameter rollout_id are given it",
+    "slime.rollout.fully_async_rollout:AsyncRolloutWorker": _NO_WORKER,
+    "slime.rollout.fully_async_rollout:get_global_worker": _NO_WORKER,
+    "slime.rollout.fully_async_rollout:stop_global_worker": _NO_WORKER,
+    "slime.rollout.sleep_rollout": "--debug-rollout-only keeps engines without a trainer; slime serve one model alone",
+    "slime.rollout.forge_load": "--load-debug-rollout-data replays rollouts that --save-debug-rollout-data has kept",
+    "slime.utils.arguments": "slime.config.parse_args and make_config",
+    "slime.utils.tracking_utils": "metrics of a rollout function's output, or of a log function's extra_metrics",
+    "slime.utils.wandb_utils": "metrics of a rollout function's output, or of a log function's extra_metrics",
+    "slime.utils.tensorboard_utils": "metrics of a rollout function's output, or of a log function's extra_metrics",
+    "slime.utils.metric_utils": "slime.rollout.metrics",
+    "slime.utils.seqlen_balancing": "slime.samples.packing.plan_steps",
+    "slime.utils.flops_utils": "slime.models.flops.sequence_cost",
+    "slime.utils.routing_replay": "--use-routing-replay and --use-rollout-routing-replay do it",
+    "slime.utils.timer": "slime.observe.trace.span; phases of a step are metrics by themselves (docs/metrics.md)",
+    "slime.utils.memory_utils": "peaks of each phase are metrics by themselves (docs/memory.md)",
+    "slime.utils.logging_utils": "logging.getLogger; what a hook logs is in the run's logs/ folder",
+    "slime.utils.health_monitor": "--use-fault-tolerance",
+    "slime.ray": "processes are started by slime.cluster (docs/architecture.md)",
+    "slime.backends": "training is slime.trainer, engines are slime.engines (docs/architecture.md)",
+    "slime.agent": "agents that speak an API get an endpoint per sample: docs/agents.md",
+}
+
+#: Old names that the run looks up when it calls them. What replaces another one is called by those who import it only.
+REPLACEABLE = {
+    *(f"slime.rollout.sglang_rollout:{name}" for name in ("generate", "generate_and_rm", "generate_and_rm_group")),
+    *(f"slime.rollout.sglang_rollout:{name}" for name in ("generate_rollout", "eval_rollout", "post")),
+    *(f"slime.rollout.rm_hub:{name}" for name in ("async_rm", "batched_async_rm", "remote_rm", "grade_answer_verl")),
+    *(f"slime.rollout.rm_hub:{name}" for name in ("get_deepscaler_rule_based_reward", "f1_score")),
+    *(f"slime.rollout.rm_hub:{name}" for name in ("compute_gpqa_reward", "compute_score_dapo")),
+    "slime.rollout.data_source:pop_first",
+}
+
+_replaced: dict[str, Any] = {}
+"""By what is replaced, as the table spells it."""
+
+
+def replaced(old: str) -> Any:
+    """What a plugin has put in place of an old name of `REPLACEABLE`; None where it is ours.
+
+    Example:
+        >>> replaced("slime.rollout.sglang_rollout:generate") is None
+        True
+    """
+    assert old in REPLACEABLE, old
+    return _replaced.get(_target(old)) if _replaced else None
+
+
+def _target(old: str) -> str:
+    module, _, name = old.partition(":")
+    return OLD_MODULES[module][name]
 
 
 class _OldModule(ModuleType):
@@ -108,6 +232,8 @@ class _OldModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         names = OLD_MODULES[self.__name__]
+        if reason := NO_COUNTERPART.get(f"{self.__name__}:{name}"):
+            raise ImportError(f"{self.__name__}.{name} has no counterpart in this version; use: {reason}")
         if name not in names:
             raise AttributeError(
                 f"{self.__name__} is a path of earlier slime versions; of its names these live on: "
@@ -115,19 +241,47 @@ class _OldModule(ModuleType):
                 name=name,
                 obj=self,
             )
-        module, _, attribute = names[name].partition(":")
-        value = getattr(importlib.import_module(module), attribute)
-        setattr(self, name, value)
+        value = _own(names[name])
+        super().__setattr__(name, value)
         return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        target = OLD_MODULES.get(self.__name__, {}).get(name)
+        if target is not None:
+            _note_replacement(f"{self.__name__}.{name}", target, value)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        _replaced.pop(OLD_MODULES[self.__name__].get(name, ""), None)
 
     def __dir__(self) -> list[str]:
         return sorted([*OLD_MODULES[self.__name__], *super().__dir__()])
+
+
+def _own(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _note_replacement(path: str, target: str, value: Any) -> None:
+    if value is _own(target):
+        _replaced.pop(target, None)
+        return
+    if target not in {_target(old) for old in REPLACEABLE}:
+        logging.getLogger("slime").warning(
+            "%s was replaced, and no part of the run looks it up there: what imports it from there gets the new one",
+            path,
+        )
+    _replaced[target] = value
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if reason := NO_COUNTERPART.get(fullname):
+            raise ModuleNotFoundError(f"{fullname} has no counterpart in this version; use: {reason}", name=fullname)
         if fullname not in OLD_MODULES:
             return None
         is_package = any(name.startswith(fullname + ".") for name in OLD_MODULES)
@@ -182,7 +336,9 @@ def _imports_old_path(hook: Any) -> bool:
 @functools.cache
 def _file_imports_old_path(file: str) -> bool:
     for node in ast.walk(ast.parse(Path(file).read_bytes())):
-        if isinstance(node, ast.ImportFrom) and node.module in OLD_MODULES:
+        if isinstance(node, ast.ImportFrom) and (
+            node.module in OLD_MODULES or any(f"{node.module}.{alias.name}" in OLD_MODULES for alias in node.names)
+        ):
             return True
         if isinstance(node, ast.Import) and any(alias.name in OLD_MODULES for alias in node.names):
             return True

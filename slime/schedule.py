@@ -11,6 +11,25 @@ from slime.errors import UserError
 from slime.placement import PlacementPlan, has_evaluation
 
 
+def is_due(
+    rollout_id: int,
+    interval: int | None,
+    num_rollout_per_epoch: int | None = None,
+    num_rollout: int | None = None,
+) -> bool:
+    """Whether what happens every ``interval`` rollouts, at the end of each epoch and after the last is due.
+
+    Example:
+        >>> [is_due(rollout_id, 2, num_rollout=5) for rollout_id in range(5)]
+        [False, True, False, True, True]
+    """
+    number = rollout_id + 1
+    if interval is None:
+        return False
+    epoch_end = bool(num_rollout_per_epoch) and number % (num_rollout_per_epoch or 1) == 0
+    return number == num_rollout or epoch_end or number % interval == 0
+
+
 class Schedule:
     """Of one launch. ``rollout_id`` is the rollout that was trained on last, from 0 in the run's first launch.
 
@@ -88,10 +107,8 @@ class Schedule:
 
     def is_due(self, rollout_id: int, interval: int) -> bool:
         """Every ``interval`` rollouts, at the end of each epoch, and after the last."""
-        number = rollout_id + 1
-        per_epoch = self._per_epoch if self.num_prompts else 0
-        epoch_end = bool(per_epoch) and number % per_epoch == 0 and self._config.data.num_epoch is not None
-        return number == self.num_rollout or epoch_end or number % interval == 0
+        by_epoch = self.num_prompts and self._config.data.num_epoch is not None
+        return is_due(rollout_id, interval, self._per_epoch if by_epoch else None, self.num_rollout)
 
 
 class Ages:

@@ -237,11 +237,7 @@ def _flags(args: argparse.Namespace, folder: Path, way: str) -> list[str]:
         "--max-restarts": 9, "--actor-num-gpus-per-node": args.gpus,
     }  # fmt: skip
     own = ["--colocate"] if way == "colocated" else ["--rollout-num-gpus", str(args.gpus), "--update-weights-in-flight"]
-    words = [
-        "--use-dynamic-batch-size",
-        "--use-fault-tolerance",
-        *(str(word) for pair in given.items() for word in pair),
-    ]
+    words = [str(word) for pair in given.items() for word in pair]
     return ["--use-dynamic-batch-size", "--use-fault-tolerance", *words, *own, *engine_flags(args), *args.more.split()]
 
 

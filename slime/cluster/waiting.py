@@ -13,7 +13,7 @@ from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, Ray
 
 from slime import stacks
 from slime.cluster import open_waits
-from slime.cluster.silence import Silence, own_actors, pid_here
+from slime.cluster.silence import Silence, own_actors, pid_here, stopped_parts
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 
@@ -256,17 +256,19 @@ class StartNews:
 
 
 def _deadline_passed(silent: list[Worker], what: str, timeout: float, since: float) -> Lost:
-    """Everybody is asked for the stacks: who is waited for may wait for another one."""
+    """Everybody is asked for the stacks: who is waited for may wait for another one, which may be stopped."""
     process = next((worker.process for worker in silent if worker.process is not None), None)
     dump = f"py-spy dump --pid {process.pid}, on {process.host}," if process else "py-spy dump --pid <its pid>"
     here = {pid: worker.name for worker in silent if (pid := pid_here(worker)) is not None}
-    asked = stacks.ask({*here, *own_actors()}, wait=True)
+    stopped = stopped_parts()
+    asked = stacks.ask({*here, *own_actors()} - stopped.keys(), wait=True)
     logs = [f"{here[pid]}.log" for pid in asked if pid in here]
     logs += ["the logs of the others"] if len(asked) > len(logs) else []
     where = f"the Python stacks of all threads are in {' and '.join(logs)}; " if logs else "look into its log; "
     return DeadlinePassed(
         f"{what}: no answer within {timeout:.0f} s from {', '.join(map(str, silent))}, waited for since "
         f"{time.strftime('%H:%M:%S', time.localtime(since))}",
+        why=f"{', '.join(stopped.values())} is stopped (SIGSTOP), and so answers nobody" if stopped else "",
         fix=f"{where}{dump} shows where it hangs",
     ).of(*silent)
 

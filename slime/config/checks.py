@@ -54,8 +54,8 @@ def check(draft: Draft) -> None:
 def violations(draft: Draft) -> Iterator[UserError]:
     """All contradictions, one after the other; where the numbers make no layout at all, the rest is not looked at."""
     for step in (
-        _ranges, _needs, _staleness, _entry, _host, _placement, _external_engines, _lengths, _sampling, _evaluation,
-        _debug, _names, *checks_train.STEPS,
+        _ranges, _needs, _staleness, _overlap, _entry, _host, _placement, _external_engines, _lengths, _sampling,
+        _evaluation, _debug, _names, *checks_train.STEPS,
     ):  # fmt: skip
         try:
             step(draft)
@@ -117,6 +117,18 @@ def _staleness(draft: Draft) -> None:
             "--stale-samples correct has nothing to correct with: groups older than --max-staleness are trained on as"
             " if they were not; --use-tis weighs their tokens, --use-rollout-logprobs takes the engine's log-probs as"
             " the old policy's"
+        )
+
+
+#: A rollout function of earlier versions, by its import path: it generated while training went on.
+_FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+
+
+def _overlap(draft: Draft) -> None:
+    if draft["rollout_function_path"] == _FULLY_ASYNC and not draft["async_buffer_size"]:
+        draft.warnings.append(
+            "nothing is generated while the trainer works, which --rollout-function-path asks for: it takes"
+            " train_async.py (or --async-buffer-size) and engines on GPUs of their own"
         )
 
 

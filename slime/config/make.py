@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from slime.config.checks import check, check_complete, refuse_unsupported, violations
@@ -32,6 +33,19 @@ def make_config(*, entry: str = "train", **flags: Any) -> Config:
         4
     """
     return _finish(_resolved(given_by_name(flags), entry))
+
+
+def config_of(args: Any, names: Iterable[str], **flags: Any) -> Config:
+    """`make_config` from what ``args``, a namespace that may have a few attributes only, has of the flags ``names``
+    beside their defaults; ``flags`` over it.
+
+    Raises:
+        UserError: as `make_config`.
+    """
+    specs = all_flags()
+    given = {name: getattr(args, name, None) for name in names}
+    said = {name: value for name, value in given.items() if value is not None and value != specs[name].default}
+    return make_config(**{**said, **flags})
 
 
 def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:

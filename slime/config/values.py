@@ -118,14 +118,14 @@ def _typed(kind: str, value: Any) -> Any:
 
 
 def _int_or_list(value: Any) -> int | list[int]:
-    """A number, a list, or Megatron-LM's list expressions.
+    """A number, a list, or Megatron-LM's list expressions, also in the quotes that arrays of shell scripts leave.
 
     Example:
-        >>> _int_or_list("([0]*1+[1]*3)")
+        >>> _int_or_list("'([0]*1+[1]*3)'")
         [0, 1, 1, 1]
     """
     if isinstance(value, str):
-        value = _evaluate(ast.parse(value.strip(), mode="eval").body)
+        value = _evaluate(ast.parse(value.strip().strip("'\""), mode="eval").body)
     if isinstance(value, list) and all(isinstance(item, int) for item in value):
         return value
     if isinstance(value, int):

@@ -55,7 +55,7 @@ class MappedOrder:
         self._epoch, self._offset = epoch, offset
         self._permutation = list(range(len(self._kept)))
         if self._shuffle:
-            random.Random(self._seed + epoch).shuffle(self._permutation)
+            self._permutation = permutation(len(self._kept), self._seed, epoch)
 
     def take(self) -> Prompt:
         if self._offset >= len(self._kept):
@@ -70,6 +70,13 @@ class MappedOrder:
         for position in (0, len(self._kept) // 2, len(self._kept) - 1):
             digest.update(repr(self._rows[int(self._kept[position])]).encode())
         return digest.hexdigest()
+
+
+def permutation(size: int, seed: int, epoch: int) -> list[int]:
+    """The order of an epoch of shuffled data."""
+    order = list(range(size))
+    random.Random(seed + epoch).shuffle(order)
+    return order
 
 
 class StreamedOrder:

@@ -16,8 +16,9 @@ from slime.log import get_logger
 from slime.processes import follow_parent
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.problems import Problems, RowProblem
-from slime.prompts.readers import Row, Rows
+from slime.prompts.readers import Row, Rows, open_rows
 from slime.prompts.row_format import Prompt, RowFormat, read_prompt
+from slime.samples.types import Sample
 
 logger = get_logger(__name__)
 
@@ -143,6 +144,18 @@ def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np
     if total.templated:
         logger.warning("%s", templated_warning(path, total.templated, total.first_templated, checker.markers))
     return np.asarray(total.kept, dtype=np.int64)
+
+
+def read_samples(path: str, checker: Checker) -> list[Sample]:
+    """A sample of each row that can be drawn, in the order of the file, without indices.
+
+    Raises:
+        UserError: as `open_rows` and `prepare`.
+    """
+    rows = open_rows(path)
+    kept = prepare(rows, path, checker)
+    prompts = [read_prompt(rows[int(position)], checker.form, checker.tokenizer) for position in kept]
+    return [Sample(prompt=p.text, tokens=p.tokens, label=p.label, metadata=p.metadata) for p in prompts]
 
 
 def probe(rows: Rows, path: str, checker: Checker, max_rows: int) -> Scan:

@@ -22,6 +22,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.hook_loading import check_class, failures_of, load_function, user_function, with_user_frames
 from slime.hooks import DataSource
+from slime.legacy_paths import replaced
 from slime.log import get_logger
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.order import MappedOrder, Order, StreamedOrder
@@ -52,7 +53,7 @@ def make_source(config: Config, tokenizer: Any) -> DataSource:
         return PromptSource(config, tokenizer)
     cls = load_function(path)
     check_class(cls, DataSource, path)
-    _BUILT_FROM.set((config, tokenizer))
+    BUILT_FROM.set((config, tokenizer))
     with failures_of(f"'{path}'"):
         source: DataSource = cls(config.flat())
     for method in ("get_samples", "add_samples", "mark_consumed", "mark_discarded"):
@@ -69,8 +70,8 @@ def _telling_failures(method: Callable[..., Any], name: str) -> Callable[..., An
     return call
 
 
-#: What `make_source` builds a source of the user's own from.
-_BUILT_FROM: contextvars.ContextVar[tuple[Config, Any]] = contextvars.ContextVar("slime_source_built_from")
+#: What `make_source` builds a source of the user's own from: configuration and tokenizer.
+BUILT_FROM: contextvars.ContextVar[tuple[Config, Any]] = contextvars.ContextVar("slime_source_built_from")
 
 
 def save_source(source: DataSource, config: Config, rollout_id: int) -> dict[str, Any]:
@@ -140,6 +141,12 @@ def is_chat(config: Config, tokenizer: Any) -> bool:
     return False
 
 
+def _pop_first(*args: Any) -> list[list[Sample]]:
+    """`pop_first`, or what a plugin has put in its place."""
+    groups: list[list[Sample]] = (replaced("slime.rollout.data_source:pop_first") or pop_first)(*args)
+    return groups
+
+
 _AS_IT_IS = "as it is"
 
 
@@ -164,8 +171,7 @@ class PromptSource(DataSource):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._group_size = config.rollout.n_samples_per_prompt
         path = config.rollout.buffer_filter_path
-        select = user_function(path) if path else pop_first
-        self._buffer = SampleBuffer(config.flat(), select)
+        self._buffer = SampleBuffer(config.flat(), user_function(path) if path else _pop_first)
         self._order = _open_order(config, tokenizer)
         seed = config.rollout.rollout_seed
         self._shuffling = f"shuffled with seed {seed}" if config.data.rollout_shuffle else _AS_IT_IS
@@ -284,23 +290,6 @@ class PromptSource(DataSource):
         self._next = self._low = max([state["low"] - 1, *self._done, *self._held]) + 1
         self._done, self._held = set(), set()
         self._order.seek(0, 0)
-
-
-class RolloutDataSource(PromptSource):
-    """`PromptSource` for plugins that derive their ``--data-source-path`` from it: built as ``cls(args)``.
-
-    Raises:
-        UserError: built outside of `make_source`, which knows configuration and tokenizer.
-    """
-
-    def __init__(self, args: Any) -> None:
-        try:
-            config, tokenizer = _BUILT_FROM.get()
-        except LookupError:
-            raise UserError(
-                f"{type(self).__name__} is built where there is no run", fix="name the class by --data-source-path"
-            ) from None
-        super().__init__(config, tokenizer)
 
 
 def _open_order(config: Config, tokenizer: Any) -> Order | None:

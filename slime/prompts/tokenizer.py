@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 
 
-def load_tokenizer(path: str, *, without_torch: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, without_torch: bool = False, **kwargs: Any) -> PreTrainedTokenizerBase:
     """The tokenizer in a local Hugging Face directory.
 
     Args:
         without_torch: read tokenizer.json where there is one, which takes a third of the time; good enough to check
             data, while the model's own class may add special tokens differently.
+        kwargs: further ones for transformers.
     Raises:
         UserError: no such directory, no tokenizer in it, or transformers cannot read it.
     """
@@ -47,7 +48,7 @@ def load_tokenizer(path: str, *, without_torch: bool = False) -> PreTrainedToken
             return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, **{"local_files_only": True, **kwargs})
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise UserError(

@@ -26,6 +26,7 @@ from slime.hooks import DataSource, DynamicFilter
 from slime.log import get_logger
 from slime.rollout.execution import Activity, GroupRun, GroupRunner
 from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
+from slime.rollout.generate import GenerateState
 from slime.rollout.journal import Journal, Kind, drawn_as
 from slime.rollout.watchdog import Watchdog
 from slime.samples.types import Sample, SampleStatus
@@ -34,7 +35,7 @@ logger = get_logger(__name__)
 
 #: So many groups, and ten batches, may be dropped in a row: a filter that drops all would never end.
 _MOST_DROPS = 1000
-_ABORT_SECONDS = 60.0
+ABORT_SECONDS = 60.0
 
 
 #: --stale-samples → the metric that counts what became of groups.
@@ -75,6 +76,22 @@ class Collected:
     num_aborted: int = 0
     data_seconds: float = 0.0
 
+    def metrics(self, state: GenerateState) -> dict[str, float]:
+        """What was counted here, and by the state's client since the rollout began."""
+        counts = state.client.counters.take()
+        metrics: dict[str, float] = {
+            "rollout/num_failed_groups": self.num_failed,
+            "rollout/num_surplus_groups": self.num_surplus,
+            "rollout/num_aborted_groups": self.num_aborted,
+            "rollout/prompt_too_long": state.counts["prompt_too_long"],
+            "rollout/continued_requests": state.counts["continued"],
+            "rollout/requests": counts["requests"],
+            "rollout/retries": counts["retries"],
+            "perf/data_wait_time": self.data_seconds,
+        }
+        metrics |= self.stale
+        return metrics | {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in self.drops.items()}
+
 
 class Collector:
     """One use per rollout: `collect`, then read `Collected`.
@@ -103,7 +120,7 @@ class Collector:
         partial_rollout: bool = False,
         max_failed_fraction: float = 0.1,
         stall_timeout: float = 600.0,
-        abort_timeout: float = _ABORT_SECONDS,
+        abort_timeout: float = ABORT_SECONDS,
         journal: Journal | None = None,
         oldest_version: int = 0,
         stale_samples: str = "requeue",

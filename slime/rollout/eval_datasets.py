@@ -74,6 +74,18 @@ class EvalDataset:
     custom_generate_function_path: str | None = None
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def cache_key(self) -> tuple[Any, ...]:
+        """What tells its prompts from those of other sets."""
+        keys = self.input_key, self.label_key, self.tool_key, self.metadata_key
+        template = self.apply_chat_template, repr(sorted(self.apply_chat_template_kwargs.items()))
+        return (self.name, self.path, *keys, *template)
+
+    def inject_metadata(self, metadata: dict[str, Any] | None) -> dict[str, Any]:
+        """A row's metadata with what this set says over it."""
+        rm_type = {"rm_type": self.rm_type} if self.rm_type else {}
+        return {**(metadata or {}), **self.metadata_overrides, **rm_type}
+
     def sampling_params(self) -> dict[str, Any]:
         """A new ``sampling_params`` for the engine."""
         return sampling_params(
@@ -114,22 +126,28 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
         entries = list(_entries_of_yaml(Path(config.eval.eval_config)))
     else:
         entries = [{"name": name, "path": path} for name, path in _pairs(config.eval.eval_prompt_data)]
-    flags = _values_of_flags(config)
-    datasets = []
-    for entry in entries:
-        values = {**flags, **entry}
-        for name in ("stop", "stop_token_ids"):
-            value = values[name]
-            values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
-        for key, dest in _NUMBERS.items():
-            where = f"evaluation set {values['name']}: "
-            values[key] = convert(all_flags()[dest], values[key], where)
-            check_number(all_flags()[dest], values[key], where + key)
-        datasets.append(EvalDataset(**values))
+    datasets = [EvalDataset(**resolved(entry, config)) for entry in entries]
     names = [dataset.name for dataset in datasets]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"evaluation set {twice[0]!r} is given twice", fix="give each set a name of its own")
     return datasets
+
+
+def resolved(entry: dict[str, Any], config: Config) -> dict[str, Any]:
+    """All values of a set, those that ``entry`` leaves out from the flags.
+
+    Raises:
+        UserError: a number that makes no sense.
+    """
+    values = {**_values_of_flags(config), **entry}
+    for name in ("stop", "stop_token_ids"):
+        value = values[name]
+        values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
+    for key, dest in _NUMBERS.items():
+        where = f"evaluation set {values['name']}: "
+        values[key] = convert(all_flags()[dest], values[key], where)
+        check_number(all_flags()[dest], values[key], where + key)
+    return values
 
 
 def _values_of_flags(config: Config) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from slime.errors import UserError
 from slime.hook_loading import with_user_frames
 from slime.hooks import RolloutFnEvalOutput
 from slime.log import get_logger
-from slime.prompts.prepare import Checker, prepare, probe
+from slime.prompts.prepare import Checker, probe, read_samples
 from slime.prompts.readers import open_rows
-from slime.prompts.row_format import RowFormat, keeps_raw_labels, read_prompt
+from slime.prompts.row_format import RowFormat, keeps_raw_labels
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.execution import GroupRun, GroupRunner
 from slime.rollout.generate import context_limit
@@ -45,9 +45,7 @@ class EvalSet:
                 sample.group_index, sample.index = i, i * n + j
                 sample.generate_function_path = self.dataset.custom_generate_function_path
                 sample.custom_rm_path = self.dataset.custom_rm_path
-                sample.metadata = {**sample.metadata, **self.dataset.metadata_overrides}
-                if self.dataset.rm_type:
-                    sample.metadata["rm_type"] = self.dataset.rm_type
+                sample.metadata = self.dataset.inject_metadata(sample.metadata)
                 samples.append(sample)
             runs.append(GroupRun.of(samples, order=i))
         return runs
@@ -59,10 +57,7 @@ def read_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any) -> l
     Raises:
         UserError: rows that cannot be used, or none left.
     """
-    rows, checker = open_rows(dataset.path), _checker(dataset, config, tokenizer)
-    kept = prepare(rows, dataset.path, checker)
-    prompts = [read_prompt(rows[int(position)], checker.form, tokenizer) for position in kept]
-    return [Sample(prompt=p.text, tokens=p.tokens, label=p.label, metadata=p.metadata) for p in prompts]
+    return read_samples(dataset.path, _checker(dataset, config, tokenizer))
 
 
 def probe_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any, max_rows: int) -> None:

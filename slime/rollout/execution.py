@@ -12,6 +12,7 @@ is wrong with it will show in the next rollout.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import time
@@ -24,8 +25,9 @@ from typing import Any, Protocol, TypeVar
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
 from slime.errors import UserError
-from slime.hook_loading import accepted, call_hook, check_signature, load_function, user_frames, with_user_frames
+from slime.hook_loading import accepted, check_signature, load_function, user_frames, with_user_frames
 from slime.hooks import GenerateFunction, SampleHook
+from slime.legacy_paths import replaced
 from slime.log import get_logger
 from slime.observe.trace import span
 from slime.rollout.generate import (
@@ -37,6 +39,7 @@ from slime.rollout.generate import (
     note_too_long,
     prompt_token_ids,
 )
+from slime.rollout.sample_steps import apply_sample_hook, copy_of_prompt, set_rewards
 from slime.samples.types import Group, Sample, SampleStatus
 
 logger = get_logger(__name__)
@@ -45,6 +48,10 @@ T = TypeVar("T")
 _FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 #: A generate function that asks the engines itself is called so often, when pushes of weights cut its answers short.
 _MOST_CUTS = 8
+#: What plugins may have put in place of our functions of these names.
+_GENERATE, _SAMPLE, _GROUP = (
+    f"slime.rollout.sglang_rollout:{name}" for name in ("generate", "generate_and_rm", "generate_and_rm_group")
+)
 
 
 class Rewards(Protocol):
@@ -166,6 +173,8 @@ class GroupRunner:
         rollout_id, evaluation: passed to hooks that ask for them.
         group_rm: score the finished group as a whole.
         mask_offpolicy: do not train on what an earlier rollout had generated of a resumed sample.
+        ours: of "group" and "sample" those for which a plugin's function in place of ours is not called: it has called
+            us.
     """
 
     def __init__(
@@ -177,12 +186,13 @@ class GroupRunner:
         evaluation: bool = False,
         group_rm: bool = False,
         mask_offpolicy: bool = False,
+        ours: tuple[str, ...] = (),
     ) -> None:
-        self.state, self.rewards = state, rewards
+        self.state, self.rewards, self._ours = state, rewards, ours
         self.rollout_id, self.evaluation, self.group_rm = rollout_id, evaluation, group_rm
         self.mask_offpolicy = mask_offpolicy
         self.last_progress = time.monotonic()
-        self._default_path: str | None = state.args.custom_generate_function_path
+        self._default_path: str | None = getattr(state.args, "custom_generate_function_path", None)
         self._functions: dict[str, Any] = {}
 
     def _checked(self, path: str, protocol: type) -> Any:
@@ -198,14 +208,52 @@ class GroupRunner:
         for sample in group.samples:
             sample.session_id = sample.session_id or uuid.uuid4().hex
         with span(group.samples, "generate_and_rm_group"):
+            whole = None if "group" in self._ours else replaced(_GROUP)
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    for execution in group.executions:
-                        tasks.create_task(self._run_execution(execution))
+                    if whole is not None and not group.is_generated:
+                        tasks.create_task(self._run_whole(whole, group))
+                    else:
+                        for execution in group.executions:
+                            tasks.create_task(self._run_execution(execution))
             except BaseExceptionGroup as errors:  # only what must stop the run gets here
                 raise errors.exceptions[0] from None
             if self.group_rm and group.is_generated and not group.is_scored and group.failure is None:
                 await self._score_group(group)
+
+    async def _run_whole(self, function: Any, group: GroupRun) -> None:
+        """The group through a plugin's function in place of ``generate_and_rm_group``."""
+        params = copy.deepcopy(self.state.sampling_params)
+        for execution in group.executions:
+            execution.prompt = copy_of_prompt(execution.samples[0])
+            execution.enter(Activity.GENERATING)
+        more = accepted(function, {"evaluation": self.evaluation})
+        try:
+            drawn = [execution.samples[0] for execution in group.executions]
+            returned = await function(self.state.args, drawn, params, **more)
+            if not isinstance(returned, list) or len(returned) != len(group.executions):
+                what = f"the plugin's generate_and_rm_group did not return a list of {len(group.executions)}"
+                raise UserError(what, fix="return for each sample of the group the sample, or a list of samples")
+            for execution, samples in zip(group.executions, returned):
+                self._accept(execution, samples, "the plugin's generate_and_rm_group")
+                await self._score_unless_group_rm(execution)
+                execution.enter(Activity.DONE)
+        except Exception as error:  # the boundary of a group's failures, as of a sample's below
+            for execution in group.executions:
+                self._end_of_failure(execution, error)
+        self.last_progress = time.monotonic()
+
+    async def _score_unless_group_rm(self, execution: Execution) -> None:
+        if execution.is_generated and not self.group_rm:
+            await self._score(execution)
+
+    def _end_of_failure(self, execution: Execution, error: Exception) -> None:
+        if self.state.client.aborting:
+            self._abort(execution, error)
+        elif isinstance(error, UserError):
+            raise with_user_frames(error, error) from error.__cause__
+        else:
+            self._fail(execution, error)
 
     async def _run_execution(self, execution: Execution) -> None:
         with span(execution.samples, "generate_and_rm") as sample_span:
@@ -213,16 +261,10 @@ class GroupRunner:
                 if not execution.is_generated:
                     await self._generate(execution)
                     sample_span.adopt(execution.samples)
-                if execution.is_generated and not self.group_rm:
-                    await self._score(execution)
+                await self._score_unless_group_rm(execution)
                 execution.enter(Activity.DONE)
             except Exception as error:  # the one boundary of a sample's failures; see the module's docstring
-                if self.state.client.aborting:
-                    self._abort(execution, error)
-                elif isinstance(error, UserError):
-                    raise with_user_frames(error, error) from error.__cause__
-                else:
-                    self._fail(execution, error)
+                self._end_of_failure(execution, error)
         self.last_progress = time.monotonic()
 
     def _abort(self, execution: Execution, error: Exception) -> None:
@@ -253,13 +295,14 @@ class GroupRunner:
         sample = execution.samples[0]
         if self.mask_offpolicy and sample.response_length:
             sample.loss_mask = [0] * sample.response_length
-        async with self.state.client.slots:
+        whole = None if "sample" in self._ours else replaced(_SAMPLE)
+        async with contextlib.nullcontext() if whole else self.state.client.slots:  # ours takes one when it is called
             if self.state.client.aborting:
                 sample.status = SampleStatus.ABORTED
                 return
             execution.enter(Activity.GENERATING)
             for _ in range(_MOST_CUTS):
-                returned, origin = await self._call_generate(execution, execution.samples[0])
+                returned, origin = await self._call_generate(execution, execution.samples[0], whole)
                 self._accept(execution, returned, origin)
                 if self.state.client.aborting or not _was_cut(execution):
                     break
@@ -267,18 +310,24 @@ class GroupRunner:
                 execution.enter(Activity.GENERATING)
             else:
                 raise EngineError(self.state.client.base_url, f"{origin} was cut short {_MOST_CUTS} times by aborts")
-        if execution.is_generated:
+        if execution.is_generated and whole is None:
             execution.enter(Activity.HOOKS)
             await self._run_hooks(execution)
 
-    async def _call_generate(self, execution: Execution, sample: Sample) -> tuple[Any, str]:
+    async def _call_generate(self, execution: Execution, sample: Sample, whole: Any) -> tuple[Any, str]:
+        """What the generate function returned (``whole``: a plugin's, which scores as well), and its name."""
         params = self.state.params_for(sample)
         path = sample.generate_function_path or self._default_path
-        if not path:
+        if whole is not None:
+            path, fn = "the plugin's generate_and_rm", whole
+        elif path:
+            fn = self._checked(path, GenerateFunction)
+        elif (fn := replaced(_GENERATE)) is not None:
+            path = "the plugin's generate"
+        else:
             return await generate(self.state.args, sample, params), "the generate function"
-        fn = self._checked(path, GenerateFunction)
         # user code may leave anything behind when it is cancelled or returns other samples
-        execution.prompt = _copy_of_prompt(sample)
+        execution.prompt = copy_of_prompt(sample)
         returned = fn(self.state.args, sample, params, **accepted(fn, {"evaluation": self.evaluation}))
         if not inspect.isawaitable(returned):
             raise UserError(f"'{path}' is not async", fix="declare the generate function with 'async def'")
@@ -301,7 +350,7 @@ class GroupRunner:
         except UserError:
             whole = False
         if not whole:
-            sample = _copy_of_prompt(prompt)
+            sample = copy_of_prompt(prompt)
             sample.tokens = sample.tokens or ids
         sample.status = SampleStatus.TRUNCATED
         return sample
@@ -339,16 +388,10 @@ class GroupRunner:
 
     async def _run_hooks(self, execution: Execution) -> None:
         optional = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
-        for path in self.state.args.rollout_sample_hook_path or ():
+        for path in getattr(self.state.args, "rollout_sample_hook_path", None) or ():
             hook = self._checked(path, SampleHook)
             for position, sample in enumerate(execution.samples):
-                replaced = await call_hook(hook, self.state.args, sample, optional=optional)
-                if replaced is not None:
-                    if not isinstance(replaced, Sample):
-                        kind = type(replaced).__name__
-                        raise UserError(f"'{path}' returned a {kind}", fix="return a sample, or None to keep it")
-                    replaced.validate(path)
-                    execution.samples[position] = replaced
+                execution.samples[position] = await apply_sample_hook(hook, path, self.state.args, sample, optional)
 
     # -- rewards -------------------------------------------------------------------------------------------
 
@@ -363,7 +406,7 @@ class GroupRunner:
             else:
                 score = await self._unless_aborted(self.rewards.score(unscored[0]))
                 scores = None if score is None else [score]
-        _set_rewards(unscored, scores)
+        set_rewards(unscored, scores)
 
     async def _score_group(self, group: GroupRun) -> None:
         if self.rewards is None:
@@ -379,7 +422,7 @@ class GroupRunner:
             for execution in group.executions:
                 self._fail(execution, error)
             return
-        _set_rewards(group.samples, scores)
+        set_rewards(group.samples, scores)
         for execution in group.executions:
             execution.enter(Activity.DONE)
         self.last_progress = time.monotonic()
@@ -402,29 +445,5 @@ class GroupRunner:
             working.cancel()
 
 
-def _set_rewards(samples: list[Sample], scores: list[Any] | None) -> None:
-    if scores is None:
-        return
-    if len(scores) != len(samples):
-        raise UserError(
-            f"the reward function returned {len(scores)} rewards for {len(samples)} samples",
-            fix="return one reward per sample, in their order",
-        )
-    for sample, score in zip(samples, scores):
-        sample.reward = score
-
-
 def _was_cut(execution: Execution) -> bool:
     return any(sample.status is SampleStatus.ABORTED for sample in execution.samples)
-
-
-def _copy_of_prompt(sample: Sample) -> Sample:
-    """A copy that shares nothing mutable that generation touches."""
-    twin = copy.copy(sample)
-    twin.tokens, twin.metadata = list(sample.tokens), copy.deepcopy(sample.metadata)
-    twin.loss_mask = None if sample.loss_mask is None else list(sample.loss_mask)
-    twin.rollout_log_probs = None if sample.rollout_log_probs is None else list(sample.rollout_log_probs)
-    twin.token_spans, twin.weight_versions = copy.deepcopy(sample.token_spans), list(sample.weight_versions)
-    twin.spec_info, twin.prefix_cache_info = copy.copy(sample.spec_info), copy.copy(sample.prefix_cache_info)
-    twin.trace = copy.deepcopy(sample.trace)
-    return twin

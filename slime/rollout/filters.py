@@ -43,7 +43,11 @@ async def call_dynamic_filter(fn: DynamicFilter | None, args: Any, samples: list
     if fn is None:
         return DynamicFilterOutput(keep=True)
     with failures_of("the function of --dynamic-sampling-filter-path"):
-        verdict = await call_hook(fn, args, samples)
+        return verdict_of(await call_hook(fn, args, samples))
+
+
+def verdict_of(verdict: Any) -> DynamicFilterOutput:
+    """What a filter returned as its verdict; a bare bool is wrapped, None is a `UserError`."""
     if verdict is None:  # a forgotten return would drop every group
         fix = "return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput"
         raise UserError("the function of --dynamic-sampling-filter-path returned None", fix=fix)

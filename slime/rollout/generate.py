@@ -29,7 +29,7 @@ from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RequestRefused, RolloutClient
 from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
-from slime.legacy_paths import follows_old_plugin
+from slime.legacy_paths import follows_old_plugin, replaced
 from slime.log import get_logger
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, without_repeated_end
@@ -99,6 +99,8 @@ class GenerateState:
 
 
 _STATE: contextvars.ContextVar[GenerateState] = contextvars.ContextVar("slime_generate_state")
+_newest: list[GenerateState] = []
+"""Of this process's rollouts, at most one: for threads that users' code has started itself, which inherit nothing."""
 
 
 def bind_state(state: GenerateState) -> None:
@@ -106,20 +108,38 @@ def bind_state(state: GenerateState) -> None:
     _STATE.set(state)
 
 
+def begin_state(state: GenerateState) -> None:
+    """`bind_state`; until the next rollout begins it is found in threads of the user's own, too."""
+    bind_state(state)
+    _newest[:] = [state]
+
+
+def forget_states(args: Any) -> None:
+    """No thread finds the rollout of ``args`` any more: its run has ended."""
+    if _newest and _newest[0].args is args:
+        _newest.clear()
+
+
 def current_state(args: Any = None) -> GenerateState:
-    """The state of the rollout that this code runs in. ``args`` is accepted for existing plugins and not needed.
+    """The state of the rollout that this code runs in; in a thread of the user's own, of the one that began last.
+    ``args`` is accepted for existing plugins and not needed.
 
     Raises:
-        UserError: called outside a rollout.
+        UserError: called where there is no run.
     """
-    try:
-        return _STATE.get()
-    except LookupError:
+    state = _STATE.get(_newest[0] if _newest else None)
+    if state is None:
         raise UserError(
             "there is no rollout here to generate for",
             why="generate functions find tokenizer and engines only while a rollout or evaluation runs",
             fix="call this from a function given by --custom-generate-function-path or --rollout-function-path",
-        ) from None
+        )
+    return state
+
+
+def is_in_run() -> bool:
+    """Whether `current_state` finds one."""
+    return bool(_newest) or _STATE.get(None) is not None
 
 
 def rollout_sampling_params(config: Config) -> dict[str, Any]:
@@ -248,13 +268,7 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
     before, text = _sampled_tail(sample), sample.response
     with span(sample, "generate", input_tokens=len(sample.tokens)) as generate_span:
         try:
-            result = await state.client.generate(
-                sample.tokens,
-                params,
-                rid=f"{sample.session_id}-{uuid.uuid4().hex[:8]}",
-                routing_key=sample.session_id,
-                **({"return_routed_experts": True} if state.routed_experts else {}),
-            )
+            result = await _ask(state, sample, params)
         except RequestRefused as refused:
             if not is_too_long(refused):
                 raise
@@ -268,6 +282,16 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
     append_result(sample, result)
     if before and result.token_ids and keeps_text(params):
         _read_anew(state, sample, params, before, text)
+
+
+async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> GenerateResult:
+    """The engine's answer; through a plugin's own ``post`` where it has put one in place of ours."""
+    experts = {"return_routed_experts": True} if state.routed_experts else {}
+    if (post := replaced("slime.rollout.sglang_rollout:post")) is not None:
+        body = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True, **experts}
+        return GenerateResult.from_json(await post(f"{state.client.base_url}/generate", body))
+    rid = f"{sample.session_id}-{uuid.uuid4().hex[:8]}"
+    return await state.client.generate(sample.tokens, params, rid=rid, routing_key=sample.session_id or "", **experts)
 
 
 def _sampled_tail(sample: Sample) -> list[int]:
@@ -353,7 +377,7 @@ def append_message(sample: Sample, message: dict[str, Any]) -> None:
         UserError: the tokenizer has no chat template, or it refuses the message (many know only user and assistant).
     """
     state = current_state()
-    kwargs = sample.apply_chat_template_kwargs or state.args.apply_chat_template_kwargs
+    kwargs = sample.apply_chat_template_kwargs or getattr(state.args, "apply_chat_template_kwargs", {})
     text = between_turns(state.tokenizer, message, tools=sample.metadata.get("tools"), **kwargs)
     tokens = state.tokenizer.encode(text, add_special_tokens=False)
     tokens = without_repeated_end(sample.tokens, tokens)

@@ -25,27 +25,29 @@ from slime.engines.client import RolloutClient
 from slime.engines.keys import key_of
 from slime.engines.router import list_workers, wants_routing_key
 from slime.errors import UserError
-from slime.hook_loading import call_user_function, load_function
+from slime.hook_loading import call_user_function, failures_of, load_function
 from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, check_hooks
+from slime.legacy_paths import replaced
 from slime.log import get_logger
 from slime.prompts.tokenizer import end_token_ids
 from slime.rollout.agents.server import close_server
-from slime.rollout.collect import Collected, Collector
+from slime.rollout.collect import Collector
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import EvalSet, Tasks, evaluate, progress_of, read_eval_prompts
 from slime.rollout.execution import GroupRunner
 from slime.rollout.finish import finish_evaluation, finish_rollout
 from slime.rollout.generate import (
     GenerateState,
-    bind_state,
+    begin_state,
     context_limit,
     current_state,
+    forget_states,
     rollout_sampling_params,
 )
 from slime.rollout.journal import Journal
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards.pool import RewardPool
-from slime.rollout.user_rollouts import call_rollout_fn, check_age, validate_groups
+from slime.rollout.user_rollouts import call_rollout_fn, check_age, validate_groups, wrapped
 from slime.rollout.watchdog import Watchdog
 from slime.samples.types import Sample
 
@@ -95,7 +97,8 @@ class RolloutLoop:
         models = model_urls or {"policy": self.base_url}
         self.args.sglang_model_routers = {name: _address(url) for name, url in models.items()}
         check_hooks(self.args)
-        self._datasets = eval_datasets(config)
+        self._datasets = self.args.eval_datasets = eval_datasets(config)
+        self._sampling_params = rollout_sampling_params(config)
         self._eval_sets: list[EvalSet] | None = None
         self._client: RolloutClient | None = None
         self._rewards: RewardPool | None = None
@@ -143,6 +146,9 @@ class RolloutLoop:
         if self._rewards is not None:
             await self._rewards.close()
         self._client = self._rewards = None
+        forget_states(self.args)
+        if self in _newest:
+            _newest.clear()
 
     def _read_eval_sets(self) -> list[EvalSet]:
         return [EvalSet(dataset, read_eval_prompts(dataset, self.config, self.tokenizer)) for dataset in self._datasets]
@@ -171,7 +177,7 @@ class RolloutLoop:
                     args=self.args,
                     tokenizer=self.tokenizer,
                     client=client,
-                    sampling_params=rollout_sampling_params(self.config),
+                    sampling_params=self._sampling_params,
                     max_context_len=context_limit(rollout.rollout_max_context_len, self.config.train.seq_length),
                     deterministic=rollout.deterministic,
                     rollout_seed=rollout.rollout_seed,
@@ -181,8 +187,9 @@ class RolloutLoop:
                     routed_experts=self.config.train.use_rollout_routing_replay,
                     loop=asyncio.get_running_loop(),
                 )
-                bind_state(state)
+                begin_state(state)
                 _LOOP.set(self)
+                _newest[:] = [self]
                 self._under_way[evaluation].append(state)
                 try:
                     yield state
@@ -200,14 +207,14 @@ class RolloutLoop:
         Raises:
             UserError: see `Collector.collect`; or what a custom rollout function returned does not fit.
         """
-        custom = _custom_function(self.args.rollout_function_path)
+        custom = _custom_function(self.args.rollout_function_path) or replaced(f"{_OLD}generate_rollout")
         alone = custom is not None or self.config.rollout.deterministic
         async with self._session(alone=alone, oldest_version=oldest_version) as state:
             started = time.monotonic()
             if custom is None:
                 output = await self.generate_built_in(rollout_id, state, self.source)
             else:
-                path = self.args.rollout_function_path
+                path = self.args.rollout_function_path or "the plugin's generate_rollout"
                 returned = await call_rollout_fn(
                     custom, self.args, rollout_id, self.source, evaluation=False, path=path
                 )
@@ -265,7 +272,7 @@ class RolloutLoop:
             await call_user_function(rollout.rollout_all_samples_process_path, self.args, views, source)
         groups = [run.to_group() for run in collected.chosen]
         restored = self._journal.metrics() if self._journal is not None else {}
-        counted = _loop_metrics(collected, state) | load_metrics(loads) | rewards.metrics()
+        counted = collected.metrics(state) | load_metrics(loads) | rewards.metrics()
         return RolloutFnTrainOutput(groups, counted | restored)
 
     @contextlib.asynccontextmanager
@@ -310,12 +317,12 @@ class RolloutLoop:
         Raises:
             UserError: no evaluation set, too many failures, a stall, or a mistake in user code.
         """
-        path = self.args.eval_function_path
-        custom = _custom_function(path)
+        path = self.args.eval_function_path or "the plugin's generate_rollout"
+        custom = _custom_function(self.args.eval_function_path) or replaced(f"{_OLD}generate_rollout")
         async with self._session(alone=custom is not None, evaluation=True) as state:
             started = time.monotonic()
             if custom is None:
-                output = await self.evaluate_built_in(rollout_id, state)
+                output = await self._evaluate_default(rollout_id, state)
             else:
                 returned = await call_rollout_fn(custom, self.args, rollout_id, self.source, evaluation=True, path=path)
                 assert isinstance(returned, RolloutFnEvalOutput)
@@ -325,8 +332,22 @@ class RolloutLoop:
                 self.config, self.args, rollout_id, output, seconds, before_training=before_training
             )
 
-    async def evaluate_built_in(self, rollout_id: int, state: GenerateState) -> RolloutFnEvalOutput:
-        if not self._eval_sets:
+    async def _evaluate_default(self, rollout_id: int, state: GenerateState) -> RolloutFnEvalOutput:
+        """The built-in evaluation, or what a plugin has put in place of ``eval_rollout``."""
+        own = replaced(f"{_OLD}eval_rollout")
+        if own is None:
+            return await self.evaluate_built_in(rollout_id, state)
+        with failures_of("the plugin's eval_rollout"):
+            returned = await own(self.args, rollout_id)
+        output: RolloutFnEvalOutput = wrapped(returned[0] if isinstance(returned, tuple) else returned, True)
+        return output
+
+    async def evaluate_built_in(
+        self, rollout_id: int, state: GenerateState, names: Sequence[str] | None = None
+    ) -> RolloutFnEvalOutput:
+        """Scores of the evaluation sets, or of those of these names."""
+        sets = [s for s in self._eval_sets or () if names is None or s.dataset.name in names]
+        if not sets:
             raise UserError("there is nothing to evaluate", fix="pass --eval-prompt-data NAME PATH or --eval-config")
 
         rewards = self.rewards.beside()
@@ -343,7 +364,7 @@ class RolloutLoop:
             state.waits = lambda: next((watchdog.words for watchdog in watchdogs if watchdog.words), "")
 
         output = await evaluate(
-            self._eval_sets,
+            sets,
             make_runner,
             self.args,
             max_failed_fraction=self.config.rollout.rollout_max_failed_fraction,
@@ -357,6 +378,9 @@ class RolloutLoop:
 # -- for rollout functions of users ------------------------------------------------------------------------
 
 _LOOP: contextvars.ContextVar[RolloutLoop] = contextvars.ContextVar("slime_rollout_loop")
+_newest: list[RolloutLoop] = []
+"""As `slime.rollout.generate.begin_state` keeps it, for threads of the user's own."""
+_OLD = "slime.rollout.sglang_rollout:"
 
 
 def current_loop() -> RolloutLoop:
@@ -366,7 +390,7 @@ def current_loop() -> RolloutLoop:
         UserError: called outside a rollout.
     """
     current_state()  # explains when there is none
-    return _LOOP.get()
+    return _LOOP.get(*_newest)
 
 
 async def generate_rollout_async(
@@ -418,20 +442,3 @@ def _custom_function(path: str | None) -> Any:
     """The user's rollout function; None when the built-in one is meant."""
     fn = load_function(path) if path else None
     return None if fn in (generate_rollout, generate_rollout_async) else fn
-
-
-def _loop_metrics(collected: Collected, state: GenerateState) -> dict[str, float]:
-    """What the collector and the client counted."""
-    counts = state.client.counters.take()
-    metrics: dict[str, float] = {
-        "rollout/num_failed_groups": collected.num_failed,
-        "rollout/num_surplus_groups": collected.num_surplus,
-        "rollout/num_aborted_groups": collected.num_aborted,
-        "rollout/prompt_too_long": state.counts["prompt_too_long"],
-        "rollout/continued_requests": state.counts["continued"],
-        "rollout/requests": counts["requests"],
-        "rollout/retries": counts["retries"],
-        "perf/data_wait_time": collected.data_seconds,
-    }
-    metrics |= collected.stale
-    return metrics | {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in collected.drops.items()}

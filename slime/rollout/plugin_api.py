@@ -1,28 +1,56 @@
 """What users' functions call of the rollout they run in: HTTP, rewards, the supervised rollout.
 
-These are the functions behind `slime.legacy_paths`; new code may call them as well. ``post`` goes through the rollout's
-client, so it is counted as in flight and retried; while a rollout ends, the policy is not asked any more.
+These are functions behind `slime.legacy_paths`; new code may call them as well. ``post`` goes through the rollout's
+client, so it is counted as in flight and retried; while a rollout ends, the policy is not asked any more. All may be
+called from threads and event loops of the user's own: the work is done on the run's. ``args`` need not be the run's:
+what they have of the flags that matter counts, and the rest is the run's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from slime.config.make import make_config
+from slime.engines.api import EngineClient
+from slime.engines.client import RolloutClient
 from slime.errors import UserError
 from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.rollout.continued import answered
 from slime.rollout.execution import GroupRun, GroupRunner
-from slime.rollout.generate import current_state
+from slime.rollout.generate import current_state, is_in_run
 from slime.rollout.loop import current_loop
+from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.sft import generate_sft
 from slime.samples.types import Sample
+
+T = TypeVar("T")
 
 _ABORTED_META = {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}
 
 
+def on_the_runs_loop(function: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+    """``function`` so that it may be awaited on any event loop of this process: it runs on that of the run."""
+
+    @functools.wraps(function)
+    async def call(*args: Any, **kwargs: Any) -> T:
+        loop = current_state().loop if is_in_run() else None
+        if loop is None or loop is asyncio.get_running_loop():
+            return await function(*args, **kwargs)
+
+        async def there() -> T:
+            return await function(*args, **kwargs)
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), loop))
+
+    return call
+
+
+@on_the_runs_loop
 async def post(
     url: str,
     payload: dict[str, Any],
@@ -46,6 +74,9 @@ async def post(
     if action != "post":
         raise UserError(f"http action {action!r} is not supported", fix="use 'post', or get()")
     origin, path = _split(url)
+    if not is_in_run():
+        async with RolloutClient(origin, max_concurrency=1) as client:
+            return await client.post(path, payload, headers=headers, retry=max_retries > 1) or {}
     state = current_state()
 
     async def send(body: dict[str, Any]) -> Any:
@@ -60,6 +91,7 @@ async def post(
     return {"text": "", "output_ids": [], "meta_info": dict(_ABORTED_META)} if answer is None else answer
 
 
+@on_the_runs_loop
 async def get(url: str) -> dict[str, Any]:
     """GET and return the decoded answer; not retried.
 
@@ -67,6 +99,9 @@ async def get(url: str) -> dict[str, Any]:
         EngineError: no answer within the deadline, or HTTP status >= 400.
     """
     origin, path = _split(url)
+    if not is_in_run():
+        async with EngineClient(origin) as engine:
+            return await engine.get(path)
     return await (await current_state().client.engine(origin)).get(path)
 
 
@@ -76,7 +111,10 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
     Raises:
         UserError: there is no such model.
     """
-    routers = args.sglang_model_routers
+    routers = getattr(args, "sglang_model_routers", None)
+    if not routers and not is_in_run():
+        return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
+    routers = routers or current_state().args.sglang_model_routers
     if model_name not in routers:
         raise UserError(f"this run has no model '{model_name}'", fix=f"its models are: {', '.join(routers)}")
     host, port = routers[model_name]
@@ -88,45 +126,76 @@ def _split(url: str) -> tuple[str, str]:
     return f"{parts.scheme}://{parts.netloc}", url[len(parts.scheme) + 3 + len(parts.netloc) :] or "/"
 
 
+@on_the_runs_loop
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """One sample through generate function, sample hooks and reward; a list when it fanned out.
+    """One sample through generate function, sample hooks and reward; a list when it fanned out. With ``--group-rm`` it
+    comes back without a reward.
 
     Raises:
         Exception: whatever the sample failed of.
     """
-    samples = await generate_and_rm_group(args, [sample], sampling_params, evaluation)
-    return samples[0] if len(samples) == 1 else samples
+    (result,) = await _run_group(args, [sample], sampling_params, evaluation, ("group", "sample"))
+    return result
 
 
+@on_the_runs_loop
 async def generate_and_rm_group(
     args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
-) -> list[Sample]:
-    """The samples of one group through generate function, sample hooks and rewards; flat, also after a fan-out.
+) -> list[Any]:
+    """The samples of one group through generate function, sample hooks and rewards: for each the sample, or the list
+    that it fanned out into. After `slime.rollout.sglang_rollout.abort` they come back as they are.
 
     Raises:
         Exception: whatever the first failing sample failed of.
     """
-    state = dataclasses.replace(current_state(), args=args, sampling_params=sampling_params)
-    runner = GroupRunner(
-        state, current_loop().rewards, rollout_id=None, evaluation=evaluation, group_rm=args.group_rm and not evaluation
+    state = vars(current_loop()).get("plugin_state")
+    return (
+        group
+        if state is not None and state.aborted
+        else await _run_group(args, group, sampling_params, evaluation, ("group",))
     )
+
+
+async def _run_group(
+    args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool, ours: tuple[str, ...]
+) -> list[Any]:
+    """
+    Args:
+        ours: see `GroupRunner`.
+    """
+    state = dataclasses.replace(current_state(), args=args, sampling_params=sampling_params)
+    group_rm = bool(getattr(args, "group_rm", False)) and not evaluation
+    rewards = None if group_rm and "sample" in ours else current_loop().rewards.reading(args)
+    runner = GroupRunner(state, rewards, rollout_id=None, evaluation=evaluation, group_rm=group_rm, ours=ours)
     run = GroupRun.of(group)
     await asyncio.create_task(runner.run(run))  # in a task of its own: it binds a state, and the caller keeps his
     if run.failure is not None:
         raise run.failure
-    return run.samples
+    return [execution.samples if execution.fanned_out else execution.samples[0] for execution in run.executions]
 
 
+@on_the_runs_loop
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
-    """The reward of one sample by the run's reward function."""
-    return await current_loop().rewards.score(sample)
+    """The reward of one sample by the function that ``args`` name, else by the run's."""
+    return await _rewarded(args, lambda rewards: rewards.score_by_flags(sample))
 
 
+@on_the_runs_loop
 async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[float | dict[str, Any]]:
     """The rewards of samples that are scored together."""
-    return await current_loop().rewards.score_group(samples)
+    return await _rewarded(args, lambda rewards: rewards.score_group_by_flags(samples))
+
+
+async def _rewarded(args: Any, score: Callable[[RewardPool], Awaitable[T]]) -> T:
+    if is_in_run():
+        return await score(current_loop().rewards.reading(args))
+    rewards = RewardPool(make_config(), args, standalone=True)
+    try:
+        return await score(rewards.reading(args))
+    finally:
+        await rewards.close()
 
 
 def generate_sft_rollout(

@@ -23,16 +23,20 @@ async def call_rollout_fn(
     origin = path or str(fn)
     with failures_of(f"'{origin}'"):
         output = await call_hook(fn, args, rollout_id, data_source, in_thread=True, evaluation=evaluation)
-    if evaluation and isinstance(output, dict):
-        return RolloutFnEvalOutput(output)
+    output = wrapped(output, evaluation)
     if evaluation and isinstance(output, RolloutFnEvalOutput):
         return output
-    if not evaluation and isinstance(output, list):
-        output = RolloutFnTrainOutput(output)
     if not evaluation and isinstance(output, RolloutFnTrainOutput):
         return RolloutFnTrainOutput(groups_from_nested(output.samples, origin), output.metrics)
     wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
     raise UserError(f"{origin} returned a {type(output).__name__}", fix=f"return a slime.hooks.{wanted.__name__}")
+
+
+def wrapped(output: Any, evaluation: bool) -> Any:
+    """What a rollout function returned, a bare list (training) or dict (evaluation) as the output it stands for."""
+    if evaluation:
+        return RolloutFnEvalOutput(output) if isinstance(output, dict) else output
+    return RolloutFnTrainOutput(output) if isinstance(output, list) else output
 
 
 def validate_groups(groups: list[Group], origin: str) -> None:

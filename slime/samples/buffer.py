@@ -26,6 +26,9 @@ class SampleBuffer:
         args: what the filter gets as ``args``.
         select: the filter; it must remove from the buffer what it returns.
 
+    Attributes:
+        groups: that wait here, the oldest first.
+
     Example:
         >>> buffer = SampleBuffer()
         >>> buffer.add([[Sample(index=0)], [Sample(index=1)]])
@@ -34,14 +37,14 @@ class SampleBuffer:
     """
 
     def __init__(self, args: Any = None, select: Select = pop_first) -> None:
-        self._args, self._select = args, select
-        self._groups: list[list[Sample]] = []
+        self._args, self.choose = args, select
+        self.groups: list[list[Sample]] = []
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self.groups)
 
     def add(self, groups: list[list[Sample]]) -> None:
-        self._groups.extend(group for group in groups if group)
+        self.groups.extend(group for group in groups if group)
 
     def take(self, count: int, rollout_id: int | None = None) -> list[list[Sample]]:
         """At most ``count`` groups.
@@ -49,14 +52,14 @@ class SampleBuffer:
         Raises:
             UserError: the filter returned more than asked, or left what it returned in the buffer.
         """
-        if not self._groups or count <= 0:
+        if not self.groups or count <= 0:
             return []
-        before = len(self._groups)
-        taken = self._select(self._args, rollout_id, self._groups, count)
-        if len(taken) > count or before - len(self._groups) < len(taken):
+        before = len(self.groups)
+        taken = self.choose(self._args, rollout_id, self.groups, count)
+        if len(taken) > count or before - len(self.groups) < len(taken):
             raise UserError(
                 f"the buffer filter returned {len(taken)} groups of {count} asked for and removed "
-                f"{before - len(self._groups)} from the buffer",
+                f"{before - len(self.groups)} from the buffer",
                 fix="return at most num_samples groups and delete each of them from the list it was given",
             )
         return taken
@@ -64,10 +67,10 @@ class SampleBuffer:
     @property
     def group_indices(self) -> set[int]:
         """Draws that wait here."""
-        return {group[0].group_index for group in self._groups if group[0].group_index is not None}
+        return {group[0].group_index for group in self.groups if group[0].group_index is not None}
 
     def state_dict(self) -> list[list[dict[str, Any]]]:
-        return [[sample.to_dict() for sample in group] for group in self._groups]
+        return [[sample.to_dict() for sample in group] for group in self.groups]
 
     def load_state_dict(self, state: list[list[dict[str, Any]]]) -> None:
-        self._groups = [[Sample.from_dict(sample) for sample in group] for group in state]
+        self.groups = [[Sample.from_dict(sample) for sample in group] for group in state]

@@ -65,9 +65,14 @@ def held_at(phase: str) -> str:
 
 def stop(driver: Driver, part: str) -> list[psutil.Process]:
     titles = [_TITLES[part], *([_SGLANG] if part == "engine" else [])]
-    family = [process for title in titles for process in driver.family(title)]
-    found = [process for process in family if process.status() != psutil.STATUS_STOPPED]
-    assert found, driver.family("")
+
+    def there() -> list[psutil.Process]:
+        family = [process for title in titles for process in driver.family(title)]
+        return [process for process in family if process.status() != psutil.STATUS_STOPPED]
+
+    # the parts of a launch come up beside each other, in any order
+    wait_while_running(driver, there, f"a {part}")
+    found = there()
     for process in found:
         process.send_signal(signal.SIGSTOP)
     return found
@@ -110,10 +115,12 @@ def test_a_part_that_is_stopped_is_named_and_ends_its_wait(
     if ended != (0, "finished") or expected is False:
         error = "\n".join(driver.error())
         assert ended == (1, "failed") and not expected, driver.stderr[-3000:]
-        assert f"pid {stopped.pid} (" in error and "is stopped since" in error and "Traceback" not in error, error
+        # the watchman's error, or that of a wait whose own deadline passed in the same moment
+        assert re.search(rf"pid {stopped.pid} \([^\n]* is stopped", error) and "Traceback" not in error, error
         assert phase == "launch" or re.search(r"weights: version [12] was pushed last", error), error
-        stacks = (driver.path / "logs" / "driver.log").read_text()
-        assert "most recent call first" in stacks and 'session.py", line' in stacks, "the driver's own"
+        if "is stopped since" in error:
+            stacks = (driver.path / "logs" / "driver.log").read_text()
+            assert "most recent call first" in stacks and 'session.py", line' in stacks, "the driver's own"
     driver.leaves_nothing()
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from slime.config import make_config, parse_args
 from slime.errors import UserError
 from slime.hooks import DataSource, check_hooks
-from slime.prompts.source import PromptSource, RolloutDataSource, load_source, make_source, save_source
+from slime.prompts.source import PromptSource, load_source, make_source, save_source
+from slime.rollout.old_paths.sources import RolloutDataSource
 from slime.samples.types import Sample
 from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
 

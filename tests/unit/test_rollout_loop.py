@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -348,39 +347,6 @@ def test_plugins_with_a_loop_of_their_own_find_the_old_building_blocks() -> None
     assert [group.index for group in output.samples] == [0, 1, 2, 3]
     for group in output.samples:
         assert all(s.reward in (0.0, 1.0) and s.tokens[2:] for s in group.samples)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
-        "slime.rollout.filter_hub.base_types.DynamicFilterOutput",
-        "slime.rollout.base_types.RolloutFnTrainOutput",
-        "slime.rollout.filter_hub.base_types.should_drop_dynamic_filter_output",
-        "slime.rollout.data_source.DataSource",
-        "slime.rollout.data_source.RolloutDataSource",
-        "slime.rollout.data_source.RolloutDataSourceWithBuffer",
-        "slime.rollout.data_source.pop_first",
-        "slime.rollout.rm_hub.deepscaler.get_deepscaler_rule_based_reward",
-        "slime.rollout.rm_hub.gpqa.compute_gpqa_reward",
-        "slime.rollout.rm_hub.math_dapo_utils.compute_score",
-        "slime.rollout.sglang_rollout.generate_rollout",
-        "slime.rollout.rm_hub.async_rm",
-        "slime.rollout.sft_rollout.generate_rollout",
-        "slime.utils.async_utils.run",
-        "slime.utils.types.Sample",
-    ],
-)
-def test_old_import_paths(path: str) -> None:
-    module, _, name = path.rpartition(".")
-    assert getattr(importlib.import_module(module), name) is not None
-
-
-def test_a_name_without_counterpart_is_an_import_error_that_lists_the_others() -> None:
-    with pytest.raises(ImportError):
-        from slime.utils.types import ParamInfo  # noqa: F401
-    with pytest.raises(AttributeError, match="of its names these live on: Sample"):
-        _ = importlib.import_module("slime.utils.types").ParamInfo
 
 
 # -- dumps ---------------------------------------------------------------------------------------------------

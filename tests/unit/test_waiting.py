@@ -67,6 +67,14 @@ def test_who_does_not_answer_is_named_with_the_pid_to_dump() -> None:
     assert "py-spy dump --pid 12, on 10.0.0.4," in failed.value.fix
 
 
+def test_who_is_stopped_is_named_at_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is waited for may wait for it in turn: the rollout actor for its router."""
+    monkeypatch.setattr(waiting, "stopped_parts", lambda: {4800: "pid 4800 (sglang::router)"})
+    with pytest.raises(DeadlinePassed) as failed:
+        wait_for({worker("rollout"): NEVER}, "connecting to the router", 0.0)  # type: ignore[dict-item]
+    assert failed.value.why == "pid 4800 (sglang::router) is stopped (SIGSTOP), and so answers nobody"
+
+
 def test_a_process_that_never_said_where_it_is_has_a_name_only() -> None:
     for process in (None, NEVER, Dead()):
         assert str(worker("engine-0", process)) == "engine-0"

@@ -49,7 +49,7 @@ def _of_two_dumps(case: Case) -> Tried:
         first = first or f"first: {sample.name}, position {place}"
         other = replace(sample, tokens=sent)
         variant.append(model.log_probs(other))
-    what = f"scored {count} other token ids than the engine sampled"
+    what = f"scored {count} other token ids than the other side"
     remedies = ("keep the ids that the engine returned: sample.append_response_tokens(tokens=…); never tokenise text",)
     return case.tried(what, variant, details=(first,) if first else (), remedies=remedies)
 

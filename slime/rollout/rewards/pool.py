@@ -18,6 +18,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.hook_loading import call_hook, check_signature, is_async, load_function, where_to_mend, with_user_frames
 from slime.hooks import RewardFunction
+from slime.legacy_paths import replaced
 from slime.log import get_logger
 from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.remote import RemoteReward
@@ -38,6 +39,16 @@ IN_PROCESS: dict[str, Callable[[Sample, str], Reward]] = {
     "random": lambda sample, response: float(random.Random(sample.index).random() < 0.5),
 }
 RM_TYPES = sorted({*IN_WORKERS, *IN_PROCESS, "remote_rm"})
+
+#: Names in the reward hub of earlier versions: a plugin's function in place of one is called with response and label.
+_HUB = "slime.rollout.rm_hub:"
+_HUB_NAMES = {
+    "math": f"{_HUB}grade_answer_verl",
+    "deepscaler": f"{_HUB}get_deepscaler_rule_based_reward",
+    "dapo": f"{_HUB}compute_score_dapo",
+    "f1": f"{_HUB}f1_score",
+    "gpqa": f"{_HUB}compute_gpqa_reward",
+}
 
 #: Seconds that comparing two expressions may take; answers that need more are not what was asked for.
 MATH_DEADLINE = 5.0
@@ -111,9 +122,32 @@ class RewardPool:
         twin._counts = Counter()
         return twin
 
+    def reading(self, args: Any) -> RewardPool:
+        """The same pool for other ``args``: what they have of the reward's flags counts."""
+        twin = copy.copy(self)
+        twin._args = args
+        twin._rm_type, twin._path = getattr(args, "rm_type", self._rm_type), getattr(args, "custom_rm_path", self._path)
+        if getattr(args, "rm_url", self._url) != self._url:
+            twin._url = args.rm_url
+            twin._remote = RemoteReward(args.rm_url, self._timeout)
+        if key := getattr(args, "reward_key", None):
+            twin._keys = [key, *(other for other in self._keys if other != key)]
+        return twin
+
     # -- scoring -----------------------------------------------------------------------------------------------------
 
     async def score(self, sample: Sample) -> Reward:
+        """`score_by_flags`, or what a plugin has put in place of ``async_rm`` says.
+
+        Raises:
+            UserError: as `score_by_flags`.
+        """
+        if (own := replaced(f"{_HUB}async_rm")) is None:
+            return await self.score_by_flags(sample)
+        value = await self._call("async_rm", sample, [sample], own)
+        return self._zero() if value is _TIMED_OUT else self._checked(value, "the plugin's async_rm", sample)
+
+    async def score_by_flags(self, sample: Sample) -> Reward:
         """The reward of one sample: a finite number, or a dict that has one under ``--reward-key``.
 
         Raises:
@@ -134,6 +168,16 @@ class RewardPool:
         return self._checked(await self._built_in(rm_type, sample), f"--rm-type {rm_type}", sample)
 
     async def score_group(self, samples: list[Sample]) -> list[Reward]:
+        """`score_group_by_flags`, or what a plugin has put in place of ``batched_async_rm`` says.
+
+        Raises:
+            UserError: as `score_group_by_flags`.
+        """
+        if (own := replaced(f"{_HUB}batched_async_rm")) is None:
+            return await self.score_group_by_flags(samples)
+        return self._one_each(await self._call("batched_async_rm", samples, samples, own), "batched_async_rm", samples)
+
+    async def score_group_by_flags(self, samples: list[Sample]) -> list[Reward]:
         """Rewards of samples that are scored together: a custom function gets the list. With functions of their own
         per sample, and with the built-in ones, each sample is scored by itself.
 
@@ -144,7 +188,9 @@ class RewardPool:
         path = paths.pop() if len(paths) == 1 else None
         if not path:
             return list(await asyncio.gather(*map(self.score, samples)))
-        values = await self._call(path, samples, samples)
+        return self._one_each(await self._call(path, samples, samples), path, samples)
+
+    def _one_each(self, values: Any, path: str, samples: list[Sample]) -> list[Reward]:
         if values is _TIMED_OUT:
             return [self._zero() for _ in samples]
         if not isinstance(values, (list, tuple)) or len(values) != len(samples):
@@ -173,6 +219,11 @@ class RewardPool:
     async def _built_in(self, rm_type: str, sample: Sample) -> Any:
         name = rm_type.removeprefix("boxed_")
         response = sample.response
+        if name in _HUB_NAMES and (own := replaced(_HUB_NAMES[name])) is not None:
+            said = response if name == rm_type else last_boxed(response) or ""
+            more = {"metadata": sample.metadata} if name == "gpqa" else {}
+            value = await call_hook(own, said, sample.label, in_thread=True, **more)
+            return value[0] if name == "f1" and isinstance(value, tuple) else value
         if name in IN_WORKERS:
             deadline = min(self._timeout, MATH_DEADLINE)
             grade = await self._grading.grade(rm_type, response, sample.label, deadline)
@@ -183,6 +234,8 @@ class RewardPool:
             response = last_boxed(response) or ""
         if name in IN_PROCESS:
             return IN_PROCESS[name](sample, response)
+        if (own := replaced(f"{_HUB}remote_rm")) is not None:
+            return await own(self._args, sample)
         if self._remote is None:
             raise UserError("--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
         try:
@@ -191,9 +244,9 @@ class RewardPool:
             self._count("timeout", self._url or "", 1)
             return self._zero()
 
-    async def _call(self, path: str, argument: Any, samples: list[Sample]) -> Any:
+    async def _call(self, path: str, argument: Any, samples: list[Sample], replacement: Any = None) -> Any:
         """What a user's function returned; `_TIMED_OUT` when it took too long."""
-        fn = self._load(path)
+        fn = self._load(path) if replacement is None else replacement
         limit = contextlib.nullcontext() if is_async(fn) else self._threads
         clock: asyncio.Timeout | None = None
         try:

@@ -22,10 +22,11 @@ class RemoteReward:
         url: where to POST.
         timeout: seconds for each try.
         backoff: seconds before the second try; doubled each time, up to 30, plus up to as much jitter again.
+        tries: of them.
     """
 
-    def __init__(self, url: str, timeout: float, backoff: float = 1.0) -> None:
-        self.url, self._timeout, self._backoff = url, timeout, backoff
+    def __init__(self, url: str, timeout: float, backoff: float = 1.0, tries: int = _TRIES) -> None:
+        self.url, self._timeout, self._backoff, self._tries = url, timeout, backoff, tries
         self._session: aiohttp.ClientSession | None = None
 
     async def score(self, sample: Sample) -> Any:
@@ -41,7 +42,7 @@ class RemoteReward:
             self._session = aiohttp.ClientSession(connector=connector, trust_env=True)
         body = orjson.dumps({"prompt": sample.prompt, "response": sample.response, "label": sample.label})
         last: Exception | str = ""
-        for attempt in range(_TRIES):
+        for attempt in range(self._tries):
             if attempt:
                 delay = min(self._backoff * 2 ** (attempt - 1), _MAX_DELAY)
                 await asyncio.sleep(delay + random.uniform(0, min(self._backoff, 1.0)))
@@ -55,9 +56,9 @@ class RemoteReward:
                 continue
             return self._decode(status, raw)
         if isinstance(last, TimeoutError):
-            raise TimeoutError(f"no answer from {self.url} in {_TRIES} tries of {self._timeout:.0f} s")
+            raise TimeoutError(f"no answer from {self.url} in {self._tries} tries of {self._timeout:.0f} s")
         raise UserError(
-            f"the reward model at {self.url} failed {_TRIES} times in a row",
+            f"the reward model at {self.url} failed {self._tries} times in a row",
             why=str(last) or type(last).__name__,
             fix="check that it runs, and --rm-url",
         )

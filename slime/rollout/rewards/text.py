@@ -48,15 +48,23 @@ def grade_f1(response: str, label: Any) -> float:
         >>> grade_f1("The big red dog", "red dog")
         0.8
     """
+    return f1_of_words(response, label)[0]
+
+
+def f1_of_words(response: str, label: Any) -> tuple[float, float, float]:
+    """`grade_f1` with the precision and the recall that it is made of."""
     predicted, wanted = normalise_answer(response).split(), normalise_answer(str(label)).split()
     common = sum((Counter(predicted) & Counter(wanted)).values())
     if not predicted or not wanted:
-        return float(predicted == wanted)
-    return 2 * common / (len(predicted) + len(wanted))
+        same = float(predicted == wanted)
+        return same, same, same
+    return 2 * common / (len(predicted) + len(wanted)), common / len(predicted), common / len(wanted)
 
 
 # -- DAPO ------------------------------------------------------------------------------------------------------------
 
+#: Where DAPO's answers stand.
+ANSWER_LINE = r"(?i)Answer\s*:\s*([^\n]+)"
 _DAPO_UNITS = re.compile(
     r"\b(square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|cm|gm|pounds|"
     r"meters|meals|edges|students|childrentickets|multiples)\b"
@@ -98,25 +106,31 @@ def grade_dapo(response: str, label: Any) -> dict[str, Any]:
         >>> grade_dapo("We get\\nAnswer: $42$", "42")
         {'score': 1.0, 'acc': True, 'pred': '42'}
     """
-    found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", response[-300:])
-    predicted = normalise_final_answer(found[-1]) if found else "[INVALID]"
-    right = bool(found) and predicted == normalise_final_answer(str(label))
+    right, predicted = final_answer(response[-300:], label)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": predicted}
+
+
+def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple[bool, str]:
+    """Whether the last match of ``pattern`` is the label, both in Minerva's form, and what it is."""
+    found = re.findall(pattern, response)
+    predicted = normalise_final_answer(found[-1]) if found else "[INVALID]"
+    return bool(found) and predicted == normalise_final_answer(str(label)), predicted
 
 
 # -- multiple choice -------------------------------------------------------------------------------------------------
 
 
-def grade_gpqa(response: str, label: Any, metadata: dict[str, Any]) -> float:
+def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
     """1 if the letter chosen in the response is the right one.
 
     ``label`` is a letter, or the text or position of one of ``metadata["choices"]`` (a list, or a dict by letter);
     ``metadata["valid_letters"]`` limits the letters, A to D by default.
 
     Example:
-        >>> grade_gpqa("Not A. The answer is (C).", "C", {})
+        >>> grade_gpqa("Not A. The answer is (C).", "C")
         1.0
     """
+    metadata = metadata or {}
     choices = metadata.get("choices") or []
     texts = dict(choices) if isinstance(choices, dict) else dict(zip(string.ascii_uppercase, choices))
     letters = [str(letter).upper() for letter in metadata.get("valid_letters") or texts or "ABCD"]
