@@ -20,8 +20,6 @@ from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.config.te_flags import is_installed, missing
 from slime.engines.kinds import engine_of
-from slime.engines.sglang.quantised_routes import quantised_route
-from slime.engines.sglang.versions import installed_version
 from slime.errors import UserError
 from slime.hook_loading import check_signature, load_function
 from slime.hooks import check_hooks
@@ -36,6 +34,7 @@ from slime.observe.run_folder import RunFolder
 from slime.path_patterns import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.trainer.expert_rules import check_experts
+from slime.weights.quantised_launch import check_quantised
 
 logger = get_logger(__name__)
 
@@ -57,7 +56,7 @@ def preflight(config: Config) -> LoadPlan:
     """
     plan = resolve_load(config)
     check_architecture(config)
-    check_ignore_list(config)
+    check_quantised(config)
     check_weights(config, plan)
     check_engine_flags(config)
     check_engine(config)
@@ -137,24 +136,6 @@ def check_architecture(config: Config) -> None:
     check_model_flags(config.megatron, spec)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
-
-
-def check_ignore_list(config: Config) -> None:
-    """Of a model whose weights engines hold quantised: pushes can bring them to the run's engines, and the rules fit
-    its modules. Needs its config.json only."""
-    from slime.models import family_of, ignore_list, read_hf_config
-
-    flags = config.checkpoint
-    assert flags.hf_checkpoint is not None
-    hf_config = read_hf_config(flags.hf_checkpoint)
-    quantisation = Quantisation.read(hf_config)
-    if quantisation is not None:
-        version = installed_version() if config.engine.rollout_engine == "sglang" else None
-        if version is not None and not config.debug.debug_rollout_only:  # which pushes nothing
-            quantised_route(hf_config, version)
-        family = family_of(flags.hf_checkpoint, flags.model_name)
-        for rule in ignore_list.check(family, family.describe(flags.hf_checkpoint), quantisation).idle:
-            logger.warning("the rule %r of quantization_config in %s names nothing", rule, flags.hf_checkpoint)
 
 
 def check_weights(config: Config, plan: LoadPlan) -> None:

@@ -44,7 +44,7 @@ PLACES: dict[str, Trouble] = {
     "models.ignore_list": known.IGNORE_LIST,
     "models.quantised": known.QUANTISED_WEIGHTS,
     "engines.wire.quantised": known.QUANTISED_WEIGHTS,
-    "preflight:check_ignore_list": known.IGNORE_LIST,
+    "weights.quantised_launch": known.IGNORE_LIST,
     "models.spec:read_hf_config": known.MODEL_DIRECTORY,
     "models.spec:check_same_model": known.CHECKPOINT,
     "models.model_flags": known.MODEL_FLAGS,

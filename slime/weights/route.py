@@ -95,20 +95,14 @@ def routes_of(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig, kind:
     """How quantised weights go into these SGLang engines; None for plain ones.
 
     Raises:
-        UserError: none is known for one of them, or not by files.
+        UserError: none is known for one of them, this way and with its arguments.
     """
     config = read_hf_config(hf_config)
-    found = {url: quantised_route(config, str(info.get("version"))) for url, info in infos.items()}
+    found = {url: quantised_route(config, info, kind) for url, info in infos.items()}
     route = next(iter(found.values()))
     if any(other != route for other in found.values()):
         said = {url: info.get("version") for url, info in infos.items()}
         raise UserError("the engines take quantised weights in different ways", why=str(said), fix="start them alike")
-    if route is not None and kind == "disk":
-        raise UserError(
-            "--update-weight-transport disk does not go with quantised weights in SGLang",
-            why="SGLang packs what it reads for its kernels at once, so that nothing could be compared",
-            fix="leave the flag out: weights then go by handles (--colocate) or broadcast",
-        )
     return route
 
 

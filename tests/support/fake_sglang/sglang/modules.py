@@ -83,7 +83,8 @@ def _qkv(
     pieces = [whole[0].chunk(size)[rank]] + [t.chunk(size // replicas)[rank // replicas] for t in whole[1:]]
     module: Any = _put(root, f"{parent}.qkv_proj", leaf, torch.cat(pieces))
     module.tp_rank, module.num_kv_head_replicas = rank, replicas
-    module.q_proj_shard_size, module.kv_proj_shard_size = pieces[0].shape[0], pieces[1].shape[0]
+    if leaf == "weight":  # not one of its scales
+        module.q_proj_shard_size, module.kv_proj_shard_size = pieces[0].shape[0], pieces[1].shape[0]
 
 
 def _head_size(parent: str, whole: list[torch.Tensor], named: Mapping[str, torch.Tensor]) -> int:
