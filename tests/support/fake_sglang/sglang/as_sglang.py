@@ -72,7 +72,7 @@ class SGLangUpdater:
                 self._run_loader(own._engine.store, load_format, contents)
                 return own._apply([], body)
             assert load_format in (None, "flattened_bucket"), f"Unknown load_format={load_format}"
-            packed = [name for name in own._engine.store.named if name.endswith(QUANTISED)]
+            packed = [name for name in own._engine.store.names if name.endswith(QUANTISED)]
             assert self.is_open or not packed, f"'Parameter' object has no attribute 'weight_loader' ({packed[:1]})"
             ranks = [_pairs(content, load_format) for content in contents]
             for other in ranks[1:]:
@@ -89,7 +89,7 @@ class SGLangUpdater:
         real = dist.is_initialized, dist.get_rank
         for rank, content in enumerate(contents):
             dist.is_initialized, dist.get_rank = (lambda: True), (lambda rank=rank: rank)
-            model = sharded_model(store.named, store.arch, rank, self.args.tp_size)
+            model = sharded_model(store.held, store.arch, rank, self.args.tp_size)
             try:
                 loader(model, content)
             finally:
