@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import difflib
 import functools
 import importlib
@@ -17,17 +16,18 @@ import inspect
 import os
 import sys
 import sysconfig
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 
+from slime import user_calls
 from slime.errors import UserError
 from slime.files import write_atomically
+from slime.user_calls import alone, in_thread, running
 
 
 def save_function(function: Any, file: Path) -> str:
@@ -112,6 +112,7 @@ def _saved_function(path: str, file: Path) -> Any:
 
 
 _MISSING = object()
+AnyUserError = TypeVar("AnyUserError", bound=UserError)
 
 
 def _own_functions(target: Any) -> list[str]:
@@ -225,6 +226,23 @@ def is_async(fn: Any) -> bool:
 
 # -- failures ------------------------------------------------------------------------------------------------------
 
+
+class FunctionFailed(UserError):
+    """A function of the user's raised, hung, or returned what it should not. Where it was called for one sample, or one
+    group, it costs that one alone (`slime.rollout.execution`)."""
+
+    @classmethod
+    def of(cls, error: UserError) -> FunctionFailed:
+        """The same, for what our code has raised when the user's called it, or of what it returned."""
+        if isinstance(error, FunctionFailed):
+            return error
+        return with_user_frames(cls(error.what, error.why, error.fix), error).with_traceback(error.__traceback__)
+
+
+class FunctionHangs(FunctionFailed):
+    """It did not return in time."""
+
+
 _SLIME = str(Path(__file__).parent) + os.sep
 _SITE_PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
@@ -253,11 +271,14 @@ def where_to_mend(error: BaseException) -> str:
     )
 
 
-def with_user_frames(failure: UserError, error: BaseException) -> UserError:
+def with_user_frames(failure: AnyUserError, error: BaseException) -> AnyUserError:
     """``failure`` with a note of where in the user's code ``error`` was raised, for terminal and crash folder; once."""
-    said = user_frames(error)
-    if said and said not in getattr(failure, "__notes__", ()):
-        failure.add_note(said.replace("\n", "\n  "))
+    said = user_frames(error).replace("\n", "\n  ")
+    known = getattr(failure, "__notes__", ())
+    for note in [*getattr(error, "__notes__", ()), *([said] if said else [])]:
+        if note not in known:
+            failure.add_note(note)
+            known = failure.__notes__
     return failure
 
 
@@ -267,7 +288,7 @@ def failures_of(what: str) -> Iterator[None]:
     becomes a `UserError`; one that our code raised, called from there, stays what it is. Both tell the user's lines.
 
     Raises:
-        UserError: the user's code raised.
+        FunctionFailed: the user's code raised.
     """
     try:
         yield
@@ -276,11 +297,11 @@ def failures_of(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         *_, last = traceback.extract_tb(error.__traceback__)
-        if last.filename.startswith(_SLIME) and last.filename != __file__:
+        if last.filename.startswith(_SLIME) and last.filename not in (__file__, user_calls.__file__):
             if said := user_frames(error):
                 error.add_note(said)
             raise
-        failure = UserError(f"{what} failed", why=f"{type(error).__name__}: {error}", fix=where_to_mend(error))
+        failure = FunctionFailed(f"{what} failed", why=f"{type(error).__name__}: {error}", fix=where_to_mend(error))
         raise with_user_frames(failure, error) from error
 
 
@@ -294,7 +315,7 @@ def user_function(path: str) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with failures_of(f"'{path}'"):
+        with failures_of(f"'{path}'"), running(path):
             return fn(*args, **kwargs)
 
     return call
@@ -307,55 +328,43 @@ async def call_user_function(path: str, *args: Any, **kwargs: Any) -> Any:
     """`call_hook` with the function at ``path``, whose failures tell the user's lines (`failures_of`)."""
     fn = load_function(path)
     with failures_of(f"'{path}'"):
-        return await call_hook(fn, *args, **kwargs)
+        return await call_hook(fn, *args, what=path, **kwargs)
 
 
 async def call_hook(
-    fn: Any, *args: Any, optional: dict[str, Any] | None = None, in_thread: bool = False, **kwargs: Any
+    fn: Any,
+    *args: Any,
+    optional: dict[str, Any] | None = None,
+    what: str = "",
+    limit: float | None = None,
+    **kwargs: Any,
 ) -> Any:
-    """Call a hook, sync or async, and return what it returns.
+    """Call a hook, and return what it returns: sync functions in a thread, async ones in a task of their own
+    (`slime.user_calls`), so that whoever waits can leave them.
 
     Args:
         optional: keyword arguments passed only if ``fn`` accepts them.
-        in_thread: run a sync function in a worker thread, for hooks that may take long (rewards, whole rollouts);
-            others run at once on the event loop.
+        what: for messages, the path.
+        limit: seconds.
+    Raises:
+        FunctionHangs: it did not return within ``limit``.
     """
     if optional:
         kwargs |= accepted(fn, optional)
+    what = what or getattr(fn, "__qualname__", type(fn).__name__)
+    clock: asyncio.Timeout | None = None
     try:
-        if in_thread and not is_async(fn):
-            result = await _in_daemon_thread(functools.partial(fn, *args, **kwargs))
-        else:
-            result = fn(*args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
-    except SystemExit as error:  # would end the event loop, and everyone else would wait for ever
-        raise RuntimeError(f"it raised {error!r}").with_traceback(error.__traceback__) from error
-
-
-async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
-    """The result of ``call`` in a thread of its own. Unlike `asyncio.to_thread`'s, which are few and are waited for
-    when the program ends, one that hangs holds up nothing. It sees the caller's context variables, as there."""
-    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def deliver(result: Any, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = context.run(call)
-        except BaseException as raised:  # delivered to whoever awaits
-            error = raised
-            if isinstance(raised, StopIteration):  # which a future cannot hold
-                error = RuntimeError(f"it raised {raised!r}")
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
-            loop.call_soon_threadsafe(deliver, result, error)
-
-    threading.Thread(target=run, name="slime-hook", daemon=True).start()
-    return await future
+        async with asyncio.timeout(limit) as clock:
+            if is_async(fn):
+                return await alone(fn(*args, **kwargs), what)
+            seconds = {} if limit is None else {"limit": limit}
+            result = await in_thread(functools.partial(fn, *args, **kwargs), what, **seconds)
+            return await alone(result, what) if inspect.isawaitable(result) else result
+    except TimeoutError:
+        if clock is None or not clock.expired():  # one of its own making
+            raise
+        raise FunctionHangs(
+            f"'{what}' has not returned within {limit:g} s",
+            why="it hangs, or takes long: where it stood is in the log",
+            fix="give what it waits for a deadline",
+        ) from None

@@ -384,7 +384,7 @@ class BeforeLogProb(Protocol):
     """``--custom-megatron-before-log-prob-hook-path``: before each forward-only pass.
 
     ``model`` is the list of model chunks of this rank (one without virtual pipeline stages); ``store_prefix`` is "ref_"
-    for the reference's log-probs, else "".
+    for the reference's log-probs, "engine_" for those of --measure-quantisation, else "".
     """
 
     def __call__(self, args: Any, model: Any, store_prefix: str, /) -> None: ...

@@ -36,6 +36,32 @@ tokens stay, labels are raw, and a warning says so.
 `crash/` folder. What your code prints is in `logs/rollout.log`, or in `logs/trainer-<rank>.log` for hooks of the
 trainer.
 
+**A hook that goes wrong costs its own sample.** Each call of a function for one sample, or one group, stands alone.
+
+- One that **raises** (`sys.exit` and a cancellation of its own included), or **returns** `None`, another type, lengths
+  that do not fit, NaN or a token that the model does not have: its sample is tried a second time, from where it
+  failed; then its group is replaced by another prompt.
+- One that **hangs**: a reward scores 0 after `--rm-timeout` and is counted (`rollout/reward_timeout`). A generate
+  function is cancelled when nothing in the rollout has moved for `--rollout-stall-timeout`, a sample hook or a filter
+  after as long by itself; the group is replaced.
+- One that **goes on after it was cancelled** is left behind after 5 s, and named; what it does to its sample is not
+  seen. So a rollout's end comes in time whatever functions do.
+- A **thread** that hangs (sync functions): the processes that it waits for are killed, and an exception is raised in
+  it. What sits in a call that does not return (`time.sleep`, a lock, a socket) stays, named with its stack and counted
+  (`rollout/hung_threads`); the end of the process does not wait for it.
+- One that **blocks the event loop** (an async function that waits without `await`) holds up every sample: after 20 s
+  the log names it with its stack. After `--rollout-stall-timeout`, or 60 s where a rollout is ending, it is ended as
+  threads are; where that is not possible, the process of the rollout ends, with the reason in its log.
+- One that **forks**: a child that returns from the function ends there. Processes that are left behind end with the
+  rollout's. A coroutine's are its own to end: `slime.rollout.agents.programs.run_program` does so.
+
+Failures are kept with their tracebacks in [samples/failed_*.jsonl](run-folder.md#samples) and counted
+(`rollout/num_failed_samples`, `rollout/num_failed_groups`); the run stops when more than
+`--rollout-max-failed-fraction` of a rollout's prompts have failed, or of an evaluation's. A data source that raises,
+or gives a group that cannot be used, is asked again, and counts as a failed prompt. Functions that are given the
+whole batch (conversion, post-processing, the filters at the end of a rollout, logs) and those of the trainer have no
+sample of their own: what fails there stops the run.
+
 **A client of your own** is answered with the run's key alone ([security.md](security.md)). `slime`'s own
 functions bring it, `post` and `get` of `slime.rollout.plugin_api` too, also under their earlier path
 (`slime.utils.http_utils`). Others find the router at `args.sglang_router_ip` and `args.sglang_router_port`, and
@@ -44,13 +70,13 @@ the key in `args.sglang_router_api_key`: `OpenAI(base_url=…, api_key=args.sgla
 
 Parameters without a default are always passed. Those with a default are passed by name, and only to functions that
 accept them; `**kwargs` accepts all. `args` holds every flag as an attribute (`args.rollout_batch_size`). Functions may
-be sync or async unless it says otherwise.
+be sync or async unless it says otherwise; sync ones run in threads: rewards several at once, others one at a time.
 """
 
 
 _TURNS = """## Several turns, with a tool
 
-[examples/search_tool.py](../examples/search_tool.py), which runs as it is. A stop string ends a turn where the model
+[examples/search](../examples/search/README.md), which runs as it is. A stop string ends a turn where the model
 asks for the tool; `append_message` puts the answer into the chat template, with the end of the turn before and the
 head of the next one, and out of the loss. Look at the status before you go on: a turn that was cut short is no
 question. What is appended counts in `--rollout-max-response-len`. Without a chat template,
@@ -238,7 +264,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/flags.md": flags_page,
     "docs/hooks.md": lambda: hooks_page(
         (ROOT / "slime" / "hooks.py").read_text(encoding="utf-8"),
-        (ROOT / "examples" / "search_tool.py").read_text(encoding="utf-8"),
+        (ROOT / "examples" / "search" / "rollout.py").read_text(encoding="utf-8"),
     ),
     "docs/troubles.md": troubles_page,
     "docs/import-paths.md": paths_page,

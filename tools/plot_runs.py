@@ -2,8 +2,10 @@
 
     python tools/plot_runs.py eval/sums curves.svg "colocated=outputs/a/metrics.jsonl" "async=outputs/b/metrics.jsonl"
     python tools/plot_runs.py rollout/raw_reward reward.svg "with KL=outputs/a/metrics.jsonl" "without=…" --title Reward
+    python tools/plot_runs.py eval/sums both.svg "held out=a/metrics.jsonl" "reward=a/metrics.jsonl#rollout/raw_reward"
 
-A run is its name and its metrics.jsonl; rows without the metric are left out, and the steps are those of the rows.
+A run is its name and its metrics.jsonl, behind # a metric of its own; rows without the metric are left out, and the
+steps are those of the rows.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metric", help="for example eval/sums, rollout/raw_reward, train/grad_norm")
     parser.add_argument("out", type=Path)
-    parser.add_argument("runs", nargs="+", metavar="NAME=FILE")
+    parser.add_argument("runs", nargs="+", metavar="NAME=FILE[#METRIC]")
     parser.add_argument("--title", help="default: the metric")
     args = parser.parse_args(argv)
     if len(args.runs) > len(_COLOURS):
@@ -103,9 +105,10 @@ def main(argv: list[str] | None = None) -> int:
     for word in args.runs:
         name, found, file = word.partition("=")
         if not found:
-            parser.error(f"{word}: write NAME=FILE")
+            parser.error(f"{word}: write NAME=FILE or NAME=FILE#METRIC")
         try:
-            runs.append((name, read_points(Path(file), args.metric)))
+            path, _, own = file.partition("#")
+            runs.append((name, read_points(Path(path), own or args.metric)))
         except (OSError, ValueError) as error:
             parser.error(str(error))
     args.out.write_text(picture(runs, args.metric, args.title or args.metric), encoding="utf-8")

@@ -42,7 +42,7 @@ def calculate(arguments: str) -> str:
 
     try:
         return str(value(ast.parse(json.loads(arguments)["expression"], mode="eval").body))
-    except (ValueError, KeyError, TypeError, SyntaxError) as error:
+    except (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         return f"error: {error}"
 
 

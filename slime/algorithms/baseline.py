@@ -36,8 +36,9 @@ def normalise_rewards(
     """(r − baseline) / (standard deviation of its group + 1e-6), as in GRPO (arXiv:2402.03300, section 4.1.2).
 
     Statistics go by group id, whatever the sizes of the groups, and count each execution once: samples that one
-    execution fanned out into enter with their mean. The deviation is the unbiased one (n − 1); a group of a
-    single execution is only centred. Sums are exact (`math.fsum`), so the order of the samples does not matter.
+    execution fanned out into enter with their mean. The deviation is the unbiased one (n − 1); a group of a single
+    execution, and one whose executions are all equal in the mean (two players whose rewards add up to 0), is only
+    centred. Sums are exact (`math.fsum`), so the order of the samples does not matter.
 
     Args:
         rewards: one per sample.
@@ -61,7 +62,8 @@ def normalise_rewards(
     for group, members in by_group.items():
         means = [_mean(values) for values in members.values()]
         subtracted |= {(group, execution): b for execution, b in zip(members, baseline(means), strict=True)}
-        divisor[group] = _deviation(means) + EPSILON if scale and len(means) > 1 else 1.0
+        deviation = _deviation(means) if scale and len(means) > 1 else 0.0
+        divisor[group] = deviation + EPSILON if deviation else 1.0
     return [
         (float(reward) - subtracted[group, execution]) / divisor[group]
         for reward, group, execution in zip(rewards, groups, executions)

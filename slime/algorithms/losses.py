@@ -149,6 +149,25 @@ def truncated_importance_sampling(log_ratio: Tensor, low: float, high: float) ->
     return Correction(weights, {"tis": ratio, "tis_clipfrac": clipped, "tis_abs": (ratio - 1.0).abs()})
 
 
+def icepop(log_ratio: Tensor, low: float, high: float) -> Correction:
+    """Importance ratio exp(log_ratio), 0 outside of [low, high]: tokens that trainer and engine see too differently
+    teach nothing, instead of something with a weight that is not theirs.
+
+    Args:
+        log_ratio: [T], as `truncated_importance_sampling` takes it.
+    Source: Zhao et al., "Small leak can sink a great ship: boost RL training on MoE with IcePop" (2025).
+
+    Example:
+        >>> c = icepop(torch.log(torch.tensor([0.4, 1.0, 4.0])), 0.5, 2.0)
+        >>> [round(v, 3) for v in c.weights.tolist()], c.metrics["tis_clipfrac"].tolist()
+        ([0.0, 1.0, 0.0], [1.0, 0.0, 1.0])
+    """
+    ratio = torch.exp(log_ratio)
+    outside = (ratio < low) | (ratio > high)
+    weights = ratio.masked_fill(outside, 0.0)
+    return Correction(weights, {"tis": ratio, "tis_clipfrac": outside.to(ratio.dtype), "tis_abs": (ratio - 1.0).abs()})
+
+
 def off_policy_sequence_mask(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, masks: Tensor, lengths: Tensor, delta: float
 ) -> Tensor:

@@ -148,9 +148,16 @@ class HfReader:
                 return {SINGLE: None}
             raise self._no_weights()
         try:
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+            weight_map: dict[str, Any] = dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{index} is damaged", why=str(error), fix="download it again") from error
+        # a conversion writes under these names
+        outside = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
+        if outside:
+            why = f"its weight_map names {outside[0]!r}, which is no file of this directory"
+            raise UserError(
+                f"{index} is damaged", why=why, fix="download it again; do not use what others have changed"
+            )
         promised: dict[str, set[str] | None] = {}
         for name, file_name in weight_map.items():
             entry = promised.setdefault(file_name, set())
@@ -306,15 +313,11 @@ class HfWriter:
             ) from failure
 
     def _flush(self) -> None:
-        from safetensors.torch import save_file
+        from slime.checkpoints.safetensors_stream import table_of, write_stream
 
         if self._open:
             name = f"shard-{len(self._shards):05d}.safetensors"
-            try:
-                save_file(self._open, self._partial / name, metadata={"format": "pt"})
-            except SafetensorError as error:  # safetensors wraps the operating system's error in its own
-                raise OSError(str(error)) from error
-            (self._partial / name).chmod(0o644)  # safetensors makes it readable by its owner alone
+            write_stream(self._partial / name, table_of(self._open), self._open.items())
             self._shards.append(list(self._open))
             self._open, self._open_bytes = {}, 0
 

@@ -130,7 +130,8 @@ def _match_of(family: ModelFamily, name: str, spec: ModelSpec) -> Match | None:
     return dataclasses.replace(match, exports=tuple(expert_runs.run_name(one, last) for one in match.exports))
 
 
-def _shard_of(match: Match, placement: Placement) -> Shard:
+def shard_of(match: Match, placement: Placement) -> Shard:
+    """Which piece of a parameter this rank holds."""
     if match.rule.layout.tp_axis is None:
         return Shard()
     if match.rule.is_expert:
@@ -138,7 +139,7 @@ def _shard_of(match: Match, placement: Placement) -> Shard:
     return Shard(placement.tp_rank, placement.tp_size)
 
 
-def _with_padding_of(match: Match, tensor: torch.Tensor, spec: ModelSpec, shard: Shard) -> ModelSpec:
+def with_padding_of(match: Match, tensor: torch.Tensor, spec: ModelSpec, shard: Shard) -> ModelSpec:
     """The model itself tells how far its vocabulary was padded."""
     if not isinstance(match.rule.layout, VocabParallel):
         return spec
@@ -148,10 +149,10 @@ def _with_padding_of(match: Match, tensor: torch.Tensor, spec: ModelSpec, shard:
 def _read_piece(
     reader: HfReader, match: Match, name: str, target: torch.Tensor, spec: ModelSpec, placement: Placement
 ) -> torch.Tensor:
-    shard = _shard_of(match, placement)
+    shard = shard_of(match, placement)
     sources = " + ".join(match.sources)
     try:
-        padded = _with_padding_of(match, target, spec, shard)
+        padded = with_padding_of(match, target, spec, shard)
         piece = match.rule.layout.load([reader[source] for source in match.sources], shard, padded)
     except ValueError as error:
         raise UserError(

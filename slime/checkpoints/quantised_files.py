@@ -31,7 +31,7 @@ from slime.errors import UserError
 from slime.files import write_atomically
 from slime.log import get_logger
 from slime.models import family_of, read_hf_config
-from slime.models.ignore_list import Findings, Matrix, examine, matrices
+from slime.models.ignore_list import Findings, Matrix, examine, idle_among, matrices
 from slime.models.quantised import Quantisation
 
 logger = get_logger(__name__)
@@ -110,12 +110,11 @@ def quantise_directory(
         )
     if not found.quantised:
         raise UserError(f"nothing of {source} would be quantised", why="--ignore names every Linear layer")
-    for rule in found.idle:
+    for rule in idle_among(found, (name for table in tables.values() for name in table)):
         logger.warning("the rule %r of --ignore names nothing in %s", rule, source)
     if quantisation.method == "fp8":  # engines look for these names in different ways; whole names mean the same in all
-        modules = tuple(
-            weight.module for weight in weights if weight.module not in {one.module for one in found.quantised}
-        )
+        converted = {weight.module for weight in found.quantised}
+        modules = tuple(weight.module for weight in weights if weight.module not in converted)
         quantisation = Quantisation(quantisation.method, quantisation.scheme, modules)
     chosen = {weight.weight: weight for weight in found.quantised}
 

@@ -1,4 +1,5 @@
-"""A safetensors file, written tensor by tensor: what comes is known before, so that none waits in memory."""
+"""Safetensors files, which nothing else here writes: tensor by tensor, so that none waits in memory for another. What
+comes is known before."""
 
 from __future__ import annotations
 
@@ -34,6 +35,11 @@ def read_table(path: Path) -> Table:
     with safe_open(path, framework="pt") as content:
         pieces = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  not a dict
         return {name: (_NAMES[piece.get_dtype()], tuple(piece.get_shape())) for name, piece in pieces.items()}
+
+
+def table_of(tensors: Mapping[str, torch.Tensor]) -> Table:
+    """What a file of these tensors has in it."""
+    return {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def write_stream(

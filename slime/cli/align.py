@@ -23,14 +23,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from slime.checkpoints.directory import is_saved, iteration_dir
-from slime.checkpoints.load_plan import resolve_load
+from slime.checkpoints.load_plan import resolve_load, resolve_reference
 from slime.checkpoints.run_models import has_weights, is_run_folder
 from slime.cli.doctor import ENTRIES, answer_alone
 from slime.cli.model_source import model_directory
@@ -205,9 +205,14 @@ def _model(config: Config, options: dict[str, str]) -> Path | None:
     rollout = _number(options, "--of-rollout", 0)
     if rollout:
         return model_directory(str(_saved_before(config, rollout)), base)
-    plan = resolve_load(config) if config.checkpoint.load else None
-    if plan is None or plan.is_resume:
+    flags = config.checkpoint
+    if flags.load and not (flags.save and Path(flags.load).resolve() == Path(flags.save).resolve()):
+        # what the run has saved since is no other run's
+        plan = resolve_load(replace(config, checkpoint=replace(flags, save=None)))
+    elif flags.ref_load in (None, base):
         return model_directory(base)
+    else:
+        plan = resolve_reference(config)  # what a run without a past begins with, too
     return model_directory(str(plan.path), base)
 
 

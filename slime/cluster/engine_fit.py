@@ -19,7 +19,7 @@ from typing import Any
 from slime.config.addresses import engine_url
 from slime.config.config import Config
 from slime.engines import keys
-from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE, EngineClient, EngineError
+from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE, EngineClient, EngineError, is_embedded
 from slime.engines.keys import VARIABLE
 from slime.errors import UserError
 from slime.models import family_of
@@ -45,7 +45,7 @@ class Said:
 
     @property
     def is_embedded(self) -> bool:
-        return str(self.server.get("version")).startswith("slime-embedded")
+        return is_embedded(self.server)
 
     @property
     def num_ranks(self) -> int:

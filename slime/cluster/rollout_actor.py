@@ -4,6 +4,7 @@ handle of it."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from slime.observe.run_folder import RunFolder
 from slime.prompts.source import load_source, make_source, save_source
 from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout
 from slime.samples.types import Group
+from slime.user_calls import end_children
 
 logger = get_logger(__name__)
 
@@ -103,6 +105,8 @@ class RolloutActor:
         # functions of the user's own ask the routers with clients that go by the environment
         os.environ.update(past_proxies(urlsplit(url).hostname or "" for url in (router_url, *router_urls.values())))
         self.loop = RolloutLoop(self.config, self.tokenizer, self.source, router_url, router_urls, self.journal)
+        self.loop.record_failure = self.recorder.record_failure
+        self.loop.lost = _leave
         await self.loop.start()
 
     async def generate(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> RolloutResult | None:
@@ -237,6 +241,15 @@ class RolloutActor:
         if self.journal is not None:
             self.journal.close()
         await self._recorded()
+        end_children()  # of users' functions: what they have left behind
+
+
+def _leave(said: str) -> None:
+    """Nobody here will answer any more: whoever waits for this process learns of its end, and of the reason from the
+    log."""
+    logger.error("%s", said)
+    logging.shutdown()
+    os._exit(1)
 
 
 def oldest_needed(config: Config) -> int:

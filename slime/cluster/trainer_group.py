@@ -4,6 +4,7 @@ in the driver's hands."""
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -117,15 +118,22 @@ class TrainerActor:
         self.sync.connect(engines, on_this_node=on_this_node)
 
     def update_weights(self, canary: list[int]) -> tuple[dict[str, float], list[float] | None]:
-        """Push the current weights to every engine, and score ``canary`` with them unless it is empty. Collective.
+        """Push the current weights to every engine, and score ``canary`` with what they get unless it is empty.
+        Collective.
 
         Returns:
             Metrics, and the log-probs of ``canary[1:]`` where this rank has them.
         """
+        metrics: dict[str, float] = {}
         with self._phase("update_weights"):
             log_probs = self.backend.canary_log_probs(canary) if canary else None
+            if canary and self.backend.engine_weights is not None:
+                plain = self.backend.canary_log_probs(canary, plain=True)
+                if plain is not None and log_probs is not None:
+                    moved = statistics.fmean(abs(a - b) for a, b in zip(plain, log_probs))
+                    metrics["train/canary_quantisation_abs_diff"] = moved
             receipt = self.sync.push()
-        return receipt.metrics(), log_probs
+        return receipt.metrics() | metrics, log_probs
 
     def sleep(self, keep_weights: bool) -> dict[str, float]:
         """Free the GPU for the engines; returns what was measured."""

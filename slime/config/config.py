@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.config.flags import GROUPS, all_flags, own_flags
 from slime.config.groups_megatron import MegatronConfig
+from slime.config.groups_quantised import QuantisedConfig
 from slime.config.groups_rollout import DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
 from slime.config.groups_run import ClusterConfig, DebugConfig, FaultToleranceConfig, ObserveConfig
 from slime.config.groups_train import AlgorithmConfig, CheckpointConfig, SyncConfig, TrainConfig
@@ -89,6 +90,7 @@ class Config:
     checkpoint: CheckpointConfig
     sync: SyncConfig
     engine: EngineConfig
+    quantised: QuantisedConfig
     fault_tolerance: FaultToleranceConfig
     observe: ObserveConfig
     debug: DebugConfig

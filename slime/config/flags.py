@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config import groups_megatron, groups_rollout, groups_run, groups_train
+from slime.config import groups_megatron, groups_quantised, groups_rollout, groups_run, groups_train
 from slime.config.engine_flags import router_flags, sglang_flags, sglang_that_has
 from slime.config.flag import FlagSpec, specs_of
 from slime.config.megatron_flags import SHORTHANDS, lm_flags, native_flags
@@ -31,6 +31,7 @@ GROUPS: dict[str, type] = {
     "checkpoint": groups_train.CheckpointConfig,
     "sync": groups_train.SyncConfig,
     "engine": groups_rollout.EngineConfig,
+    "quantised": groups_quantised.QuantisedConfig,
     "fault_tolerance": groups_run.FaultToleranceConfig,
     "observe": groups_run.ObserveConfig,
     "debug": groups_run.DebugConfig,

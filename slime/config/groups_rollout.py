@@ -148,9 +148,11 @@ class RolloutConfig:
     mask_offpolicy_in_partial_rollout: bool = flag(False, needs=on("partial_rollout"))
     """Do not train on tokens that an earlier policy sampled."""
     rollout_max_failed_fraction: float = flag(0.1, range=FRACTION, needs=GENERATES)
-    """Fraction of a rollout's prompts that may fail for good (others replace them) before the run stops."""
+    """Fraction of a rollout's prompts that may fail for good (others replace them) before the run stops; see
+    docs/hooks.md."""
     rollout_stall_timeout: float = flag(600.0, range=POSITIVE, needs=GENERATES)
-    """Seconds without any sign of progress after which a rollout stops and reports who waits for whom."""
+    """Seconds without any sign of progress after which functions of yours that hang are given up, each with its sample;
+    where none does, the rollout stops and reports who waits for whom."""
     rollout_function_path: str | None = flag(None, needs=SAMPLES | on("rollout_function_path", _SFT_PATH))
     """Function (args, rollout_id, data_source, evaluation) that replaces the whole rollout loop."""
     custom_generate_function_path: str | None = flag(None, needs=GENERATES)
@@ -319,10 +321,8 @@ class EngineConfig:
     """Port of the router, as hooks read it."""
     sglang_router_request_timeout_secs: int = flag(14400, range=SOME, needs=GENERATES)
     """Seconds after which the router gives a request up."""
-    sglang_config: str | None = flag(
-        None, needs=on("rollout_engine", "sglang", why="the engines of this run are embedded ones")
-    )
-    """YAML file of server groups."""
+    sglang_config: str | None = flag(None, needs=ENGINES)
+    """YAML file of server groups, and of models beside the policy; also for embedded engines."""
     prefill_num_servers: int | None = flag(None, refused="prefill and decode servers are groups of --sglang-config")
     """Number of prefill servers."""
     sglang_custom_pull_weights_pre_read_hook: str | None = flag(None, refused="needs a patched SGLang")

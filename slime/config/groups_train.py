@@ -168,6 +168,10 @@ class AlgorithmConfig:
         0.0, range=finite(0, "an importance weight"), needs=on("use_tis") | on("get_mismatch_metrics")
     )
     """Lower bound of the importance weight."""
+    tis_mode: Literal["truncate", "icepop"] = flag(
+        "truncate", needs=(on("use_tis"), unless("custom_tis_function_path", why="it replaces both"))
+    )
+    """A weight outside the bounds: truncate takes the bound, icepop leaves the token out (published with 0.5 and 5)."""
     custom_tis_function_path: str | None = flag(None, needs=on("use_tis") | on("get_mismatch_metrics"))
     """Function that replaces truncated importance sampling."""
     get_mismatch_metrics: bool = flag(False, needs=POLICY_LOSS)

@@ -14,7 +14,7 @@ from slime.errors import UserError
 from slime.models import family_of, read_hf_config
 from slime.prompts.source import is_chat, warn_of_endless_generation
 from slime.prompts.tokenizer import generation_config_of, stop_token_report
-from slime.weights.quantised_launch import check_quantised
+from slime.weights.quantised_launch import check_route
 
 
 def hub(case: Case, look: Look) -> None:
@@ -56,7 +56,9 @@ def architecture(case: Case, look: Look) -> None:
 
 def quantisation(case: Case, look: Look) -> None:
     """Engines take weights as config.json says they are; of quantised ones the ignore list fits the model."""
-    look.attempt(check_quantised, case.run)
+    look.attempt(check_route, case.run)
+    look.attempt(preflight.check_ignore_list, case.run)
+    look.attempt(preflight.check_quantised_flags, case.run)
 
 
 def checkpoint(case: Case, look: Look) -> None:

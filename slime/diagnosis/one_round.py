@@ -23,6 +23,7 @@ from slime.checkpoints.directory import read_tracker
 from slime.config.config import Config
 from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Case, Check, LeftOut, Look
+from slime.observe.first_step import large_gradient
 from slime.placement import needs_engines
 from slime.processes import die_with_parent
 
@@ -71,7 +72,10 @@ def one_round(case: Case, look: Look) -> None:
     if not difference <= _DIFFERENCE:
         detail = f"the mean difference is {difference:.3f}; below 0.01 is usual in float32, below 0.05 in bfloat16"
         look.found(known.LOG_PROBS_DIFFER, f"{detail}; the folder of the round is {folder}")
-    else:
+    gradient = large_gradient([row])
+    if gradient is not None:
+        look.found(known.LARGE_GRADIENT, f"{gradient[0]}; the folder of the round is {folder}")
+    elif difference <= _DIFFERENCE:
         shutil.rmtree(folder, ignore_errors=True)
     look.note(f"all weights arrived; log-probs differ by {difference:.4f}")
 

@@ -18,6 +18,7 @@ from slime.diagnosis.troubles_flags import (
     PARALLEL_LAYOUT,
     STALE_WEIGHTS,
 )
+from slime.diagnosis.troubles_round import LARGE_GRADIENT, LOG_PROBS_DIFFER, ROUND_FAILED
 
 # -- host, device, network -------------------------------------------------------------------------------------------
 
@@ -402,24 +403,6 @@ CHECK_BROKEN = Trouble(
     "a check that raises a ValueError",
 )
 
-# -- one round (--round) ---------------------------------------------------------------------------------------------
-
-ROUND_FAILED = Trouble(
-    "round-failed",
-    "the run ends before its first step is done",
-    "One round of generating, training and pushing, cut small, ended with an error.",
-    ("the last lines of the round and its crash/ folder say where", "--debug-rollout-only and --debug-train-only"),
-    "a round that ends with an error",
-)
-LOG_PROBS_DIFFER = Trouble(
-    "log-probs-differ",
-    "garbled text, or a KL that is not 0 in step one",
-    "Trainer and engine say different log-probs of the same tokens with the same weights: template, temperature,"
-    " precision, or a kernel.",
-    ("slime align with the same flags ranks the causes", "--use-tis corrects for what is left"),
-    "a round whose log-probs differ by 0.3",
-)
-
 #: In the order of docs/troubles.md: section → records.
 SECTIONS: dict[str, tuple[Trouble, ...]] = {
     "Flags": (
@@ -442,7 +425,7 @@ SECTIONS: dict[str, tuple[Trouble, ...]] = {
     ),
     "Memory, credentials": (MEMORY_TRAINING, MEMORY_COLOCATED, MEMORY_HOST, WANDB_KEY),
     "The examination itself": (CHECK_BROKEN,),
-    "One round (`slime doctor --round`)": (ROUND_FAILED, LOG_PROBS_DIFFER),
+    "One round (`slime doctor --round`)": (ROUND_FAILED, LOG_PROBS_DIFFER, LARGE_GRADIENT),
 }  # fmt: skip
 
 TROUBLES: dict[str, Trouble] = {trouble.name: trouble for group in SECTIONS.values() for trouble in group}

@@ -12,12 +12,13 @@ import asyncio
 import http.client
 import time
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import orjson
 
+from slime.engines.connections import Broken, Connections
 from slime.engines.keys import header_of, key_of
 
 #: Routes that every engine answers. `GET` unless listed in POST_ROUTES.
@@ -53,6 +54,11 @@ WEIGHT_LOADER = "slime.engines.sglang.weight_loader.load"
 
 #: A proxy variable must never catch traffic between our own processes.
 WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def is_embedded(info: Mapping[str, Any]) -> bool:
+    """Whether an engine is an embedded one, by its ``/server_info``."""
+    return str(info.get("version")).startswith("slime-embedded")
 
 
 class EngineError(Exception):
@@ -131,28 +137,24 @@ class EngineClient:
     Args:
         url: base URL, e.g. "http://127.0.0.1:30000".
         timeout: default deadline of a call, in seconds; `request` can override it.
-        max_connections: concurrent connections, 0 for no limit.
     """
 
-    def __init__(self, url: str, timeout: float = _ANSWER_SECONDS, max_connections: int = 0) -> None:
+    def __init__(self, url: str, timeout: float = _ANSWER_SECONDS) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self._max_connections = max_connections
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
 
     async def __aenter__(self) -> EngineClient:
-        connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=30)
-        # trust_env stays off, as in `WITHOUT_PROXIES`
-        self._session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=1 << 20)
+        self._connections = Connections(self.url)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._connections is not None:
+            self._connections.close()
+            self._connections = None
 
     async def request(
         self,
@@ -165,28 +167,25 @@ class EngineClient:
         """One call; returns the decoded JSON body ({} when the answer has none).
 
         Raises:
-            EngineError: connection failed, deadline passed, or HTTP status >= 400; 401 when it refuses the key.
+            EngineError: connection failed, deadline passed, or HTTP status >= 300; 401 when it refuses the key.
         """
-        if self._session is None:
+        if self._connections is None:
             raise RuntimeError("EngineClient is used outside 'async with'")
-        limit = aiohttp.ClientTimeout(total=timeout or self.timeout)
         payload = orjson.dumps(body) if body is not None else None
         key = key_of(self.url)
         send_headers = {"Content-Type": "application/json", **header_of(key), **(headers or {})}
         try:
-            async with self._session.request(
-                method, self.url + path, data=payload, headers=send_headers, timeout=limit
-            ) as response:
-                raw = await response.read()
-                if response.status >= 400:
-                    said = f"{path} answered {response.status}: {raw[:500].decode(errors='replace')}"
-                    if response.status == 401:
-                        said = ("refuses the run's key: " if key else "asks for a key, and none is known: ") + said
-                    raise EngineError(self.url, said, response.status)
+            async with asyncio.timeout(timeout or self.timeout):
+                status, raw = await self._connections.request(method, path, payload, send_headers)
         except TimeoutError as error:
             raise EngineError(self.url, f"{path} gave no answer within {timeout or self.timeout:.0f} s") from error
-        except aiohttp.ClientError as error:
-            raise EngineError(self.url, f"{path} failed: {type(error).__name__}: {error}") from error
+        except Broken as error:
+            raise EngineError(self.url, f"{path} failed: {error}") from error
+        if status >= 300:  # redirects are not followed
+            said = f"{path} answered {status}: {raw[:500].decode(errors='replace')}"
+            if status == 401:
+                said = ("refuses the run's key: " if key else "asks for a key, and none is known: ") + said
+            raise EngineError(self.url, said, status)
         try:
             decoded = orjson.loads(raw) if raw else {}
         except orjson.JSONDecodeError:  # /health and /flush_cache answer plain text

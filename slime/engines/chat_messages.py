@@ -48,7 +48,7 @@ def as_text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
+        return "".join(str(part.get("text") or "") for part in content)
     said = "content must be a string or a list of text parts; only text is taken here"
     raise BadRequest(said, "messages")
 
@@ -71,7 +71,7 @@ def with_objects(message: dict[str, Any]) -> dict[str, Any]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise BadRequest(f"arguments of a call are no valid JSON: {arguments[:200]!r}", "messages") from error
         read.append(call | {"function": function | {"arguments": arguments}})
     return message | {"tool_calls": read}
@@ -89,7 +89,7 @@ def read_tools(body: Mapping[str, Any]) -> list[Any] | None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             form = '{"type": "function", "function": {"name": …, "parameters": …}}'
             raise BadRequest(f"tools[{index}] must be {form}", "tools")
-    return tools if body.get("tool_choice") != "none" else None
+    return tools or None if body.get("tool_choice") != "none" else None
 
 
 def shows_tools(tokenizer: Any) -> bool:

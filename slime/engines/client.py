@@ -19,10 +19,11 @@ import copy
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError, GenerateResult
+from slime.engines.client_counts import BusyClock, ClientCounters
 from slime.engines.router import ROUTING_KEY_HEADER, Worker, list_workers
 from slime.log import get_logger
 
@@ -52,60 +53,6 @@ class InFlight:
     """The engine that it was sent to; empty where the router chooses."""
     ends_with_rollout: bool = True
     """It is for the policy's engines: an abort ends it. Judges and tools are left alone."""
-
-
-@dataclass
-class ClientCounters:
-    """Sums over the client's life, apart from `take`, which gives the difference since its last call."""
-
-    requests: int = 0
-    retries: int = 0
-    _taken: dict[str, int] = field(default_factory=dict)
-
-    def take(self) -> dict[str, int]:
-        now = {"requests": self.requests, "retries": self.retries}
-        since = {name: value - self._taken.get(name, 0) for name, value in now.items()}
-        self._taken = now
-        return since
-
-
-class BusyClock:
-    """How much of the time some request was under way, over all clients that share it.
-
-    Args:
-        clock: seconds.
-
-    Example:
-        >>> seconds = iter([0, 2, 5, 10])
-        >>> busy = BusyClock(clock=lambda: next(seconds))     # at 0 s
-        >>> busy.began(); busy.ended()                        # from 2 s to 5 s
-        >>> busy.take_idle_ratio()                            # at 10 s
-        0.7
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._count, self._busy = clock, 0, 0.0
-        self._taken = self._since = clock()
-
-    def began(self) -> None:
-        self._turn()
-        self._count += 1
-
-    def ended(self) -> None:
-        self._turn()
-        self._count -= 1
-
-    def _turn(self) -> None:
-        now = self._clock()
-        self._busy += (now - self._since) * (self._count > 0)
-        self._since = now
-
-    def take_idle_ratio(self) -> float:
-        """Share of the time since the last call, or the beginning, in which no request was under way."""
-        self._turn()
-        seconds, busy = self._since - self._taken, self._busy
-        self._taken, self._busy = self._since, 0.0
-        return max(0.0, 1.0 - busy / seconds) if seconds > 0 else 0.0
 
 
 class Slots(asyncio.Semaphore):
@@ -171,6 +118,7 @@ class RolloutClient:
         self.in_flight: dict[int, InFlight] = {}
         self.last_progress = time.monotonic()
         self._aborting = asyncio.Event()
+        self._on_abort: set[Callable[[], object]] = set()
         self._engines: dict[str, EngineClient] = {}
         self._policy_urls = {self.base_url, *urls}
         """The router's, and those of the engines that it has named so far."""
@@ -201,6 +149,7 @@ class RolloutClient:
         """
         client = copy.copy(self)
         client.counters, client.in_flight, client._aborting = ClientCounters(), {}, asyncio.Event()
+        client._on_abort = set()
         client.last_progress = time.monotonic()
         if own_slots:
             client.slots = Slots(self.slots.size)
@@ -209,6 +158,7 @@ class RolloutClient:
             yield client
         finally:
             self._company.remove(client)
+            client._aborting.set()  # users' code that was left behind asks the policy's engines nothing more
 
     async def engine(self, url: str = "") -> EngineClient:
         """The shared connection pool of one base URL (default: the router's)."""
@@ -348,9 +298,20 @@ class RolloutClient:
         await self._aborting.wait()
 
     @contextlib.contextmanager
+    def on_abort(self, call: Callable[[], object]) -> Iterator[None]:
+        """Inside, ``call`` is called as soon as an abort begins."""
+        self._on_abort.add(call)
+        try:
+            yield
+        finally:
+            self._on_abort.discard(call)
+
+    @contextlib.contextmanager
     def abort_scope(self) -> Iterator[None]:
         """Inside, nothing new is sent: requests return at once as aborted."""
         self._aborting.set()
+        for call in list(self._on_abort):
+            call()
         try:
             yield
         finally:

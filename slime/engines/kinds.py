@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from slime.engines.embedded import command as embedded
 from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec, ServedModel, only_the_policy
+from slime.engines.model_groups import served_models
 from slime.engines.sglang import command as sglang
-from slime.engines.sglang.groups import served_models
 from slime.engines.sglang.versions import check_version, installed_version
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ ENGINES: dict[str, EngineKind] = {
         embedded.embedded_command,
         embedded.embedded_footprint,
         embedded.STARTUP_SECONDS,
+        served_models=lambda config: served_models(config, embedded.GROUP_RULES),
         if_out_of_memory=("a smaller --embedded-max-slots", "a smaller --rollout-max-context-len"),
         if_killed=("a smaller --embedded-max-slots, if the host ran out of memory",),
     ),
@@ -91,7 +92,7 @@ ENGINES: dict[str, EngineKind] = {
         sglang.sglang_footprint,
         sglang.STARTUP_SECONDS,
         health_path=sglang.HEALTH_PATH,
-        served_models=served_models,
+        served_models=lambda config: served_models(config, sglang.GROUP_RULES),
         check_flags=sglang.check_sglang,
         check_installed=lambda: check_version(installed_version()),
         releases_without_gpu=True,

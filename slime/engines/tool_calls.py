@@ -10,6 +10,7 @@ added to, which is all that streaming needs.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -104,14 +105,25 @@ class ToolFormat:
 
 def _until_broken(calls: Iterator[Call]) -> Iterator[Call]:
     try:
-        yield from calls
-    except ValueError:  # cut short, or no JSON: what came before it counts
-        return
+        for call in calls:
+            orjson.dumps([[[[[[[[call.name, orjson.loads(call.arguments)]]]]]]]])  # within an answer, as objects
+            yield call
+    except (ValueError, orjson.JSONEncodeError, RecursionError):
+        return  # cut short, no JSON, half a character (\ud83d), or brackets without end: what came before it counts
 
 
 # -- the ways ------------------------------------------------------------------------------------------------------
 
-_DECODER = json.JSONDecoder()
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is no JSON, or too large")
+    return value
+
+
+#: As strict as those who will read the arguments: by itself it takes NaN and Infinity.
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def _object(text: str, at: int) -> tuple[Any, int]:
@@ -134,7 +146,7 @@ def _call(value: Any) -> Call:
         raise ValueError("no call")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # written as text once more
-        arguments = json.loads(arguments)
+        arguments = _DECODER.decode(arguments)
     return Call(value["name"], _arguments(arguments))
 
 
@@ -144,31 +156,37 @@ def _arguments(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _between(text: str, begin: str, end: str, read: Callable[[str], Call]) -> Iterator[Call]:
-    """A call between each pair of marks."""
-    for inner in re.findall(re.escape(begin) + r"(.*?)" + re.escape(end), text, re.DOTALL):
-        yield read(inner)
+def _between(text: str, begin: str, end: str) -> Iterator[str]:
+    """What stands between each pair of marks. A model that repeats the first one to its limit costs no more than any
+    other."""
+    at = 0
+    while (start := text.find(begin, at)) >= 0 and (stop := text.find(end, start + len(begin))) >= 0:
+        yield text[start + len(begin) : stop]
+        at = stop + len(end)
 
 
 def _hermes(text: str) -> Iterator[Call]:
-    yield from _between(text, "<tool_call>", "</tool_call>", lambda inner: _call(json.loads(inner)))
+    for inner in _between(text, "<tool_call>", "</tool_call>"):
+        yield _call(_DECODER.decode(inner))
 
 
 def _glm45(text: str) -> Iterator[Call]:
     """<tool_call>name <arg_key>k</arg_key><arg_value>v</arg_value> … </tool_call>; values are JSON, or else text."""
-
-    def read(inner: str) -> Call:
-        pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", inner, re.DOTALL)
+    for inner in _between(text, "<tool_call>", "</tool_call>"):
         name = inner.partition("<arg_key>")[0].strip()
-        return Call(name, _arguments({key.strip(): _json_or_text(value) for key, value in pairs}))
-
-    yield from _between(text, "<tool_call>", "</tool_call>", read)
+        values: dict[str, Any] = {}
+        for pair in _between(inner, "<arg_key>", "</arg_value>"):
+            key, closed, rest = pair.partition("</arg_key>")
+            before, opened, value = rest.partition("<arg_value>")
+            if closed and opened and not before.strip():
+                values[key.strip()] = _json_or_text(value)
+        yield Call(name, _arguments(values))
 
 
 def _json_or_text(value: str) -> Any:
     try:
-        return json.loads(value)
-    except ValueError:
+        return _DECODER.decode(value)
+    except (ValueError, RecursionError):
         return value
 
 
@@ -185,25 +203,24 @@ def _glm4(text: str) -> Iterator[Call]:
     """The tool's name on a line of its own, its arguments below it."""
     name, found, rest = text.strip().partition("\n")
     if found and rest.strip():
-        yield Call(name.strip(), _arguments(json.loads(rest)))
+        yield Call(name.strip(), _arguments(_DECODER.decode(rest)))
 
 
 def _deepseek(text: str) -> Iterator[Call]:
     """V3: function<sep>name, then a block of JSON; V3.1: name<sep>{…}."""
-
-    def read(inner: str) -> Call:
+    for inner in _between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"):
         kind, _, rest = inner.partition("<｜tool▁sep｜>")
-        block = re.fullmatch(r"(.*?)\n```json\n(.*?)\n```\s*", rest, re.DOTALL)
-        name, arguments = (block.group(1), block.group(2)) if block else (kind, rest)
-        return Call(name.strip(), _arguments(json.loads(arguments)))
-
-    yield from _between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read)
+        name, fence, block = rest.rstrip().partition("\n```json\n")
+        if fence and block.endswith("\n```"):
+            yield Call(name.strip(), _arguments(_DECODER.decode(block.removesuffix("\n```"))))
+        else:
+            yield Call(kind.strip(), _arguments(_DECODER.decode(rest)))
 
 
 def _mistral(text: str) -> Iterator[Call]:
     """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or [TOOL_CALLS]name{…} for each, also with [ARGS] between."""
     for part in text.split("[TOOL_CALLS]")[1:]:
-        name = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{)", part)
+        name = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?", part)
         value, _ = _object(part, name.end() if name else 0)
         if name:
             yield Call(name.group(1), _arguments(value))

@@ -70,6 +70,7 @@ class TrainerSettings:
         chunk_rows: --log-probs-chunk-size.
         with_logits: a custom loss gets whole logits.
         only, frozen: regular expressions of what is trained, or is not.
+        rounded: "experts" or "linears", of which a second copy is computed with (--fake-quantisation).
         on_gpu: kernels and sizes of blocks differ.
         grouped: attention takes keys and values as they are (`slime.memory.activations.Kernels`).
     """
@@ -96,6 +97,7 @@ class TrainerSettings:
     frozen: tuple[str, ...]
     on_gpu: bool
     grouped: bool = True
+    rounded: str | None = None
 
     @staticmethod
     def of(config: Config, spec: ModelSpec, *, on_gpu: bool, flash4: bool = True) -> TrainerSettings:
@@ -135,6 +137,7 @@ class TrainerSettings:
             frozen=config.train.freeze_params_name_list,
             on_gpu=on_gpu,
             grouped=not on_gpu or _takes_groups(config, spec, flash4),
+            rounded=config.quantised.fake_quantisation,
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
@@ -244,7 +247,15 @@ class StageMemory:
         found = {"temporaries of a layer": self.saved.working * self.settings.tokens, **self._output()}
         if self.settings.reference:
             found["weights of the reference"] = self.weights
-        return found
+        return found | self._rounded()
+
+    def _rounded(self) -> dict[str, float]:
+        """Weights as quantised engines have them, beside the plain ones. The ignore list, which is not known here, may
+        spare some; every recommended one spares the output layer."""
+        kind, element = self.settings.rounded, self.settings.element
+        chosen = [p for p in self.parameters if p.is_expert or (kind == "linears" and p.parameter.rule.is_linear)]
+        size = float(sum(p.numel for p in chosen if not p.parameter.is_output) * element) if kind else 0.0
+        return {"quantised weights": size} if size else {}
 
     def training(self) -> dict[str, float]:
         """What the forward and backward passes add."""
@@ -257,6 +268,7 @@ class StageMemory:
             "activations of uneven experts": experts * max(1.0, under_way) * settings.tokens,
             "temporaries of a layer": self._temporaries(),
             **self._output(),
+            **self._rounded(),
         }
         if settings.on_gpu:
             found["workspaces of products"] = _WORKSPACE_BYTES

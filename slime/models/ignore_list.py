@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import eq
 
@@ -52,12 +52,14 @@ class Matrix:
         module: its name without ``.weight``.
         is_linear: it is that of a Linear layer.
         kernel: what engines compute it as a part of; the module itself where they compute it alone.
+        is_tied: it is the output layer of a model whose embedding takes its place, and has no weight of its own.
     """
 
     module: str
     shape: tuple[int, int]
     is_linear: bool
     kernel: str
+    is_tied: bool = False
 
     @property
     def weight(self) -> str:
@@ -71,6 +73,10 @@ def matrices(family: ModelFamily, spec: ModelSpec, surplus: Iterable[tuple[str, 
         surplus: names and shapes of what a checkpoint has beside the model's own tensors: layers for multi-token
             prediction, which engines can compute.
     """
+    tied: dict[str, tuple[int, ...]] = {}
+    for rule in family.rules if spec.tie_embeddings else ():
+        if rule.tied_to is not None:
+            tied |= {name.removesuffix(".weight"): shape for name, shape in zip(rule.hf_names, rule.shapes(spec))}
     kinds: dict[str, bool] = {}  # of tens of thousands of experts one is looked up
     found = []
     for name, shape in [*family.hf_tensors(spec), *surplus]:
@@ -80,8 +86,10 @@ def matrices(family: ModelFamily, spec: ModelSpec, surplus: Iterable[tuple[str, 
         if kind not in kinds:
             kinds[kind] = _is_linear(family, kind)
         module = name.removesuffix(".weight")
-        found.append(Matrix(module, (shape[0], shape[1]), kinds[kind], _kernel(module)))
-    return found
+        if module not in tied:  # some checkpoints have it all the same
+            found.append(Matrix(module, (shape[0], shape[1]), kinds[kind], _kernel(module)))
+    layers = [Matrix(module, (shape[0], shape[1]), True, module, is_tied=True) for module, shape in tied.items()]
+    return found + layers
 
 
 def _is_linear(family: ModelFamily, name: str) -> bool:
@@ -132,10 +140,11 @@ class Findings:
         quantised: Linear layers that no rule names.
         ignored: Linear layers that one names.
         unspared: 2-D weights of no Linear layer that no rule names.
-        idle: rules that name nothing.
+        idle: rules that name no matrix.
         by_weight: Linear layers of which a rule names the weight and none the module.
         torn: kernels of engines of which a part is quantised and another is not.
         misfits: Linear layers that no rule names and that cannot be stored in the format, with the reason.
+        tied: output layers that no rule names and of which only the embedding is stored.
     """
 
     quantised: tuple[Matrix, ...]
@@ -145,6 +154,7 @@ class Findings:
     by_weight: tuple[str, ...]
     torn: tuple[str, ...]
     misfits: tuple[str, ...]
+    tied: tuple[str, ...] = ()
 
     def problems(self) -> list[str]:
         """What stands against quantising so, in words; [] when nothing does. Idle rules harm nobody."""
@@ -153,6 +163,10 @@ class Findings:
             (self.by_weight, "a rule names its weight: engines match modules, write the name without .weight"),
             (self.torn, "engines compute it with one kernel, and only a part of it is ignored"),
             (self.misfits, "neither ignored nor possible to quantise"),
+            (
+                self.tied,
+                "the embedding takes its place, and no rule names it: readers would look for its packed weight",
+            ),
         )
         return [f"{_few(found)}: {why}" for found, why in kinds if found]
 
@@ -161,7 +175,7 @@ def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
     """Compare the rules of a model with its modules."""
     rules = [_matcher(rule) for rule in quantisation.ignore]  # a large model has 40 thousand modules
     idle = dict(zip(quantisation.ignore, rules))
-    quantised, ignored, unspared, by_weight, misfits = [], [], [], [], []
+    quantised, ignored, unspared, by_weight, misfits, tied = [], [], [], [], [], []
     kernels = defaultdict[str, set[bool]](set)
     for matrix in weights:
         module, weight = matrix.module, matrix.weight
@@ -173,6 +187,11 @@ def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
             # the list of fp8 is of Linear layers alone: no quantiser reads it
             if not of_module and not of_weight and quantisation.method != "fp8":
                 unspared.append(matrix.weight)
+            continue
+        if matrix.is_tied:
+            # the library quantises every Linear module that no rule names; engines of fp8 take the embedding by itself
+            if not of_module and quantisation.method != "fp8":
+                tied.append(matrix.module)
             continue
         kernels[matrix.kernel].add(of_module)
         if of_module:
@@ -192,7 +211,18 @@ def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
         tuple(by_weight),
         tuple(kernel for kernel, there in kernels.items() if len(there) == 2),
         tuple(misfits),
+        tuple(tied),
     )
+
+
+def idle_among(found: Findings, tensors: Iterable[str]) -> tuple[str, ...]:
+    """The idle rules that name no other module of a model either: published lists name norms too, which have no matrix.
+
+    Args:
+        tensors: names of all that the model has.
+    """
+    known = {name for tensor in tensors for name in (tensor, tensor.rpartition(".")[0])} if found.idle else set()
+    return tuple(rule for rule in found.idle if not any(map(_matcher(rule), known)))
 
 
 def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> Findings:
@@ -208,7 +238,7 @@ def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> F
             why="\n  ".join(found.problems()),
             fix="correct it in config.json, or quantise the model again with slime convert, whose list fits",
         )
-    return found
+    return replace(found, idle=idle_among(found, (name for name, _ in family.hf_tensors(spec))))
 
 
 def stored_tensors(

@@ -53,6 +53,11 @@ class Int4:
             parts["weight_zero_point"] = ("int32", (-(-rows // NIBBLES), groups))
         return parts
 
+    def is_of_rows(self, columns: int) -> bool:
+        """Whether a piece of a weight, any rows of it and so many neighbouring columns, is quantised by itself as it is
+        within the whole. The piece begins at a multiple of ``columns``."""
+        return columns % self.group_size == 0
+
     def misfit(self, shape: tuple[int, int]) -> str:
         """Why a weight of this shape cannot be stored so; "" if it can."""
         return f"{shape[1]} columns are no multiple of the group size {self.group_size}" * bool(
@@ -85,6 +90,9 @@ class Fp8:
     def parts(self, shape: tuple[int, int], dtype: str) -> Parts:
         scales = self.blocks(shape) if any(self.block) else (1,)
         return {"weight": ("float8_e4m3fn", shape), self.scale: ("float32", scales)}
+
+    def is_of_rows(self, columns: int) -> bool:
+        return False  # rows share a scale; which do is known of the whole weight
 
     def misfit(self, shape: tuple[int, int]) -> str:
         return ""  # a block at the border may be smaller

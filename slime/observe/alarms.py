@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.observe.first_step import large_gradient as first_large_gradient
 from slime.observe.growth import Growth, steady_growth, sudden_growth
 
 Rows = Sequence[dict[str, Any]]
@@ -216,7 +217,12 @@ def train_rollout_mismatch(rows: Rows) -> list[Alarm]:
         detail = (
             f"mean |log-prob difference| is {of_now[-1]:.3f}; below 0.01 is usual in float32, below 0.05 in bfloat16"
         )
-        return [Alarm("Trainer and engine disagree", detail, "slime align with the run's flags says where and why")]
+        advice = "slime align with the run's flags says where and why"
+        moved = _values(rows, "train/canary_quantisation_abs_diff")
+        if moved and moved[-1] > of_now[-1] / 2:
+            detail += f". The engines' weights are quantised, which moves log-probs by {moved[-1]:.3f}"
+            advice = "--fake-quantisation trains with the weights that engines have; --use-tis corrects"
+        return [Alarm("Trainer and engine disagree", detail, advice)]
     return []
 
 
@@ -244,6 +250,11 @@ def truncation(rows: Rows) -> list[Alarm]:
         return []
     detail = f"{statistics.fmean(values):.0%} of the recent responses were cut at the length limit"
     return [Alarm("Many responses are truncated", detail, "raise --rollout-max-response-len, or check the stop tokens")]
+
+
+def large_gradient(rows: Rows) -> list[Alarm]:
+    found = first_large_gradient(rows)
+    return [Alarm("The gradient is large from the first step on", *found)] if found else []
 
 
 def gradient_spike(rows: Rows) -> list[Alarm]:
@@ -365,6 +376,7 @@ CHECKS: tuple[Callable[[Rows], list[Alarm]], ...] = (
     tool_text_trained,
     train_rollout_mismatch,
     stale_samples,
+    large_gradient,
     truncation,
     gradient_spike,
     engine_imbalance,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 #: Nats per token; what a trained model samples is seldom that unlikely to it.
 _LARGE = 1.0
 #: Above this a tokenizer, a configuration or weights that are not the model's are likelier than odd prompts.
 _EXTREME = 5.0
+#: Norm of all gradients; runs of models that were trained before begin between 0.05 and 5.
+_LARGE_NORM = 50.0
+#: Rewards are 0 to 1, or a few; where nothing divides by their spread, gradients are as many times as large.
+_LARGE_REWARD = 10.0
 
 _WHO = {
     "rollout/log_probs": "the trainer",
@@ -45,3 +50,40 @@ def first_step_lines(metrics: Mapping[str, float]) -> list[str]:
             " (--apply-chat-template)"
         )
     return lines
+
+
+def large_gradient(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+    """What is seen, and what to try, where the gradient is large from a run's first step on.
+
+    Looked at are models that find likely what they wrote: of another one any norm is possible, and `first_step_lines`
+    says what may be wrong with it.
+
+    Args:
+        rows: of metrics, the first step's first.
+    Returns:
+        None where it is not, or no longer, large; where nothing was rewarded or scored.
+
+    Example:
+        >>> step = {"step": 1, "rollout/raw_reward": 0.5, "rollout/log_probs": -0.4, "train/grad_norm": 0.3}
+        >>> large_gradient([step]), large_gradient([{**step, "train/grad_norm": 900.0}])[0]
+        (None, 'grad norm 900 in step 1, at a mean log-prob of -0.400: below 5 is usual')
+    """
+    trained = [row for row in rows if row.get("train/grad_norm") is not None]
+    if not trained or trained[0].get("rollout/raw_reward") is None:
+        return None
+    first, norm = trained[0], trained[0]["train/grad_norm"]
+    scored = first.get("rollout/log_probs")
+    if scored is None or -scored > _LARGE or min(norm, trained[-1]["train/grad_norm"]) <= _LARGE_NORM:
+        return None
+    detail = f"grad norm {norm:.0f} in step {first['step']:.0f}, at a mean log-prob of {scored:.3f}: below 5 is usual"
+    ends = [first.get(f"rollout/reward/{end}") or 0.0 for end in ("min", "max")]
+    tries = []
+    if max(map(abs, ends)) > _LARGE_REWARD:
+        tries.append(f"rewards go from {ends[0]:g} to {ends[1]:g}: scale them, or --normalize-advantages")
+    if first.get("train/moe_max_load") is not None:
+        tries.append("with experts, slime align: it names the first layer that trainer and engine compute differently")
+    tries += [
+        "look for prompts that carry the chat template twice (slime doctor), a loss of your own that sums over tokens",
+        "try other kernels: --attention-backend flash, --deterministic-mode",
+    ]
+    return detail, "; ".join(tries)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.errors import UserError
 from slime.files import dump_line, json_safe, write_atomically
 from slime.observe.chrome_trace import write_trace
 from slime.observe.run_folder import RunFolder
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 MAX_TEXT = 20_000
 #: Tokens of a file that are kept one by one with their log-probs: some 15 bytes each, a megabyte per rollout.
 MAX_TOKENS = 65_536
+#: Failures kept of a rollout, or of all evaluations.
+MAX_FAILURES = 256
 #: What a part of a character reads, and of how many parts one has at most.
 _PART, _MOST_PARTS = "\ufffd", 4
 
@@ -160,6 +164,15 @@ def sample_record(sample: Sample, decode: Callable[[list[int]], str] | None = No
     return safe
 
 
+def _as_far_as_it_goes(sample: Sample) -> dict[str, Any]:
+    """The record of a sample that users' code may have left in any state."""
+    try:
+        return sample_record(sample)
+    except (TypeError, ValueError, AttributeError, IndexError, UserError):
+        safe: dict[str, Any] = json_safe({"group": sample.group_index, "index": sample.index, "prompt": sample.prompt})
+        return safe
+
+
 def spread(groups: Sequence[Group], max_samples: int) -> list[Group]:
     """Whole groups, evenly spread, with at most `max_samples` samples in all (but at least one group)."""
     count = sum(len(group.samples) for group in groups)
@@ -212,6 +225,7 @@ class Recorder:
         self._texts = TokenTexts(decode) if decode is not None else None
         self._max_samples = max_samples
         self._tracing = config.observe.trace
+        self._num_failures: Counter[int | None] = Counter()
         self.has_rollouts = False
         set_tracing(self._tracing)
 
@@ -224,6 +238,23 @@ class Recorder:
         if self._tracing:
             samples = [sample for group in groups for sample in group.samples]
             write_trace(self._run.trace / f"rollout_{rollout_id:06d}.json", samples)
+
+    def record_failure(self, rollout_id: int | None, samples: Sequence[Sample], while_: str, error: Exception) -> None:
+        """Write down at once that users' code failed on samples of one execution: as they stand, with the traceback.
+
+        Args:
+            rollout_id: None for an evaluation.
+            while_: "generating", "sample hooks" or "reward".
+        """
+        self._num_failures[rollout_id] += 1
+        if self._num_failures[rollout_id] > MAX_FAILURES:
+            return
+        told = {"failed": while_, "error": f"{type(error).__name__}: {error}", "rollout_id": rollout_id}
+        told["traceback"] = "".join(traceback.format_exception(error))[-MAX_TEXT:]
+        name = "failed_eval.jsonl" if rollout_id is None else f"failed_{rollout_id:06d}.jsonl"
+        lines = [dump_line({**told, **_as_far_as_it_goes(sample)}) for sample in samples]
+        with (self._run.samples / name).open("ab") as file:
+            file.write(b"".join(lines))
 
     def token_keys(self, groups: Sequence[Group]) -> frozenset[SampleKey]:
         """The samples of a rollout whose tokens `record_rollout` keeps one by one, as far as nothing else in it has the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from slime.errors import UserError
@@ -48,7 +49,7 @@ def render_messages(
             why=f"line {error.lineno}: {error.message}",
             fix=f"mend chat_template.jinja or the chat_template of tokenizer_config.json in '{tokenizer.name_or_path}'",
         ) from error
-    except (TemplateError, TypeError, KeyError) as error:
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise TemplateRefuses(
             "the chat template refuses the messages",
             why=f"{type(error).__name__}: {error}; roles: {', '.join(str(m.get('role')) for m in messages)}",
@@ -82,11 +83,15 @@ def between_turns(
     """
     between = [messages] if isinstance(messages, dict) else messages
     start: Messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
-    if to_past:
-        text = before_past_turn(tokenizer, start + between, tools=tools, **template_kwargs)
-    else:
+    render: Callable[..., str] = before_past_turn if to_past else render_messages
+    try:
+        text = render(tokenizer, start + between, tools=tools, **template_kwargs)
+    except TemplateRefuses:
+        if not to_past:
+            raise
+        # Mistral's: the assistant speaks twice in a row, where nothing but answers of tools comes between
         text = render_messages(tokenizer, start + between, tools=tools, **template_kwargs)
-    return text[text.rfind(_PROBE) + len(_PROBE) :]
+    return text[text.find(_PROBE) + len(_PROBE) :]  # the first: messages may speak of it, too
 
 
 def before_past_turn(

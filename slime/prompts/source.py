@@ -33,6 +33,7 @@ from slime.prompts.row_format import Prompt, RowFormat, read_prompt
 from slime.prompts.tokenizer import generation_config_of, stop_token_report
 from slime.samples.buffer import SampleBuffer, pop_first
 from slime.samples.types import Sample
+from slime.user_calls import running
 
 logger = get_logger(__name__)
 
@@ -64,7 +65,7 @@ def make_source(config: Config, tokenizer: Any) -> DataSource:
 def _telling_failures(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with failures_of(name):
+        with failures_of(name), running(name):
             return method(*args, **kwargs)
 
     return call

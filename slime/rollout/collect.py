@@ -21,14 +21,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slime.errors import UserError
-from slime.hook_loading import with_user_frames
+from slime.hook_loading import FunctionFailed, with_user_frames
 from slime.hooks import DataSource, DynamicFilter
 from slime.log import get_logger
-from slime.rollout.execution import Activity, GroupRun, GroupRunner
+from slime.rollout.execution import GroupRunner
 from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
-from slime.rollout.generate import GenerateState
+from slime.rollout.group_run import Activity, GroupRun
 from slime.rollout.journal import Journal, Kind, drawn_as
-from slime.rollout.watchdog import Watchdog
+from slime.rollout.returned import wrong_group
+from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus
 
 logger = get_logger(__name__)
@@ -36,6 +37,8 @@ logger = get_logger(__name__)
 #: So many groups, and ten batches, may be dropped in a row: a filter that drops all would never end.
 _MOST_DROPS = 1000
 ABORT_SECONDS = 60.0
+#: For the runner's own code to end; users' has less (`slime.user_calls`).
+_CANCEL_SECONDS = 10.0
 
 
 #: --stale-samples → the metric that counts what became of groups.
@@ -75,22 +78,6 @@ class Collected:
     num_surplus: int = 0
     num_aborted: int = 0
     data_seconds: float = 0.0
-
-    def metrics(self, state: GenerateState) -> dict[str, float]:
-        """What was counted here, and by the state's client since the rollout began."""
-        counts = state.client.counters.take()
-        metrics: dict[str, float] = {
-            "rollout/num_failed_groups": self.num_failed,
-            "rollout/num_surplus_groups": self.num_surplus,
-            "rollout/num_aborted_groups": self.num_aborted,
-            "rollout/prompt_too_long": state.counts["prompt_too_long"],
-            "rollout/continued_requests": state.counts["continued"],
-            "rollout/requests": counts["requests"],
-            "rollout/retries": counts["retries"],
-            "perf/data_wait_time": self.data_seconds,
-        }
-        metrics |= self.stale
-        return metrics | {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in self.drops.items()}
 
 
 class Collector:
@@ -154,7 +141,7 @@ class Collector:
         try:
             while len(self._certain) < self.target:
                 while self._num_expected() < self.target:
-                    self._draw()
+                    self._draw_some()
                 for run in await self._wait_for_some():
                     await self._judge(run)
             await self._stop_running()
@@ -188,10 +175,20 @@ class Collector:
                 self._certain.append(self.drawn[self._next_certain])
             self._next_certain += 1
 
-    def _draw(self) -> None:
-        started = time.monotonic()
-        groups = self.source.get_samples(self.draw_size)
-        self.result.data_seconds += time.monotonic() - started
+    def _draw_some(self) -> None:
+        """Draw; a source of the user's own that fails is asked again, and a group that cannot be used left out, as far
+        as groups may fail."""
+        try:
+            started = time.monotonic()
+            groups = self.source.get_samples(self.draw_size)
+            self.result.data_seconds += time.monotonic() - started
+            if not isinstance(groups, list):
+                raise FunctionFailed(
+                    f"the data source gave a {type(groups).__name__}", fix="return list[group][Sample]"
+                )
+        except FunctionFailed as error:
+            self._draw_failed(error)
+            return
         if not groups:
             raise UserError(
                 f"the data source gave no more prompts after {len(self.drawn)} groups",
@@ -199,19 +196,22 @@ class Collector:
                 fix="give more data, or lower --rollout-batch-size",
             )
         for samples in groups:
+            if (wrong := wrong_group(samples, self.group_size)) is not None:
+                self._draw_failed(wrong)
+                continue
             run = self._taken_up(samples)
-            if len(run.executions) != self.group_size or any(sample.index is None for sample in run.samples):
-                raise UserError(
-                    f"the data source gave a group of {len(run.executions)} samples",
-                    why=f"a group has {self.group_size} (--n-samples-per-prompt), each with an index of its own",
-                    fix="set group_index and index in get_samples",
-                )
             self.drawn.append(run)
             if self._is_stale(run) and not self._takes_stale(run):
                 continue
             task = asyncio.create_task(self.runner.run(run))
             self._tasks[task] = run
             task.add_done_callback(self._finished.put_nowait)
+
+    def _draw_failed(self, error: FunctionFailed) -> None:
+        self.result.num_failed += 1
+        if self.result.num_failed > self.num_failures_allowed:
+            raise error
+        logger.warning("drawn anew: %s", error)
 
     def _taken_up(self, drawn: list[Sample]) -> GroupRun:
         """A drawn group, as far as it has come before."""
@@ -276,7 +276,12 @@ class Collector:
                 async with asyncio.timeout(self.watchdog.interval):
                     self._finished.put_nowait(await self._finished.get())
             except TimeoutError:
-                await self.watchdog.check(self._tasks.values())
+                try:
+                    await self.watchdog.check(self._tasks.values())
+                except RolloutStalled as stalled:
+                    if not self.watchdog.give_up_hung(self._tasks.values(), stalled.seconds):
+                        raise
+                    logger.warning("%s", stalled)
         runs = []
         while not self._finished.empty():
             task = self._finished.get_nowait()
@@ -292,7 +297,13 @@ class Collector:
         if self._turns_away(run):
             return
         self._note(Kind.FINISHED, run)
-        output = await call_dynamic_filter(self.dynamic_filter, self.runner.state.args, run.samples)
+        try:
+            judged = call_dynamic_filter(self.dynamic_filter, self.runner.state.args, run.samples, self.watchdog.limit)
+            output = await judged
+        except UserError as error:
+            self.runner.fail_group(run, error)
+            self._discard_failed(run)
+            return
         expected = self._num_expected()
         if should_drop_dynamic_filter_output(output, remaining_batch_size=expected, target_data_size=self.target):
             self.result.drops[output.reason or "unnamed"] += 1
@@ -332,7 +343,7 @@ class Collector:
         failure = UserError(
             f"{self.result.num_failed} groups have failed in this rollout of {self.target}",
             why=f"the last one: {_why_failed(run)}",
-            fix="mend what it names; SLIME_DEBUG=1 shows the tracebacks of all failures",
+            fix="mend what it names; samples/failed_*.jsonl of the run folder has the tracebacks of all failures",
         )
         raise (with_user_frames(failure, run.failure) if run.failure else failure) from run.failure
 
@@ -344,28 +355,23 @@ class Collector:
             return
         with self.client.abort_scope():
             await asyncio.sleep(0)  # tasks that have just been created see the abort before anything is sent
+            end = time.monotonic() + self.abort_timeout
             if self.client.in_flight or any(_is_generating(run) for run in self._tasks.values()):
                 await self.client.abort_all(self.abort_timeout)
-            _, late = await asyncio.wait(self._tasks, timeout=self.abort_timeout)
+            _, late = await asyncio.wait(self._tasks, timeout=max(0.0, end - time.monotonic()))
             if late:
                 logger.warning("%d groups did not stop within %.0f s of the abort", len(late), self.abort_timeout)
                 await self._cancel(late)
                 await self.client.abort_all(self.abort_timeout)
-        for task, run in self._tasks.items():
-            if not task.done():
-                raise UserError(
-                    f"group {run.index} cannot be stopped",
-                    why="its generate function, sample hook or reward function goes on after it was cancelled",
-                    fix="let asyncio.CancelledError through: do not catch it, nor BaseException",
-                )
-            if not task.cancelled():
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
                 task.result()
 
     async def _cancel(self, tasks: set[asyncio.Task[None]] | dict[asyncio.Task[None], GroupRun]) -> None:
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=self.abort_timeout)
+        if tasks:  # users' code has a moment to end, then it is left behind (`slime.user_calls`)
+            await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
         for task in tasks:
             if task.done() and not task.cancelled():
                 task.exception()  # seen: whatever was first has been raised already
@@ -433,6 +439,9 @@ def _why_failed(run: GroupRun) -> str:
     for execution in run.executions:
         if execution.failure is not None:
             error = execution.failure
-            return f"sample {execution.prompt.index} while {execution.activity.value}: {type(error).__name__}: {error}"
+            told = f"{type(error).__name__}: {error}"
+            if isinstance(error, UserError):
+                told = f"{error.what} ({error.why})" if error.why else error.what
+            return f"sample {execution.prompt.index} while {execution.activity.value}: {told}"
     statuses = sorted({sample.status.value for sample in run.samples if sample.status is not SampleStatus.COMPLETED})
     return f"the generate function returned samples with status {', '.join(statuses)}"

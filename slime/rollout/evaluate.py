@@ -18,10 +18,11 @@ from slime.prompts.prepare import Checker, probe, read_samples
 from slime.prompts.readers import open_rows
 from slime.prompts.row_format import RowFormat, keeps_raw_labels
 from slime.rollout.eval_datasets import EvalDataset
-from slime.rollout.execution import GroupRun, GroupRunner
+from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import context_limit
+from slime.rollout.group_run import GroupRun
 from slime.rollout.metrics import execution_scores, pass_at_k_metrics, sample_metrics
-from slime.rollout.watchdog import Watchdog
+from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus
 
 logger = get_logger(__name__)
@@ -154,16 +155,18 @@ async def _wait(tasks: Tasks, watchdogs: list[Watchdog]) -> None:
         for task in done:
             task.result()
         if not done:
-            stalled = [await _stalled(watchdog, [tasks[task] for task in pending]) for watchdog in watchdogs]
-            if all(stalled):
-                assert stalled[0] is not None
-                raise stalled[0]
+            waiting = [tasks[task] for task in pending]
+            stalled = [await _stalled(watchdog, waiting) for watchdog in watchdogs]
+            if (first := stalled[0]) is not None and all(stalled):
+                if not watchdogs[0].give_up_hung(waiting, first.seconds):
+                    raise first
+                logger.warning("%s", first)
 
 
-async def _stalled(watchdog: Watchdog, groups: list[GroupRun]) -> UserError | None:
+async def _stalled(watchdog: Watchdog, groups: list[GroupRun]) -> RolloutStalled | None:
     try:
         await watchdog.check(groups)
-    except UserError as error:
+    except RolloutStalled as error:
         return error
     return None
 
@@ -176,7 +179,7 @@ def _without_failures(name: str, runs: list[GroupRun], max_failed_fraction: floa
         failure = UserError(
             f"{num_failed} of {len(runs)} prompts of evaluation set {name!r} failed",
             why=f"one of them: {type(cause).__name__}: {cause}" if cause else "they were aborted",
-            fix="mend what it names; SLIME_DEBUG=1 shows the tracebacks of all failures",
+            fix="mend what it names; samples/failed_eval.jsonl of the run folder has the tracebacks of all failures",
         )
         raise (with_user_frames(failure, cause) if cause else failure) from cause
     if num_failed:

@@ -3,10 +3,10 @@
     Execution   queued ─► generating ─► hooks ─► reward ─► done
                    └──────────┴── abort ──┘        └── abort: generated, to be scored later
 
-A failing sample fails alone: the exception becomes its `Execution.failure`, the loop replaces its group and stops the
-run when too many fail. A `UserError` is a mistake in configuration, data or user code: it stops the run at once.
-Once an abort is under way neither counts: user code that stumbles over answers cut short is put back, and whatever else
-is wrong with it will show in the next rollout.
+A failing sample fails alone. What the user's code has failed on is tried a second time; what fails again, or hangs,
+becomes the `Execution.failure`, the loop replaces its group and stops the run when too many fail. A `UserError` of our
+own code is a mistake in configuration or data: it stops the run at once. Once an abort is under way neither counts:
+user code that stumbles over answers cut short is put back, and what else is wrong with it will show next time.
 """
 
 from __future__ import annotations
@@ -17,41 +17,45 @@ import copy
 import inspect
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
 from slime.errors import UserError
-from slime.hook_loading import accepted, check_signature, load_function, user_frames, with_user_frames
+from slime.hook_loading import (
+    FunctionFailed,
+    FunctionHangs,
+    accepted,
+    check_signature,
+    is_async,
+    load_function,
+    user_frames,
+    with_user_frames,
+)
 from slime.hooks import GenerateFunction, SampleHook
 from slime.legacy_paths import replaced
 from slime.log import get_logger
-from slime.observe.trace import span
-from slime.rollout.generate import (
-    GenerateState,
-    bind_state,
-    complete_tokens,
-    generate,
-    is_too_long,
-    note_too_long,
-    prompt_token_ids,
-)
-from slime.rollout.sample_steps import apply_sample_hook, copy_of_prompt, set_rewards
-from slime.samples.types import Group, Sample, SampleStatus
+from slime.observe.trace import Span, span
+from slime.rollout.generate import GenerateState, bind_state, generate, is_too_long, note_too_long, prompt_token_ids
+from slime.rollout.group_run import Activity, Execution, GroupRun
+from slime.rollout.returned import check_values, finish_samples, samples_of
+from slime.rollout.sample_steps import apply_sample_hook, copy_of_prompt, set_rewards, truncated
+from slime.samples.types import Sample, SampleStatus
+from slime.user_calls import alone
 
 logger = get_logger(__name__)
 T = TypeVar("T")
 
-_FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 #: A generate function that asks the engines itself is called so often, when pushes of weights cut its answers short.
 _MOST_CUTS = 8
 #: What plugins may have put in place of our functions of these names.
 _GENERATE, _SAMPLE, _GROUP = (
     f"slime.rollout.sglang_rollout:{name}" for name in ("generate", "generate_and_rm", "generate_and_rm_group")
 )
+#: Failures of samples told in the log, of one rollout.
+_MOST_SAID = 20
 
 
 class Rewards(Protocol):
@@ -60,108 +64,6 @@ class Rewards(Protocol):
     async def score(self, sample: Sample) -> float | dict[str, Any]: ...
 
     async def score_group(self, samples: list[Sample]) -> list[float | dict[str, Any]]: ...
-
-
-class Activity(StrEnum):
-    """Where an execution is; the watchdog's words."""
-
-    QUEUED = "queued"
-    GENERATING = "generating"
-    HOOKS = "sample hooks"
-    REWARD = "reward"
-    DONE = "done"
-
-
-@dataclass
-class Execution:
-    """One run of the generate function.
-
-    Attributes:
-        prompt: the sample as it was drawn, kept when user code might change it beyond repair; else ``samples[0]``.
-        samples: what it is now; several after a fan-out.
-        failure: what stopped it for good.
-    """
-
-    prompt: Sample
-    samples: list[Sample]
-    fanned_out: bool = False
-    activity: Activity = Activity.QUEUED
-    since: float = field(default_factory=time.monotonic)
-    failure: Exception | None = None
-
-    @property
-    def is_generated(self) -> bool:
-        return bool(self.samples) and all(sample.status in _FINAL for sample in self.samples)
-
-    def enter(self, activity: Activity) -> None:
-        self.activity, self.since = activity, time.monotonic()
-
-    def rewind(self) -> None:
-        """Back to what it was when this rollout took it up."""
-        self.samples, self.fanned_out = [self.prompt], False
-        self.enter(Activity.QUEUED)
-
-    def restart(self) -> None:
-        """Back to the prompt alone."""
-        self.rewind()
-        self.prompt.reset_response()
-
-
-@dataclass
-class GroupRun:
-    """A drawn group on its way through the loop.
-
-    Attributes:
-        order: counts the draws of this rollout.
-        drawn_as: see `slime.rollout.journal.drawn_as`; is_noted: the journal has it as it is.
-    """
-
-    executions: list[Execution]
-    order: int = 0
-    drawn_as: int = 0
-    is_noted: bool = False
-
-    @staticmethod
-    def of(drawn: Sequence[Sample], order: int = 0) -> GroupRun:
-        """From what a data source gives: one execution per sample, except that what had fanned out in an earlier
-        rollout comes back as several samples with one ``rollout_id``."""
-        executions: dict[Any, Execution] = {}
-        for sample in drawn:
-            key = ("of", id(sample)) if sample.rollout_id is None else sample.rollout_id
-            if key in executions:
-                executions[key].samples.append(sample)
-                executions[key].fanned_out = True
-            else:
-                executions[key] = Execution(sample, [sample])
-        return GroupRun(list(executions.values()), order)
-
-    @property
-    def index(self) -> int:
-        index = self.executions[0].prompt.group_index
-        return self.order if index is None else index
-
-    @property
-    def samples(self) -> list[Sample]:
-        return [sample for execution in self.executions for sample in execution.samples]
-
-    @property
-    def is_generated(self) -> bool:
-        return all(execution.is_generated for execution in self.executions)
-
-    @property
-    def is_scored(self) -> bool:
-        return self.is_generated and all(sample.reward is not None for sample in self.samples)
-
-    @property
-    def failure(self) -> Exception | None:
-        return next((e.failure for e in self.executions if e.failure is not None), None)
-
-    def to_group(self) -> Group:
-        return Group(self.index, [execution.samples for execution in self.executions])
-
-    def restart(self) -> None:
-        for execution in self.executions:
-            execution.restart()
 
 
 class GroupRunner:
@@ -175,6 +77,11 @@ class GroupRunner:
         mask_offpolicy: do not train on what an earlier rollout had generated of a resumed sample.
         ours: of "group" and "sample" those for which a plugin's function in place of ours is not called: it has called
             us.
+        hook_limit: seconds that a sample hook may take.
+        on_failure: told of each failure, with its sample as it stands.
+
+    Attributes:
+        num_failures, num_hung: failures of samples so far, those that hung among them.
     """
 
     def __init__(
@@ -186,9 +93,14 @@ class GroupRunner:
         evaluation: bool = False,
         group_rm: bool = False,
         mask_offpolicy: bool = False,
+        hook_limit: float | None = None,
+        on_failure: Callable[[Execution, Exception], None] = lambda execution, error: None,
         ours: tuple[str, ...] = (),
     ) -> None:
-        self.state, self.rewards, self._ours = state, rewards, ours
+        self.hook_limit, self.on_failure, self._ours = hook_limit, on_failure, ours
+        self.num_failures = self.num_hung = 0
+        self._hooks_turn = asyncio.Lock()
+        self.state, self.rewards = state, rewards
         self.rollout_id, self.evaluation, self.group_rm = rollout_id, evaluation, group_rm
         self.mask_offpolicy = mask_offpolicy
         self.last_progress = time.monotonic()
@@ -208,39 +120,43 @@ class GroupRunner:
         for sample in group.samples:
             sample.session_id = sample.session_id or uuid.uuid4().hex
         with span(group.samples, "generate_and_rm_group"):
-            whole = None if "group" in self._ours else replaced(_GROUP)
+            whole = None if "group" in self._ours or group.is_generated else replaced(_GROUP)
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    if whole is not None and not group.is_generated:
-                        tasks.create_task(self._run_whole(whole, group))
-                    else:
-                        for execution in group.executions:
-                            tasks.create_task(self._run_execution(execution))
+                    together = tasks.create_task(self._run_whole(whole, group)) if whole is not None else None
+                    for execution in group.executions:
+                        execution.task = together or tasks.create_task(self._run_execution(execution))
             except BaseExceptionGroup as errors:  # only what must stop the run gets here
                 raise errors.exceptions[0] from None
             if self.group_rm and group.is_generated and not group.is_scored and group.failure is None:
                 await self._score_group(group)
 
     async def _run_whole(self, function: Any, group: GroupRun) -> None:
-        """The group through a plugin's function in place of ``generate_and_rm_group``."""
-        params = copy.deepcopy(self.state.sampling_params)
+        """The group through a plugin's function in place of ``generate_and_rm_group``; it fails as a whole."""
+        name = "the plugin's generate_and_rm_group"
         for execution in group.executions:
-            execution.prompt = copy_of_prompt(execution.samples[0])
+            execution.prompt, execution.function = copy_of_prompt(execution.samples[0]), name
             execution.enter(Activity.GENERATING)
-        more = accepted(function, {"evaluation": self.evaluation})
         try:
             drawn = [execution.samples[0] for execution in group.executions]
-            returned = await function(self.state.args, drawn, params, **more)
+            params, more = (
+                copy.deepcopy(self.state.sampling_params),
+                accepted(function, {"evaluation": self.evaluation}),
+            )
+            returned = await alone(function(self.state.args, drawn, params, **more), name)
             if not isinstance(returned, list) or len(returned) != len(group.executions):
-                what = f"the plugin's generate_and_rm_group did not return a list of {len(group.executions)}"
-                raise UserError(what, fix="return for each sample of the group the sample, or a list of samples")
+                what = f"{name} did not return a list of {len(group.executions)}"
+                raise FunctionFailed(what, fix="return for each sample of the group the sample, or a list of samples")
             for execution, samples in zip(group.executions, returned):
-                self._accept(execution, samples, "the plugin's generate_and_rm_group")
+                self._accept(execution, samples, name)
                 await self._score_unless_group_rm(execution)
                 execution.enter(Activity.DONE)
         except Exception as error:  # the boundary of a group's failures, as of a sample's below
             for execution in group.executions:
                 self._end_of_failure(execution, error)
+        except asyncio.CancelledError:
+            for execution in group.executions:
+                self._end_of_hanging(execution)
         self.last_progress = time.monotonic()
 
     async def _score_unless_group_rm(self, execution: Execution) -> None:
@@ -248,24 +164,85 @@ class GroupRunner:
             await self._score(execution)
 
     def _end_of_failure(self, execution: Execution, error: Exception) -> None:
+        """Raises what must stop the run."""
         if self.state.client.aborting:
             self._abort(execution, error)
-        elif isinstance(error, UserError):
+        elif isinstance(error, UserError) and not isinstance(error, FunctionFailed):
             raise with_user_frames(error, error) from error.__cause__
         else:
             self._fail(execution, error)
 
+    def _end_of_hanging(self, execution: Execution) -> None:
+        """To be called where a cancellation was caught; raises it again where nobody has given the execution up."""
+        if not execution.hung_seconds or self.state.client.aborting:
+            raise
+        assert execution.task is not None
+        execution.task.uncancel()
+        self.num_hung += 1
+        self._fail(execution, _hung(execution))
+
     async def _run_execution(self, execution: Execution) -> None:
         with span(execution.samples, "generate_and_rm") as sample_span:
             try:
-                if not execution.is_generated:
-                    await self._generate(execution)
-                    sample_span.adopt(execution.samples)
-                await self._score_unless_group_rm(execution)
-                execution.enter(Activity.DONE)
-            except Exception as error:  # the one boundary of a sample's failures; see the module's docstring
-                self._end_of_failure(execution, error)
+                while not await self._tried(execution, sample_span):
+                    pass
+            except asyncio.CancelledError:
+                self._end_of_hanging(execution)
         self.last_progress = time.monotonic()
+
+    async def _tried(self, execution: Execution, sample_span: Span) -> bool:
+        """Whether it has come as far as it goes; False where it is to be tried again."""
+        execution.function = ""
+        try:
+            if not execution.is_generated:
+                await self._generate(execution)
+                sample_span.adopt(execution.samples)
+            await self._score_unless_group_rm(execution)
+            execution.enter(Activity.DONE)
+        except Exception as error:  # the one boundary of a sample's failures; see the module's docstring
+            if not self.state.client.aborting and self._is_tried_again(execution, error):
+                return False
+            self._end_of_failure(execution, error)
+        return True
+
+    def _is_tried_again(self, execution: Execution, error: Exception) -> bool:
+        """Once, from where users' code has failed, so that the group need not go for a sandbox that did not come up."""
+        is_ours = isinstance(error, UserError) and not isinstance(error, FunctionFailed)
+        execution.num_failures += 1
+        if is_ours or execution.num_failures > 1 or not (execution.function or isinstance(error, FunctionFailed)):
+            return False
+        self._say("sample %s is tried again, %s", execution, error)
+        self._note_failure(execution, error)
+        if execution.activity is not Activity.REWARD:
+            execution.rewind()
+        return True
+
+    def give_up(self, execution: Execution, seconds: float) -> None:
+        """End an execution that hangs in users' code: nothing has moved for so long. It becomes a failure."""
+        if execution.task is not None and not execution.task.done():
+            execution.hung_seconds = seconds
+            execution.task.cancel()
+
+    def fail_group(self, group: GroupRun, error: Exception) -> None:
+        """What judges a whole group has failed on it."""
+        for execution in group.executions:
+            execution.enter(Activity.FILTER)
+            execution.failure = error
+        for sample in group.samples:
+            sample.status = SampleStatus.FAILED
+        self._note_failure(group.executions[0], error)
+
+    def _say(self, text: str, execution: Execution, error: Exception) -> None:
+        """The first few, and all with --log-level debug: one mistake may fail on thousands of samples."""
+        is_debugging = logger.isEnabledFor(10)
+        if self.num_failures < _MOST_SAID or is_debugging:
+            logger.warning(text, execution.prompt.index, _said(execution, error), exc_info=is_debugging and error)
+        elif self.num_failures == _MOST_SAID:
+            logger.warning("further failures of samples are written to samples/failed_*.jsonl alone")
+
+    def _note_failure(self, execution: Execution, error: Exception) -> None:
+        self.num_failures += 1
+        self.on_failure(execution, error)
 
     def _abort(self, execution: Execution, error: Exception) -> None:
         """What failed while generating is to be put back as it was; what is generated only lacks its score."""
@@ -276,18 +253,11 @@ class GroupRunner:
                 sample.status = SampleStatus.ABORTED
 
     def _fail(self, execution: Execution, error: Exception) -> None:
-        logger.warning(
-            "sample %s failed while %s: %s: %s%s",
-            execution.prompt.index,
-            execution.activity.value,
-            type(error).__name__,
-            error,
-            f"\n  {frames}" if (frames := user_frames(error)) else "",
-            exc_info=error if logger.isEnabledFor(10) else None,
-        )
+        self._say("sample %s failed %s", execution, error)
         execution.failure = error
         for sample in execution.samples:
             sample.status = SampleStatus.FAILED
+        self._note_failure(execution, error)
 
     # -- generation ----------------------------------------------------------------------------------------
 
@@ -302,9 +272,8 @@ class GroupRunner:
                 return
             execution.enter(Activity.GENERATING)
             for _ in range(_MOST_CUTS):
-                returned, origin = await self._call_generate(execution, execution.samples[0], whole)
-                self._accept(execution, returned, origin)
-                if self.state.client.aborting or not _was_cut(execution):
+                origin = await self._generate_once(execution, whole)
+                if self.state.client.aborting or not execution.was_cut:
                     break
                 execution.rewind()  # user code asked the engines itself, and a push of weights came between
                 execution.enter(Activity.GENERATING)
@@ -318,6 +287,8 @@ class GroupRunner:
         """What the generate function returned (``whole``: a plugin's, which scores as well), and its name."""
         params = self.state.params_for(sample)
         path = sample.generate_function_path or self._default_path
+        if getattr(self.state.args, "rollout_sample_hook_path", None):
+            execution.prompt = copy_of_prompt(sample)
         if whole is not None:
             path, fn = "the plugin's generate_and_rm", whole
         elif path:
@@ -327,71 +298,70 @@ class GroupRunner:
         else:
             return await generate(self.state.args, sample, params), "the generate function"
         # user code may leave anything behind when it is cancelled or returns other samples
-        execution.prompt = copy_of_prompt(sample)
+        execution.prompt, execution.function = copy_of_prompt(sample), path
         returned = fn(self.state.args, sample, params, **accepted(fn, {"evaluation": self.evaluation}))
         if not inspect.isawaitable(returned):
             raise UserError(f"'{path}' is not async", fix="declare the generate function with 'async def'")
         try:
-            return await returned, path
+            return await alone(returned, f"{path} on sample {sample.index}"), path
         except RequestRefused as refused:
             if not is_too_long(refused):
                 raise
             note_too_long(self.state, sample, refused.what)
-            return self._truncated(execution, sample), path
+            prompt = execution.prompt
+            ids = prompt.tokens[: prompt.prompt_length] or prompt_token_ids(self.state.tokenizer, prompt)
+            return truncated(sample, prompt, ids), path
 
-    def _truncated(self, execution: Execution, sample: Sample) -> Sample:
-        """The sample as far as user code has built it when there was no more room; as it was given to that code, where
-        it is half-built (its prompt is another, or its lengths do not fit)."""
-        prompt = execution.prompt
-        ids = prompt.tokens[: prompt.prompt_length] or prompt_token_ids(self.state.tokenizer, prompt)
-        try:
-            sample.validate()
-            whole = sample.tokens[: sample.prompt_length] == ids
-        except UserError:
-            whole = False
-        if not whole:
-            sample = copy_of_prompt(prompt)
-            sample.tokens = sample.tokens or ids
-        sample.status = SampleStatus.TRUNCATED
-        return sample
-
-    def _accept(self, execution: Execution, returned: Any, origin: str) -> None:
-        """Validate what user code returned; siblings of a fan-out share the id of their execution.
+    async def _generate_once(self, execution: Execution, whole: Any) -> str:
+        """Call the generate function and take what it returns; says which it was.
 
         Raises:
-            UserError: no samples, lengths that do not fit, or siblings with different ``rollout_id``.
+            FunctionFailed: the user's own misuses ours, or returned what it should not.
         """
-        samples = returned if isinstance(returned, list) else [returned]
-        if not samples or not all(isinstance(sample, Sample) for sample in samples):
-            kind = "an empty list" if returned == [] else f"a {type(returned).__name__}"
-            raise UserError(f"{origin} returned {kind}", fix="return the sample, or a list of samples")
-        execution.samples, execution.fanned_out = samples, isinstance(returned, list)
-        prompt = execution.prompt
-        for sample in samples:
-            sample.index = prompt.index if sample.index is None else sample.index
-            sample.group_index = prompt.group_index if sample.group_index is None else sample.group_index
-            sample.session_id = sample.session_id or prompt.session_id
-            complete_tokens(sample, self.state.tokenizer, prompt.tokens)
-            sample.validate(origin)
-            if sample.status is SampleStatus.PENDING:  # user code need not set it: returned is done
-                aborted = self.state.client.aborting
-                sample.status = SampleStatus.ABORTED if aborted else SampleStatus.COMPLETED
-        if execution.fanned_out:
-            ids = {sample.rollout_id for sample in samples}
-            if len(ids) > 1:
-                raise UserError(
-                    f"{origin} returned samples of one execution with different rollout_id: {sorted(map(str, ids))}",
-                    fix="set the same sample.rollout_id on each of them, or leave it None",
-                )
-            for sample in samples:
-                sample.rollout_id = prompt.index if sample.rollout_id is None else sample.rollout_id
+        try:
+            returned, origin = await self._call_generate(execution, execution.samples[0], whole)
+        except UserError as error:
+            if not execution.function:
+                raise
+            raise FunctionFailed.of(error) from error
+        self._accept(execution, returned, origin)
+        return origin
+
+    def _accept(self, execution: Execution, returned: Any, origin: str) -> None:
+        """Take what a generate function returned.
+
+        Raises:
+            FunctionFailed: it is not what the user's own should have returned.
+        """
+        prompt, is_fan_out, aborting = execution.prompt, isinstance(returned, list), self.state.client.aborting
+        try:
+            samples = samples_of(returned, origin)
+            finish_samples(samples, prompt, self.state.tokenizer, origin, is_fan_out=is_fan_out, aborting=aborting)
+            for sample in samples if execution.function else ():
+                check_values(sample, origin, self.state.vocab_size, self.state.args)
+        except UserError as error:
+            if not execution.function:
+                raise
+            raise FunctionFailed.of(error) from error
+        execution.samples, execution.fanned_out, execution.function = samples, is_fan_out, ""
 
     async def _run_hooks(self, execution: Execution) -> None:
         optional = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
         for path in getattr(self.state.args, "rollout_sample_hook_path", None) or ():
-            hook = self._checked(path, SampleHook)
+            hook, execution.function = self._checked(path, SampleHook), path
             for position, sample in enumerate(execution.samples):
-                execution.samples[position] = await apply_sample_hook(hook, path, self.state.args, sample, optional)
+                async with self._turn_of(hook):
+                    own = await apply_sample_hook(hook, path, self.state.args, sample, optional, self.hook_limit)
+                try:
+                    check_values(own, path, self.state.vocab_size, self.state.args)
+                except UserError as error:
+                    raise FunctionFailed.of(error) from error
+                execution.samples[position] = own
+        execution.function = ""
+
+    def _turn_of(self, hook: Any) -> AbstractAsyncContextManager[Any]:
+        """Sync hooks take turns, though each has a thread: they may count and collect."""
+        return contextlib.nullcontext() if is_async(hook) else self._hooks_turn
 
     # -- rewards -------------------------------------------------------------------------------------------
 
@@ -402,9 +372,9 @@ class GroupRunner:
         execution.enter(Activity.REWARD)
         with span(unscored, "reward_model"):
             if execution.fanned_out:
-                scores = await self._unless_aborted(self.rewards.score_group(unscored))
+                scores = await self._unless_aborted(self.rewards.score_group, unscored)
             else:
-                score = await self._unless_aborted(self.rewards.score(unscored[0]))
+                score = await self._unless_aborted(self.rewards.score, unscored[0])
                 scores = None if score is None else [score]
         set_rewards(unscored, scores)
 
@@ -415,10 +385,10 @@ class GroupRunner:
             execution.enter(Activity.REWARD)
         try:
             with span(group.samples, "group_reward_model"):
-                scores = await self._unless_aborted(self.rewards.score_group(group.samples))
-        except UserError:
-            raise
+                scores = await self._unless_aborted(self.rewards.score_group, group.samples)
         except Exception as error:  # a group scored together fails together
+            if isinstance(error, UserError) and not isinstance(error, FunctionFailed):
+                raise
             for execution in group.executions:
                 self._fail(execution, error)
             return
@@ -427,23 +397,48 @@ class GroupRunner:
             execution.enter(Activity.DONE)
         self.last_progress = time.monotonic()
 
-    async def _unless_aborted(self, work: Awaitable[T]) -> T | None:
-        """The result, or None when an abort begins first: a slow judge must not hold up the end of a rollout.
+    async def _unless_aborted(self, score: Callable[[Any], Awaitable[T]], what: Any) -> T | None:
+        """``await score(what)``, or None when an abort begins first: a slow judge must not hold up a rollout's end.
 
         Neither does one that fails because of the abort: its sample is put back and scored in the next rollout.
         """
-        working = asyncio.ensure_future(work)
-        aborting = asyncio.ensure_future(self.state.client.wait_for_abort())
+        client, task, is_cut = self.state.client, asyncio.current_task(), False
+        assert task is not None
+
+        def cut_short() -> None:
+            nonlocal is_cut
+            is_cut = True
+            task.cancel()
+
+        if client.aborting:
+            return None
         try:
-            await asyncio.wait({working, aborting}, return_when=asyncio.FIRST_COMPLETED)
-            if self.state.client.aborting and working.done() and (error := working.exception()) is not None:
-                logger.debug("a reward failed while the rollout ended: %r", error)
-                return None
-            return working.result() if working.done() else None
+            with client.on_abort(cut_short):
+                return await score(what)
+        except asyncio.CancelledError:
+            if not is_cut or task.cancelling() > 1:  # somebody else has cancelled it
+                raise
+            return None
+        except Exception as error:
+            if not client.aborting:
+                raise
+            logger.debug("a reward failed while the rollout ended: %r", error)
+            return None
         finally:
-            aborting.cancel()
-            working.cancel()
+            if is_cut:
+                task.uncancel()
 
 
-def _was_cut(execution: Execution) -> bool:
-    return any(sample.status is SampleStatus.ABORTED for sample in execution.samples)
+def _said(execution: Execution, error: Exception) -> str:
+    frames = user_frames(error)
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))  # of a reward, which has told its lines
+    said = notes or (f"\n  {frames}" if frames else "")
+    return f"while {execution.activity.value}: {type(error).__name__}: {error}{said}"
+
+
+def _hung(execution: Execution) -> FunctionHangs:
+    return FunctionHangs(
+        f"sample {execution.prompt.index} hung {'in ' + execution.function if execution.function else 'there'}",
+        why=f"nothing in the rollout had moved for {execution.hung_seconds:.0f} s (--rollout-stall-timeout)",
+        fix="give what it waits for a deadline",
+    )

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from slime.errors import UserError
-from slime.hook_loading import call_hook, failures_of
+from slime.hook_loading import FunctionFailed, call_hook, failures_of
 from slime.hooks import DynamicFilter, DynamicFilterOutput
 from slime.samples.types import Sample
 
@@ -38,19 +37,35 @@ def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **k
     return verdict
 
 
-async def call_dynamic_filter(fn: DynamicFilter | None, args: Any, samples: list[Sample]) -> DynamicFilterOutput:
-    """The filter's verdict; a bare bool is wrapped, no filter keeps everything, None is a `UserError`."""
+async def call_dynamic_filter(
+    fn: DynamicFilter | None, args: Any, samples: list[Sample], limit: float | None = None
+) -> DynamicFilterOutput:
+    """The filter's verdict; a bare bool is wrapped, no filter keeps everything.
+
+    Args:
+        limit: seconds.
+    Raises:
+        FunctionFailed: it raised, did not return in time, or returned no verdict.
+    """
     if fn is None:
         return DynamicFilterOutput(keep=True)
-    with failures_of("the function of --dynamic-sampling-filter-path"):
-        return verdict_of(await call_hook(fn, args, samples))
+    what = "the function of --dynamic-sampling-filter-path"
+    with failures_of(what):
+        verdict = await call_hook(fn, args, samples, what=what, limit=limit)
+    return verdict_of(verdict, what)
 
 
-def verdict_of(verdict: Any) -> DynamicFilterOutput:
-    """What a filter returned as its verdict; a bare bool is wrapped, None is a `UserError`."""
+def verdict_of(verdict: Any, what: str = "the filter") -> DynamicFilterOutput:
+    """What a filter returned as its verdict; a bare bool is wrapped.
+
+    Raises:
+        FunctionFailed: it is none.
+    """
     if verdict is None:  # a forgotten return would drop every group
         fix = "return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput"
-        raise UserError("the function of --dynamic-sampling-filter-path returned None", fix=fix)
+        raise FunctionFailed(f"{what} returned None", fix=fix)
+    if not hasattr(type(verdict), "__bool__") and not isinstance(verdict, DynamicFilterOutput):  # "False" would keep it
+        raise FunctionFailed(f"{what} returned a {type(verdict).__name__}", fix=fix)
     return verdict if isinstance(verdict, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(verdict))
 
 

@@ -35,7 +35,8 @@ async def finish_rollout(
     await _dump(config, rollout_id, samples)
     metrics = dict(output.metrics or {})
     path = config.rollout.custom_rollout_log_function_path
-    if path and await call_user_function(path, rollout_id, args, samples, metrics, seconds):
+    limit = config.rollout.rollout_stall_timeout
+    if path and await call_user_function(path, rollout_id, args, samples, metrics, seconds, limit=limit):
         return RolloutFnTrainOutput(output.samples, {})
     return RolloutFnTrainOutput(output.samples, (measure(samples) if measure is not None else {}) | metrics)
 
@@ -68,7 +69,8 @@ async def finish_evaluation(
     samples = [sample for values in output.data.values() for sample in values.get("samples") or ()]
     await _dump(config, Evaluation(None if before_training else rollout_id), samples)
     path = config.rollout.custom_eval_rollout_log_function_path
-    if path and await call_user_function(path, rollout_id, args, output.data, metrics):
+    limit = config.rollout.rollout_stall_timeout
+    if path and await call_user_function(path, rollout_id, args, output.data, metrics, limit=limit):
         return RolloutFnEvalOutput(output.data, {})
     return RolloutFnEvalOutput(output.data, metrics | {"perf/eval_time": seconds})
 

@@ -31,6 +31,7 @@ from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
 from slime.legacy_paths import follows_old_plugin, replaced
 from slime.log import get_logger
+from slime.models import family_of
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, without_repeated_end
 from slime.rollout.continued import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
@@ -58,6 +59,7 @@ class GenerateState:
         end_tokens: that end an answer unless ``ignore_eos`` is set.
         request_tokens: most new tokens to ask for in one request; a longer answer takes several.
         routed_experts: ask the engine which experts it used, for the trainer to use them again.
+        vocab_size: of the model; None where it is not known.
         loop: the event loop that everything runs on.
         processor: of images and other media; always None in this version, plugins look for it.
         counts: events worth a metric, e.g. "prompt_too_long".
@@ -75,6 +77,7 @@ class GenerateState:
     end_tokens: frozenset[int] = frozenset()
     request_tokens: int | None = None
     routed_experts: bool = False
+    vocab_size: int | None = None
     loop: asyncio.AbstractEventLoop | None = None
     processor: Any = None
     counts: Counter[str] = field(default_factory=Counter)
@@ -91,7 +94,10 @@ class GenerateState:
 
     def params_for(self, sample: Sample) -> dict[str, Any]:
         """This sample's own copy of the sampling parameters, with its seed in deterministic mode."""
-        params = copy.deepcopy(self.sampling_params)
+        params = {
+            name: copy.deepcopy(value) if isinstance(value, (list, dict)) else value
+            for name, value in self.sampling_params.items()
+        }
         if self.deterministic:
             assert sample.index is not None, "samples get their index when they are drawn"
             params["sampling_seed"] = sample_seed(self.rollout_seed, sample.index)
@@ -161,6 +167,15 @@ def skips_special_tokens(config: Config) -> bool:
     """Whether special tokens are left out of the text of responses; tokens and log-probs keep them."""
     flag = "rollout_skip_special_tokens"
     return config.rollout.rollout_skip_special_tokens and not follows_old_plugin(config, flag)
+
+
+def vocab_size_of(config: Config) -> int | None:
+    """Tokens of the model; None without a model, or one of a family that is not known."""
+    path = config.checkpoint.hf_checkpoint
+    try:
+        return family_of(path, config.checkpoint.model_name).model_spec(path).vocab_size if path else None
+    except UserError:
+        return None
 
 
 def sampling_params(*, stop: Any = (), stop_token_ids: Any = (), **params: Any) -> dict[str, Any]:

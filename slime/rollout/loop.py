@@ -15,23 +15,24 @@ import contextlib
 import contextvars
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from slime.config.config import Config
-from slime.engines.api import EngineClient, EngineError
+from slime.engines.api import EngineClient
 from slime.engines.client import RolloutClient
 from slime.engines.keys import key_of
 from slime.engines.router import list_workers, wants_routing_key
 from slime.errors import UserError
-from slime.hook_loading import call_user_function, failures_of, load_function
+from slime.hook_loading import call_user_function, load_function
 from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, check_hooks
 from slime.legacy_paths import replaced
 from slime.log import get_logger
 from slime.prompts.tokenizer import end_token_ids
 from slime.rollout.agents.server import close_server
-from slime.rollout.collect import Collector
+from slime.rollout.collect import ABORT_SECONDS, Collector
+from slime.rollout.counted import counts_of, load_snapshots
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import EvalSet, Tasks, evaluate, progress_of, read_eval_prompts
 from slime.rollout.execution import GroupRunner
@@ -43,18 +44,21 @@ from slime.rollout.generate import (
     current_state,
     forget_states,
     rollout_sampling_params,
+    vocab_size_of,
 )
+from slime.rollout.group_run import Execution
 from slime.rollout.journal import Journal
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards.pool import RewardPool
-from slime.rollout.user_rollouts import call_rollout_fn, check_age, validate_groups, wrapped
+from slime.rollout.user_rollouts import call_rollout_fn, check_age, replaced_evaluation, validate_groups
 from slime.rollout.watchdog import Watchdog
 from slime.samples.types import Sample
+from slime.user_calls import WatchedLoop, watch_loop
 
 logger = get_logger(__name__)
 T = TypeVar("T")
+RecordFailure = Callable[[int | None, Sequence[Sample], str, Exception], None]
 
-_LOAD_INTERVAL = 2.0
 #: How long a failing request is sent again, by --use-fault-tolerance.
 _RETRY_SECONDS = {False: 60.0, True: 600.0}
 
@@ -103,11 +107,14 @@ class RolloutLoop:
         self._client: RolloutClient | None = None
         self._rewards: RewardPool | None = None
         self._end_tokens = end_token_ids(tokenizer, str(config.checkpoint.hf_checkpoint or ""))
-        self._under_way: dict[bool, list[GenerateState]] = {True: [], False: []}
-        """Evaluations, and rollouts; the oldest first."""
-        self._last: GenerateState | None = None
-        """Of the one that ended last."""
+        self._under_way: dict[bool, list[GenerateState]] = {True: [], False: []}  # evaluations; rollouts
+        self._last: GenerateState | None = None  # of the one that ended last
         self._starting, self._one_at_a_time = asyncio.Lock(), asyncio.Lock()
+        self._vocab_size = vocab_size_of(config)
+        self._watched: WatchedLoop | None = None
+        self.record_failure: RecordFailure = lambda rollout_id, samples, while_, error: None
+        """Told of failures: rollout (None: an evaluation), samples as they stand, what they were doing."""
+        self.lost: Callable[[str], object] = logger.error  # of code that blocks the event loop for good
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -123,7 +130,8 @@ class RolloutLoop:
                 await self._start()
 
     async def _start(self) -> None:
-        config = self.config
+        config, loop = self.config, asyncio.get_running_loop()
+        self._watched = watch_loop(loop, self._blocking_limit, lambda said: self.lost(said))
         policy = config.engine.router.get("policy") or "cache_aware"
         async with EngineClient(self.base_url) as router:
             engine_urls = [worker.url for worker in await list_workers(router)]
@@ -141,6 +149,8 @@ class RolloutLoop:
     async def close(self) -> None:
         """Stop the reward workers, drop the connections, and answer no agents any more."""
         await close_server()
+        if self._watched is not None:
+            self._watched.stop()
         if self._client is not None:
             await self._client.close()
         if self._rewards is not None:
@@ -149,6 +159,23 @@ class RolloutLoop:
         forget_states(self.args)
         if self in _newest:
             _newest.clear()
+
+    def _blocking_limit(self) -> float:
+        """Seconds that users' code may block the event loop: an abort has an end of its own."""
+        states = [state for states in self._under_way.values() for state in states]
+        limit = self.config.rollout.rollout_stall_timeout
+        return min(limit, ABORT_SECONDS) if any(state.aborted for state in states) else limit
+
+    def make_runner(self, state: GenerateState, rewards: RewardPool | None, **options: Any) -> GroupRunner:
+        """A runner with the limits and the record of failures of this run; ``options`` are those of `GroupRunner`."""
+
+        limit = self.config.rollout.rollout_stall_timeout
+        which = None if options.get("evaluation") else options["rollout_id"]
+
+        def on_failure(execution: Execution, error: Exception) -> None:
+            self.record_failure(which, execution.samples, execution.activity.value, error)
+
+        return GroupRunner(state, rewards, hook_limit=limit, on_failure=on_failure, **options)
 
     def _read_eval_sets(self) -> list[EvalSet]:
         return [EvalSet(dataset, read_eval_prompts(dataset, self.config, self.tokenizer)) for dataset in self._datasets]
@@ -185,6 +212,7 @@ class RolloutLoop:
                     end_tokens=self._end_tokens,
                     request_tokens=rollout.rollout_request_tokens,
                     routed_experts=self.config.train.use_rollout_routing_replay,
+                    vocab_size=self._vocab_size,
                     loop=asyncio.get_running_loop(),
                 )
                 begin_state(state)
@@ -237,7 +265,7 @@ class RolloutLoop:
     ) -> RolloutFnTrainOutput:
         """The rollout as `slime.rollout.collect` describes it, with prompts of ``source``."""
         rollout, rewards = self.config.rollout, self.rewards.beside()
-        runner = GroupRunner(
+        runner = self.make_runner(
             state,
             rewards,
             rollout_id=rollout_id,
@@ -262,36 +290,19 @@ class RolloutLoop:
         )
         state.progress, state.waits = collector.progress, lambda: collector.watchdog.words
         state.client.counters.take()
-        async with self._load_snapshots(state.client) as loads:
+        async with load_snapshots(state.client) as loads:
             collected = await collector.collect()
+        limit = rollout.rollout_stall_timeout
         if rollout.rollout_sample_filter_path:
             views = [run.samples for run in collected.chosen]
-            await call_user_function(rollout.rollout_sample_filter_path, self.args, views)
+            await call_user_function(rollout.rollout_sample_filter_path, self.args, views, limit=limit)
         if rollout.rollout_all_samples_process_path:
             views = [run.samples for run in collected.finished]
-            await call_user_function(rollout.rollout_all_samples_process_path, self.args, views, source)
+            await call_user_function(rollout.rollout_all_samples_process_path, self.args, views, source, limit=limit)
         groups = [run.to_group() for run in collected.chosen]
         restored = self._journal.metrics() if self._journal is not None else {}
-        counted = collected.metrics(state) | load_metrics(loads) | rewards.metrics()
+        counted = counts_of(collected, runner) | load_metrics(loads) | rewards.metrics()
         return RolloutFnTrainOutput(groups, counted | restored)
-
-    @contextlib.asynccontextmanager
-    async def _load_snapshots(self, client: RolloutClient) -> AsyncIterator[list[dict[str, int]]]:
-        """Requests on each engine, every few seconds while the block runs."""
-        snapshots: list[dict[str, int]] = []
-
-        async def watch() -> None:
-            while True:
-                await asyncio.sleep(_LOAD_INTERVAL)
-                with contextlib.suppress(EngineError):  # a metric is not worth a run
-                    loads = await client.worker_loads()
-                    snapshots.append({url: max(0, requests) for url, (requests, _) in loads.items()})
-
-        task = asyncio.create_task(watch())
-        try:
-            yield snapshots
-        finally:
-            task.cancel()
 
     def progress(self, evaluation: bool = False) -> dict[str, float]:
         """``done`` and ``target`` in prompts and ``tokens`` so far, of the oldest rollout under way; of an evaluation
@@ -322,7 +333,8 @@ class RolloutLoop:
         async with self._session(alone=custom is not None, evaluation=True) as state:
             started = time.monotonic()
             if custom is None:
-                output = await self._evaluate_default(rollout_id, state)
+                own = await replaced_evaluation(self.args, rollout_id)
+                output = await self.evaluate_built_in(rollout_id, state) if own is None else own
             else:
                 returned = await call_rollout_fn(custom, self.args, rollout_id, self.source, evaluation=True, path=path)
                 assert isinstance(returned, RolloutFnEvalOutput)
@@ -331,16 +343,6 @@ class RolloutLoop:
             return await finish_evaluation(
                 self.config, self.args, rollout_id, output, seconds, before_training=before_training
             )
-
-    async def _evaluate_default(self, rollout_id: int, state: GenerateState) -> RolloutFnEvalOutput:
-        """The built-in evaluation, or what a plugin has put in place of ``eval_rollout``."""
-        own = replaced(f"{_OLD}eval_rollout")
-        if own is None:
-            return await self.evaluate_built_in(rollout_id, state)
-        with failures_of("the plugin's eval_rollout"):
-            returned = await own(self.args, rollout_id)
-        output: RolloutFnEvalOutput = wrapped(returned[0] if isinstance(returned, tuple) else returned, True)
-        return output
 
     async def evaluate_built_in(
         self, rollout_id: int, state: GenerateState, names: Sequence[str] | None = None
@@ -355,7 +357,7 @@ class RolloutLoop:
         def make_runner(dataset: EvalDataset) -> GroupRunner:
             limit = context_limit(self.config.eval.eval_max_context_len, self.config.train.seq_length)
             own = dataclasses.replace(state, sampling_params=dataset.sampling_params(), max_context_len=limit)
-            return GroupRunner(
+            return self.make_runner(
                 own, rewards, rollout_id=rollout_id, evaluation=True, group_rm=self.config.reward.group_rm
             )
 

@@ -21,8 +21,8 @@ from slime.engines.client import RolloutClient
 from slime.errors import UserError
 from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.rollout.continued import answered
-from slime.rollout.execution import GroupRun, GroupRunner
 from slime.rollout.generate import current_state, is_in_run
+from slime.rollout.group_run import GroupRun
 from slime.rollout.loop import current_loop
 from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.sft import generate_sft
@@ -167,8 +167,9 @@ async def _run_group(
     """
     state = dataclasses.replace(current_state(), args=args, sampling_params=sampling_params)
     group_rm = bool(getattr(args, "group_rm", False)) and not evaluation
-    rewards = None if group_rm and "sample" in ours else current_loop().rewards.reading(args)
-    runner = GroupRunner(state, rewards, rollout_id=None, evaluation=evaluation, group_rm=group_rm, ours=ours)
+    loop = current_loop()
+    rewards = None if group_rm and "sample" in ours else loop.rewards.reading(args)
+    runner = loop.make_runner(state, rewards, rollout_id=None, evaluation=evaluation, group_rm=group_rm, ours=ours)
     run = GroupRun.of(group)
     await asyncio.create_task(runner.run(run))  # in a task of its own: it binds a state, and the caller keeps his
     if run.failure is not None:

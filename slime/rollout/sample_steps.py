@@ -6,23 +6,46 @@ import copy
 from typing import Any
 
 from slime.errors import UserError
-from slime.hook_loading import call_hook
-from slime.samples.types import Sample
+from slime.hook_loading import FunctionFailed, call_hook
+from slime.samples.types import Sample, SampleStatus
 
 
-async def apply_sample_hook(hook: Any, path: str, args: Any, sample: Sample, optional: dict[str, Any]) -> Sample:
+async def apply_sample_hook(
+    hook: Any, path: str, args: Any, sample: Sample, optional: dict[str, Any], limit: float | None = None
+) -> Sample:
     """What a sample hook makes of ``sample``.
 
+    Args:
+        limit: seconds that it may take.
     Raises:
-        UserError: something else than a sample, or one whose lengths do not fit.
+        FunctionFailed: it hung, or returned something else than a sample, or one whose lengths do not fit.
     """
-    own = await call_hook(hook, args, sample, optional=optional)
+    own = await call_hook(hook, args, sample, optional=optional, what=f"{path} on sample {sample.index}", limit=limit)
     if own is None:
         return sample
     if not isinstance(own, Sample):
-        raise UserError(f"'{path}' returned a {type(own).__name__}", fix="return a sample, or None to keep it")
-    own.validate(path)
+        what = f"'{path}' returned a {type(own).__name__}"
+        raise FunctionFailed(what, fix="return a sample, or None to keep it")
+    try:
+        own.validate(path)
+    except UserError as error:
+        raise FunctionFailed.of(error) from error
     return own
+
+
+def truncated(sample: Sample, prompt: Sample, prompt_ids: list[int]) -> Sample:
+    """The sample as far as users' code has built it when there was no more room; as it was given to that code, where it
+    is half-built (its prompt is another, or its lengths do not fit)."""
+    try:
+        sample.validate()
+        whole = sample.tokens[: sample.prompt_length] == prompt_ids
+    except UserError:
+        whole = False
+    if not whole:
+        sample = copy_of_prompt(prompt)
+        sample.tokens = sample.tokens or prompt_ids
+    sample.status = SampleStatus.TRUNCATED
+    return sample
 
 
 def set_rewards(samples: list[Sample], scores: list[Any] | None) -> None:
@@ -47,7 +70,9 @@ def copy_of_prompt(sample: Sample) -> Sample:
     twin.tokens, twin.metadata = list(sample.tokens), copy.deepcopy(sample.metadata)
     twin.loss_mask = None if sample.loss_mask is None else list(sample.loss_mask)
     twin.rollout_log_probs = None if sample.rollout_log_probs is None else list(sample.rollout_log_probs)
-    twin.token_spans, twin.weight_versions = copy.deepcopy(sample.token_spans), list(sample.weight_versions)
+    twin.token_spans = [copy.copy(token_span) for token_span in sample.token_spans]
+    twin.weight_versions = list(sample.weight_versions)
     twin.spec_info, twin.prefix_cache_info = copy.copy(sample.spec_info), copy.copy(sample.prefix_cache_info)
-    twin.trace = copy.deepcopy(sample.trace)
+    if sample.trace is not None:  # whose events stay as they are
+        twin.trace = {**sample.trace, "events": list(sample.trace["events"])}
     return twin

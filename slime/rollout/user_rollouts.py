@@ -8,6 +8,7 @@ from typing import Any
 from slime.errors import UserError
 from slime.hook_loading import call_hook, failures_of
 from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutFunction
+from slime.legacy_paths import replaced
 from slime.samples.groups import groups_from_nested
 from slime.samples.types import Group
 
@@ -22,7 +23,7 @@ async def call_rollout_fn(
     """
     origin = path or str(fn)
     with failures_of(f"'{origin}'"):
-        output = await call_hook(fn, args, rollout_id, data_source, in_thread=True, evaluation=evaluation)
+        output = await call_hook(fn, args, rollout_id, data_source, what=origin, evaluation=evaluation)
     output = wrapped(output, evaluation)
     if evaluation and isinstance(output, RolloutFnEvalOutput):
         return output
@@ -70,3 +71,14 @@ def check_age(groups: list[Group], origin: str, oldest_version: int) -> None:
                 fix="leave older ones out (rollout_log_probs and token_spans tell), raise --max-staleness, or pass"
                 " --stale-samples correct",
             )
+
+
+async def replaced_evaluation(args: Any, rollout_id: int) -> RolloutFnEvalOutput | None:
+    """What a plugin's function in place of ``eval_rollout`` returned; None where there is none."""
+    own = replaced("slime.rollout.sglang_rollout:eval_rollout")
+    if own is None:
+        return None
+    with failures_of("the plugin's eval_rollout"):
+        returned = await own(args, rollout_id)
+    output: RolloutFnEvalOutput = wrapped(returned[0] if isinstance(returned, tuple) else returned, True)
+    return output

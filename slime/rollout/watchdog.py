@@ -8,21 +8,31 @@ from collections.abc import Iterable
 
 from slime.engines.client import RolloutClient
 from slime.errors import UserError
-from slime.rollout.execution import Activity, GroupRun, GroupRunner
+from slime.rollout.execution import GroupRunner
+from slime.rollout.group_run import Activity, GroupRun
 
 _WAITS_FOR = {
     Activity.QUEUED: "a free slot (--sglang-server-concurrency)",
     Activity.GENERATING: "the generate function",
     Activity.HOOKS: "the sample hooks",
     Activity.REWARD: "the reward function",
+    Activity.FILTER: "the dynamic filter",
 }
 _NUM_SHOWN = 5
+#: Two looks that are so far apart, beyond twice their interval, were kept apart by something.
+_LATE_SECONDS = 1.0
 #: After so long `Watchdog.words` tell who waits; the driver says them when nothing has been heard for a minute.
 _WORDS_SECONDS = 30.0
 
 
 class RolloutStalled(UserError):
-    """Nothing has moved for longer than the limit."""
+    """Nothing has moved for longer than the limit.
+
+    Attributes:
+        seconds: how long.
+    """
+
+    seconds = 0.0
 
 
 class Watchdog:
@@ -40,7 +50,7 @@ class Watchdog:
 
     def __init__(self, client: RolloutClient, runner: GroupRunner, limit: float) -> None:
         self._client, self._runner, self.limit = client, runner, limit
-        self._started = self._engines_moved = time.monotonic()
+        self._started = self._engines_moved = self._looked = time.monotonic()
         self._last_loads: dict[str, tuple[int, int]] | None = None
         self.words = ""
 
@@ -55,6 +65,10 @@ class Watchdog:
         Raises:
             RolloutStalled: see the class.
         """
+        now, last = time.monotonic(), self._looked
+        self._looked = now
+        if now - last > 2 * self.interval + _LATE_SECONDS:  # something blocked the event loop, and answers have not
+            self._started = now  # been read yet; or others have moved so often that nobody looked
         moved = max(self._client.last_progress, self._runner.last_progress, self._started, self._engines_moved)
         self.words = ""
         if time.monotonic() - moved < min(_WORDS_SECONDS, self.limit):
@@ -65,8 +79,27 @@ class Watchdog:
             return
         stalled = self.report(groups, loads, time.monotonic() - moved)
         if time.monotonic() - moved >= self.limit:
+            stalled.seconds = time.monotonic() - moved
             raise stalled
         self.words = "; ".join(line.strip() for line in stalled.why.splitlines())
+
+    def give_up_hung(self, groups: Iterable[GroupRun], seconds: float) -> int:
+        """End the executions that hang in users' code, when nothing has moved for ``seconds``; how many there are.
+
+        Whoever waits for an engine, by a request that is on its way, does not.
+        """
+        asked = [request.name for request in self._client.in_flight.values()]
+        hung = [
+            execution
+            for group in groups
+            for execution in group.executions
+            if execution.function and not execution.hung_seconds
+            if not any(name.startswith(execution.prompt.session_id or "?") for name in asked)
+        ]
+        for execution in hung:
+            self._runner.give_up(execution, seconds)
+        self._started = time.monotonic() if hung else self._started
+        return len(hung)
 
     def report(self, groups: Iterable[GroupRun], loads: dict[str, tuple[int, int]], seconds: float) -> RolloutStalled:
         """Who waits for whom: the samples, the oldest requests, and what the engines say."""

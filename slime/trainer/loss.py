@@ -11,7 +11,13 @@ from torch import Tensor
 
 from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.kl import kl_estimate
-from slime.algorithms.losses import PolicyInputs, off_policy_sequence_mask, sft_loss, truncated_importance_sampling
+from slime.algorithms.losses import (
+    PolicyInputs,
+    icepop,
+    off_policy_sequence_mask,
+    sft_loss,
+    truncated_importance_sampling,
+)
 from slime.algorithms.reduce import sequence_mean, weighted_sum
 from slime.config.config import Config
 from slime.errors import UserError
@@ -110,7 +116,8 @@ def _correct_mismatch(
     trained = old if inputs.trained_log_probs is None else inputs.trained_log_probs
     if functions.tis is None:
         log_ratio = trained - inputs.rollout_log_probs
-        corrected = truncated_importance_sampling(log_ratio, flags.tis_clip_low, flags.tis_clip)
+        correct = icepop if flags.tis_mode == "icepop" else truncated_importance_sampling
+        corrected = correct(log_ratio, flags.tis_clip_low, flags.tis_clip)
         return token_loss * corrected.weights, inputs.masks, corrected.metrics
     if not inputs.samples:
         return token_loss, inputs.masks, {}

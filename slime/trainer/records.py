@@ -19,6 +19,7 @@ class RolloutTensors:
     """Per-sample tensors [R_i] of a whole rollout on one rank, filled as the update goes on; None: not (yet) known.
 
     Attributes:
+        engine_log_probs: the trainer's before training, by the weights that quantised engines compute with.
         before_training: the samples whose ``log_probs`` are those of the policy before the rollout's first optimizer
             step; None: all of them.
     """
@@ -26,6 +27,7 @@ class RolloutTensors:
     log_probs: list[Tensor] | None = None
     ref_log_probs: list[Tensor] | None = None
     rollout_log_probs: list[Tensor] | None = None
+    engine_log_probs: list[Tensor] | None = None
     kl: list[Tensor] | None = None
     advantages: list[Tensor] | None = None
     returns: list[Tensor] | None = None

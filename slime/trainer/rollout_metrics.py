@@ -97,6 +97,22 @@ def worst_mismatch(ranks: Ranks, data: RolloutTensors) -> dict[str, float]:
     return {"train/train_rollout_logprob_abs_diff_max": ranks.max_over_replicas(worst).item()}
 
 
+def quantisation_metrics(config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors) -> dict[str, float]:
+    """What ``train/train_rollout_logprob_abs_diff`` is made of where engines hold quantised weights, with
+    ``--measure-quantisation``: what the format moves within the trainer, and what trainer and engine differ by with
+    equal weights. Collective."""
+    scored = data.engine_log_probs
+    if not ranks.has_output or scored is None or data.log_probs is None:
+        return {}
+    weights = _weights(config, ranks, batch, data, data.before_training)
+    others = {"quantisation_logprob_abs_diff": data.log_probs}
+    if data.rollout_log_probs is not None:
+        others["quantised_rollout_logprob_abs_diff"] = data.rollout_log_probs
+    apart = {name: [(a - b).abs() for a, b in zip(scored, values)] for name, values in others.items()}
+    sums = torch.stack([_weighted_sum(values, weights) for values in apart.values()])
+    return {f"train/{name}": value for name, value in zip(apart, ranks.sum_over_replicas(sums.float()).tolist())}
+
+
 def mean_of_steps(steps: Sequence[dict[str, float]], *, first_only: bool = False) -> dict[str, float]:
     """Means over the optimizer steps; learning rates are the last step's; skipped steps are counted.
 

@@ -34,6 +34,7 @@ from slime.trainer.records import LossInputs, MicroBatchResult, RolloutTensors, 
 from slime.trainer.rollout_metrics import (
     collect_log_probs,
     mean_of_steps,
+    quantisation_metrics,
     rollout_metrics,
     sum_metrics,
     worst_mismatch,
@@ -57,7 +58,9 @@ class Trainer(Protocol):
     trained_tokens: list[TrainedTokens]
     """Of the last rollout, where this rank has them: for what is recorded of its samples."""
 
-    def log_probs(self, batch: TrainBatch, *, reference: bool = False, store_prefix: str = "") -> list[Tensor] | None:
+    def log_probs(
+        self, batch: TrainBatch, *, reference: bool = False, as_engines: bool = False, store_prefix: str = ""
+    ) -> list[Tensor] | None:
         """[R_i] per sample, without gradient; None on ranks without output layer."""
         ...
 
@@ -98,6 +101,9 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     if not reuses_log_probs(trainer.config, batch):
         with timers.measure("log_probs"), memory.phase("log_probs"):
             data.log_probs = trainer.log_probs(batch)
+    if trainer.config.quantised.measure_quantisation:
+        with timers.measure("engine_log_probs"), memory.phase("log_probs"):
+            data.engine_log_probs = trainer.log_probs(batch, as_engines=True, store_prefix="engine_")
     if trainer.ranks.has_output:
         compute_advantages(trainer, batch, data)
     _postprocess(trainer, batch, data)
@@ -111,7 +117,7 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     trainer.trained_tokens = trained_tokens(trainer.ranks, batch, data)
     metrics = {**batch.global_stats, **rollout_metrics(trainer.config, trainer.ranks, batch, data)}
     metrics |= mean_of_steps(steps, first_only=flags.use_rollout_logprobs)
-    metrics |= worst_mismatch(trainer.ranks, data)
+    metrics |= worst_mismatch(trainer.ranks, data) | quantisation_metrics(trainer.config, trainer.ranks, batch, data)
     kept = held(trainer.ranks.device)
     here = torch.tensor([*kept.values(), *memory.peaks.values()], dtype=torch.float64, device=trainer.ranks.device)
     most = trainer.ranks.max_over_all(here).tolist()

@@ -20,11 +20,11 @@ of the trainer's own log-probs. In bf16 sound engines differed by 0.5 to 3 %, en
 two experts may go to one here and to the other there: such a token differed by 15 % and moved the mean by 0.5 %, which
 is why the mean counts.
 
-Quantised weights give other log-probs by themselves: of toys of random weights, 5 to 23 % in FP8 and 5 to 47 % in
-INT4, more than some faults. So the first check, after a push whose fingerprints agreed, measures what the format does
-to this model, and only refuses what has nothing to do with it any more; from then on twice as much is allowed. What is
-lost in a release, or stale, comes on top. Engines that quantise by themselves, or hold a coarser cache, are measured
-and not judged.
+Where engines hold quantised weights, the trainer scores with the weights that those stand for, so that the tolerance is
+the same, from the first push on: what the format does to the log-probs (in toys 5 to 47 % of the deviation) is on both
+sides. But FP8 kernels other than the embedded engine's round activations, too: there the first check measures what
+that does to this model, up to the deviation, and later ones allow twice as much. Engines that quantise by themselves,
+or hold a coarser cache, are measured and not judged.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.config import Config
-from slime.engines.api import EngineError
+from slime.engines.api import EngineError, is_embedded
 from slime.engines.fleet import EngineFleet
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.models import family_of
+from slime.models.quantised import Fp8, Quantisation
 from slime.models.spec import read_hf_config
 
 logger = get_logger(__name__)
@@ -48,7 +49,7 @@ logger = get_logger(__name__)
 _NUM_TOKENS, _NUM_DISTINCT = 32, 16
 _LARGEST_IN_FLOAT32 = 1e-3
 _MEAN_IN_16_BITS = 0.1  # of the standard deviation
-_FIRST_QUANTISED, _TIMES_QUANTISED = 1.0, 2.0  # of the standard deviation; of what the first check found
+_FIRST_ROUNDED, _TIMES_ROUNDED = 1.0, 2.0  # of the standard deviation; of what the first check found
 _LEAST_IN_16_BITS = 0.01  # nats; for models that find everything equally likely
 _SECONDS = 120.0  # an idle engine answers at once, or compiles a kernel first
 
@@ -58,7 +59,8 @@ class Canary:
 
     Attributes:
         tokens: input ids.
-        expected: the trainer's log-probs of ``tokens[1:]`` with the weights of the last push; set with each.
+        expected: the trainer's log-probs of ``tokens[1:]`` with the weights of the last push, as engines compute with
+            them; set with each.
         fleet: the engines that are asked; may be replaced.
     """
 
@@ -71,11 +73,14 @@ class Canary:
         self.expected: Sequence[float] = ()
         self.fleet = fleet
         infos = fleet.get("/server_info", _SECONDS)
-        self._in_float32 = config.megatron.fp32 and all(info.get("dtype") in ("float32", "float") for info in infos)
+        quantisation = Quantisation.read(hf_config)
+        is_fp8 = quantisation is not None and isinstance(quantisation.scheme, Fp8)
+        self._rounds_activations = is_fp8 and not all(map(is_embedded, infos))
+        self._rounding_error: float | None = None  # mean difference in nats, which that makes
+        whole = not self._rounds_activations and all(info.get("dtype") in ("float32", "float") for info in infos)
+        self._in_float32 = config.megatron.fp32 and whole
         coarse = any(_is_coarse(info) for info in infos) or config.megatron.transformer.get("fp8")
         self._judges = not coarse
-        self._is_stored_quantised = bool(hf_config.get("quantization_config"))
-        self._format_error: float | None = None  # mean difference in nats, which the format makes by itself
         if coarse:
             logger.info("quantised: how far the engines' log-probs are from the trainer's is logged, not judged")
 
@@ -101,9 +106,9 @@ class Canary:
         if wrong and self._judges:
             worst = max(wrong, key=lambda number: found[number].mean)
             raise self._error(event, worst, found[worst], said[worst], len(wrong))
-        if self._is_stored_quantised and self._format_error is None:
-            self._format_error = max(difference.mean for difference in found)
-            logger.info("quantised weights move the canary's log-probs by %.3f on average", self._format_error)
+        if self._rounds_activations and self._rounding_error is None:
+            self._rounding_error = max(difference.mean for difference in found)
+            logger.info("the engines' FP8 kernels move the canary's log-probs by %.3f", self._rounding_error)
         return {
             "train/canary_logprob_abs_diff": max(difference.mean for difference in found),
             "train/canary_logprob_abs_diff_max": max(difference.largest for difference in found),
@@ -127,29 +132,25 @@ class Canary:
             ) from error
 
     def _allows(self, difference: Difference) -> bool:
-        measured = difference.largest if self._counts_largest else difference.mean
+        measured = difference.largest if self._in_float32 else difference.mean
         return measured <= self._tolerance
 
     @property
-    def _counts_largest(self) -> bool:
-        return self._in_float32 and not self._is_stored_quantised
-
-    @property
     def _tolerance(self) -> float:
-        if self._counts_largest:
+        if self._in_float32:
             return _LARGEST_IN_FLOAT32
         spread = statistics.pstdev(self.expected)
         rounding = max(_LEAST_IN_16_BITS, _MEAN_IN_16_BITS * spread)
-        if not self._is_stored_quantised:
+        if not self._rounds_activations:
             return rounding
-        if self._format_error is None:
-            return max(_LEAST_IN_16_BITS, _FIRST_QUANTISED * spread)
-        return max(rounding, _TIMES_QUANTISED * self._format_error)
+        if self._rounding_error is None:
+            return max(_LEAST_IN_16_BITS, _FIRST_ROUNDED * spread)
+        return max(rounding, _TIMES_ROUNDED * self._rounding_error)
 
     def _error(
         self, event: str, engine: int, difference: Difference, said: Sequence[float], num_wrong: int
     ) -> UserError:
-        at, kind = difference.at, "largest" if self._counts_largest else "mean"
+        at, kind = difference.at, "largest" if self._in_float32 else "mean"
         where = (
             "the first token differs already, which sees no other: an embedding, norm, scale, projection or expert"
             if difference.first > self._tolerance

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from slime.checkpoints.megatron_names import Placement
 from slime.config.config import Config
-from slime.engines.api import WEIGHT_LOADER
+from slime.engines.api import WEIGHT_LOADER, is_embedded
 from slime.engines.fleet import EngineFleet, is_local
 from slime.engines.sglang.quantised_routes import QuantisedRoute, quantised_route
 from slime.engines.wire.buckets import dtype_name, dtype_of
@@ -155,7 +155,7 @@ def are_embedded(infos: Mapping[str, Mapping[str, Any]]) -> bool:
     Raises:
         UserError: some are, others are not.
     """
-    kinds = {url: str(info.get("version")).startswith("slime-embedded") for url, info in infos.items()}
+    kinds = {url: is_embedded(info) for url, info in infos.items()}
     if len(set(kinds.values())) > 1:
         one, other = (next(url for url, kind in kinds.items() if kind is wanted) for wanted in (True, False))
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -29,6 +30,20 @@ def test_the_script(models: dict[str, Path], tmp_path: Path, environment: dict[s
     assert model.is_file()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("example", sorted(path.parent.name for path in (ROOT / "examples").glob("*/data.py")))
+def test_the_script_of(example: str, tmp_path: Path, environment: dict[str, str]) -> None:
+    """Two steps, and the model that it makes."""
+    command = ["sh", str(ROOT / "examples" / example / "run.sh"), "--num-rollout", "2", "--save", "{run}/checkpoints"]
+    env = {**environment, "PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [metrics] = (tmp_path / "outputs").glob("*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert {row["step"] for row in rows if "rollout/raw_reward" in row} == {1, 2}
+    assert (metrics.parent / "model" / "config.json").is_file()
+
+
 def test_the_notebook(
     models: dict[str, Path], tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,3 +54,18 @@ def test_the_notebook(
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=kernel).execute()
     *_, last = notebook.cells
     assert "model" in last.outputs[0]["data"]["text/plain"] and (tmp_path / "outputs").is_dir()
+
+
+def test_a_model_that_runs_python(tmp_path: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "examples.python_sandbox.train", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "one of the last answers: <python>print(" in done.stdout
+
+
+@pytest.mark.full
+def test_a_model_in_boxes_of_tasks(tmp_path: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "examples.environments.train", "harbor", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "score, step by step: [0." in done.stdout

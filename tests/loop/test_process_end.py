@@ -94,7 +94,8 @@ def test_a_mistake_in_user_code_keeps_what_was_saved(begin: Start, hold: Path) -
     assert driver.end() == 2, driver.stderr
     error = driver.error()
     assert len(error) <= 8 and "Traceback" not in driver.stderr
-    assert "tests.support.hold.reward" in error[0] and "a mistake in the reward function" in "".join(error)
+    assert "2 groups have failed in this rollout of 4" in error[0]
+    assert "'tests.support.hold.reward' failed" in error[1] and "a mistake in the reward function" in error[1]
     assert str(driver.path / "crash") in error[-1]
     assert f"newest whole checkpoint: {driver.path / 'checkpoints' / 'iter_0000000'}" in error[-2]
     driver.leaves_nothing()

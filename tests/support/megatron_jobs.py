@@ -263,3 +263,11 @@ def convert(info: Any, words: list[str]) -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def engine_weights(info: Any, model: Path, flags: dict[str, Any]) -> tuple[dict[str, torch.Tensor], ...]:
+    """What the model exports while it has the weights of quantised engines, and afterwards."""
+    backend = backend_of(info, model, **flags)
+    with backend.engine_weights.swapped_in():
+        inside = exported(backend)
+    return inside, exported(backend)

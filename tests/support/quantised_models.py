@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.checkpoints.hf_files import INDEX, SINGLE
-from slime.models import family_of
+from slime.checkpoints.quantised_check import verify_quantised
+from slime.models import family_of, read_hf_config
 from slime.models.quantised import Int4, Quantisation
 from tests.support.hf_configs import config_of
 
@@ -59,3 +60,11 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def verify(directory: Path) -> str:
+    """What `verify_quantised` counts in a directory, by its own config.json."""
+    config = read_hf_config(directory)
+    family, quantisation = family_of(config), Quantisation.read(config)
+    assert quantisation is not None
+    return verify_quantised(directory, family, family.describe(config), quantisation)

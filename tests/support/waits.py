@@ -32,6 +32,8 @@ COLLECTIVES = re.compile(
 )
 #: Keywords that hold a deadline; without one of them it is the last argument, with these functions that number.
 KEYWORDS = ("timeout", "seconds", "limit", "distributed_timeout_minutes")
+#: Take it as a keyword alone: what stands last in their brackets is what they wait for, or what they are sent.
+_BY_KEYWORD = re.compile(r"ray\.\w+|asyncio\.wait|(.+\.)?as_completed|subprocess\.\w+|.+\.communicate")
 _CLOCKS = frozenset({"monotonic", "time", "perf_counter"})
 #: Parameters by which a caller hands a deadline in.
 HANDED_IN = frozenset({"timeout", "seconds", "limit", "deadline", "grace"})
@@ -146,8 +148,10 @@ class _Walk:
 def _given(call: ast.Call) -> list[ast.expr]:
     """The expression that holds the deadline of a call."""
     words: list[ast.expr] = [word.value for word in call.keywords if word.arg in KEYWORDS]
+    if words or _BY_KEYWORD.fullmatch(ast.unparse(call.func)):
+        return words
     is_ours = isinstance(call.func, ast.Name) and call.func.id == "wait_for"  # slime.cluster.waiting
-    return words or call.args[2 if is_ours else -1 :][:1]
+    return call.args[2 if is_ours else -1 :][:1]
 
 
 def _timeouts(block: ast.AsyncWith) -> list[ast.expr]:

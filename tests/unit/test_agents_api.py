@@ -266,6 +266,93 @@ def test_what_cannot_be_served_is_refused_in_the_words_of_each_protocol() -> Non
     play.run(talk)
 
 
+_USER = {"role": "user", "content": "Hi"}
+
+
+def _history(**said: Any) -> dict[str, Any]:
+    return {"messages": [_USER, {"role": "assistant", "content": "x"} | said, _USER]}
+
+
+def _input(*items: Any) -> dict[str, Any]:
+    return {"input": [*items, _USER]}
+
+
+ODD = [
+    ("chat/completions", _history(reasoning_content=5), "reasoning_content must be a string"),
+    ("chat/completions", _history(reasoning_content=["hm"]), "reasoning_content must be a string"),
+    ("chat/completions", _history(tool_calls=5), "tool_calls must be a list"),
+    ("chat/completions", _history(tool_calls="ab"), "tool_calls must be a list"),
+    ("chat/completions", _history(tool_calls=[{"function": {}}]), "tool_calls must be objects"),
+    (
+        "chat/completions",
+        _history(tool_calls=[{"function": {"name": "f", "arguments": "[" * 5000 + "]" * 5000}}]),
+        "no valid JSON",
+    ),
+    (
+        "chat/completions",
+        _history(tool_calls=[{"function": {"name": "f", "arguments": '{"x": "\\ud83d"}'}}]),
+        "half a character",
+    ),
+    ("chat/completions", {"messages": [_USER], "chat_template_kwargs": {"tools": []}}, "must be without tools"),
+    ("chat/completions", {"messages": [_USER], "chat_template_kwargs": {"messages": []}}, "must be without messages"),
+    ("chat/completions", {"messages": [_USER], "chat_template_kwargs": {"continue_final_message": True}}, "refused"),
+    ("responses", {"input": []}, "at least one item"),
+    ("responses", _input({"role": "alien", "content": "x"}), "the role of input"),
+    ("responses", _input({"type": "reasoning", "summary": [], "content": 7}), "content must be a string"),
+    ("messages", {"messages": [_USER], "output_config": {"format": {"type": "json_schema"}}}, "constrained decoding"),
+    ("messages", {"messages": [_USER], "output_format": {"type": "json_schema"}}, "constrained decoding"),
+    ("messages", _history(content=[{"type": "tool_use", "id": "a", "input": {}}]), "tool_calls must be objects"),
+    ("messages", _history(content=[{"type": "tool_use", "id": "a", "name": "f", "input": "x"}]), "must be an object"),
+]
+
+
+def test_what_is_of_no_form_is_refused_and_not_an_error_of_ours() -> None:
+    play = Play([])
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        headers = {"x-api-key": endpoint.api_key}
+        async with aiohttp.ClientSession(base_url=endpoint.base_url + "/", headers=headers) as http:
+            for path, body, words in ODD:
+                async with http.post(path, json=body) as answer:
+                    said = (await answer.json())["error"]["message"]
+                    assert (answer.status, words in said) == (400, True), (path, body, said)
+
+    play.run(talk)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_call_that_no_client_could_read_comes_as_text(stream: bool) -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": NaN, "y": "\\ud83d"}}\n</tool_call>'
+    play = Play([f"{call}<|im_end|>"] * 2)
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        body: Any = {"model": "m", "max_tokens": 300, "messages": [_USER]}
+        body["tools"] = [{"name": "f", "input_schema": PARAMETERS}]
+        async with anthropic_of(endpoint) as client:
+            if stream:
+                async with client.messages.stream(**body) as events:
+                    answer: Any = await events.get_final_message()
+            else:
+                answer = await client.messages.create(**body)
+            assert (answer.stop_reason, [block.type for block in answer.content]) == ("end_turn", ["text"])
+            assert answer.content[0].text == call
+
+    play.run(talk)
+
+
+def test_no_tools_and_an_empty_list_of_them_are_the_same() -> None:
+    play = Play(["a<|im_end|>", "b<|im_end|>"])
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        async with openai_of(endpoint) as client:
+            asked: list[Any] = [_USER]
+            answer = await client.chat.completions.create(model="m", messages=asked, tools=[])
+            asked += [answer.choices[0].message, _USER]
+            await client.chat.completions.create(model="m", messages=asked)
+
+    one_sample(play, play.run(talk))
+
+
 def test_bodies_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_server, "_LARGEST_BODY", 1000)
 
@@ -286,6 +373,18 @@ def test_a_body_that_does_not_come_has_a_deadline(monkeypatch: pytest.MonkeyPatc
         head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nx-api-key: {endpoint.api_key}\r\nContent-Length: 50\r\n\r\n"
         writer.write(head.encode())
         assert b" 408 " in await reader.readline()
+        writer.close()
+
+    Play([]).run(talk)
+
+
+def test_headers_that_do_not_come_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_server, "_IDLE_SECONDS", 0.05)
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nHost: ")
+        assert await reader.read() == b""
         writer.close()
 
     Play([]).run(talk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -18,8 +19,9 @@ from slime.errors import UserError
 from slime.rollout.agents import server as agent_server
 from slime.rollout.agents.endpoint import AgentEndpoint, RolloutEnds, agent_endpoint
 from slime.rollout.agents.server import close_server
-from slime.rollout.execution import GroupRun, GroupRunner
+from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import bind_state
+from slime.rollout.group_run import GroupRun
 from slime.samples.types import Sample, SampleStatus
 from tests.support.agent_clients import anthropic_of, openai_of
 from tests.support.agents import Model, Play
@@ -62,6 +64,78 @@ def test_a_stream_pings_until_there_is_an_answer(monkeypatch: pytest.MonkeyPatch
                     assert b"data: " in await answer.read()
 
     play.run(talk)
+
+
+class Broken(Model):
+    """Fails as nobody has foreseen."""
+
+    async def _answer(self, number: int, input_ids: list[int], params: dict[str, Any]) -> GenerateResult:
+        if self.held is not None:
+            await self.held.wait()
+        raise RuntimeError("as nobody has foreseen")
+
+
+def test_a_failure_behind_the_status_is_an_event_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_server, "_PING_SECONDS", 0.01)
+    play = Play([])
+    play.state.client = play.model = Broken([])
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        held = play.model.held = asyncio.Event()
+        hi: Any = [{"role": "user", "content": "Hi"}]
+        async with openai_of(endpoint) as client, anthropic_of(endpoint) as other:
+            asks: list[Callable[[], Any]] = [
+                lambda: client.chat.completions.create(model="m", messages=hi, stream=True),
+                lambda: client.responses.create(model="m", input=hi, stream=True),
+                lambda: other.messages.create(model="m", max_tokens=9, messages=hi, stream=True),
+            ]
+            for ask in asks:
+                held.clear()
+                stream = await ask()
+                held.set()
+                with pytest.raises((openai.APIError, anthropic.APIError), match="as nobody has foreseen"):
+                    async for _ in stream:
+                        pass
+
+    play.run(talk)
+
+
+def test_the_log_does_not_tell_a_key(caplog: pytest.LogCaptureFixture) -> None:
+    """Not even of a client that brings it in its URL."""
+    play = Play([])
+    play.state.client = play.model = Broken([])
+
+    async def talk(endpoint: AgentEndpoint) -> None:
+        async with openai_of(endpoint, base_url=endpoint.keyed_base_url, api_key="none") as client:
+            with pytest.raises(openai.InternalServerError, match="as nobody has foreseen"):
+                await client.responses.create(model="m", input="Hi")
+            with pytest.raises(openai.BadRequestError):
+                await client.responses.create(model="m", input=[])
+        assert "/key/{key}/v1/responses" in caplog.text and endpoint.api_key not in caplog.text
+
+    play.run(talk)
+
+
+def test_a_body_that_comes_when_the_sample_is_done_begins_nothing() -> None:
+    play = Play(["a<|im_end|>"])
+
+    async def run() -> None:
+        bind_state(play.state)
+        params = play.state.params_for(play.sample)
+        body = b'{"model": "m", "input": "Hi"}'
+        async with agent_endpoint(play.state.args, play.sample, params) as endpoint:
+            reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+            head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nx-api-key: {endpoint.api_key}\r\n"
+            writer.write(f"{head}Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+            assert b" 100 " in await reader.readline(), "it is waited for"
+        writer.write(body)
+        await reader.readline()
+        assert b" 401 " in await reader.readline()
+        writer.close()
+        await close_server()
+
+    asyncio.run(run())
+    assert not play.model.asked
 
 
 class DeadEngines(Model):
@@ -174,6 +248,7 @@ def test_it_listens_on_loopback_unless_told_otherwise() -> None:
         assert endpoint.environ_for("host.docker.internal")["OPENAI_BASE_URL"].startswith(
             "http://host.docker.internal:"
         )
+        assert endpoint.environ_for("fd00::1")["ANTHROPIC_BASE_URL"] == f"http://[fd00::1]:{endpoint.port}"
         hosts.update(c.laddr.ip for c in psutil.Process().net_connections() if c.laddr.port == endpoint.port)
 
     hosts: set[str] = set()

@@ -19,8 +19,9 @@ from slime.engines.client import RolloutClient, num_requests
 from slime.engines.router import register_workers
 from slime.rollout.agents.endpoint import agent_endpoint
 from slime.rollout.agents.server import close_server
-from slime.rollout.execution import GroupRun, GroupRunner
+from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import GenerateState, bind_state
+from slime.rollout.group_run import GroupRun
 from slime.samples.types import Sample, SampleStatus
 from tests.support.agents import TEMPLATE
 from tests.support.contract_servers import Server, embedded_argv, logprobs_of, running
@@ -92,6 +93,7 @@ def test_the_example_gives_samples_of_exactly_what_the_engine_said(engine: Serve
 def test_the_examples_calculator_and_score() -> None:
     assert calculate('{"expression": "17 * 23 + 5"}') == "396"
     assert calculate('{"expression": "__import__"}').startswith("error") and calculate("[]").startswith("error")
+    assert calculate(f'{{"expression": "{"1+" * 5_000}1"}}').startswith("error")
     assert rollout.score("so:\n 396 \n", "396") == 1.0 and rollout.score("", "396") == 0.0
 
 

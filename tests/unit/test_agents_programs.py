@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from slime.engines.keys import VARIABLE
+from slime.rollout.agents import programs
 from slime.rollout.agents.programs import Finished, run_program
 
 CHILD = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', sys.argv[1]])"
@@ -30,6 +31,12 @@ def test_it_gets_its_variables_and_its_output_and_status_come_back(tmp_path: Pat
     code = "import os, sys; print(os.environ['OPENAI_API_KEY'], os.getcwd()); sys.exit('no')"
     done = asyncio.run(run_program([sys.executable, "-c", code], {"OPENAI_API_KEY": "k"}, cwd=tmp_path, timeout=60))
     assert done == Finished(1, f"k {tmp_path}\nno\n")
+
+
+def test_of_what_it_writes_without_end_the_end_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "_MOST_OUTPUT", 10)
+    code = "print('x' * 100_000); print('the end')"
+    assert asyncio.run(run_program([sys.executable, "-c", code], {})).output == "x\nthe end\n"
 
 
 def test_it_gets_no_key_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

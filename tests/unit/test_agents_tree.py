@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.engines.reasoning import FORMATS, THINK, Thought, reasoning_format
-from slime.prompts.chat_template import Messages
+from slime.prompts.chat_template import _PAST_PROBE, _PROBE, Messages, between_turns
 from slime.rollout.agents.conversation import Ask, Speech, clean, key_of
 from slime.rollout.agents.endpoint import AgentEndpoint, AgentError
 from slime.rollout.agents.session import AgentSession, Refusal
@@ -144,6 +144,7 @@ def test_how_arguments_are_written_does_not_matter_but_what_they_say_does() -> N
         return {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": function}]}
 
     assert key_of(call('{"x": 1, "y": 2}')) == key_of(call('{"y":2,"x":1}'))
+    assert key_of(call('{"x": [5.0]}')) == key_of(call('{"x":[5]}')), "as clients in JavaScript send it back"
     assert len({key_of(call("{}")), key_of(call('{"x": 1}')), key_of(call("{}", "g"))}) == 3
 
 
@@ -174,6 +175,22 @@ def test_compacted_history_is_a_branch_in_which_what_is_left_keeps_its_tokens() 
     assert any(prompt[i : i + 4] == [98, 255, 32, EOS] for i in range(len(prompt)))
 
 
+def test_an_answer_of_reasoning_alone_keeps_its_tokens_in_a_branch() -> None:
+    play = Play(["a<|im_end|>", [*tokenizer().encode("<think>never"), 255], "c<|im_end|>"])
+    session = talk(play, [user("1")], [user("1"), 0, user("2")], [user("in short"), 1, user("3")])  # type: ignore[list-item]
+    check(play, session)
+    assert session.book.turns[2].parent is None and _holds(play.model.asked[2], play.model.said[1])
+
+
+def test_messages_may_say_what_we_ask_the_template_with() -> None:
+    """An agent that reads this repository."""
+    play = Play(["a<|im_end|>", "b<|im_end|>"])
+    told = user(f"before {_PROBE} and {_PAST_PROBE} after")
+    session = talk(play, [told], [told, 0, told])  # type: ignore[list-item]
+    (sample,) = check(play, session)
+    assert play.text(sample.tokens).count(told["content"]) == 2
+
+
 def test_a_client_that_drops_reasoning_branches_and_keeps_the_tokens_of_the_rest() -> None:
     play = Play(["<think>\nlong\n</think>\n\nYes<|im_end|>", "b<|im_end|>"])
     bare = {"role": "assistant", "content": "Yes"}
@@ -194,13 +211,25 @@ def test_other_tools_are_another_conversation() -> None:
     assert len(check(play, session)) == 2
 
 
+def test_a_template_that_wants_turns_to_alternate_takes_results_before_a_past_answer() -> None:
+    """As Mistral's, which count neither calls nor results."""
+    strict = copy.copy(tokenizer())
+    strict.chat_template = (
+        "{% for m in messages if m.role != 'tool' %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('turns must alternate') }}{% endif %}{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    )
+    result = {"role": "tool", "content": "42"}
+    assert between_turns(strict, result, to_past=True) == between_turns(strict, result) == "</s>[tool]42"
+
+
 def test_the_same_told_in_another_way_is_found_by_its_tokens() -> None:
     """The first message is two here: no history is the same, its tokens are."""
     play = Play(["a<|im_end|>", "b<|im_end|>"])
     whole = user("1<|im_end|>\n<|im_start|>user\n2")
     session = talk(play, [user("1"), user("2")], [whole, 0, user("3")])  # type: ignore[list-item]
     (sample,) = check(play, session)
-    assert play.text(play.trained(sample)) == "a<|im_end|>b<|im_end|>"
+    assert play.text(play.trained(sample)) == "a<|im_end|>b<|im_end|>" and sample.response == "a\n3\nb"
 
 
 def test_a_twin_of_what_was_said_goes_on_from_its_own_call() -> None:

@@ -35,6 +35,13 @@ def steps(count: int, **same: Any) -> list[dict[str, Any]]:
     return [step(number, **same) for number in range(1, count + 1)]
 
 
+@pytest.mark.parametrize(("moved", "advice"), [(0.15, "--fake-quantisation"), (0.05, "slime align")])
+def test_a_mismatch_that_the_engines_format_makes_is_told_as_that(moved: float, advice: str) -> None:
+    rows = steps(1, train__train_rollout_logprob_abs_diff=0.2, train__canary_quantisation_abs_diff=moved)
+    [alarm] = [alarm for alarm in find_alarms(rows) if alarm.name == "train_rollout_mismatch"]
+    assert alarm.fix.startswith(advice) and ("quantised" in alarm.detail) == (moved > 0.1)
+
+
 CONSTANT = {"low": 0.25, "high": 0.25, "flat": 1.0, "train__grad_norm": 0.0}
 
 
@@ -173,6 +180,58 @@ def test_who_grows_fastest_is_told_first() -> None:
     (alarm,) = find_alarms(both)
     assert alarm.detail.startswith("a trainer rank went from") and alarm.detail.endswith("so did an engine")
 
+
+# -- the first gradient ----------------------------------------------------------------------------------------------
+
+
+def first_steps(norms: Iterable[float | None], log_prob: float | None = -0.4, **others: Any) -> list[dict[str, Any]]:
+    scored = {"rollout__log_probs": log_prob, "rollout__raw_reward": 0.5, **others}
+    return [step(number, train__grad_norm=norm, **scored) for number, norm in enumerate(norms, 1)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (first_steps([900.0]), "--attention-backend flash"),
+        (first_steps([900.0, 700.0, 60.0]), "carry the chat template twice"),
+        (first_steps([None, 900.0]), "in step 2"),  # a step that trained nothing
+        (first_steps([900.0], train__moe_max_load=70.0), "with experts, slime align"),
+        (first_steps([900.0], high=250.0), "rewards go from 0 to 250"),
+    ],
+)
+def test_a_gradient_that_is_large_from_the_first_step_on_is_told(rows: list[dict[str, Any]], said: str) -> None:
+    (alarm,) = find_alarms(rows)
+    assert alarm.name == "large_gradient" and said in f"{alarm.detail} {alarm.fix}"
+    assert "at a mean log-prob of -0.400: below 5 is usual" in alarm.detail
+    assert ("experts" in alarm.fix) == ("train/moe_max_load" in rows[0])
+    assert ("rewards go" in alarm.fix) == (rows[0]["rollout/reward/max"] > 10)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        first_steps([3.0, 2.0, 1.0]),
+        first_steps([49.0] * 9),
+        first_steps([1014.0, 750.0, 980.0], log_prob=-3.4),  # a toy of random weights, as measured
+        first_steps([900.0], log_prob=None),
+        first_steps([0.5, 0.5, 900.0]),  # a spike, which needs more steps to be told
+        first_steps([900.0, 700.0, 3.0]),  # over
+        [{"step": 1, "train/grad_norm": 900.0, "rollout/log_probs": -0.4, "train/loss": 0.4}],  # supervised
+        [row | {"rollout/log_probs": -0.4 if row["step"] > 9 else -3.4} for row in first_steps([300.0] * 20)],
+    ],
+)
+def test_gradients_of_other_kinds_are_left_alone(rows: list[dict[str, Any]]) -> None:
+    assert names(rows) == []
+
+
+def test_a_large_gradient_is_said_once_and_over_when_it_has_fallen() -> None:
+    watch = AlarmWatch()
+    seen = [watch.look(row) for row in first_steps([900.0, 800.0, 4.0, 4.0])]
+    assert [len(new) for new, _ in seen] == [1, 0, 0, 0]
+    assert [metrics.get("alarm/large_gradient") for _, metrics in seen] == [1.0, 1.0, 0.0, None]
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
 
 FLAT = {"flat": 1.0, "train__grad_norm": 0.0}
 

@@ -21,6 +21,7 @@ FLOORS = (
         "errors",
         "files",
         "path_patterns",
+        "user_calls",
         "hook_loading",
         "stacks",
         "log",

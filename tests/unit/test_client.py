@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from slime.engines import client as client_module
 from slime.engines.api import EngineClient, EngineError, GenerateResult
-from slime.engines.client import BusyClock, InFlight, RequestRefused, RolloutClient, Slots, num_requests
+from slime.engines.client import InFlight, RequestRefused, RolloutClient, Slots, num_requests
+from slime.engines.client_counts import BusyClock
 from slime.engines.router import (
     Worker,
     list_workers,

@@ -103,6 +103,10 @@ def test_an_execution_that_fanned_out_counts_once() -> None:
     assert dict(zip(batch.sample_indices, batch.rollout_mask_sums)) == {0: 4.0, 1: 12.0, 2: 12.0, 3: 12.0}
 
 
+def test_two_players_whose_rewards_add_up_to_zero_are_not_divided_by_nothing() -> None:
+    assert normalise_rewards([1, -1, -1, 1], [0] * 4, [0, 0, 1, 1]) == [1.0, -1.0, -1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -31,6 +31,7 @@ OF_FLAGS = {trouble.name for trouble in SECTIONS["Flags"]} - {"nccl-timeout"} | 
     *("data-file", "data-rows", "checkpoint", "folder"),
 }
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+LARGE_GRADIENT = {"rollout/raw_reward": 0.5, "rollout/log_probs": -0.4, "train/grad_norm": 900.0}
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -142,6 +143,7 @@ provokes("stale-weights")(lambda f: f.add("--update-weights-interval", 5))
 provokes("round-failed")(lambda f: f.round_gives(1))
 provokes("log-probs-differ")(lambda f: f.round_gives(0, **{DIFFERENCE: 0.3}))
 provokes("log-probs-differ")(lambda f: f.round_gives(0))
+provokes("large-gradient")(lambda f: f.round_gives(0, **{DIFFERENCE: 0.01}, **LARGE_GRADIENT))
 provokes("old-plugin")(lambda f: f.add("--custom-rm-path", f"{_old_plugin(f.folder)}:reward"))
 
 

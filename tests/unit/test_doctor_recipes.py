@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import runpy
+import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable
@@ -33,6 +36,9 @@ MODELS = {
 QUESTIONS = [
     {"question": f"{n} bags of 4?", "answer": f"They are {n} * 4 = {4 * n}\n#### {4 * n}"} for n in range(2, 40)
 ]
+BOTH = ("data", "reward")
+#: Examples whose rewards nobody can try on the first rows: of games, of another model, for made-up prompts.
+REWARDED_ELSEWHERE = ("self_play", "judge", "curriculum")
 #: What a directory of a published model has here: config.json and a tokenizer.
 WITHOUT_WEIGHTS = [check for check in CHECKS if check.name not in ("weights", "device")]
 
@@ -53,11 +59,11 @@ def published(folder: Path, name: str) -> Path:
     return folder
 
 
-def nothing_found(argv: list[Any], entry: str = "train", checks: Any = CHECKS) -> None:
+def nothing_found(argv: list[Any], entry: str = "train", checks: Any = CHECKS, looked_at: tuple = BOTH) -> None:
     report = doctor.examine([str(word) for word in argv], entry, checks)
     assert report.findings == [], doctor.text(report)
     if "sft_loss" not in argv:
-        assert {"data", "reward"} <= {o.check.name for o in report.outcomes if o.state == "ok"}
+        assert {*looked_at} <= {o.check.name for o in report.outcomes if o.state == "ok"}
         config = parse_args([str(word) for word in argv], entry)
         make_config(entry=entry, **one_round.flags_of_a_round(config, Path("round")))  # refuses nothing
 
@@ -129,16 +135,16 @@ def test_the_example_in_python(
     nothing_found(flags_of_python(ROOT / "examples" / "first_run.py", model))
 
 
-def test_the_example_of_several_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the flags that it names at its top."""
+@pytest.mark.parametrize("example", sorted(path.parent.name for path in (ROOT / "examples").glob("*/data.py")))
+def test_the_examples(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the flags of their scripts; the interpreter here only says how it was called."""
     monkeypatch.setenv("SLIME_NUM_GPUS", "0")
-    text = (ROOT / "examples" / "search_tool.py").read_text()
-    words = text[text.index("slime train ") : text.index("A row of")].replace("\\\\\n", " ").split()[2:]
-    rows = [
-        {"question": f"How high is {name}, in metres?", "answer": height} for name, height in (("A", 2962), ("B", 4806))
-    ]
-    taken = {"path/to/model": published(tmp_path / "model", MODELS["smollm2"]),
-             "questions.jsonl": write_jsonl(tmp_path / "questions.jsonl", rows)}  # fmt: skip
-    monkeypatch.chdir(ROOT)
-    flags = [taken.get(word, word) for word in words]
-    nothing_found([*flags, "--save", tmp_path / "kept", "--output-dir", tmp_path], checks=WITHOUT_WEIGHTS)
+    monkeypatch.setattr("examples.tiny.write_model", lambda folder, *_, **__: published(folder, MODELS["smollm2"]))
+    env = {**os.environ, "PYTHON": "/bin/echo"}
+    script = ["sh", str(ROOT / "examples" / example / "run.sh"), "--save", "kept"]
+    done = subprocess.run(script, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=True)
+    made, started = (line.split() for line in done.stdout.splitlines())
+    assert made[:2] == ["-m", f"examples.{example}.data"] and started[:3] == ["-m", "slime", "train"]
+    importlib.import_module(made[1]).write(Path(made[2]))
+    looked_at = BOTH[:1] if example in REWARDED_ELSEWHERE else BOTH
+    nothing_found([*started[3:], "--output-dir", tmp_path], checks=WITHOUT_WEIGHTS, looked_at=looked_at)

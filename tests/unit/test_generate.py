@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RequestRefused, RolloutClient
 from slime.errors import UserError
+from slime.hook_loading import FunctionFailed
 from slime.rollout.continued import answered
-from slime.rollout.execution import GroupRun, GroupRunner
+from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import (
     append_result,
     bind_state,
@@ -24,6 +25,7 @@ from slime.rollout.generate import (
     sample_seed,
     sampling_params,
 )
+from slime.rollout.group_run import GroupRun
 from slime.samples.types import Sample, SampleStatus
 from tests.support import rollout_hooks
 from tests.support.fake_engine import FakeEngine, answer
@@ -408,8 +410,8 @@ def test_fan_out_is_one_execution_scored_together() -> None:
 def test_a_mask_over_all_tokens_is_cut_and_other_lengths_are_refused() -> None:
     [sample] = run_group([sample_at()], custom_generate_function_path=HOOKS + "with_mask_over_all_tokens").samples
     assert sample.loss_mask == [1] * sample.response_length
-    with pytest.raises(UserError, match="with_wrong_mask returned a sample"):
-        run_group([sample_at()], custom_generate_function_path=HOOKS + "with_wrong_mask")
+    group = run_group([sample_at()], custom_generate_function_path=HOOKS + "with_wrong_mask")
+    assert "with_wrong_mask returned a sample" in str(group.failure)
 
 
 @pytest.mark.parametrize(
@@ -418,12 +420,17 @@ def test_a_mask_over_all_tokens_is_cut_and_other_lengths_are_refused() -> None:
         ("returns_nothing", "returned a NoneType"),
         ("not_async", "is not async"),
         ("fan_out_with_different_ids", "different rollout_id"),
-        ("absent", "has no 'absent'"),
     ],
 )
-def test_mistakes_in_generate_functions_stop_the_run(name: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        run_group([sample_at()], custom_generate_function_path=HOOKS + name)
+def test_mistakes_in_generate_functions_cost_their_sample(name: str, said: str) -> None:
+    group = run_group([sample_at()], custom_generate_function_path=HOOKS + name)
+    assert isinstance(group.failure, FunctionFailed) and said in str(group.failure)
+    assert group.samples[0].status is SampleStatus.FAILED
+
+
+def test_a_generate_function_that_is_not_there_stops_the_run() -> None:
+    with pytest.raises(UserError, match="has no 'absent'"):
+        run_group([sample_at()], custom_generate_function_path=HOOKS + "absent")
 
 
 @pytest.mark.parametrize(("name", "built"), [("runs_out_of_room", True), ("runs_out_of_room_half_built", False)])
@@ -488,7 +495,7 @@ def test_a_failure_stays_with_its_sample() -> None:
     broken.generate_function_path = HOOKS + "raises"
     rewards = FakeRewards()
     group = run_group([broken, fine], rewards=rewards)
-    assert isinstance(group.failure, OSError) and broken.status is SampleStatus.FAILED
+    assert isinstance(group.failure, OSError) and group.samples[0].status is SampleStatus.FAILED
     assert fine.reward is not None and rewards.scored == [1]
 
 
@@ -509,8 +516,8 @@ def test_sample_hooks_run_in_order_before_the_reward_with_what_they_accept() -> 
 
 
 def test_a_sample_hook_that_returns_something_else_is_named() -> None:
-    with pytest.raises(UserError, match="text_of_sample' returned a str"):
-        run_group([sample_at()], rollout_sample_hook_path=[HOOKS + "text_of_sample"])
+    group = run_group([sample_at()], rollout_sample_hook_path=[HOOKS + "text_of_sample"])
+    assert isinstance(group.failure, FunctionFailed) and "text_of_sample' returned a str" in str(group.failure)
 
 
 def test_finished_samples_are_neither_generated_nor_hooked_nor_scored_again() -> None:

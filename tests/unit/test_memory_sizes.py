@@ -110,6 +110,22 @@ def test_frozen_parameters_have_no_gradient_and_no_states() -> None:
     assert stage(freeze_params_name_list=(r"experts\.linear_fc[12]",)).trained == everything.trained - experts
 
 
+@pytest.mark.parametrize("chosen", ["experts", "linears"])
+def test_rounded_weights_are_there_twice(chosen: str) -> None:
+    """All Linear layers of the decoder, or its routed experts; norms, routers, embedding and output layer once."""
+    spec = spec_of(MOE[0])
+    plain, rounded = (
+        TrainerSettings.of(trainer_config(bf16=True, **flags), spec, on_gpu=False).stages[0]
+        for flags in ({}, {"fake_quantisation": chosen})
+    )
+    of_experts = sum(p.numel for p in plain.parameters if p.is_expert)
+    linears = [p.numel for p in plain.parameters if p.parameter.rule.columns and ".layers." in p.parameter.name]
+    routers = sum(p.numel for p in plain.parameters if "router.weight" in p.parameter.name)
+    entries = of_experts if chosen == "experts" else sum(linears) - routers
+    assert rounded.training() == plain.training() | {"quantised weights": 2.0 * entries}
+    assert rounded.scoring() == plain.scoring() | {"quantised weights": 2.0 * entries}
+
+
 def test_the_distributed_optimizer_spreads_dense_states_over_replicas_and_those_of_experts_over_theirs() -> None:
     flags = {"actor_num_gpus_per_node": 8, "rollout_batch_size": 8, **TP2, **EP2}
     config = make_config(hf_checkpoint="m", bf16=True, **flags)

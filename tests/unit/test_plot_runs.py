@@ -35,6 +35,14 @@ def test_ticks_enclose_the_range(low: float, span: float) -> None:
     assert 2 <= len(found) <= 8
 
 
+def test_two_metrics_of_one_run(tmp_path: Path) -> None:
+    file, out = tmp_path / "metrics.jsonl", tmp_path / "a.svg"
+    file.write_text("".join(json.dumps({"step": i, "score": i / 3, "calls": 1 - i / 3}) + "\n" for i in range(4)))
+    assert plot_runs.main(["score", str(out), f"score={file}", f"calls={file}#calls"]) == 0
+    up, down = (line.split() for line in re.findall(r'<polyline points="([^"]*)"', out.read_text()))
+    assert up[0].split(",")[1] == down[-1].split(",")[1] != up[-1].split(",")[1]
+
+
 def test_a_metric_that_is_not_there_is_an_error_with_those_that_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,6 +92,16 @@ def test_int4_comes_back_within_half_a_step(weight: torch.Tensor, symmetric: boo
     assert (back[(weight == 0).all(dim=1)] == 0).all()
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_no_scale_is_zero_in_float16(symmetric: bool) -> None:
+    """Its smallest numbers are steps of 6e-8, and a scale is a fifteenth of what a group spans."""
+    weight = torch.tensor([[6e-8] * 7 + [0.0], [1.0] * 8], dtype=torch.float16)
+    stored = quantise("m", weight, Int4(8, symmetric))
+    assert (stored["m.weight_scale"] > 0).all()
+    back = dequantise("m", stored, Int4(8, symmetric), torch.float32)
+    assert back.isfinite().all() and (back[0].abs() <= 6e-8).all() and back[1].sub(1).abs().max() < 0.1
+
+
 @settings(max_examples=60)
 @given(weights(), st.sampled_from([Fp8((4, 3)), WHOLE, Fp8((1, 0), "weight_scale")]))
 def test_fp8_is_what_compressed_tensors_makes(weight: torch.Tensor, scheme: Fp8) -> None:

@@ -1,11 +1,8 @@
-"""`slime convert hf-to-int4`, `hf-to-fp8`, `quantised-to-hf`: every tensor, damage by name, kill -9, memory."""
+"""`slime convert hf-to-int4`, `hf-to-fp8`, `quantised-to-hf`: every tensor, damage by name, memory."""
 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,15 +12,13 @@ from safetensors.torch import load_file
 from slime.__main__ import main
 from slime.checkpoints import quantised_files
 from slime.checkpoints.hf_files import INDEX, SINGLE, HfReader
-from slime.checkpoints.quantised_check import verify_quantised
 from slime.checkpoints.quantised_files import dequantise_directory, plain_weights, quantise_directory
 from slime.engines.wire.quantised import dequantise, quantise
 from slime.errors import UserError
 from slime.models import FAMILIES, family_of, read_hf_config
 from slime.models.ignore_list import examine, recommended
 from slime.models.quantised import Fp8, Int4, Quantisation
-from tests.support.processes import ROOT
-from tests.support.quantised_models import INT4, make_plain, same_bits, tensors_of, write_shards
+from tests.support.quantised_models import INT4, make_plain, same_bits, tensors_of, verify, write_shards
 
 pytest.importorskip("compressed_tensors", reason="the quantised extra is not installed")
 
@@ -38,13 +33,6 @@ KINDS = {
 
 def convert(*words: object) -> int:
     return main(["convert", *map(str, words)])
-
-
-def verify(directory: Path) -> str:
-    config = read_hf_config(directory)
-    family, quantisation = family_of(config), Quantisation.read(config)
-    assert quantisation is not None
-    return verify_quantised(directory, family, family.describe(config), quantisation)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,6 +81,35 @@ def test_transformers_computes_with_the_same_weights(flags: tuple[str, ...], tmp
         with torch.no_grad():
             told.append(model(torch.arange(12).reshape(1, -1)).logits)
     assert torch.equal(*told) and told[0].std() > 0
+
+
+@pytest.mark.parametrize("has_head", [False, True], ids=["", "with a head in the file"])
+def test_the_output_layer_of_a_tied_model_is_ignored(
+    has_head: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weight is the embedding's. The library takes it for a Linear layer all the same, and would look for its
+    packed weight if no rule named it."""
+    from transformers import AutoModelForCausalLM
+
+    plain, small, back = make_plain(tmp_path / "plain", "qwen3", tie_word_embeddings=True), tmp_path / "small", "back"
+    if has_head:
+        tensors = tensors_of(plain)
+        write_shards(plain, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, 1)
+    words = ("hf-to-int4", "--hf_model_path", plain, "--save_path", small, "--group_size", 8)
+    assert convert(*words, "--ignore", "model.embed_tokens.weight") == 2
+    assert "lm_head: the embedding takes its place, and no rule names it" in capsys.readouterr().err
+    assert convert(*words) == 0
+    assert "ignored: lm_head model.embed_tokens.weight" in capsys.readouterr().out
+    assert ("lm_head.weight" in tensors_of(small)) == has_head
+    assert convert("quantised-to-hf", "--hf_model_path", small, "--save_path", tmp_path / back) == 0
+    told = []
+    for directory in (small, tmp_path / back):
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        with torch.no_grad():
+            told.append(model(torch.arange(12).reshape(1, -1)).logits)
+    assert torch.equal(*told) and told[0].std() > 0
+    assert convert("hf-to-fp8", "--hf_model_path", plain, "--save_path", small, "--force") == 0
+    assert "lm_head" in read_hf_config(small)["quantization_config"]["modules_to_not_convert"]
 
 
 def test_the_report_says_what_was_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,6 +263,31 @@ def test_damage_is_named(damage: str, named: str, tmp_path: Path) -> None:
         dequantise_directory(small, tmp_path / "back")
 
 
+def test_an_index_that_leads_out_of_its_directory_writes_nowhere_else(tmp_path: Path) -> None:
+    """A conversion writes files under the names of the source's."""
+    plain, other = make_plain(tmp_path / "here" / "plain", "llama", shards=3), tmp_path / "there" / "other"
+    other.mkdir(parents=True)
+    index = json.loads((plain / INDEX).read_text())
+    first = "model-00001-of-00003.safetensors"
+    (plain.parent / "other").mkdir()
+    (plain / first).rename(plain.parent / "other" / first)
+    moved = {name: f"../other/{file}" if file == first else file for name, file in index["weight_map"].items()}
+    (plain / INDEX).write_text(json.dumps({"weight_map": moved}))
+    with pytest.raises(UserError, match=r"index.json is damaged(.|\n)*'../other/model-00001-of-00003.safetensors'"):
+        quantise_directory(plain, tmp_path / "there" / "small", INT4)
+    assert not list(other.iterdir())
+
+
+@pytest.mark.parametrize(
+    "index", ["[]", '"x"', '{"weight_map": []}', '{"weight_map": null}', '{"weight_map": {"a": 3}}']
+)
+def test_an_index_of_another_shape_is_damaged(index: str, tmp_path: Path) -> None:
+    plain = make_plain(tmp_path / "plain", "llama", shards=3)
+    (plain / INDEX).write_text(index)
+    with pytest.raises(UserError, match=r"index\.json is damaged|not a complete llama"):
+        plain_weights(plain)
+
+
 def test_scales_in_bfloat16_are_read(tmp_path: Path) -> None:
     plain, small = make_plain(tmp_path / "plain", "llama"), tmp_path / "small"
     quantise_directory(plain, small, Quantisation("fp8", Fp8((16, 16)), ("lm_head",)))
@@ -274,66 +316,7 @@ def test_scales_may_lie_in_another_shard(tmp_path: Path) -> None:
     assert index.keys() == tensors_of(plain).keys() and set(index.values()) == files
 
 
-# -- killed, and how much memory -----------------------------------------------------------------------------
-
-_KILLED = """
-import os, signal, sys
-from pathlib import Path
-from slime.checkpoints import quantised_files
-from slime.checkpoints.quantised_files import dequantise_directory, quantise_directory
-from tests.support.quantised_models import INT4
-source, target, at, way = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-calls = 0
-def counted(*arguments):
-    global calls
-    calls += 1
-    if calls == at:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*arguments)
-name = "quantise" if way == "there" else "dequantise"
-original = getattr(quantised_files, name)
-setattr(quantised_files, name, counted)
-quantise_directory(source, target, INT4) if way == "there" else dequantise_directory(source, target)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["there", "back"])
-def test_a_conversion_that_was_killed_goes_on(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, small = make_plain(tmp_path / "plain", "llama", shards=4), tmp_path / "small"
-    source, target = plain, small
-    if way == "back":
-        quantise_directory(plain, small, INT4)
-        source, target = small, tmp_path / "back"
-    child = subprocess.run([sys.executable, "-c", _KILLED, source, target, "9", way], cwd=ROOT, capture_output=True)
-    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
-    partial = tmp_path / f".{target.name}.partial"
-    left = {path.name: path.stat().st_mtime_ns for path in partial.glob("*.safetensors")}
-    assert 1 <= len(left) < 4 and not target.exists() and list(partial.glob(".*.tmp"))
-    done = quantise_directory(source, target, INT4) if way == "there" else dequantise_directory(source, target)
-    assert done.kept == len(left) and f"{len(left)} of them from an earlier attempt" in str(done)
-    assert {name: (target / name).stat().st_mtime_ns for name in left} == left
-    again = tmp_path / "again"
-    quantise_directory(source, again, INT4) if way == "there" else dequantise_directory(source, again)
-    for path in again.iterdir():
-        assert path.read_bytes() == (target / path.name).read_bytes(), path.name
-    assert {path.name for path in target.iterdir()} == {path.name for path in again.iterdir()}
-
-
-def test_what_another_conversion_left_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, small = make_plain(tmp_path / "plain", "llama", shards=3), tmp_path / "small"
-
-    def stops(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(quantised_files, "copy_assets", stops)
-        quantise_directory(plain, small, INT4)
-    assert len(list((tmp_path / ".small.partial").glob("*.safetensors"))) == 3
-    other = Quantisation("compressed-tensors", Int4(16), INT4.ignore)
-    assert quantise_directory(plain, small, other).kept == 0
-    assert Quantisation.read(read_hf_config(small)) == other
-    verify(small)
+# -- memory ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from slime.engines.sglang.quantised_routes import QuantisedRoute, form_of, quant
 from slime.errors import UserError
 from slime.models.quantised import Fp8, Int4, Quantisation
 from slime.weights import quantised_launch
-from slime.weights.quantised_launch import check_quantised
+from slime.weights.quantised_launch import check_route
 from slime.weights.route import routes_of
 from tests.support.hf_configs import config_of as hf_config_of
 
@@ -98,7 +98,7 @@ def test_a_launch_is_refused_before_it_starts(
     words = {"hf_checkpoint": str(tmp_path), "rollout_engine": "sglang", "rollout_batch_size": 2, "num_rollout": 1}
     config = make_config(**words, **flags)
     if said is None:
-        check_quantised(config)
+        check_route(config)
         return
     with pytest.raises(UserError, match=said):
-        check_quantised(config)
+        check_route(config)

@@ -424,16 +424,25 @@ def test_a_filter_without_a_verdict_is_refused() -> None:
         asyncio.run(collect_with(FakeClient(), FakeSource(1), lambda args, samples: None))
 
 
-def test_a_generate_function_that_ignores_its_cancellation_is_named() -> None:
+def test_a_generate_function_that_ignores_its_cancellation_is_left_behind_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = FakeSource(1)
+
     async def main() -> None:
         args = hook_args(custom_generate_function_path="tests.support.rollout_hooks.first_sample_only")
         try:
-            with pytest.raises(UserError, match="group 1 cannot be stopped") as caught:
-                await collect_with(FakeClient(), FakeSource(1), args=args, target=1, abort_timeout=0.05)
-            assert "CancelledError" in caught.value.fix
+            client = FakeClient()
+            result = await collect_with(client, source, args=args, target=1, abort_timeout=0.05)
+            assert [run.index for run in result.chosen] == [0] and client.slots._value == client.slots.size
         finally:
             rollout_hooks.let_go.set()
             await asyncio.sleep(0.01)
 
+    monkeypatch.setattr("slime.user_calls._LEAVE_SECONDS", 0.05)
     rollout_hooks.let_go.clear()
     asyncio.run(main())
+    [[left]] = source.buffer
+    assert (left.index, left.tokens, left.status) == (1, [2, 7], SampleStatus.PENDING), "what it does is not seen"
+    assert "first_sample_only on sample 1 goes on after it was cancelled" in caplog.text
+    assert "await asyncio.sleep(0.001)" in caplog.text, "its stack"

@@ -19,11 +19,11 @@ from slime.config import make_config
 from slime.config.engine_flags import stored_sglang_args
 from slime.config.flags import unknown_name
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
-from slime.engines.launch import ONE_GPU, EnginePlace
+from slime.engines.kinds import engine_of
+from slime.engines.launch import ONE_GPU, EnginePlace, ServedModel
 from slime.engines.router import disaggregated_router_command
 from slime.engines.sglang import command, versions
 from slime.engines.sglang.command import sglang_command, sglang_options
-from slime.engines.sglang.groups import served_models
 from slime.errors import UserError
 from slime.placement import PlacementPlan
 from slime.rollout.plugin_api import get_model_url
@@ -41,6 +41,10 @@ def parse_args(argv: list[str]) -> Any:
 def config_of(**flags: Any) -> Any:
     defaults = {"rollout_batch_size": 4, "num_rollout": 1, "hf_checkpoint": "m", "rollout_engine": "sglang"}
     return make_config(**{**defaults, **flags})
+
+
+def served_models(config: Any) -> list[ServedModel]:
+    return engine_of(config).served_models(config)
 
 
 def parsed(place: EnginePlace = ONE_GPU, **flags: Any) -> Any:
@@ -262,6 +266,31 @@ def test_every_model_has_engines_of_its_own(tmp_path: Path) -> None:
 def test_models_that_cannot_be_told_apart_are_refused(tmp_path: Path, models: list, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         served_models(config_of(sglang_config=models_file(tmp_path, *models), rollout_num_gpus=2))
+
+
+def test_embedded_engines_serve_several_models_too(tmp_path: Path) -> None:
+    judge = {"name": "judge", "model_path": "models/judge"}
+    path = models_file(tmp_path, {"name": "actor"}, judge)
+    config = config_of(rollout_engine="embedded", sglang_config=path, rollout_num_gpus=2, fp32=True,
+                       rollout_max_context_len=99)  # fmt: skip
+    parts = engine_parts(config, PlacementPlan.of(config), slots_on(3))
+    argvs = [engine_of(config).command(config, "m", "h", 1, part.place).argv for part in parts]
+    model, dtype = ([argv[argv.index(option) + 1] for argv in argvs] for option in ("--model-path", "--dtype"))
+    assert (model, dtype) == (["m", "models/judge"], ["float32", "auto"])
+    assert ["--max-context-len" in argv for argv in argvs] == [True, False], "the limit is the policy's"
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ({"num_gpus": 2, "worker_type": "prefill"}, "worker_type prefill"),
+        ({"num_gpus": 2, "overrides": {"max_slots": 4}}, "group 0 of policy overrides max_slots"),
+    ],
+)
+def test_what_embedded_engines_cannot_do_is_refused(tmp_path: Path, group: dict, expected: str) -> None:
+    path = groups_file(tmp_path, group)
+    with pytest.raises(UserError, match=expected):
+        served_models(config_of(rollout_engine="embedded", sglang_config=path, rollout_num_gpus=2))
 
 
 def test_functions_find_a_model_by_its_name() -> None:

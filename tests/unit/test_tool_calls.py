@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,6 +118,39 @@ def test_as_an_answer_grows_its_text_grows_and_calls_are_added(answer: tuple[str
 def test_arguments_are_json_objects(answer: tuple[str, str]) -> None:
     for call in FORMATS[answer[0]].read(answer[1], TOOLS, ended=True).calls:
         assert isinstance(json.loads(call.arguments), dict)
+
+
+DEEP = "[" * 5000
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": "\\ud83d"}', f'{{"a": {DEEP}', '"{', "[]"]
+)
+def test_a_call_with_arguments_that_not_everybody_can_read_is_text(arguments: str) -> None:
+    """Half a character, what only Python takes for JSON, and more brackets than it can follow."""
+    for name, text in [
+        ("hermes", f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'),
+        ("llama", f'{{"name": "add", "parameters": {arguments}}}'),
+        ("glm4", f"add\n{arguments}"),
+        ("deepseek", f"<｜tool▁call▁begin｜>add<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"),
+        ("mistral", f"[TOOL_CALLS]add{arguments}"),
+        ("mistral", f'[TOOL_CALLS][{{"name": "add", "arguments": {arguments}}}]'),
+    ]:
+        assert FORMATS[name].read(text, TOOLS, ended=True) == Reply(text), name
+    value = arguments.partition(": ")[2].rstrip("}")
+    text = f"<tool_call>add<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+    for call in FORMATS["glm45"].read(text, TOOLS, ended=True).calls:
+        assert orjson.loads(call.arguments) == {"a": value}
+
+
+def test_a_name_that_is_half_a_character_is_text() -> None:
+    text = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
+    assert FORMATS["hermes"].read(text, TOOLS, ended=True) == Reply(text)
+
+
+def test_a_value_may_hold_the_marks_of_another_format() -> None:
+    text = "<tool_call>add<arg_key>a</arg_key>\n<arg_value>x</arg_key>[TOOL_CALLS]</arg_value></tool_call>"
+    assert FORMATS["glm45"].read(text, TOOLS, ended=True).calls == (Call("add", '{"a": "x</arg_key>[TOOL_CALLS]"}'),)
 
 
 def test_every_family_has_a_format_and_templates_decide_first(tmp_path: Path) -> None:

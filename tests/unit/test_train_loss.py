@@ -85,6 +85,16 @@ def test_importance_weights_correct_the_engines_mismatch() -> None:
     assert metrics["tis"] == pytest.approx(weighted(ratios))
 
 
+def test_icepop_leaves_out_what_the_engine_saw_differently() -> None:
+    ratios = [math.exp(old - engine) for old, engine in zip(OLD, ENGINE)]
+    bound = (sorted(ratios)[1] + sorted(ratios)[2]) / 2
+    loss, metrics = loss_and_metrics(use_tis=True, tis_mode="icepop", tis_clip=bound)
+    kept = [r if r <= bound else 0.0 for r in ratios]
+    assert loss == pytest.approx(weighted([value * r for value, r in zip(policy(), kept)]))
+    assert metrics["tis_clipfrac"] == pytest.approx(weighted([float(r > bound) for r in ratios]))
+    assert metrics["tis"] == pytest.approx(weighted(ratios))
+
+
 def test_the_ratio_may_be_taken_against_the_engine() -> None:
     """``old_log_probs`` are the engine's then; what is compared with the engine is the training pass itself."""
     metrics = loss_and_metrics(use_rollout_logprobs=True)[1]

@@ -145,11 +145,12 @@ def test_a_failing_hook_tells_the_users_lines(file: Path, kind: str, name: str) 
 
 def test_leaving_the_program_tells_the_users_line(tmp_path: Path) -> None:
     file = tmp_path / "leaves.py"
-    file.write_text("import sys\n\ndef reward(args, sample, **kwargs):\n    sys.exit(3)\n")
-    for in_thread in (True, False):
+    body = "def reward(args, sample, **kwargs):\n    sys.exit(3)\n"
+    file.write_text(f"import sys\n\n{body}\nasync {body.replace('reward', 'reward_async')}")
+    for name, line in (("reward", 4), ("reward_async", 7)):
         with pytest.raises(UserError, match=r"it raised SystemExit\(3\)") as caught:
-            asyncio.run(call_user_function(f"{file}:reward", None, None, in_thread=in_thread))
-        assert f'File "{file}", line 4, in reward' in "".join(caught.value.__notes__)
+            asyncio.run(call_user_function(f"{file}:{name}", None, None))
+        assert f'File "{file}", line {line}, in {name}' in "".join(caught.value.__notes__)
         assert "mend it at the line below" in str(caught.value)
 
 

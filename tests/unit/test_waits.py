@@ -69,6 +69,8 @@ def test_no_deadline_is_a_bare_number() -> None:
     [
         ("ray.get(ref)", ""),
         ("ray.get(ref, timeout=_ASK_SECONDS)", "_ASK_SECONDS"),
+        ("ray.get(actor.ask.remote(_ASK_SECONDS))", ""),
+        ("def f(timeout: float): ray.get(actor.ask.remote(timeout))", ""),
         ("ray.wait([ref], timeout=0)", "at once"),
         ("process.wait()", ""),
         ("thread.join()", ""),
@@ -80,6 +82,7 @@ def test_no_deadline_is_a_bare_number() -> None:
         ("dist.all_reduce(x)", "its group"),
         ("dist.new_group(backend='gloo')", ""),
         ("subprocess.run(command)", ""),
+        ("subprocess.run([program, str(_ASK_SECONDS)])", ""),
         ("def f(timeout: float): event.wait(timeout)", "handed in"),
         ("def f(timeout: float | None): event.wait(timeout)", ""),
         ("def f(config):\n left = config.cluster.placement_timeout\n group.wait(left)", "--placement-timeout"),

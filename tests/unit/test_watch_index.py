@@ -252,6 +252,27 @@ def test_numbers_that_no_table_holds(tmp_path: Path) -> None:
     index.close()
 
 
+def test_a_file_of_a_single_group_is_no_more_work_than_one_of_many(tmp_path: Path) -> None:
+    """Steps of SQLite while a file is read: as many again for as many rows again."""
+    steps = []
+    for count in (500, 2000):
+        folder, work = a_run(tmp_path / f"{count}"), [0]
+        rows = [{"response": "r", "reward": i % 2} for i in range(count)]
+        write_lines(folder / "samples" / "rollout_000000.jsonl", rows)
+        index = SampleIndex(folder)
+
+        def step(work: list[int] = work) -> int:
+            work[0] += 1
+            return 0
+
+        index._writer.set_progress_handler(step, 100)
+        index.update(read_stages(folder, {}))
+        steps.append(work[0])
+        assert {row["above"] for row in found(index, Query())} == {-0.5, 0.5}
+        index.close()
+    assert steps[1] < 6 * steps[0]
+
+
 def test_reward_against_the_group_groups_prompts_and_evaluations(tmp_path: Path) -> None:
     index = index_of(make_run(tmp_path / "run", rollouts=4, groups=3, size=4))
     rows = found(index, Query(rollout=1, group=4, sort="advantage", descending=True))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import orjson
 import pytest
 
+from slime.observe.report import write_report
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.rows import Query
 from slime.observe.watch.server import Runs
@@ -57,6 +59,26 @@ def test_samples_of_any_shape_are_shown(tmp_path: Path) -> None:
             await page.open("about:blank")
         assert "look_up" in shown[0] and "Paris" in shown[0] and "null" not in shown[0].split("Response")[0]
         assert "a\U0001f642" in shown[1]  # also where tokens are parts of a character
+
+    browse([folder], what)
+
+
+def test_metrics_of_any_name_are_shown(tmp_path: Path) -> None:
+    """By the server and from the file: names with what stands between names, and names that every object has."""
+    folder = make_run(tmp_path / "run", rollouts=1)
+    names = ("eval/sums, of two", "rollout/100%", "constructor", "__proto__", "toString")
+    rows: list[dict[str, Any]] = [{"step": i} | dict.fromkeys(names, 0.25 * i) for i in range(1, 4)]
+    rows.append({"step": 4, "nonfinite": ["constructor"], "constructor": None})
+    write_lines(folder / "metrics.jsonl", rows)
+    report = write_report(folder)
+
+    async def what(page: Tab, place: str, runs: Runs) -> None:
+        for address in (place, report.as_uri()):
+            for name in names:
+                await page.open("about:blank")
+                await page.open(f"{address}#{urlencode({'view': 'overview', 'metric': name})}")
+                figures = "[...document.querySelectorAll('figure')].map((figure) => figure.textContent)"
+                await page.until(f"{figures}.some((text) => text.includes({name!r}) && text.includes('0.75'))")
 
     browse([folder], what)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from slime.checkpoints.quantised_files import quantise_directory
 from slime.cluster.gpu_turns import GpuTurns
@@ -27,7 +29,7 @@ from slime.engines.embedded.generate_request import Limits, parse_generate
 from slime.engines.embedded.generate_routes import Answer
 from slime.engines.embedded.scheduler import Scheduler
 from slime.errors import UserError
-from slime.models.quantised import Fp8, Quantisation
+from slime.models.quantised import Fp8, Int4, Quantisation
 from slime.weights.canary import Canary, Difference, canary_tokens
 from tests.support.embedded_models import EOS, SHAPES, VOCAB, make_scheduler, run, save_tiny_model
 from tests.support.megatron_jobs import single
@@ -62,7 +64,7 @@ class EmbeddedEngine(Fleet):
     """One embedded engine, in this process."""
 
     def __init__(self, model: Path, dtype: str = "float32") -> None:
-        super().__init__([], dtype=dtype)
+        super().__init__([], dtype=dtype, version="slime-embedded")
         self.scheduler: Scheduler = make_scheduler(model, dtype=dtype)
         self.limits = Limits(VOCAB, 256, frozenset({EOS}), None, random.Random(0))
 
@@ -171,13 +173,13 @@ def test_float32_needs_both_sides(models: dict[str, Path], mixed: dict[str, Any]
         ({"kv_cache_dtype": "fp8_e5m2"}, {}, False),
         ({"kv_cache_dtype": "fp4_mx_block16"}, {}, False),
         ({"torchao_config": "int4wo-128"}, {}, False),
-        ({}, {"quantization_config": {"quant_method": "compressed-tensors"}}, False),
+        ({"version": "slime-embedded"}, {"quantization_config": {"quant_method": "fp8"}}, True),
         ({"quantization": None, "torchao_config": "", "kv_cache_dtype": "auto"}, {}, True),
         ({"quantization": "unquant", "kv_cache_dtype": "bfloat16"}, {}, True),
     ],
     ids=str,
 )
-def test_quantised_engines_are_only_measured(
+def test_engines_that_quantise_by_themselves_are_only_measured(
     config_json: Callable[..., str], info: dict[str, Any], config: dict[str, Any], judged: bool
 ) -> None:
     canary = canary_of(Fleet(moved(3, 1.0), **info), config_json(**config), EXPECTED)
@@ -188,17 +190,14 @@ def test_quantised_engines_are_only_measured(
         assert canary.check("a weight push") == pytest.approx({MEAN: 1 / 31, LARGEST: 1.0})
 
 
-@pytest.mark.parametrize("flags", [{}, {"bf16": True}], ids=str)
-def test_a_quantised_model_is_judged_by_what_its_format_does(
-    config_json: Callable[..., str], flags: dict[str, Any]
-) -> None:
+def test_fp8_kernels_that_round_activations_are_measured_first(config_json: Callable[..., str]) -> None:
     """The first check measures, up to the standard deviation; later ones allow twice as much."""
     model = config_json(quantization_config={"quant_method": "fp8"})
     spread = statistics.pstdev(EXPECTED)
     fleet = Fleet([value + 1.1 * spread for value in EXPECTED])
     with pytest.raises(UserError, match="allowed is a mean of"):
-        canary_of(fleet, model, EXPECTED, **flags).check("a weight push")
-    canary = canary_of(fleet, model, EXPECTED, **flags)
+        canary_of(fleet, model, EXPECTED).check("a weight push")
+    canary = canary_of(fleet, model, EXPECTED)
     for factor, refused in ((0.3, False), (0.55, False), (0.65, True)):
         fleet.said = ([value + factor * spread for value in EXPECTED],)
         if refused:
@@ -275,17 +274,47 @@ def test_lost_rotary_tables_are_found(trained: tuple[Path, list[float]], dtype: 
         checked(engine, trained, dtype)
 
 
-def test_rotary_tables_that_an_engine_of_fp8_lost_are_found(models: dict[str, Path], tmp_path: Path) -> None:
-    """What they do to the log-probs is more than what the format does, which the first check measured."""
-    with single(models["qwen3"], bf16=True) as backend:
-        expected = backend.canary_log_probs(canary_tokens(VOCAB))
-    quantise_directory(models["qwen3"], tmp_path / "fp8", Quantisation("fp8", Fp8((16, 16))))
-    engine = EmbeddedEngine(tmp_path / "fp8", "bfloat16")
-    canary = canary_of(engine, tmp_path / "fp8", expected, bf16=True)
-    assert 0 < canary.check("a weight push")[MEAN] == canary.check("a wake")[MEAN]
+QUANTISED = {
+    "fp8": Quantisation("fp8", Fp8((16, 16))),
+    "int4": Quantisation("compressed-tensors", Int4(16), ("lm_head", "model.embed_tokens.weight")),
+}
+
+
+@pytest.fixture(scope="module", params=QUANTISED)
+def quantised(
+    request: pytest.FixtureRequest, models: dict[str, Path], dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[float], list[float]]:
+    """A model of quantised weights, and what the trainer says of the canary: with what engines get, and without."""
+    pytest.importorskip("compressed_tensors", reason="the quantised extra is not installed")
+    folder = tmp_path_factory.mktemp("quantised")
+    plain, folder = shutil.copytree(models["qwen3"], folder / "plain"), folder / request.param
+    [file] = plain.glob("*.safetensors")  # in the engine's dtype, which a push casts to first
+    save_file({name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(file).items()}, file)
+    quantise_directory(plain, folder, QUANTISED[request.param])
+    with single(folder, ref_load=str(plain), bf16=dtype == "bfloat16") as backend:
+        tokens = canary_tokens(VOCAB)
+        return folder, backend.canary_log_probs(tokens), backend.canary_log_probs(tokens, plain=True)
+
+
+def test_engines_of_quantised_weights_are_judged_as_any_other(
+    quantised: tuple[Path, list[float], list[float]], dtype: str
+) -> None:
+    """From the first push on: what the format does, more than a damaged norm here, is on both sides."""
+    model, expected, plain = quantised
+    engine = EmbeddedEngine(model, dtype)
+    found = checked(engine, (model, expected), dtype)
+    if dtype == "float32":
+        assert found[LARGEST] < 1e-4
+        keep_an_old_tensor(engine)
+        with pytest.raises(UserError, match=r"allowed is a largest of 0\.001") as caught:
+            checked(engine, (model, expected), dtype)
+        differs = float(str(caught.value).split("they differ by ")[1].split()[0])
+        assert differs < statistics.fmean(abs(a - b) for a, b in zip(plain, expected))
+    else:
+        assert found[MEAN] < 0.05 * statistics.pstdev(expected)
     lose_rotary_tables(engine)
-    with pytest.raises(UserError, match=r"agrees: attention, positions \(rope\) or cache"):
-        canary.check("a wake")
+    with pytest.raises(UserError, match="other log-probs than the trainer with the same weights"):
+        checked(engine, (model, expected), dtype)
 
 
 def test_a_damaged_weight_is_found_in_float32(models: dict[str, Path]) -> None:

@@ -13,6 +13,9 @@ from torch import Tensor
 from slime.diagnosis.align.evidence import Differences, Scored, explained, size
 from slime.diagnosis.align.reference import Reference, Sampling
 from slime.diagnosis.record import Finding, Trouble
+from slime.engines.wire.quantised import quantise
+from slime.models.ignore_list import examine, matrices
+from slime.models.quantised import Quantisation
 
 Side = Literal["engine", "trainer", ""]
 #: Mean difference up to which two sides in float32 are the same: a hundred times what sound ones differ by.
@@ -60,6 +63,7 @@ class Case:
         engine: the engine, where it can be asked; else None.
         tokenizer: of the model, or None.
         facts: what else is known of the run, for words: "engine" (its kind), "quantization", flags that were set, ….
+        stored: how the engine stores weights, where --hf-checkpoint has a quantization_config.
     """
 
     samples: list[Scored]
@@ -69,6 +73,7 @@ class Case:
     engine: AskableEngine | None = None
     tokenizer: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
+    stored: Quantisation | None = None
 
     # -- the difference ------------------------------------------------------------------------------------------
 
@@ -103,6 +108,15 @@ class Case:
         if self.reference is None:
             raise Untested(self.without_reference)
         return self.reference
+
+    @cached_property
+    def stored_parts(self) -> dict[str, dict[str, Tensor]]:
+        """Module → name → tensor: what a push of the reference's weights brings of those that are quantised."""
+        model = self.model()
+        assert self.stored is not None
+        chosen = examine(matrices(model.arch.family, model.arch.spec), self.stored).quantised
+        weights = {one.module: model.store.named[one.weight].to(model.dtype).cpu() for one in chosen}
+        return {module: quantise(module, weight, self.stored.scheme) for module, weight in weights.items()}
 
     @cached_property
     def rounding(self) -> float:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +35,8 @@ def read(paths: Sequence[Path]) -> list[Scored]:
             trained = held
         else:
             raise UserError(f"{path} is a second dump of its kind", fix="pass one, or the two of one rollout")
-    by_index = {sample.index: sample for sample in generated or ()}
     if trained is not None:
-        found = [_of_train_data(sample, by_index.get(sample["sample_index"])) for sample in trained]
+        found = [_of_train_data(*pair) for pair in zip(trained, _partners(trained, generated or ()), strict=True)]
     else:
         found = [_of_rollout(sample) for sample in generated or ()]
     kept = [sample for sample in found if sample is not None and sample.counted.any()]
@@ -59,6 +59,25 @@ def _train_data(path: Path) -> list[dict[str, Any]] | None:
     except (pickle.UnpicklingError, RuntimeError, EOFError):  # users' own objects, or no dump: `load_samples` tells
         return None
     return list(data["samples"]) if isinstance(data, Mapping) and "dp_shards" in data else None
+
+
+def _partners(trained: Sequence[dict[str, Any]], generated: Sequence[Sample]) -> list[Sample | None]:
+    """What each trained sample was generated as: the same tokens under the same index, which the samples of one
+    execution share; else what is left of that index, where that is one."""
+    waiting: dict[int | None, list[Sample]] = {}
+    for sample in generated:
+        waiting.setdefault(sample.index, []).append(sample)
+    found: list[Sample | None] = []
+    for held in trained:
+        here, tokens = waiting.get(held["sample_index"], []), held["tokens"].tolist()
+        same = next((place for place, sample in enumerate(here) if sample.tokens == tokens), None)
+        found.append(None if same is None else here.pop(same))
+    alone = Counter(held["sample_index"] for held, partner in zip(trained, found, strict=True) if partner is None)
+    for place, held in enumerate(trained):
+        left = waiting.get(held["sample_index"], [])
+        if found[place] is None and len(left) == 1 and alone[held["sample_index"]] == 1:
+            found[place] = left.pop()
+    return found
 
 
 def _of_train_data(held: Mapping[str, Any], generated: Sample | None) -> Scored | None:

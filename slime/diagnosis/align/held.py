@@ -36,14 +36,17 @@ def weights(case: Case) -> Iterator[Tried]:
             return
         raise Untested("there is no engine to ask: --engine URL, or a fresh round")
     held = case.engine.fingerprints()
-    differing = _differing(case, held)
+    differing, compared = _differing(case, held)
+    if not compared:
+        raise Untested("the engine names its tensors otherwise than the model")
     remedies = ("--check-weight-update-equal names them at every push",)
     if not differing:
-        yield Tried(f"all {len(held)} tensors of the engine are the trainer's", "", 0.0, case.differences.mean)
+        said = f"all {compared} of {len(held)} tensors of the engine that can be compared are the trainer's"
+        yield Tried(said, "", 0.0, case.differences.mean)
         return
     named = ", ".join(differing[:_NAMED]) + (f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else "")
-    what = f"{len(differing)} of {len(held)} tensors differ: {named}"
-    theirs, kept_back = _given_out(case.engine, differing)
+    what = f"{len(differing)} of {compared} tensors differ: {named}"
+    theirs, kept_back = _given_out(case.engine, _weights_of(case, differing))
     with model.holding(theirs):
         engine = model.of_all(case.samples)
     change = case.flat(case.base) - case.flat(engine)
@@ -63,14 +66,28 @@ def _given_out(engine: AskableEngine, names: Sequence[str]) -> tuple[dict[str, T
     return theirs, kept_back
 
 
-def _differing(case: Case, held: Mapping[str, str]) -> list[str]:
-    """Names of the engine's tensors that are the reference's in no dtype."""
-    model, found = case.model(), []
+def _differing(case: Case, held: Mapping[str, str]) -> tuple[list[str], int]:
+    """Names of the engine's tensors that are the reference's in no dtype, and how many were compared. What the engine
+    stores quantised is compared as a push would bring it."""
+    model, found, compared = case.model(), [], 0
+    parts = case.stored_parts.values() if case.stored is not None else ()
+    stored = {name: tensor for tensors in parts for name, tensor in tensors.items()}
     for name, theirs in held.items():
-        mine = model.store.named.get(name)
-        if mine is not None and all(fingerprint(mine.to(dtype).cpu()) != theirs for dtype in _DTYPES):
+        mine = stored.get(name, model.store.named.get(name))
+        if mine is None:
+            continue
+        compared += 1
+        dtypes = (mine.dtype,) if name in stored else _DTYPES
+        if all(fingerprint(mine.to(dtype).cpu()) != theirs for dtype in dtypes):
             found.append(name)
-    return found
+    return found, compared
+
+
+def _weights_of(case: Case, names: Sequence[str]) -> list[str]:
+    """The weights that tensors are, or are the quantised parts of."""
+    modules = case.stored_parts.items() if case.stored is not None else ()
+    weight_of = {name: f"{module}.weight" for module, parts in modules for name in parts}
+    return list(dict.fromkeys(weight_of.get(name, name) for name in names))
 
 
 def _how(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[str, ...]:

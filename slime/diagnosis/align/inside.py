@@ -12,6 +12,7 @@ from torch import Tensor
 from slime.diagnosis.align.case import Case, Tried, Untested
 from slime.diagnosis.align.evidence import size
 from slime.diagnosis.align.reference import PARTS, Setting, Watcher
+from slime.engines.wire.quantised import dequantise
 
 #: Bases of rotary embeddings in use.
 _BASES = (1e4, 5e5, 1e6)
@@ -69,6 +70,13 @@ def quantisation(case: Case) -> Iterator[Tried]:
     remedies = (
         f"the engine's quantisation is {given}: " if given else ""
     ) + "--use-tis corrects for what cannot be taken away; engines in the trainer's dtype need no correction"
+    stored = case.stored
+    if stored is not None:  # to the bit what a push makes of them
+        parts, scheme = case.stored_parts, stored.scheme
+        changed = {f"{module}.weight": dequantise(module, held, scheme, model.dtype) for module, held in parts.items()}
+        with model.holding({name: tensor.float() for name, tensor in changed.items()}):
+            what = f"weights are as --hf-checkpoint stores them: {stored}"
+            yield case.tried(what, model.of_all(case.samples), remedies=(remedies,))
     for what, rounded in _SCHEMES.items():
         if what == _dtype_words(model.dtype):
             continue

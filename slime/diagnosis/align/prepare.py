@@ -24,6 +24,8 @@ from slime.diagnosis.look import LeftOut
 from slime.diagnosis.one_round import goes_round, how_it_failed, launch
 from slime.engines.embedded.command import dtype_of
 from slime.errors import UserError
+from slime.models import read_hf_config
+from slime.models.quantised import Quantisation
 from slime.path_patterns import fill
 from slime.prompts.tokenizer import generation_config_of, load_tokenizer
 from slime.trainer.megatron.model import parameter_dtype
@@ -112,7 +114,10 @@ def case_of(config: Config, samples: list[Scored], wish: Wish, engine: AskableEn
     sampling = Sampling(
         rollout.rollout_temperature, rollout.rollout_top_p, rollout.rollout_top_k, rollout.rollout_min_p
     )
-    case = Case(samples, sampling, engine=engine, facts=_facts(config, wish.model))
+    stored = _stored(config)
+    case = Case(samples, sampling, engine=engine, facts=_facts(config, wish.model), stored=stored)
+    if stored is not None:
+        case.facts["quantization"] = str(stored)
     case.facts["weights_compared"] = wish.is_fresh
     if wish.also is not None:
         case.facts["other_weights"] = {str(wish.also): wish.also}
@@ -139,6 +144,13 @@ def case_of(config: Config, samples: list[Scored], wish: Wish, engine: AskableEn
     if engine is None and _embedded(config):
         case.engine = _engine_here(config, wish.model, samples)
     return case
+
+
+def _stored(config: Config) -> Quantisation | None:
+    """How engines store weights, by --hf-checkpoint; its config.json may be gone since."""
+    given = config.checkpoint.hf_checkpoint
+    path = Path(given) / "config.json" if given else None
+    return Quantisation.read(read_hf_config(path)) if path is not None and path.is_file() else None
 
 
 def _embedded(config: Config) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
+from slime.engines.model_groups import GroupRules
+from slime.errors import UserError
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -17,22 +19,31 @@ def embedded_command(config: Config, model_path: str, host: str, port: int, plac
     """An embedded engine, on CPU or on the GPU that the environment names: one process, wherever its place.
 
     Its seed follows from its number: engines that drew the same numbers would give equal answers to the samples of one
-    prompt.
+    prompt. A model other than the policy is held as its files are.
     """
+    is_policy = place.model_path is None
     argv = [sys.executable, "-m", "slime.engines.embedded"]
-    argv += ["--model-path", model_path, "--host", host, "--port", str(port)]
-    argv += ["--dtype", dtype_of(config)]
+    argv += ["--model-path", place.model_path or model_path, "--host", host, "--port", str(port)]
+    argv += ["--dtype", dtype_of(config) if is_policy else "auto"]
     argv += ["--max-slots", str(config.engine.embedded_max_slots)]
     argv += ["--random-seed", str(config.rollout.rollout_seed + place.number)]
     argv += ["--log-level", config.observe.log_level]
     longest = config.rollout.rollout_max_context_len
-    if longest is not None:
+    if longest is not None and is_policy:
         argv += ["--max-context-len", str(longest)]
     if config.rollout.deterministic:
         argv += ["--deterministic"]
-    if config.train.use_rollout_routing_replay:
+    if config.train.use_rollout_routing_replay and is_policy:
         argv += ["--enable-return-routed-experts"]
     return LaunchSpec(argv, startup_timeout=STARTUP_SECONDS)
+
+
+def _check_override(name: str, value: Any) -> None:
+    raise UserError(f"overrides {name}", why="embedded engines are all alike", fix="leave overrides out")
+
+
+#: Of the server groups of --sglang-config.
+GROUP_RULES = GroupRules(("regular", "placeholder"), _check_override)
 
 
 def embedded_footprint(config: Config) -> EngineFootprint:

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from slime.config.engine_flags import SGLANG_REFUSED_VALUES, SGLANG_RESERVED, sglang_args
 from slime.config.foreign import to_argv
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
+from slime.engines.model_groups import GroupRules
 from slime.engines.sglang.versions import check_version, installed_version
 from slime.errors import UserError
 
@@ -130,6 +132,25 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
             why="stock SGLang refuses them",
             fix="start more engines instead (raise --rollout-num-gpus), or add enable_dp_attention",
         )
+
+
+def _check_override(name: str, value: Any) -> None:
+    if name in SGLANG_RESERVED:
+        raise UserError(f"cannot override {name}", why=SGLANG_RESERVED[name])
+    reason = SGLANG_REFUSED_VALUES.get(name, {}).get(str(value))
+    if reason:
+        raise UserError(f"cannot set {name} to {value}", why=reason)
+    version, arguments = sglang_args()
+    if name not in {argument.name for argument in arguments}:
+        raise UserError(f"overrides {name}, which SGLang {version} does not have")
+
+
+def _check_policy(config: Config, overrides: Mapping[str, Any], where: str) -> None:
+    check_pushes(config, {**config.engine.sglang, **overrides}, where)
+
+
+#: Of the server groups of --sglang-config.
+GROUP_RULES = GroupRules(("regular", "prefill", "decode", "placeholder"), _check_override, _check_policy)
 
 
 def _check_questions(config: Config) -> None:

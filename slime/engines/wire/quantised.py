@@ -69,6 +69,17 @@ def dequantise(module: str, stored: Mapping[str, torch.Tensor], scheme: Int4 | F
     return _from_int4(parts, scheme, dtype)
 
 
+def as_engines_compute(weight: torch.Tensor, scheme: Int4 | Fp8, dtype: torch.dtype) -> torch.Tensor:
+    """What engines of ``dtype`` compute with once a Linear layer's weight [rows, columns] was pushed to them, in the
+    dtype of ``weight``.
+
+    Raises:
+        UserError: it cannot be stored so, or compressed-tensors is needed and not installed.
+    """
+    stored = quantise("weight", weight.detach().to(dtype), scheme)
+    return dequantise("weight", stored, scheme, dtype).to(weight.dtype)
+
+
 def config_of(quantisation: Quantisation) -> dict[str, Any]:
     """``quantization_config`` for config.json, as engines read it.
 
@@ -126,6 +137,7 @@ def _int4(weight: torch.Tensor, scheme: Int4) -> Stored:
         scale, zero = calculate_qparams(low, high, library.weights)
         zero = zero.masked_fill((low == 0) & (high == 0), 0)  # the library divides 0 by 0 for it
         scale = scale.to(weight.dtype)  # what is stored is what is divided by
+        scale = scale.masked_fill(scale == 0, torch.finfo(scale.dtype).tiny)  # float16 has no number so small
         state = {"weight": wide, "weight_scale": scale.float(), "weight_zero_point": zero}
         packed = PackedQuantizationCompressor.compress(state, library)
         del packed["weight_shape"]

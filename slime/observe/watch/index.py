@@ -219,10 +219,10 @@ class SampleIndex:
                 "UPDATE files SET inode = ?, size = ?, mtime = ?, tail = ? WHERE id = ?",
                 (new.inode, new.size, new.mtime, new.tail, file),
             )
-            self._writer.execute(
-                "UPDATE rows SET above = reward - (SELECT avg(reward) FROM rows AS other WHERE other.file = rows.file"
-                " AND other.grp IS rows.grp AND other.dataset IS rows.dataset) WHERE file = ?",
-                (file,),
+            by_group = "SELECT avg(reward), file, grp, dataset FROM rows WHERE file = ? GROUP BY grp, dataset"
+            means = self._writer.execute(by_group, (file,)).fetchall()
+            self._writer.executemany(
+                "UPDATE rows SET above = reward - ? WHERE file = ? AND grp IS ? AND dataset IS ?", map(tuple, means)
             )
             self._writer.execute("DELETE FROM groups WHERE file = ?", (file,))
             self._writer.execute(f"INSERT INTO groups {_GROUPED.format('file = ?')}", (file,))

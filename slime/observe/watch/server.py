@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import orjson
 from aiohttp import web
@@ -182,7 +183,7 @@ class Pages:
     def _metrics(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
         names = request.query.get("names")
-        wanted = None if names is None else [name for name in names.split(",") if name]
+        wanted = None if names is None else [unquote(name) for name in names.split(",") if name]
         return watch.metrics(stage, wanted, _number(request, "generation", -1), _number(request, "since", 0))
 
     def _phases(self, request: web.Request) -> list[dict[str, Any]]:

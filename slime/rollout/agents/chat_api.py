@@ -17,6 +17,10 @@ from slime.samples.types import SampleStatus
 
 #: They change what an answer looks like, and are not done here.
 _UNSUPPORTED = ("functions", "function_call", "logprobs", "top_logprobs", "continue_final_message", "audio")
+#: What a chat template is given besides by us.
+_OURS = frozenset(
+    ("tokenizer", "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "to_past")
+)
 
 
 def read(body: dict[str, Any], session: AgentSession) -> Ask:
@@ -33,6 +37,9 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
         raise BadRequest("n must be 1: ask again for another answer to the same messages", "n")
     limit = optional(body, "max_tokens", integer(1), None)
     options = optional(body, "stream_options", OBJECT, {})
+    template_kwargs = dict(optional(body, "chat_template_kwargs", OBJECT, {}))
+    if ours := sorted(_OURS & template_kwargs.keys()):
+        raise BadRequest(f"chat_template_kwargs must be without {', '.join(ours)}", "chat_template_kwargs")
     return Ask(
         messages=clean(read_messages(body)),
         tools=read_tools(body),
@@ -41,7 +48,7 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
         model=optional(body, "model", TEXT, ""),
         stream=optional(body, "stream", FLAG, False),
         api="chat",
-        template_kwargs=dict(optional(body, "chat_template_kwargs", OBJECT, {})),
+        template_kwargs=template_kwargs,
         options={"usage": optional(options, "include_usage", FLAG, False)},
     )
 

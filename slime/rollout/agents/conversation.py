@@ -17,7 +17,7 @@ import orjson
 from slime.engines.chat_answers import tool_call
 from slime.engines.chat_messages import shows_tools, with_objects
 from slime.engines.reasoning import ReasoningFormat, reasoning_format
-from slime.engines.request_fields import BadRequest
+from slime.engines.request_fields import LIST, TEXT, BadRequest, optional
 from slime.engines.tool_calls import Reply, ToolFormat, tool_format, tool_names
 from slime.errors import UserError
 from slime.prompts.chat_template import (
@@ -84,10 +84,19 @@ class Reading:
 
 
 def clean(messages: Iterable[dict[str, Any]]) -> Messages:
-    """Messages with the fields that mean something alone, and the role "system" for developers."""
+    """Messages with the fields that mean something alone, and the role "system" for developers.
+
+    Raises:
+        BadRequest: reasoning that is no text, or calls that are none.
+    """
     found = []
     for message in messages:
         one = {name: message[name] for name in _FIELDS if message.get(name) not in (None, [])}
+        optional(one, "reasoning_content", TEXT, "")
+        for call in optional(one, "tool_calls", LIST, []):
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise BadRequest("tool_calls must be objects, with a function that has a name in each", "tool_calls")
         one["content"] = message.get("content") or ""
         one["role"] = "system" if one["role"] == "developer" else one["role"]
         found.append(one)
@@ -119,9 +128,18 @@ def _call_key(call: Any) -> list[Any]:
     arguments = function.get("arguments")
     try:
         read = orjson.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        return [function.get("name"), orjson.dumps(read, option=orjson.OPT_SORT_KEYS).decode()]
-    except (orjson.JSONDecodeError, TypeError):
+        return [function.get("name"), orjson.dumps(_whole_numbers(read), option=orjson.OPT_SORT_KEYS).decode()]
+    except (orjson.JSONDecodeError, TypeError, RecursionError):
         return [function.get("name"), repr(arguments)]
+
+
+def _whole_numbers(value: Any) -> Any:
+    """5.0 as 5: clients in JavaScript know one kind of number, and send it back so."""
+    if isinstance(value, dict):
+        return {name: _whole_numbers(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_whole_numbers(one) for one in value]
+    return int(value) if isinstance(value, float) and abs(value) < 2**53 and value.is_integer() else value
 
 
 def call_ids(message: dict[str, Any]) -> list[Any]:
@@ -203,9 +221,13 @@ class Speech:
         as_text = self.calls is not None and self.calls.text_arguments
         shown = messages if as_text else [with_objects(message) for message in messages]
         try:
-            return str(render(self.tokenizer, shown, tools=ask.tools, **options, **ask.template_kwargs))
+            text = str(render(self.tokenizer, shown, tools=ask.tools, **options, **ask.template_kwargs))
+            text.encode()
         except TemplateRefuses as error:
             raise BadRequest(f"the chat template refused the messages: {error.why}", "messages") from error
+        except UnicodeEncodeError as error:
+            raise BadRequest("the messages have half a character in them", "messages") from error
+        return text
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))

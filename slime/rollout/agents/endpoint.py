@@ -68,8 +68,10 @@ class AgentEndpoint:
 
     @property
     def anthropic_base_url(self) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.port}"
+        return self._url(self._host)
+
+    def _url(self, host: str) -> str:
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
     def base_url(self) -> str:
@@ -86,7 +88,7 @@ class AgentEndpoint:
 
     def environ_for(self, host: str) -> dict[str, str]:
         """`environ` for an agent that knows this host by another name, "host.docker.internal" for one."""
-        url = f"http://{host}:{self.port}"
+        url = self._url(host)
         return {
             "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_KEY": self.api_key,

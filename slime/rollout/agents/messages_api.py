@@ -40,6 +40,8 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
         found += _messages(message, f"messages[{index}]")
     if found[-1]["role"] == "assistant":
         raise BadRequest("the last message must not be the assistant's: its beginning cannot be given here", "messages")
+    if optional(body, "output_config", OBJECT, {}).get("format") or body.get("output_format"):
+        raise BadRequest("output of a given format needs constrained decoding, which is not done here", "output_config")
     choice = optional(optional(body, "tool_choice", OBJECT, {}), "type", TEXT, "auto")
     if choice not in ("auto", "none"):
         said = f"tool_choice must be of the type auto or none, not {choice!r}: a forced call needs constrained decoding"
@@ -80,12 +82,12 @@ def _messages(message: Mapping[str, Any], where: str) -> Messages:
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            said["content"] += str(block.get("text", ""))
+            said["content"] += str(block.get("text") or "")
             has_text = True
         elif kind == "thinking":
             said["reasoning_content"] = said.get("reasoning_content", "") + str(block.get("thinking", ""))
         elif kind == "tool_use":
-            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            arguments = json.dumps(optional(block, "input", OBJECT, {}), ensure_ascii=False)
             function = {"name": block.get("name"), "arguments": arguments}
             call = {"id": block.get("id"), "type": "function", "function": function}
             said.setdefault("tool_calls", []).append(call)
@@ -102,7 +104,7 @@ def _text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list) and all(isinstance(block, dict) and block.get("type") == "text" for block in content):
-        return "\n".join(str(block.get("text", "")) for block in content)
+        return "\n".join(str(block.get("text") or "") for block in content)
     raise BadRequest(f"{where} must be a string or blocks of text; only text is taken here", where)
 
 

@@ -17,6 +17,8 @@ from slime.processes import die_with_parent
 
 #: Of the run and of Ray: no agent needs them, and it may run code that a model wrote.
 _WITHHELD = (VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+#: Bytes of output: a program that writes without end must not fill the memory of the rollout.
+_MOST_OUTPUT = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Finished:
 
     Attributes:
         status: its exit status, the negative number of the signal that ended it, or None after its deadline.
-        output: what it wrote, errors included.
+        output: what it wrote, errors included; of more than 16 MiB the end.
     """
 
     status: int | None
@@ -70,5 +72,5 @@ async def run_program(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-        written.seek(0)
+        written.seek(max(0, written.seek(0, os.SEEK_END) - _MOST_OUTPUT))
         return Finished(status, written.read().decode(errors="replace"))

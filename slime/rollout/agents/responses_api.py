@@ -21,7 +21,8 @@ __all__ = ["error", "error_event", "events", "ping", "read", "whole"]
 logger = get_logger(__name__)
 
 _UNSUPPORTED = ("background", "conversation", "prompt")
-_PARTS = ("input_text", "output_text", "text")
+_PARTS = ("input_text", "output_text", "text", "reasoning_text")
+_ROLES = ("system", "developer", "user")
 _PREFIX = "resp_"
 
 
@@ -44,6 +45,8 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else LIST.read("input", given)
     history = history + _messages(items)
+    if not history:
+        raise BadRequest("input must have at least one item", "input")
     instructions = optional(body, "instructions", TEXT, "")
     system: Messages = [{"role": "system", "content": instructions}] if instructions else []
     return Ask(
@@ -98,7 +101,10 @@ def _messages(items: list[Any]) -> Messages:
             continue
         said = None
         if kind == "message":
-            found.append({"role": item.get("role") or "user", "content": _text(item.get("content"))})
+            role = item.get("role") or "user"
+            if role not in _ROLES:
+                raise BadRequest(f"the role of input[{index}] must be one of {', '.join(_ROLES)}, assistant", "input")
+            found.append({"role": role, "content": _text(item.get("content"))})
         elif kind == "function_call_output":
             message = {"role": "tool", "content": _text(item.get("output")), "tool_call_id": item.get("call_id")}
             found.append(message)
@@ -115,7 +121,7 @@ def _begins_anew(kind: str, said: Mapping[str, Any]) -> bool:
 
 def _add(said: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
     if kind == "reasoning":
-        said["reasoning_content"] = "".join(str(part.get("text", "")) for part in item.get("content") or ())
+        said["reasoning_content"] = _text(item.get("content"))
     elif kind == "message":
         said["content"] = _text(item.get("content"))
     else:
@@ -127,7 +133,7 @@ def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in _PARTS for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
+        return "".join(str(part.get("text") or "") for part in content)
     raise BadRequest("content must be a string or a list of text parts; only text is taken here", "input")
 
 

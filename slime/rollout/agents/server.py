@@ -32,6 +32,7 @@ logger = get_logger(__name__)
 _LARGEST_BODY = 64 << 20
 _BODY_SECONDS = 60.0
 _PING_SECONDS = 15.0
+_IDLE_SECONDS = 120.0  # longer than clients keep connections that they do not use
 _NO_RETRY = {"x-should-retry": "false"}  # both clients go by it
 
 #: Path of a route that generates → its shapes.
@@ -70,7 +71,13 @@ class AgentServer:
             listener = bind(host, port)
         except UserError as error:
             raise UserError(error.what, why=error.why, fix="choose another --agent-host or --agent-port") from error
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=_IDLE_SECONDS,
+            shutdown_timeout=0.2,
+        )
         await self._runner.setup()
         await web.SockSite(self._runner, listener, backlog=1024).start()
         self.host, self.port = host, int(listener.getsockname()[1])
@@ -129,7 +136,7 @@ class AgentServer:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            logger.exception("%s %s failed", request.method, request.path)
+            logger.exception("%s failed", request.match_info.route.resource)  # the path may have the key
             return _refused(request, f"{type(error).__name__}: {error}", 500, "api_error")
 
     def _tell(self, request: web.Request, message: str) -> None:
@@ -175,15 +182,23 @@ async def _stream(request: web.Request, working: asyncio.Task[Turn], api: Module
         while not working.done():
             await response.write(api.ping())
             await asyncio.wait({working}, timeout=_PING_SECONDS)
-        try:
-            for event in api.events(working.result()):
-                await response.write(event)
-        except (BadRequest, Refusal) as error:  # the status is sent already
-            await response.write(api.error_event(str(error)))
+        for event in _events(request, working, api):
+            await response.write(event)
         await response.write_eof()
     except ConnectionError:  # the client is gone, and its request is cancelled by the caller
         pass
     return response
+
+
+def _events(request: web.Request, working: asyncio.Task[Turn], api: ModuleType) -> list[bytes]:
+    """Of an answer, or of what went wrong: the status is sent already."""
+    try:
+        return list(api.events(working.result()))
+    except (BadRequest, Refusal) as error:
+        return [api.error_event(str(error))]
+    except Exception as error:
+        logger.exception("%s failed", request.match_info.route.resource)
+        return [api.error_event(f"{type(error).__name__}: {error}")]
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

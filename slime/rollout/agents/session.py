@@ -65,6 +65,7 @@ class AgentSession:
         self.max_turns = max_turns
         self.failure: EngineError | None = None
         self.was_cut = False
+        self._is_over = False
         self._started = 0
         self._context = contextvars.copy_context()  # the generate function's: its state, and its span of the trace
         self._waiting: set[asyncio.Task[Any]] = set()
@@ -83,8 +84,10 @@ class AgentSession:
 
         Raises:
             BadRequest: the chat template refuses it.
-            Refusal: the context is full, too many turns, the rollout ends, or no engine answers.
+            Refusal: the context is full, too many turns, the sample is done, the rollout ends, or no engine answers.
         """
+        if self._is_over:  # its body came when the key was void already
+            raise Refusal("this sample is done", 401, "authentication_error", "invalid_api_key")
         if self.max_turns is not None and self._started >= self.max_turns:
             raise Refusal(f"this agent may take {self.max_turns} turns", 400, "invalid_request_error", "max_turns")
         self._started += 1
@@ -160,6 +163,7 @@ class AgentSession:
         return self._busy
 
     def end(self) -> None:
-        """Cancel what is under way: nobody will read the answers."""
+        """Cancel what is under way, and begin nothing: nobody will read the answers."""
+        self._is_over = True
         for task in self._waiting:
             task.cancel()

@@ -149,6 +149,7 @@ class Book:
             before = max((known for turn in self.turns if (known := _beginning(turn, lead))), key=len, default=[])
             parent = next((turn for turn in self.turns if before and turn.tokens() == before), None)
             lead = lead[len(before) :]
+            rest = rest if parent is None else self._behind(parent, rest)
         said = [message["content"] for message in rest] if parent is not None else []
         return Place(parent, lead, before + lead, history, self._asked[history], said, count)
 
@@ -161,6 +162,11 @@ class Book:
             if message["role"] == "assistant" and (known := self._by_history.get(history)):
                 parent, count = _meant(known, message), number
         return history, parent, count
+
+    def _behind(self, turn: Turn, messages: Messages) -> Messages:
+        """Those after the turn's answer."""
+        key = self._key(turn.reading.message())
+        return messages[max((n for n, message in enumerate(messages, 1) if self._key(message) == key), default=0) :]
 
     def _key(self, message: dict[str, Any]) -> bytes:
         return key_of(message, with_reasoning=self._with_reasoning)
@@ -186,7 +192,8 @@ class Book:
 
     def _known_answer(self, message: dict[str, Any]) -> tuple[list[int], bool]:
         """Tokens of a message that the model wrote, and whether they are the whole answer; [] for any other."""
-        if message["role"] != "assistant" or not (message["content"] or message.get("tool_calls")):
+        thought = self._with_reasoning and message.get("reasoning_content")
+        if message["role"] != "assistant" or not (message["content"] or message.get("tool_calls") or thought):
             return [], False
         key = self._key(message)
         if whole := self._by_reply.get(key):

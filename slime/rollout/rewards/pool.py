@@ -16,7 +16,16 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import call_hook, check_signature, is_async, load_function, where_to_mend, with_user_frames
+from slime.hook_loading import (
+    FunctionFailed,
+    FunctionHangs,
+    call_hook,
+    check_signature,
+    is_async,
+    load_function,
+    where_to_mend,
+    with_user_frames,
+)
 from slime.hooks import RewardFunction
 from slime.legacy_paths import replaced
 from slime.log import get_logger
@@ -151,7 +160,8 @@ class RewardPool:
         """The reward of one sample: a finite number, or a dict that has one under ``--reward-key``.
 
         Raises:
-            UserError: the function raises, returns no such thing, or there is none for this sample.
+            FunctionFailed: the function raises, or returns no such thing.
+            UserError: there is none for this sample.
         """
         path = sample.custom_rm_path or self._path
         if path:
@@ -165,7 +175,10 @@ class RewardPool:
                 fix="pass one of them, or set sample.reward in the generate function",
             )
         check_rm_type(rm_type)
-        return self._checked(await self._built_in(rm_type, sample), f"--rm-type {rm_type}", sample)
+        try:
+            return self._checked(await self._built_in(rm_type, sample), f"--rm-type {rm_type}", sample)
+        except FunctionFailed as error:  # no function of the user's: it would fail on each sample
+            raise UserError(error.what, error.why, error.fix) from None
 
     async def score_group(self, samples: list[Sample]) -> list[Reward]:
         """`score_group_by_flags`, or what a plugin has put in place of ``batched_async_rm`` says.
@@ -195,7 +208,7 @@ class RewardPool:
             return [self._zero() for _ in samples]
         if not isinstance(values, (list, tuple)) or len(values) != len(samples):
             got = f"{len(values)} rewards" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
-            raise UserError(
+            raise FunctionFailed(
                 f"'{path}' returned {got} for a list of {len(samples)} samples",
                 why="with --group-rm, and for samples that one execution fanned out into, it is called with a list",
                 fix="return a list with one reward per sample",
@@ -221,8 +234,8 @@ class RewardPool:
         response = sample.response
         if name in _HUB_NAMES and (own := replaced(_HUB_NAMES[name])) is not None:
             said = response if name == rm_type else last_boxed(response) or ""
-            more = {"metadata": sample.metadata} if name == "gpqa" else {}
-            value = await call_hook(own, said, sample.label, in_thread=True, **more)
+            more: dict[str, Any] = {"metadata": sample.metadata} if name == "gpqa" else {}
+            value = await call_hook(own, said, sample.label, what=f"the plugin's {name}", limit=self._timeout, **more)
             return value[0] if name == "f1" and isinstance(value, tuple) else value
         if name in IN_WORKERS:
             deadline = min(self._timeout, MATH_DEADLINE)
@@ -247,19 +260,17 @@ class RewardPool:
     async def _call(self, path: str, argument: Any, samples: list[Sample], replacement: Any = None) -> Any:
         """What a user's function returned; `_TIMED_OUT` when it took too long."""
         fn = self._load(path) if replacement is None else replacement
-        limit = contextlib.nullcontext() if is_async(fn) else self._threads
-        clock: asyncio.Timeout | None = None
+        what = f"{path} on sample {samples[0].index}"
         try:
-            async with limit:  # the clock starts when the function does
-                async with asyncio.timeout(self._timeout) as clock:
-                    return await call_hook(fn, self._args, argument, in_thread=True)
-        except UserError:
-            raise
+            async with contextlib.nullcontext() if is_async(fn) else self._threads:  # the clock starts when it does
+                return await call_hook(fn, self._args, argument, what=what, limit=self._timeout)
+        except FunctionHangs:
+            self._count("timeout", path, len(samples))
+            return _TIMED_OUT
+        except UserError as error:  # our own, of what the user's code has called
+            raise FunctionFailed.of(error) from error
         except Exception as error:  # the user's own code; said with the sample it failed on
-            if isinstance(error, TimeoutError) and clock is not None and clock.expired():  # not one of its own making
-                self._count("timeout", path, len(samples))
-                return _TIMED_OUT
-            failure = UserError(
+            failure = FunctionFailed(
                 f"the reward function '{path}' failed on sample {samples[0].index}",
                 why=f"{type(error).__name__}: {error}",
                 fix=self._fix(path, samples[0], error),
@@ -291,7 +302,7 @@ class RewardPool:
             return _finite(value, origin, sample)
         keys = [key for key in self._keys if key in value]
         if not keys:
-            raise UserError(
+            raise FunctionFailed(
                 f"{origin} returned a dict for sample {sample.index}"
                 + (f" without the key '{self._keys[0]}'" if self._keys else ", and --reward-key is not set"),
                 why=f"its keys are: {', '.join(map(str, value))}",
@@ -318,12 +329,12 @@ def _finite(value: Any, origin: str, sample: Sample) -> float:
             raise TypeError("text is no number")
         number = float(value)  # also one-element tensors and numpy numbers
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
+        raise FunctionFailed(
             f"{origin} returned {value!r:.100} ({type(value).__name__}) as the reward of sample {sample.index}",
             fix="return a number, or a dict with --reward-key",
         ) from error
     if not math.isfinite(number):
-        raise UserError(
+        raise FunctionFailed(
             f"{origin} returned {number} as the reward of sample {sample.index}",
             why=f"response: {sample.response[:80]!r}, label: {sample.label!r:.80}",
             fix="return a finite number",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from slime.models.layout_rules import check_layout, virtual_stages  # noqa: E402
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402
 from slime.path_patterns import fill  # noqa: E402
 from slime.trainer.megatron import forward, optimizer, parallel, te_layers  # noqa: E402
+from slime.trainer.megatron.engine_weights import EngineWeights  # noqa: E402
 from slime.trainer.megatron.model import build_model_chunks  # noqa: E402
 from slime.trainer.megatron.moe_layer import uses_balance_losses  # noqa: E402
 from slime.trainer.megatron.offload import Offloader, WeightsCopy, host_states_of, torch_optimizers  # noqa: E402
@@ -67,6 +68,7 @@ class MegatronBackend:
         step_metrics: the last rollout's metrics, one dict per optimizer step.
         extra_state: what `save` was given in the checkpoint that was loaded; {} on a fresh start.
         failed_step: what the last step was, when it ended in `NonFiniteTraining`.
+        engine_weights: those that engines compute with, where they hold quantised ones.
         trained_tokens: of the last rollout, what is recorded of single tokens, where this rank speaks for them.
     """
 
@@ -82,6 +84,7 @@ class MegatronBackend:
         self.trained_tokens: list[TrainedTokens] = []
         self.offloader: Offloader | None = None
         self.routing: RoutingGuide | None = None
+        self.engine_weights: EngineWeights | None = None
         self.extra_state: dict[str, Any] = {}
         self.next_rollout_id = 0
         self.optimizer: MegatronOptimizer
@@ -123,6 +126,8 @@ class MegatronBackend:
         for chunk, wrapper in zip(chunks, self.model_chunks, strict=True):
             chunk.attach(wrapper)
         self.routing = guide_for(chunks, self.spec, config)
+        if self.hf_config is not None:
+            self.engine_weights = EngineWeights.of(config, self.model_chunks, self.hf_config)
         if initialise:
             self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, config)
             self.reference = WeightsCopy(self.model_chunks) if config.algorithm.needs_reference else None
@@ -299,19 +304,26 @@ class MegatronBackend:
 
     # -- the verbs of an update (`slime.trainer.update.Trainer`) -------------------------------------------------------
 
-    def log_probs(self, batch: TrainBatch, *, reference: bool = False, store_prefix: str = "") -> list[Tensor] | None:
+    def log_probs(
+        self, batch: TrainBatch, *, reference: bool = False, as_engines: bool = False, store_prefix: str = ""
+    ) -> list[Tensor] | None:
         """Log-probs of the response tokens, [R_i] per sample; None on ranks without output layer. Collective.
 
         The micro-batches are those of training, so that equal weights give equal bits.
+
+        Args:
+            as_engines: by the weights that quantised engines compute with.
         """
         hook = self.config.train.custom_megatron_before_log_prob_hook_path
         if hook:
             user_function(hook)(self.functions.args, self.model_chunks, store_prefix)
         packed = self._pack(batch, [samples for step in batch.steps for samples in step.micro_batches])
         if self.routing is not None:
-            self.routing.prepare(batch, packed, "reference" if reference else "score")
+            again = as_engines and self.routing.source == "policy"  # what its own pass recorded is trained with
+            self.routing.prepare(batch, packed, "reference" if reference or again else "score")
         weights = self.reference if reference else None
-        with weights.swapped_in(self.model_chunks) if weights else nullcontext():
+        other = weights.swapped_in(self.model_chunks) if weights else nullcontext()
+        with other, self._computing(as_engines=as_engines):
             scores = forward.score(self._modules(), packed, **self._score_options(False))
         if not self.ranks.has_output:
             return None
@@ -321,14 +333,20 @@ class MegatronBackend:
                 by_sample[i] = values
         return by_sample
 
-    def canary_log_probs(self, tokens: list[int]) -> list[float] | None:
-        """Log-probs of ``tokens[1:]`` at temperature 1, by the weights and kernels of training; None on ranks without
-        output layer. Collective: every data-parallel rank computes the same."""
+    def canary_log_probs(self, tokens: list[int], *, plain: bool = False) -> list[float] | None:
+        """Log-probs of ``tokens[1:]`` at temperature 1, by the kernels of training and the weights that engines compute
+        with after a push; None on ranks without output layer. Collective: every data-parallel rank computes the same.
+
+        Args:
+            plain: by the weights that are trained, before anything is quantised.
+        """
         batch = forward.canary_batch(tokens, self.layout.micro_batch_multiple)
         packed = self._pack(batch, batch.steps[0].micro_batches)
         if self.routing is not None:
             self.routing.prepare(batch, packed, "reference")  # experts are neither recorded nor replayed
-        scores = forward.score(self._modules(), packed, **{**self._score_options(False), "temperature": 1.0})
+        quantised = None if plain else self.engine_weights
+        with quantised.swapped_in() if quantised else nullcontext():
+            scores = forward.score(self._modules(), packed, **{**self._score_options(False), "temperature": 1.0})
         return scores[0].log_probs.tolist() if self.ranks.has_output else None
 
     def forward_backward(
@@ -349,13 +367,9 @@ class MegatronBackend:
         def loss_of(scores: TokenScores, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             return micro_batch_loss(scores, inputs_of(micro_batch.samples), self.config, self.functions)
 
-        return forward.forward_backward(
-            self._modules(),
-            packed,
-            loss_of,
-            gradient_scale=gradient_scale,
-            **self._score_options(True),
-        )
+        options = self._score_options(True)
+        with self._computing():
+            return forward.forward_backward(self._modules(), packed, loss_of, gradient_scale=gradient_scale, **options)
 
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
         """Apply the accumulated gradients and advance the schedule; ``skip`` leaves both alone. Collective."""
@@ -375,6 +389,17 @@ class MegatronBackend:
 
     def learning_rates(self) -> list[float]:
         return optimizer.learning_rates(self.optimizer)
+
+    @contextmanager
+    def _computing(self, *, as_engines: bool = False) -> Iterator[None]:
+        """The passes within are those of a policy that is trained with --fake-quantisation, or of the engines'."""
+        chosen = self.config.quantised.fake_quantisation
+        if self.engine_weights is None or not (chosen or as_engines):
+            yield
+            return
+        optimizer.gather_parameters(self.model_chunks)  # of an earlier step of the rollout
+        with self.engine_weights.swapped_in(experts_only=chosen == "experts" and not as_engines):
+            yield
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

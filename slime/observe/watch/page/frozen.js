@@ -65,7 +65,7 @@ function groupsOf(rows) {
 
 // Steps and values of the metrics that are asked for: of each the file has its own steps.
 function metrics(series, { names, since }) {
-  const wanted = (names ?? "").split(",").filter((name) => series[name] && !Number(since ?? 0));
+  const wanted = (names ?? "").split(",").map(decodeURIComponent).filter((name) => Object.hasOwn(series, name) && !Number(since ?? 0));
   const steps = [...new Set(wanted.flatMap((name) => series[name][0]))].sort((a, b) => a - b), place = new Map(steps.map((step, i) => [step, i]));
   const columns = Object.fromEntries(wanted.map((name) => {
     const column = new Array(steps.length).fill(null);

@@ -54,19 +54,24 @@ export const current = () => chosen().find((run) => run.id === address().run) ??
 
 export const colorOf = (run) => (chosen().indexOf(run) % 8) + 1;
 
+// Metrics may be called anything: commas stand between names, and no name is one that objects are born with.
+const listed = (names) => names.map(encodeURIComponent).join(",");
+const nothing = () => ({ steps: [], columns: Object.create(null), bad: Object.create(null) });
+const own = (object, name) => (Object.hasOwn(object, name) ? object[name] : undefined);
+
 // The metrics of a run, brought up to date: only the steps since the last time come over the wire.
 export async function metricsOf(run, names) {
-  let known = metrics.get(run.id) ?? { generation: -1, since: 0, steps: [], columns: {}, bad: {}, names: [], asked: new Set() };
+  let known = metrics.get(run.id) ?? { generation: -1, since: 0, ...nothing(), names: [], asked: new Set() };
   const missing = names.filter((name) => !known.asked.has(name));
   if (missing.length && known.since) {
-    const answer = await ask("metrics", { run: run.id, names: missing.join(",") });
+    const answer = await ask("metrics", { run: run.id, names: listed(missing) });
     merge(known, answer, missing);
-    if (answer.generation !== known.generation) known = { ...known, generation: -1, since: 0, steps: [], columns: {}, bad: {} };
+    if (answer.generation !== known.generation) known = { ...known, generation: -1, since: 0, ...nothing() };
   }
   missing.forEach((name) => known.asked.add(name));
-  const asked = [...known.asked].join(",");
+  const asked = listed([...known.asked]);
   const news = await ask("metrics", { run: run.id, names: asked, generation: known.generation, since: known.since });
-  if (news.generation !== known.generation) Object.assign(known, { steps: [], columns: {}, bad: {} });
+  if (news.generation !== known.generation) Object.assign(known, nothing());
   merge(known, news, [...known.asked]);
   Object.assign(known, { generation: news.generation, since: news.since, names: news.names });
   metrics.set(run.id, known);
@@ -82,11 +87,11 @@ function merge(known, answer, names) {
     }
   }
   for (const name of names) {
-    const values = answer.columns[name];
+    const values = own(answer.columns, name), bad = own(answer.bad, name);
     if (!values) continue;
     const column = (known.columns[name] ??= []);
     answer.steps.forEach((step, i) => { column[place.get(step)] = values[i]; });
-    if (answer.bad[name]) known.bad[name] = [...new Set([...(known.bad[name] ?? []), ...answer.bad[name]])];
+    if (bad) known.bad[name] = [...new Set([...(known.bad[name] ?? []), ...bad])];
   }
 }
 

@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
-from typing import Any
 
 import pytest
 
-from examples.search_tool import generate, reward
-from slime.engines.api import GenerateResult
+from examples.search.rollout import generate, reward, search
 from slime.errors import UserError
 from slime.rollout.generate import GenerateState, append_message, bind_state
 from slime.samples.types import Sample, SampleStatus
 from tests.support.embedded_models import byte_tokenizer
 from tests.support.fake_rollout import FakeClient, hook_args, make_state
+from tests.support.scripted_model import ScriptedModel, conversation, play, trained
 
 QUESTION = "<|im_start|>user\nHow high is the Zugspitze?<|im_end|>\n<|im_start|>assistant\n"
 
 
-class Model(FakeClient):
-    """Says one line after another; what it says ends with the stop string, or with the end of the turn."""
-
-    def __init__(self, *lines: str, reason: str = "stop") -> None:
-        super().__init__()
-        self.lines, self.reason = list(lines), reason
-        self.tokenizer: Any = byte_tokenizer()
-
-    async def _answer(self, number: int, input_ids: list[int], params: dict[str, Any]) -> GenerateResult:
-        line = self.lines[number]
-        assert params["skip_special_tokens"] and params["stop"] == ["</search>"]
-        tokens = self.tokenizer.encode(line)[: params["max_new_tokens"]]
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        reason = self.reason if len(tokens) == len(self.tokenizer.encode(line)) else "length"
-        return GenerateResult(tokens, [-0.5] * len(tokens), text, reason, {"finish_reason": {"type": reason}})
-
-
-def play(model: Model, room: int = 400) -> Sample:
-    state = make_state(model, max_new_tokens=room, args=hook_args(apply_chat_template_kwargs={}))
-    state.tokenizer = model.tokenizer
-    state.sampling_params["skip_special_tokens"] = True
-    sample = Sample(index=0, prompt=QUESTION, label="2962")
-
-    async def run() -> Sample:
-        bind_state(state)
-        return await generate(state.args, sample, state.params_for(sample))
-
-    return asyncio.run(run())
+def ask(model: ScriptedModel, room: int = 400) -> Sample:
+    sample = play(generate, model, Sample(index=0, prompt=QUESTION, label="2962"), room)
+    assert all(c["params"]["skip_special_tokens"] and c["params"]["stop"] == ["</search>"] for c in model.calls)
+    return sample
 
 
 def append(state: GenerateState, sample: Sample) -> None:
@@ -57,17 +31,8 @@ def append(state: GenerateState, sample: Sample) -> None:
     contextvars.copy_context().run(in_a_rollout)
 
 
-def conversation(sample: Sample) -> str:
-    return byte_tokenizer().decode(sample.tokens)
-
-
-def trained(sample: Sample) -> str:
-    response = sample.tokens[sample.prompt_length :]
-    return byte_tokenizer().decode([t for t, m in zip(response, sample.loss_mask or []) if m])
-
-
 def test_two_turns_are_a_chat_as_the_template_writes_it() -> None:
-    sample = play(Model("<search>zugspitze</search>", "2962<|im_end|>"))
+    sample = ask(ScriptedModel("<search>zugspitze</search>", "2962<|im_end|>"))
     tool = "<|im_start|>tool\nThe Zugspitze is 2962 m high.<|im_end|>\n"
     assert conversation(sample) == (
         QUESTION + "<search>zugspitze</search><|im_end|>\n" + tool + "<|im_start|>assistant\n2962<|im_end|>"
@@ -79,26 +44,44 @@ def test_two_turns_are_a_chat_as_the_template_writes_it() -> None:
 
 
 def test_a_model_that_asks_for_nothing_speaks_once() -> None:
-    model = Model("2962<|im_end|>")
-    assert play(model).response == "2962" and len(model.calls) == 1
+    model = ScriptedModel("2962<|im_end|>")
+    assert ask(model).response == "2962" and len(model.calls) == 1
+
+
+def test_an_answer_is_what_the_model_says_and_not_the_tool() -> None:
+    sample = ask(ScriptedModel("<search>zugspitze</search>", "<|im_end|>"))
+    sample.label = "The Zugspitze is 2962 m high."
+    assert sample.response.strip().endswith(sample.label) and reward(None, sample) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("how high is Mont Blanc", "Mont Blanc is 4806 m high."),
+        ("Kilimanjaro!", "Kilimanjaro is 5895 m high."),
+        ("", "Nothing was found."),
+    ],
+)
+def test_the_corpus(query: str, found: str) -> None:
+    assert search(query) == found
 
 
 def test_searches_end() -> None:
-    model = Model(*["<search>k2</search>"] * 9)
-    sample = play(model)
+    model = ScriptedModel(*["<search>k2</search>"] * 9)
+    sample = ask(model)
     assert len(model.calls) == 4 and sample.response.count("Nothing was found.") == 3 and reward(None, sample) == 0.0
 
 
 @pytest.mark.parametrize("room", [10, 26, 60, 90])
 def test_a_sample_without_room_is_truncated(room: int) -> None:
-    sample = play(Model(*["<search>zugspitze</search>"] * 4), room)
+    sample = ask(ScriptedModel(*["<search>zugspitze</search>"] * 4), room)
     assert sample.status is SampleStatus.TRUNCATED
     sample.validate()
 
 
 def test_what_is_aborted_comes_back_at_once() -> None:
-    model = Model("<search>zugspitze</search>", reason="length")
-    assert play(model).status is SampleStatus.TRUNCATED and len(model.calls) == 1
+    model = ScriptedModel("<search>zugspitze</search>", reason="length")
+    assert ask(model).status is SampleStatus.TRUNCATED and len(model.calls) == 1
 
 
 def test_a_model_that_has_ended_its_turn_gets_no_second_end() -> None:

@@ -1,4 +1,4 @@
-"""``--sglang-config``: which SGLang servers a run has, when they are not all alike. Imports no SGLang.
+"""``--sglang-config``: which servers a run has, when they are not all alike; of whichever engine.
 
 sglang:
   - name: policy                 # its model is --hf-checkpoint: rollouts ask it, and it gets the pushes
@@ -14,27 +14,40 @@ sglang:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from slime.config.engine_flags import SGLANG_REFUSED_VALUES, SGLANG_RESERVED, sglang_args
 from slime.engines.launch import ServedModel, ServerGroup, only_the_policy
-from slime.engines.sglang.command import check_pushes
 from slime.errors import UserError
 
 if TYPE_CHECKING:
     from slime.config.config import Config
 
-WORKER_TYPES = ("regular", "prefill", "decode", "placeholder")
 _MODEL_KEYS = ("name", "model_path", "num_gpus_per_engine", "update_weights", "server_groups", "engine_groups")
 _MODEL_NAME = re.compile(r"[\w-]+")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 
 
-def served_models(config: Config) -> list[ServedModel]:
+@dataclass(frozen=True)
+class GroupRules:
+    """What an engine allows in a server group.
+
+    Attributes:
+        worker_types: kinds of servers that there are.
+        check_override: (name, value) of an option, with underscores; raises `UserError`, which gets the place.
+        check_policy: (config, overrides, the place) of a group of the policy, which gets the pushes; raises it as well.
+    """
+
+    worker_types: tuple[str, ...]
+    check_override: Callable[[str, Any], None]
+    check_policy: Callable[[Config, Mapping[str, Any], str], None] = lambda config, overrides, where: None
+
+
+def served_models(config: Config, rules: GroupRules) -> list[ServedModel]:
     """The models of ``--sglang-config`` in its order; without it the policy, with one group of all GPUs.
 
     Raises:
@@ -50,11 +63,10 @@ def served_models(config: Config) -> list[ServedModel]:
     policy = _policy_of(path, rows, checkpoint)
     models = []
     for number, row in enumerate(rows):
-        groups = tuple(_groups_of(path, row, per_engine))
+        groups = tuple(_groups_of(path, row, per_engine, rules))
         if number == policy:
             for place, group in enumerate(groups):
-                options = {**config.engine.sglang, **group.overrides}
-                check_pushes(config, options, f"{path}: server group {place} of {_name(row)}")
+                rules.check_policy(config, group.overrides, f"{path}: server group {place} of {_name(row)}")
         _check_kinds(path, _name(row), groups)
         models.append(ServedModel(_name(row), str(row.get("model_path") or checkpoint), number == policy, groups))
     given = sum(group.num_gpus for model in models for group in model.groups)
@@ -137,7 +149,7 @@ def _check_kinds(path: Path, model: str, groups: Sequence[ServerGroup]) -> None:
         raise UserError(f"{path}: model {model} has no servers", fix="add a group with worker_type: regular")
 
 
-def _groups_of(path: Path, model: Mapping[str, Any], per_engine: int) -> Iterator[ServerGroup]:
+def _groups_of(path: Path, model: Mapping[str, Any], per_engine: int, rules: GroupRules) -> Iterator[ServerGroup]:
     rows = model.get("server_groups") or model.get("engine_groups")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path}: model {_name(model)} must have a list of server_groups")
@@ -145,29 +157,25 @@ def _groups_of(path: Path, model: Mapping[str, Any], per_engine: int) -> Iterato
         where = f"server group {number} of {_name(model)}"
         _check_keys(path, where, row, _GROUP_KEYS)
         kind = row.get("worker_type", "regular")
-        if kind not in WORKER_TYPES:
-            raise UserError(f"{path}: {where} has worker_type {kind}", fix=f"choose one of: {', '.join(WORKER_TYPES)}")
+        if kind not in rules.worker_types:
+            known = ", ".join(rules.worker_types)
+            raise UserError(f"{path}: {where} has worker_type {kind}", fix=f"choose one of: {known}")
         each = row.get("num_gpus_per_engine", model.get("num_gpus_per_engine", per_engine))
         count = row.get("num_gpus")
         if not _is_count(count) or not _is_count(each) or count % each:
             raise UserError(f"{path}: {where} has num_gpus {count} in servers of {each}", why="it must be a multiple")
-        yield ServerGroup(kind, count, each, _overrides(path, where, row.get("overrides") or {}))
+        yield ServerGroup(kind, count, each, _overrides(path, where, row.get("overrides") or {}, rules))
 
 
-def _overrides(path: Path, where: str, given: Any) -> Mapping[str, Any]:
+def _overrides(path: Path, where: str, given: Any, rules: GroupRules) -> Mapping[str, Any]:
     if not isinstance(given, dict):
-        raise UserError(f"{path}: overrides of {where} must be SGLang options by name")
-    version, arguments = sglang_args()
-    known = {argument.name for argument in arguments}
+        raise UserError(f"{path}: overrides of {where} must be the engine's options by name")
     overrides = {str(name).replace("-", "_"): value for name, value in given.items()}
     for name, value in overrides.items():
-        if name in SGLANG_RESERVED:
-            raise UserError(f"{path}: {where} cannot override {name}", why=SGLANG_RESERVED[name])
-        reason = SGLANG_REFUSED_VALUES.get(name, {}).get(str(value))
-        if reason:
-            raise UserError(f"{path}: {where} cannot set {name} to {value}", why=reason)
-        if name not in known:
-            raise UserError(f"{path}: {where} overrides {name}, which SGLang {version} does not have")
+        try:
+            rules.check_override(name, value)
+        except UserError as error:
+            raise UserError(f"{path}: {where} {error.what}", why=error.why, fix=error.fix) from None
     return overrides
 
 

@@ -1,0 +1,129 @@
+"""A group of samples on its way through the rollout, and each of its executions: where it is, and what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from slime.samples.types import Group, Sample, SampleStatus
+
+_FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+
+
+class Activity(StrEnum):
+    """Where an execution is; the watchdog's words."""
+
+    QUEUED = "queued"
+    GENERATING = "generating"
+    HOOKS = "sample hooks"
+    REWARD = "reward"
+    FILTER = "filter"
+    DONE = "done"
+
+
+@dataclass
+class Execution:
+    """One run of the generate function.
+
+    Attributes:
+        prompt: the sample as it was drawn, kept when user code might change it beyond repair; else ``samples[0]``.
+        samples: what it is now; several after a fan-out.
+        failure: what stopped it for good.
+        function: of the user's, that is called now; "" for our own.
+        num_failures: how often the user's code has failed on it.
+        hung_seconds: how long nothing had moved when it was given up; 0: it was not.
+    """
+
+    prompt: Sample
+    samples: list[Sample]
+    fanned_out: bool = False
+    activity: Activity = Activity.QUEUED
+    since: float = field(default_factory=time.monotonic)
+    failure: Exception | None = None
+    function: str = ""
+    num_failures: int = 0
+    hung_seconds: float = 0.0
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_generated(self) -> bool:
+        return bool(self.samples) and all(sample.status in _FINAL for sample in self.samples)
+
+    @property
+    def was_cut(self) -> bool:
+        """By an abort."""
+        return any(sample.status is SampleStatus.ABORTED for sample in self.samples)
+
+    def enter(self, activity: Activity) -> None:
+        self.activity, self.since = activity, time.monotonic()
+
+    def rewind(self) -> None:
+        """Back to what it was when this rollout took it up."""
+        self.samples, self.fanned_out = [self.prompt], False
+        self.enter(Activity.QUEUED)
+
+    def restart(self) -> None:
+        """Back to the prompt alone."""
+        self.rewind()
+        self.prompt.reset_response()
+
+
+@dataclass
+class GroupRun:
+    """A drawn group on its way through the loop.
+
+    Attributes:
+        order: counts the draws of this rollout.
+        drawn_as: see `slime.rollout.journal.drawn_as`; is_noted: the journal has it as it is.
+    """
+
+    executions: list[Execution]
+    order: int = 0
+    drawn_as: int = 0
+    is_noted: bool = False
+
+    @staticmethod
+    def of(drawn: Sequence[Sample], order: int = 0) -> GroupRun:
+        """From what a data source gives: one execution per sample, except that what had fanned out in an earlier
+        rollout comes back as several samples with one ``rollout_id``."""
+        executions: dict[Any, Execution] = {}
+        for sample in drawn:
+            key = ("of", id(sample)) if sample.rollout_id is None else sample.rollout_id
+            if key in executions:
+                executions[key].samples.append(sample)
+                executions[key].fanned_out = True
+            else:
+                executions[key] = Execution(sample, [sample])
+        return GroupRun(list(executions.values()), order)
+
+    @property
+    def index(self) -> int:
+        index = self.executions[0].prompt.group_index
+        return self.order if index is None else index
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for execution in self.executions for sample in execution.samples]
+
+    @property
+    def is_generated(self) -> bool:
+        return all(execution.is_generated for execution in self.executions)
+
+    @property
+    def is_scored(self) -> bool:
+        return self.is_generated and all(sample.reward is not None for sample in self.samples)
+
+    @property
+    def failure(self) -> Exception | None:
+        return next((e.failure for e in self.executions if e.failure is not None), None)
+
+    def to_group(self) -> Group:
+        return Group(self.index, [execution.samples for execution in self.executions])
+
+    def restart(self) -> None:
+        for execution in self.executions:
+            execution.restart()

@@ -1,0 +1,344 @@
+"""The process that watches over one program of a sandbox: starts it behind its walls, and ends it with all it started.
+
+    keeper (on the host) ─► first process of the namespaces ─► the program ─► whatever it starts
+
+A script of the standard library, for it starts in 20 ms. It reads a request (`sandbox.Sandbox.run`) and writes the
+result, JSON both, and it has no variables of the environment that a program behind it could find.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.rollout.sandbox import walls
+else:
+    import walls  # beside this script
+
+_SUBREAPER = 36
+_LOOK_SECONDS = 0.03
+_END_SECONDS = 5.0
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+#: Behind the walls, besides the program's own: processes, and bytes that they hold.
+_OURS, _OURS_BYTES = 2, 32 << 20
+_SEARCHED = not os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+
+_told_to_end = False
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.buffer.read())
+    walls.control(_SUBREAPER, 1)  # what the program leaves behind becomes a child of this process
+    signal.signal(signal.SIGTERM, _end)
+    walls.die_with(request["owner"], signal.SIGTERM)
+    result: dict[str, Any] = {}
+    for way in request["ways"]:
+        result = {"way": way, "before": result.get("refused", "")} | Keeper(request, way).run()
+        if "refused" not in result:
+            break
+    print(json.dumps(result))
+
+
+def _end(*_: Any) -> None:
+    global _told_to_end
+    _told_to_end = True
+
+
+class Keeper:
+    """One try to run the program, behind one kind of walls."""
+
+    def __init__(self, request: dict[str, Any], way: str) -> None:
+        self.request, self.way, self.limits = request, way, request["limits"]
+        self.uid = walls.own_uid()
+        if way == "plain" and not self._is_seen_by_others():
+            self.uid = os.geteuid()
+        apart = way == "namespaces" and os.geteuid() and walls.counts_by_namespace()
+        self.others = _OURS if apart else walls.tasks_of(self.uid)  # that count against the limit of processes
+        self.output = bytearray()
+        self.said: dict[str, Any] = {}
+        self.report = -1  # the end on which the processes behind the walls say how it stands
+
+    def run(self) -> dict[str, Any]:
+        told, self.report = os.pipe()
+        heard, written = os.pipe()
+        self._hand_over()
+        pid = os.fork()
+        if pid == 0:
+            self._in_child(written)
+        os.close(self.report)
+        os.close(written)
+        try:
+            ended_by = self._watch(pid, told, heard)
+        finally:
+            end_all()
+        self._read(heard, last=True)
+        self._hear(told)
+        for descriptor in (told, heard):
+            os.close(descriptor)
+        if "refused" in self.said or "holds" not in self.said:
+            return {"refused": self.said.get("refused", "it ended before it was begun")}
+        return {
+            "status": self.said.get("status"),
+            "ended_by": ended_by,
+            "output": self.output[: self.limits["output_bytes"]].decode(errors="replace"),
+            "holds": self.said["holds"],
+        }
+
+    def _hand_over(self) -> None:
+        """Folders that root lends are the program's own."""
+        if os.geteuid() == 0:
+            for folder in [self.request["scratch"], *self.request["folders"].values()]:
+                os.chown(folder, self.uid, self.uid)
+                for where, folders, files in os.walk(folder):
+                    for name in folders + files:
+                        os.lchown(os.path.join(where, name), self.uid, self.uid)
+
+    # -- watching --------------------------------------------------------------------------------------------------
+
+    def _watch(self, pid: int, told: int, heard: int) -> str:
+        """Until the child has ended, or has to; says what ended it."""
+        deadline = time.monotonic() + self.limits["seconds"]
+        child = os.pidfd_open(pid)
+        open_ends = {told, heard, child}
+        for descriptor in (told, heard):
+            os.set_blocking(descriptor, False)
+        try:
+            while not self._has_ended(pid):
+                ready = select.select(list(open_ends), [], [], _LOOK_SECONDS)[0]
+                if heard in ready and not self._read(heard):
+                    open_ends.discard(heard)
+                if told in ready and not self._hear(told):
+                    open_ends.discard(told)
+                if too_much := self._too_much(deadline):
+                    return too_much
+        finally:
+            os.close(child)
+        self._hear(told)
+        return "cpu" if self.said.get("status") == -signal.SIGXCPU else ""
+
+    def _has_ended(self, pid: int) -> bool:
+        """Also takes leave of what the program left behind and has ended by itself."""
+        ended, status = 1, 0
+        while ended:
+            try:
+                ended, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return True
+            if ended == pid:
+                if self.way == "plain":
+                    self.said["status"] = os.waitstatus_to_exitcode(status)
+                return True
+        return False
+
+    def _too_much(self, deadline: float) -> str:
+        if _told_to_end:
+            return "cancelled"
+        if len(self.output) > self.limits["output_bytes"]:
+            return "output"
+        if time.monotonic() > deadline:
+            return "time"
+        processes, memory = usage()
+        if processes > self.limits["processes"] + _OURS:
+            return "processes"
+        return "memory" if memory > self.limits["memory"] + _OURS_BYTES else ""
+
+    def _read(self, heard: int, last: bool = False) -> bool:
+        """What the program has written; False at the end. At the last, all that the pipe still holds."""
+        while True:
+            try:
+                piece = os.read(heard, 1 << 16)
+            except BlockingIOError:
+                return True
+            self.output += piece
+            if not piece or not last or len(self.output) > self.limits["output_bytes"]:
+                return bool(piece)
+
+    def _hear(self, told: int) -> bool:
+        try:
+            piece = os.read(told, 1 << 16)
+        except BlockingIOError:
+            return True
+        for line in piece.splitlines():
+            self.said.update(json.loads(line))
+        return bool(piece)
+
+    def _say(self, **words: Any) -> None:
+        os.write(self.report, json.dumps(words).encode() + b"\n")
+
+    # -- behind the walls: none of these returns -------------------------------------------------------------------
+
+    def _in_child(self, written: int) -> None:
+        """The child of the keeper. With namespaces it only waits for their first process."""
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            walls.die_with(os.getppid())
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((nothing, 0), (written, 1), (written, 2)):
+                os.dup2(source, target)
+            if self.way == "plain":
+                self._become_program()
+            walls.enter_namespaces()
+            pid = os.fork()
+            if pid == 0:
+                self._first_process()
+            os.waitpid(pid, 0)
+        except BaseException as error:  # whatever it is, the keeper must hear of it
+            self._say(refused=f"{type(error).__name__}: {error}")
+        os._exit(0)
+
+    def _first_process(self) -> None:
+        """Process 1 of the namespaces: when it ends, the kernel ends all of them."""
+        try:
+            walls.die_with(os.getppid())
+            walls.build_root(self.request["scratch"], self.request, self.uid)
+            pid = os.fork()
+            if pid == 0:
+                self._become_program()
+            ended, status = 0, 0
+            while ended != pid:
+                ended, status = os.wait()
+            self._say(status=os.waitstatus_to_exitcode(status))
+        except BaseException as error:
+            self._say(refused=f"{type(error).__name__}: {error}")
+        os._exit(0)
+
+    def _become_program(self) -> None:
+        request, apart = self.request, self.way == "namespaces"
+        home = request["home"] if apart else request["scratch"]
+        try:
+            holds = {"memory", "time", "processes"}
+            if not apart:
+                holds |= self._without_namespaces()
+            else:
+                holds |= {"files", "network", "signals"}
+                walls.limit(self.limits, self.limits["processes"] + self.others)
+                walls.become(self.uid)
+                walls.give_up_privileges()
+            for name, text in request["files"].items():
+                path = os.path.join(home, name)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "w", encoding="utf-8") as out:
+                    out.write(text)
+            os.chdir(request["folder"] if apart else home)
+            alone = self.uid == 0  # no limit of processes holds for root: it may have no other
+            if walls.refuse_calls(alone):
+                holds.add("network")
+            elif alone:
+                raise PermissionError("nothing limits the processes of a program of root's")
+            environ = {"HOME": home, "TMPDIR": "/tmp" if apart else home} | request["environ"]
+            self._say(holds=sorted(holds))
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what it starts would, too
+                signal.signal(number, signal.SIG_DFL)
+        except BaseException as error:
+            self._say(refused=f"{type(error).__name__}: {error}")
+            os._exit(0)
+        try:
+            os.execvpe(request["command"][0], request["command"], environ)
+        except OSError as error:
+            os.write(2, f"{request['command'][0]}: {error.strerror}\n".encode())
+        os._exit(127)
+
+    def _without_namespaces(self) -> set[str]:
+        """The walls that need no namespaces; says what they hold."""
+        scratch = self.request["scratch"]
+        readable = [*walls.SYSTEM, *self.request["readable"]]
+        holds: set[str] = set()
+        walls.limit(self.limits, self.limits["processes"] + self.others)
+        if self.uid != os.geteuid():
+            walls.become(self.uid)
+            holds.add("signals")
+        walls.die_with(os.getppid())  # forgotten where the user changed
+        walls.give_up_privileges()
+        version = walls.landlock(readable, [scratch])
+        if not version and os.geteuid() == 0:
+            raise PermissionError("nothing keeps a program of root's from the files of this host")
+        return holds | ({"files"} if version else set()) | ({"signals"} if version >= 6 else set())
+
+    def _is_seen_by_others(self) -> bool:
+        """Whether the user that root would become can read what the program needs."""
+        if self.uid == os.geteuid():
+            return True
+        pid = os.fork()
+        if pid == 0:
+            walls.become(self.uid)
+            os._exit(not all(os.access(path, os.R_OK) for path in self.request["readable"]))
+        return os.waitpid(pid, 0)[1] == 0
+
+
+# -- all that came of this process -----------------------------------------------------------------------------------
+
+
+def descendants() -> list[int]:
+    """Processes that came of this one. Each names its children; kernels that are built without that are searched."""
+    children = _children_by_parent() if _SEARCHED else None
+    found, asked = [], [os.getpid()]
+    while asked:
+        pid = asked.pop()
+        new = children.get(pid, []) if children is not None else _children_of(pid)
+        found += new
+        asked += new
+    return found
+
+
+def _children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as children:
+                found += map(int, children.read().split())
+    except OSError:
+        pass  # it ended while we looked
+    return found
+
+
+def _children_by_parent() -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                parent = int(stat.read().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        found.setdefault(parent, []).append(int(pid))
+    return found
+
+
+def usage() -> tuple[int, int]:
+    """Processes that came of this one, and bytes of memory that they hold; what they share counts for each."""
+    pids = descendants()
+    pages = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/statm") as statm:
+                pages += int(statm.read().split()[1])
+        except OSError:
+            continue
+    return len(pids), pages * _PAGE
+
+
+def end_all() -> None:
+    """End them: stopped first, so that none starts another while the others are killed."""
+    deadline = time.monotonic() + _END_SECONDS
+    while time.monotonic() < deadline:
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in descendants():
+                try:
+                    os.kill(pid, number)
+                except (ProcessLookupError, PermissionError):
+                    continue
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What a run with quantised engines asks for and cannot have. Needs the model's config.json only."""
+
+from __future__ import annotations
+
+import os
+
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.log import get_logger
+from slime.models import family_of, ignore_list
+from slime.models.quantised import Quantisation
+from slime.models.spec import read_hf_config
+
+logger = get_logger(__name__)
+
+#: By which scripts for earlier versions ask for INT4 fake quantisation of the routed experts.
+_OLD_SWITCH = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
+
+
+def check_ignore_list(config: Config) -> None:
+    """Of a model whose weights engines hold quantised: the rules fit its modules."""
+    flags = config.checkpoint
+    assert flags.hf_checkpoint is not None
+    quantisation = Quantisation.read(read_hf_config(flags.hf_checkpoint))
+    if quantisation is not None:
+        family = family_of(flags.hf_checkpoint, flags.model_name)
+        for rule in ignore_list.check(family, family.describe(flags.hf_checkpoint), quantisation).idle:
+            logger.warning("the rule %r of quantization_config in %s names nothing", rule, flags.hf_checkpoint)
+
+
+def check_quantised_flags(config: Config) -> None:
+    """What the flags ask of quantised weights does something.
+
+    Raises:
+        UserError: engines hold plain weights, nothing of the model would be rounded, or Transformer Engine would round
+            it once more.
+    """
+    flags, path = config.quantised, config.checkpoint.hf_checkpoint
+    assert path is not None
+    chosen, measured = flags.fake_quantisation, flags.measure_quantisation
+    if os.environ.get(_OLD_SWITCH, "0") not in ("", "0") and chosen is None:
+        logger.warning("the environment has %s, which has no effect; pass --fake-quantisation experts", _OLD_SWITCH)
+    asked = f"--fake-quantisation {chosen}" if chosen else "--measure-quantisation" if measured else ""
+    quantisation = Quantisation.read(read_hf_config(path)) if asked else None
+    if asked and quantisation is None:
+        raise UserError(
+            f"{asked} has no effect",
+            why=f"{path} has no quantization_config: engines hold plain weights, and no format says what to round to",
+            fix="slime convert hf-to-int4 or hf-to-fp8 makes a directory for --hf-checkpoint, with the plain one as"
+            " --ref-load; or leave the flag out",
+        )
+    if chosen is None or quantisation is None:
+        return
+    family = family_of(path, config.checkpoint.model_name)
+    quantised = ignore_list.check(family, family.describe(path), quantisation).quantised
+    experts = [matrix for matrix in quantised if matrix.kernel.endswith(".experts")]
+    if not (experts if chosen == "experts" else quantised):
+        raise UserError(
+            f"--fake-quantisation {chosen} has no effect",
+            why=f"{path} has no quantised layers" if not quantised else f"{path} has no routed experts",
+            fix="--fake-quantisation linears" if quantised else "correct the ignore list, or leave the flag out",
+        )
+    for flag in ("fp8", "fp4"):
+        if config.megatron.transformer.get(flag):
+            raise UserError(
+                f"--fake-quantisation {chosen} and --{flag}-format exclude each other",
+                why=f"Transformer Engine would round the weights to {flag.upper()} once more, and engines do not",
+                fix="choose one",
+            )
+    if measured and (chosen == "linears" or len(experts) == len(quantised)):
+        raise UserError(
+            f"--measure-quantisation has no effect with --fake-quantisation {chosen}",
+            why="training computes with the engines' weights already, so that train/train_rollout_logprob_abs_diff is"
+            " what is left without the format",
+            fix="leave --measure-quantisation out",
+        )
+    logger.info("training computes with weights as %s would have them", quantisation)

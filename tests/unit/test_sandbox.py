@@ -1,0 +1,252 @@
+"""The sandbox's walls, each tried by a program that runs against it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime.errors import UserError
+from slime.rollout.sandbox import sandbox as sandbox_module
+from slime.rollout.sandbox.sandbox import HOME, Limits, Ran, Sandbox
+from tests.support.sandboxes import with_namespaces
+
+MIB = 1 << 20
+LIMITS = Limits(seconds=20, cpu_seconds=5, memory=400 * MIB, file_bytes=4 * MIB, processes=12, output_bytes=20_000)
+
+
+@pytest.fixture(params=["plain", pytest.param("namespaces", marks=with_namespaces)])
+def walls(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def python(walls: str, code: str, **limits: float) -> Ran:
+    asked = Limits(**{**vars(LIMITS), **limits})  # type: ignore[arg-type]
+    return asyncio.run(Sandbox(asked, walls=walls).python(code))  # type: ignore[arg-type]
+
+
+def left_over(mark: str) -> list[int]:
+    return [process.pid for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])]
+
+
+def test_output_errors_and_status_come_back(walls: str) -> None:
+    ran = python(walls, "import sys\nprint(6 * 7, flush=True)\nsys.stderr.write('oh')\nsys.exit(3)")
+    assert (ran.status, ran.output, ran.ended_by) == (3, "42\noh", "") and ran.text == ran.output
+    assert {"time", "memory", "processes", "network"} <= ran.holds
+
+
+def test_files_beside_the_code_are_read_and_its_own_written(walls: str) -> None:
+    sandbox = Sandbox(LIMITS, walls=walls)  # type: ignore[arg-type]
+    code = "import near\nopen('a', 'w').write(near.word)\nprint(open('a').read())"
+    assert asyncio.run(sandbox.python(code, files={"near.py": "word = 'hi'"})).output == "hi\n"
+
+
+def test_an_endless_loop_ends(walls: str) -> None:
+    ran = python(walls, "while True: pass", cpu_seconds=1)
+    assert ran.ended_by == "cpu" and "longer than 1 s" in ran.text
+
+
+def test_a_program_that_only_waits_ends(walls: str) -> None:
+    ran = python(walls, "print('so', flush=True)\nimport time\ntime.sleep(1000)", seconds=1.5)
+    assert ran.ended_by == "time" and ran.status is None and ran.text.startswith("so\n\n[ended: it took longer")
+
+
+def test_memory_ends_with_one_process(walls: str) -> None:
+    assert "MemoryError" in python(walls, "x = bytearray(500 << 20)").output
+
+
+@with_namespaces
+def test_memory_of_several_processes_is_added_up() -> None:
+    code = "import os, time\nfor _ in range(3): os.fork()\nx = b'1' * (90 << 20)\ntime.sleep(1000)"
+    assert python("namespaces", code).ended_by == "memory"
+
+
+def test_a_fork_bomb_stays_small(walls: str) -> None:
+    code = """
+        import os, time
+        made = 0
+        try:
+            for made in range(1000):
+                if os.fork() == 0:
+                    time.sleep(1000)
+        except OSError as error:
+            print(made, type(error).__name__, flush=True)
+        """
+    ran = python(walls, "\n".join(line[8:] for line in code.splitlines()))
+    made, error = ran.output.split()
+    assert int(made) <= LIMITS.processes and error in ("BlockingIOError", "PermissionError")
+
+
+def test_nothing_is_written_outside(walls: str, tmp_path: Path) -> None:
+    os.chmod(tmp_path, 0o777)
+    places = [
+        str(tmp_path / "x"),
+        "/usr/x",
+        "/etc/x",
+        str(Path.home() / "x"),
+        f"{tempfile.gettempdir()}/slime-was-here",
+    ]
+    code = f"for place in {places}:\n    try: open(place, 'w').write('x')\n    except OSError: pass\nprint('done')"
+    assert python(walls, code).output == "done\n"
+    assert [place for place in places if os.path.exists(place)] == []
+
+
+def test_nothing_of_the_host_is_read(walls: str, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret")
+    os.chmod(tmp_path / "key", 0o666)
+    ran = python(walls, f"print(open({str(tmp_path / 'key')!r}).read())")
+    if "files" not in ran.holds:
+        pytest.skip("this kernel has neither namespaces for us nor Landlock")
+    assert ran.status == 1 and "secret" not in ran.output
+
+
+def test_nothing_of_the_environment_is_found(walls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "secret-of-the-run")
+    code = """
+        import glob, os
+        print(sorted(os.environ))
+        for path in glob.glob("/proc/*/environ") + [f"/proc/{os.getppid()}/environ"]:
+            try:
+                print(open(path).read())
+            except OSError:
+                pass
+        """
+    ran = python(walls, "\n".join(line[8:] for line in code.splitlines()))
+    known = ["HOME", "LANG", "LC_CTYPE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "TMPDIR"]
+    assert ran.status == 0 and set(eval(ran.output.splitlines()[0])) <= set(known)
+    assert "secret-of-the-run" not in ran.output
+
+
+@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX"])
+def test_there_is_no_network(walls: str, family: str) -> None:
+    ran = python(walls, f"import socket\nsocket.socket(socket.{family})")
+    assert ran.status == 1 and "PermissionError" in ran.output
+
+
+def test_a_server_of_the_host_is_not_reached(walls: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ran = python(walls, f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)")
+        server.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert ran.status == 1
+
+
+def test_endless_output_ends(walls: str) -> None:
+    ran = python(walls, "while True: print('y' * 1000)", output_bytes=5000)
+    assert ran.ended_by == "output" and len(ran.output) == 5000 and "wrote more than 5000 bytes" in ran.text
+
+
+def test_a_large_file_does_not_fit(walls: str) -> None:
+    ran = python(walls, "with open('big', 'wb') as out:\n    for _ in range(99): out.write(bytes(1 << 20))")
+    assert ran.status != 0
+
+
+@with_namespaces
+def test_many_files_do_not_fit() -> None:
+    code = "for i in range(99):\n    open(f'big{i}', 'wb').write(bytes(1 << 20))"
+    assert "No space left" in python("namespaces", code).output
+
+
+@with_namespaces
+def test_children_left_behind_end_with_it() -> None:
+    mark = "a-daemon-of-the-test"
+    code = (
+        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', '{mark}'],"
+    )
+    ran = python("namespaces", code + " start_new_session=True)\nprint('left')")
+    assert ran.output == "left\n" and left_over(mark) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="a program of root's may have no children without namespaces")
+def test_children_left_behind_end_with_it_without_namespaces() -> None:
+    mark = "another-daemon-of-the-test"
+    code = (
+        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', '{mark}'],"
+    )
+    ran = python("plain", code + " start_new_session=True)\nprint('left')")
+    assert ran.output == "left\n" and left_over(mark) == []
+
+
+def test_processes_of_the_host_get_no_signals(walls: str) -> None:
+    ran = python(walls, f"import os\nos.kill({os.getpid()}, 0)")
+    if "signals" not in ran.holds:
+        pytest.skip("this kernel keeps signals in with namespaces and Landlock's sixth version alone")
+    assert ran.status == 1 and ("PermissionError" in ran.output or "ProcessLookupError" in ran.output)
+
+
+def test_whoever_is_cancelled_leaves_nothing(walls: str) -> None:
+    mark = "a-program-that-is-cancelled"
+
+    async def run() -> None:
+        sandbox = Sandbox(LIMITS, walls=walls)  # type: ignore[arg-type]
+        task = asyncio.create_task(sandbox.run(["sh", "-c", "exec sleep 1000", mark]))
+        while not any("1000" in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])):
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    before = set(left_over("1000"))
+    asyncio.run(run())
+    assert set(left_over("1000")) <= before
+    assert list(Path(tempfile.gettempdir()).glob("slime-sandbox-*")) == []
+
+
+@with_namespaces
+def test_folders_of_the_host_keep_what_is_written(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "in").write_text("1")
+    sandbox = Sandbox(LIMITS)
+    command = ["sh", "-c", "cat in >> out; touch /x"]
+    for _ in range(2):
+        ran = asyncio.run(sandbox.run(command, folders={"/app": tmp_path / "app"}, folder="/app"))
+    assert (tmp_path / "app" / "out").read_text() == "11" and ran.status == 1 and "Read-only" in ran.output
+
+
+def test_folders_need_namespaces(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no sandbox") as caught:
+        asyncio.run(Sandbox(walls="plain").run(["true"], folders={"/app": tmp_path}))
+    assert "namespaces" in caught.value.why
+
+
+def test_a_program_that_is_not_there_says_so(walls: str) -> None:
+    ran = asyncio.run(Sandbox(LIMITS, walls=walls).run(["no-such-program"]))  # type: ignore[arg-type]
+    assert ran.status == 127 and "no-such-program" in ran.output
+
+
+def test_what_does_not_hold_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    sandbox = Sandbox(LIMITS)
+    caplog.set_level("WARNING", "slime")
+    for _ in range(2):
+        sandbox._look_at({"way": "plain", "before": "OSError: no", "holds": ["files", "network"]})
+    assert "not kept from the host's: signals" in caplog.text and sandbox._ways == ["plain"]
+
+
+@with_namespaces
+def test_home_is_the_folder_behind_namespaces() -> None:
+    assert python("namespaces", "import os; print(os.getcwd(), os.environ['HOME'])").output == f"{HOME} {HOME}\n"
+
+
+def test_children_are_found_where_the_kernel_does_not_name_them() -> None:
+    code = f"""
+import sys, time, subprocess
+sys.path.insert(0, {str(Path(sandbox_module.__file__).parent)!r})
+import keeper
+subprocess.Popen(["sh", "-c", "sleep 1000 & wait"])
+while len(found := keeper.descendants()) < 2:
+    time.sleep(0.01)
+keeper._SEARCHED = True
+print(sorted(keeper.descendants()) == sorted(found))
+keeper.end_all()
+print(keeper.descendants())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n[]\n", done.stderr
