@@ -35,6 +35,7 @@ from slime.path_patterns import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.trainer.expert_rules import check_experts
 from slime.trainer.quantised_rules import check_ignore_list, check_quantised_flags
+from slime.weights.quantised_launch import check_route
 
 logger = get_logger(__name__)
 
@@ -56,6 +57,7 @@ def preflight(config: Config) -> LoadPlan:
     """
     plan = resolve_load(config)
     check_architecture(config)
+    check_route(config)
     check_ignore_list(config)
     check_quantised_flags(config)
     check_weights(config, plan)

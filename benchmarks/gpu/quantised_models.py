@@ -118,7 +118,11 @@ def in_runs(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def settings_of(shape: str, sizes: Sizes) -> dict[str, Any]:
+    """A shape's, with fewer layers. Those with experts get an output layer of their own, as published ones have: SGLang
+    gives Qwen3-MoE one whatever config.json says, and nothing would load it, so that all answers were alike."""
     settings = dict(SHAPES[shape])
+    if "num_experts" in settings:
+        settings["tie_word_embeddings"] = False
     return {**settings, "num_hidden_layers": min(sizes.layers, settings["num_hidden_layers"])}
 
 

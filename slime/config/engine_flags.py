@@ -24,7 +24,7 @@ _OWN_KEY = "each run makes a key of its own, which its engines and routers ask f
 _PAST_KEY = "a gRPC listener would answer without the run's key"
 _NO_TLS = "the clients of engines and router speak plain HTTP"
 _NO_QUANTISED = (
-    "pushes bring SGLang plain weights; a push into weights that it has quantised or packed was not tried on a GPU yet"
+    "pushes bring what --hf-checkpoint has, plain or quantised; one into weights that SGLang quantised was not tried"
 )
 
 #: SGLang's arguments that this system sets itself. name -> reason

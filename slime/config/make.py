@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from slime.config.checks import check, check_complete, refuse_unsupported, violations
@@ -68,7 +66,6 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
         raise SystemExit(0)
     draft = _resolved(read_argv(words), entry, is_run=True)
     check_complete(draft)
-    check_plain_weights(draft["hf_checkpoint"], draft["rollout_engine"])
     config = _finish(draft)
     for warning in config.warnings:
         logger.warning(warning)
@@ -76,7 +73,7 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
 
 
 def judge_args(argv: list[str], entry: str = "train") -> tuple[Config | None, list[UserError]]:
-    """All that `parse_args` would refuse of a command line, but a model of quantised weights.
+    """All that `parse_args` would refuse of a command line.
 
     Returns:
         The configuration, None where the flags cannot be read or derived; with errors, one that must not be planned
@@ -115,30 +112,6 @@ def _draft(flags: Given, entry: str, is_run: bool) -> Draft:
         given.update(read_custom_config(custom))
     refuse_unsupported(given, all_flags())
     return resolve(given, all_flags(), entry, is_run)
-
-
-def check_plain_weights(hf_checkpoint: str | None, rollout_engine: str) -> None:
-    """Refuse a model of quantised weights for engines that pushes cannot bring such weights to; a missing or broken
-    directory is reported by whoever loads it.
-
-    Raises:
-        UserError: config.json has a quantization_config, and the engines are not embedded ones.
-    """
-    path = Path(hf_checkpoint or "") / "config.json"
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    quantised = facts.get("quantization_config") if isinstance(facts, dict) else None
-    if quantised and rollout_engine != "embedded":
-        method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else quantised
-        raise UserError(
-            f"--hf-checkpoint {hf_checkpoint} asks for quantised weights ({method})",
-            why="config.json has a quantization_config. SGLang packs quantised weights anew for its kernels after it"
-            " has loaded them, and a push into what it packed was not tried on a GPU yet",
-            fix="take the model with plain weights (slime convert quantised-to-hf makes one), or"
-            " --rollout-engine embedded",
-        )
 
 
 def _finish(draft: Draft) -> Config:

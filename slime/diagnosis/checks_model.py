@@ -8,13 +8,13 @@ from typing import Any
 from slime import preflight
 from slime.checkpoints.load_plan import resolve_load, resolve_reference
 from slime.config.config import Config
-from slime.config.make import check_plain_weights
 from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Case, LeftOut, Look
 from slime.errors import UserError
 from slime.models import family_of, read_hf_config
 from slime.prompts.source import is_chat, warn_of_endless_generation
 from slime.prompts.tokenizer import generation_config_of, stop_token_report
+from slime.weights.quantised_launch import check_route
 
 
 def hub(case: Case, look: Look) -> None:
@@ -56,7 +56,7 @@ def architecture(case: Case, look: Look) -> None:
 
 def quantisation(case: Case, look: Look) -> None:
     """Engines take weights as config.json says they are; of quantised ones the ignore list fits the model."""
-    look.attempt(check_plain_weights, str(case.model), case.run.engine.rollout_engine)
+    look.attempt(check_route, case.run)
     look.attempt(preflight.check_ignore_list, case.run)
     look.attempt(preflight.check_quantised_flags, case.run)
 

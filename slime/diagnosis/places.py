@@ -37,7 +37,7 @@ PLACES: dict[str, Trouble] = {
     "config.checks_train:_context_exchange": flags.PARALLEL_LAYOUT,
     "config.checks_train:_virtual_stages": flags.PARALLEL_LAYOUT,
     "config.checks_train:_batches": flags.BATCH_EQUATION,
-    "config.make:check_plain_weights": known.QUANTISED_WEIGHTS,
+    "engines.sglang.quantised_routes": known.QUANTISED_WEIGHTS,
     "hook_loading": known.HOOK,
     "hub": known.HUB,
     "models": known.MODEL_UNKNOWN,

@@ -166,8 +166,8 @@ MISSING_SHARDS = Trouble(
 QUANTISED_WEIGHTS = Trouble(
     "quantised-weights",
     "an error at launch about quantisation",
-    "config.json has a quantization_config that engines of this run cannot be pushed to: they are SGLang's, or its"
-    " method is not known here.",
+    "config.json has a quantization_config that engines of this run cannot be pushed to: SGLang takes those formats in"
+    " those ways that were tried (docs/quantisation.md), or the method is not known here.",
     (
         "slime convert quantised-to-hf makes plain weights of FP8 and INT4",
         "--rollout-engine embedded takes FP8 and INT4 (compressed-tensors), with --ref-load for the plain weights",

@@ -23,6 +23,9 @@ from slime.weights.rank_questions import ANSWER_SECONDS, RankQuestions
 from slime.weights.receipt import compare
 from slime.weights.transport import EngineSlots
 
+#: Of a quantised weight: its size, which the names of the other parts' shapes say too.
+_SAYS_NOTHING = ".weight_shape"
+
 Slice = tuple[int, int, int]
 """dim, start, stop; "1:0:64" in JSON."""
 
@@ -47,6 +50,12 @@ class EngineCheck(Protocol):
             sent: name → `digest`.
             complete: all names that were sent, in a full check, where what else an engine holds is an error too.
         """
+
+    def open_layers(self, timeout: float) -> None:
+        """Before a transfer of quantised weights, on routes that need it (`Route.opens`)."""
+
+    def close_layers(self, timeout: float) -> None:
+        """After what arrived was compared: engines make of it what their kernels compute with."""
 
     def close(self) -> None: ...
 
@@ -100,6 +109,10 @@ class WholeTensorCheck:
         held = {url: answer["fingerprints"] for url, answer in zip(self._fleet.urls, answers, strict=True)}
         return compare(sent, held, complete)
 
+    def open_layers(self, timeout: float) -> None: ...
+
+    def close_layers(self, timeout: float) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -110,24 +123,28 @@ class SliceCheck:
         engines: as many tensor-parallel ranks each as they have slots.
         address: of this process, as the engines reach it.
         shapes: of all tensors that pushes send, by name.
+        opens: layers are open while tensors are loaded and compared.
     Raises:
-        EngineError: an engine cannot run the probe.
+        EngineError: an engine cannot run the probe, or has layers that cannot be opened.
     """
 
     def __init__(
-        self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str, shapes: Mapping[str, Sequence[int]]
-    ) -> None:
+        self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str, shapes: Mapping[str, Sequence[int]],
+        opens: bool = False,
+    ) -> None:  # fmt: skip
         self._engines = engines
         self._method = "words" if torch.cuda.is_available() else "xxh3"  # a CPU's own is the faster one there
         self._shapes = {name: list(shape) for name, shape in shapes.items()}
         self._ranks = RankQuestions(fleet, engines, address)
-        layouts = self._ranks.ask({"action": "layout", "tensors": self._shapes}, ANSWER_SECONDS)
+        layouts = self._ranks.ask({"action": "layout", "tensors": self._shapes, "opens": opens}, ANSWER_SECONDS)
         self._slices = [[_slices(rank) for rank in ranks] for ranks in layouts]
         self._others = [sorted(set.intersection(*(set(rank["others"]) for rank in ranks))) for ranks in layouts]
         held = {name: {part for ranks in self._slices for rank in ranks if (part := rank.get(name)) is not None}
                 for name in self._shapes}  # fmt: skip
         self.digest: Digest = SliceDigest({name: sorted(parts) for name, parts in held.items()}, self._method)
-        self.unknown = sorted(name for name in self._shapes if not self._is_whole(name))
+        self.unknown = sorted(
+            name for name in self._shapes if not name.endswith(_SAYS_NOTHING) and not self._is_whole(name)
+        )
         """Tensors that no comparison covers, because an engine's form of them is not known here."""
 
     def wrong(self, sent: Mapping[str, Any], complete: Collection[str] | None, timeout: float) -> list[str]:
@@ -151,6 +168,12 @@ class SliceCheck:
 
     def close(self) -> None:
         self._ranks.close()
+
+    def open_layers(self, timeout: float) -> None:
+        self._ranks.ask({"action": "open"}, timeout)
+
+    def close_layers(self, timeout: float) -> None:
+        self._ranks.ask({"action": "close", "processed": False}, timeout)
 
     def _is_whole(self, name: str) -> bool:
         """On every engine the ranks' slices make up the whole tensor."""

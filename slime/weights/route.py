@@ -17,6 +17,7 @@ from slime.checkpoints.megatron_names import Placement
 from slime.config.config import Config
 from slime.engines.api import WEIGHT_LOADER, is_embedded
 from slime.engines.fleet import EngineFleet, is_local
+from slime.engines.sglang.quantised_routes import QuantisedRoute, quantised_route
 from slime.engines.wire.buckets import dtype_name, dtype_of
 from slime.errors import UserError
 from slime.models.spec import HfConfig, named_dtype, read_hf_config
@@ -39,6 +40,8 @@ class Route:
         asks_ranks: the engines' ranks are asked for their slices (SGLang), not the engines for whole tensors.
         sources: the rank that sends, of each pipeline stage; rank 0 alone if it has everything brought to it.
         in_runs: neighbouring experts travel as one tensor (`slime.engines.wire.expert_runs`).
+        opens: engines make their layers loadable before the transfer and process them after it, as SGLang's of
+            quantised weights do (`slime.engines.sglang.quantised_routes`).
     """
 
     kind: str
@@ -46,6 +49,7 @@ class Route:
     asks_ranks: bool
     sources: tuple[int, ...] = (0,)
     in_runs: bool = False
+    opens: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"dtype": dtype_name(self.dtype)}
@@ -80,7 +84,26 @@ def find_route(config: Config, fleet: EngineFleet, hf_config: HfConfig, *, on_th
     # the stages' ranks that have rank 0's place in all other respects: the first of TP, DP and CP
     sources = tuple(dist.get_process_group_ranks(pipeline)) if pipeline is not None else (0,)
     dtype, in_runs = engine_dtype(infos, hf_config), takes_runs(kind, infos.values())
-    return Route(kind, dtype, asks_ranks=not embedded, sources=sources, in_runs=in_runs)
+    if embedded:
+        return Route(kind, dtype, asks_ranks=False, sources=sources)
+    quantised = routes_of(infos, hf_config, kind)
+    opens, in_runs = quantised is not None and quantised.opens, in_runs and quantised is None
+    return Route(kind, dtype, asks_ranks=True, sources=sources, in_runs=in_runs, opens=opens)
+
+
+def routes_of(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig, kind: str) -> QuantisedRoute | None:
+    """How quantised weights go into these SGLang engines; None for plain ones.
+
+    Raises:
+        UserError: none is known for one of them, this way and with its arguments.
+    """
+    config = read_hf_config(hf_config)
+    found = {url: quantised_route(config, info, kind) for url, info in infos.items()}
+    route = next(iter(found.values()))
+    if any(other != route for other in found.values()):
+        said = {url: info.get("version") for url, info in infos.items()}
+        raise UserError("the engines take quantised weights in different ways", why=str(said), fix="start them alike")
+    return route
 
 
 def open_transport(

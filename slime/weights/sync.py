@@ -29,7 +29,6 @@ from torch import nn
 
 from slime.checkpoints.hf_io import HfExporter
 from slime.config.config import Config
-from slime.config.make import check_plain_weights
 from slime.engines import keys
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
@@ -92,6 +91,7 @@ class WeightSync:
         self._check: EngineCheck | None = None
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
+        self._opens = False
         self._last_seconds = 0.0
         faults = config.fault_tolerance
         hangs = faults.rollout_health_check_timeout if faults.use_fault_tolerance else _CONTROL_SECONDS
@@ -119,7 +119,7 @@ class WeightSync:
                     route = find_route(self.config, self._fleet, self._hf_config, on_this_node=on_this_node)
                 reached.value = route.to_json()
         route = Route.from_json(reached.value)
-        self._ranks.sources = route.sources
+        self._ranks.sources, self._opens = route.sources, route.opens
         if not self._prepare(route, found):
             self._prepare(dataclasses.replace(route, in_runs=False), found)
 
@@ -170,12 +170,10 @@ class WeightSync:
         """The exporter, or what engines of quantised weights hold of its tensors.
 
         Raises:
-            UserError: the engines are SGLang's; the ignore list does not fit the model.
+            UserError: the ignore list does not fit the model.
         """
         if self._quantisation is None:
             return exporter
-        if route.asks_ranks:
-            check_plain_weights(self.config.checkpoint.hf_checkpoint, "sglang")
         converts = self._ranks.stage is not None
         return QuantisedExport(exporter, self._quantisation, route.dtype, converts=converts)
 
@@ -265,7 +263,7 @@ class WeightSync:
         self._names = [name for stage in stages for name in stage.names]
         if route.asks_ranks:
             shapes = {name: shape for stage in stages for name, shape in stage.shapes.items()}
-            slices = SliceCheck(self._fleet, engines, own_address(self._fleet.urls), shapes)
+            slices = SliceCheck(self._fleet, engines, own_address(self._fleet.urls), shapes, route.opens)
             if any(ExpertRun.parse(name) for name in slices.unknown):
                 slices.close()
                 return False
@@ -279,7 +277,7 @@ class WeightSync:
         return True
 
     def _push(self, tensors: NamedTensors, version: int) -> Receipt:
-        assert self._fleet is not None and self._transport is not None
+        assert self._fleet is not None and self._transport is not None and self._check is not None
         fleet, seconds = self._fleet, dict[str, float]()
         verify_all = self.config.debug.check_weight_update_equal
         begin = time.perf_counter()
@@ -289,6 +287,9 @@ class WeightSync:
             # what the push does not bring cannot pass for what it should have brought
             with self._phase("reset", version, seconds):
                 fleet.post("/weights_checker", {"action": "reset_tensors"}, self._control_seconds)
+        if self._opens:
+            with self._phase("open", version, seconds):
+                self._check.open_layers(self._control_seconds)
         with self._phase("transfer", version, seconds):
             self._send(tensors, version)
             sent = _StageSent.of_all([_StageSent.from_json(said) for said in self._ranks.reports(self._stage_seconds)])
@@ -296,6 +297,9 @@ class WeightSync:
             fleet.flush_cache(self._control_seconds)
         with self._phase("check", version, seconds):
             self._compare(version, sent, verify_all)
+        if self._opens:
+            with self._phase("close", version, seconds):
+                self._check.close_layers(deadline_for(sent.amount.nbytes))
         with self._phase("continue", version, seconds):
             fleet.post("/continue_generation", {}, self._control_seconds)
         seconds["total"] = time.perf_counter() - begin

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,10 +313,3 @@ def test_flags_of_experts_contradict_a_dense_model() -> None:
 def test_a_fused_permutation_is_accepted_for_what_it_is_about() -> None:
     (warning,) = make_config(moe_permute_fusion=True).warnings
     assert warning.startswith("--moe-permute-fusion has no effect: it is about speed alone")
-
-
-def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
-    config = {**QWEN3_4B_CONFIG, "quantization_config": {"quant_method": "fp8"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"asks for quantised weights \(fp8\)(.|\n)*--rollout-engine embedded"):
-        parse(f"{QWEN3_4B_RUN} --rollout-engine sglang", hf=str(tmp_path))

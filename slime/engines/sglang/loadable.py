@@ -43,6 +43,7 @@ class _Layer:
         self.module, self.method = module, _method(module)
         owners: list[Any] = [module, self.method, vars(module).get("scheme")]
         self.kept = [(owner, _tensors(owner)) for owner in owners if owner is not None]
+        self._marks = {mark: vars(module)[mark] for mark in _DONE_MARKS if mark in vars(module)}
 
     def open(self) -> None:
         """New parameters, as they are before loading. May be called again."""
@@ -54,9 +55,8 @@ class _Layer:
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 module._parameters[name] = _realised(parameter, own.get(name), device)
-        for mark in _DONE_MARKS:
-            if mark in vars(module):
-                setattr(module, mark, False)
+        for mark in self._marks:
+            setattr(module, mark, False)
 
     def close(self, processed: bool) -> None:
         """
@@ -68,6 +68,18 @@ class _Layer:
         for owner, tensors in self.kept:
             for name, old in tensors.items():
                 _settle(owner, name, old)
+        self._drop_surplus()
+
+    def shut(self) -> None:
+        """As if it had not been opened; nothing was loaded meanwhile."""
+        for owner, tensors in self.kept:
+            for name, old in tensors.items():
+                _put(owner, name, old)
+        for mark, value in self._marks.items():
+            setattr(self.module, mark, value)
+        self._drop_surplus()
+
+    def _drop_surplus(self) -> None:
         surplus = [name for name, value in self.module._parameters.items()
                    if value is not None and name not in self.kept[0][1]]  # fmt: skip
         for name in surplus:
@@ -121,6 +133,23 @@ def close_layers(model: nn.Module, processed: bool = False) -> list[str]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return names
+
+
+@contextmanager
+def opened_to_look(model: nn.Module) -> Iterator[None]:
+    """Layers are loadable within the block, to see where a push would put what; memory is not touched, and may be away.
+
+    Raises:
+        ValueError: as `open_layers`.
+    """
+    was_open = bool(_open.get(model))
+    open_layers(model)
+    try:
+        yield
+    finally:
+        if not was_open:
+            for layer in _open.pop(model).values():
+                layer.shut()
 
 
 def _method(module: nn.Module) -> Any:
@@ -207,7 +236,12 @@ def _settle(owner: Any, name: str, old: torch.Tensor) -> None:
     if new is not old:
         if new.data_ptr() != old.data_ptr() or new.stride() != old.stride():
             old.data.copy_(new.data)
-        if name in parameters:
-            parameters[name] = old
-        else:
-            vars(owner)[name] = old
+        _put(owner, name, old)
+
+
+def _put(owner: Any, name: str, tensor: torch.Tensor) -> None:
+    parameters = vars(owner).get("_parameters", {})
+    if name in parameters:
+        parameters[name] = tensor
+    else:
+        vars(owner)[name] = tensor

@@ -16,6 +16,7 @@ import json
 import logging
 import re
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slime.engines.sglang.loadable import close_layers, open_layers
+from slime.engines.sglang.loadable import close_layers, open_layers, opened_to_look
 from slime.engines.wire.buckets import FINGERPRINTS
 from slime.engines.wire.expert_runs import ExpertRun
 
@@ -38,7 +39,9 @@ _FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight\w*)")
+#: Parameters that no push brings: what SGLang makes by itself, and scales of its cache.
+_OWN = re.compile(r".*(g_idx|g_idx_sort_indices|weight_shape|[kv]_scale)")
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,10 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
     """SGLang's hook for custom weight loaders.
 
     Args:
-        named_tensors: one uint8 tensor of JSON: ``{"action", "host", "port", "key"}`` with, by action: "layout":
-            ``"tensors": {name: shape}``; "fingerprint": these and ``"method"``, of `FINGERPRINTS`; "open": no more;
-            "close": ``"processed"``.
+        named_tensors: one uint8 tensor of JSON: ``{"action", "host", "port", "key"}`` with, by action:
+            "layout": ``"tensors": {name: shape}``, and ``"opens"``: as they are while layers are open;
+            "fingerprint": the same tensors and ``"method"``, of `FINGERPRINTS`; "open": no more; "close":
+            ``"processed"``.
     """
     try:
         [(_, raw)] = named_tensors
@@ -107,7 +111,8 @@ def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
         if action == "close":
             return {"layers": close_layers(model, request["processed"])}
         if action == "layout":
-            return _layout(model, request["tensors"])
+            with opened_to_look(model) if request.get("opens") else nullcontext():
+                return _layout(model, request["tensors"])
         return _fingerprints(model, request["tensors"], request["method"])
     except Exception as error:  # must not reach the engine's scheduler, which would die of it
         logger.exception("weights could not be reported")
@@ -124,7 +129,8 @@ def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
         slices[name] = None if held is None else [held.dim, held.start, held.stop]
         if held is not None:
             touched.add(held.parameter)
-    others = sorted(set(tree.parameters) - touched)
+    own = {name for name, parameter in tree.parameters.items() if _OWN.fullmatch(name) or not parameter.numel()}
+    others = sorted(set(tree.parameters) - touched - own)
     return {"slices": slices, "others": others}
 
 
@@ -149,6 +155,8 @@ class Tree:
         Args:
             shape: of the whole tensor, as sent.
         """
+        if name.endswith(".weight_shape"):  # parts of a fused layer share it, and no kernel reads it
+            return None
         if name in self.parameters:
             return self._direct(name, shape)
         run = ExpertRun.parse(name)
@@ -158,7 +166,10 @@ class Tree:
         parent, _, projection = owner.rpartition(".")
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
-            return self._expert(expert.group(1), int(expert.group(2)), expert.group(3))
+            number, projection, leaf = int(expert.group(2)), expert.group(3), expert.group(4)
+            plain = leaf == "weight"
+            owner = expert.group(1)
+            return self._expert(owner, number, projection) if plain else self._part(owner, number, projection, leaf)
         if projection not in _FUSED:
             return None
         fused, part = _FUSED[projection]
@@ -166,6 +177,9 @@ class Tree:
         if parameter not in self.parameters:
             return None
         module = self.modules[f"{parent}.{fused}"]
+        tensor = self.parameters[parameter]
+        if tensor.dim() == 1 and leaf == "weight_scale":  # one for each projection, the same on every rank
+            return Held(tensor[part : part + 1], 0, 0, 1, parameter)
         if fused == "qkv_proj":
             return self._of_qkv(parameter, module, part)
         size = self.parameters[parameter].shape[0] // 2
@@ -190,9 +204,12 @@ class Tree:
         start = _tp_rank(module) * size
         return Held(tensor, dims[0], start, start + size, name)
 
-    def _of_qkv(self, parameter: str, module: Any, part: int) -> Held:
+    def _of_qkv(self, parameter: str, module: Any, part: int) -> Held | None:
         sizes = [module.q_proj_shard_size, module.kv_proj_shard_size, module.kv_proj_shard_size]
-        begin, size = sum(sizes[:part]), sizes[part]
+        unit = sum(sizes) // self.parameters[parameter].shape[0]  # rows that share a row of this one: a block's scale
+        if not unit or any(size % unit for size in sizes):
+            return None
+        begin, size = sum(sizes[:part]) // unit, sizes[part] // unit
         rank = _tp_rank(module) // (module.num_kv_head_replicas if part else 1)
         tensor = self.parameters[parameter][begin : begin + size]
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
@@ -204,6 +221,29 @@ class Tree:
             return None
         size = int(held.target.shape[held.axis])
         return Held(held.target[0], held.axis - 1, held.start, held.start + size, held.parameter)
+
+    def _part(self, owner: str, number: int, projection: str, leaf: str) -> Held | None:
+        """Of an expert's quantised weight: numbers and scales of groups lie turned over, scales of tensors in a row."""
+        module = self.modules.get(owner)
+        name = f"{'w2' if projection == 'down' else 'w13'}_{leaf}"
+        stacked = None if module is None else module._parameters.get(name)
+        if module is None or stacked is None:
+            return None
+        begin, count = _routed_experts(module, int(stacked.shape[0]))
+        if not begin <= number < begin + count:
+            return None
+        held, parameter = stacked.detach()[number - begin], f"{owner}.{name}"
+        half = None if projection == "down" else _gate_half(module) if projection == "gate" else 1 - _gate_half(module)
+        if held.dim() < 2:
+            scale = held.reshape(1) if half is None else held[half : half + 1]
+            return Held(scale, 0, 0, 1, parameter)
+        if vars(stacked).get("is_transposed"):
+            held = held.t()
+        axis = 1 if half is None else 0
+        if half is not None:
+            held = held.chunk(2)[half]
+        start = int(vars(module).get("moe_tp_rank", 0)) * int(held.shape[axis])
+        return Held(held, axis, start, start + int(held.shape[axis]), parameter)
 
     def _run(self, run: ExpertRun, shape: tuple[int, ...]) -> Held | None:
         """None also for a part that is cut along two axes: `Held` has one."""

@@ -42,6 +42,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ALLOWED = ("builtins.", "collections.", "copyreg.", "functools.", "itertools.", "operator.", "types.", "weakref.",
            "torch.", "multiprocessing.resource_sharer.", "multiprocessing.reduction.", "pickletools.", "peft.",
            "transformers.", "huggingface_hub.", "sglang.srt.")  # fmt: skip
+#: Ends of names of what stands beside quantised weights.
+QUANTISED = (".weight_scale", ".weight_scale_inv", ".weight_packed")
 _JOIN_SECONDS = 60.0
 
 
@@ -59,6 +61,7 @@ class SGLangUpdater:
         self.args = args
         self.groups: dict[str, list[ExternalGroup]] = {}
         self.lock = threading.Lock()
+        self.is_open = False  # layers of quantised weights take weights, and cannot be computed with
 
     def from_tensor(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
         payloads, load_format = body["serialized_named_tensors"], body.get("load_format")
@@ -69,18 +72,24 @@ class SGLangUpdater:
                 self._run_loader(own._engine.store, load_format, contents)
                 return own._apply([], body)
             assert load_format in (None, "flattened_bucket"), f"Unknown load_format={load_format}"
+            packed = [name for name in own._engine.store.names if name.endswith(QUANTISED)]
+            assert self.is_open or not packed, f"'Parameter' object has no attribute 'weight_loader' ({packed[:1]})"
             ranks = [_pairs(content, load_format) for content in contents]
             for other in ranks[1:]:
                 assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ranks[0], other, strict=True))
             return own._apply(ranks[0], body)
 
     def _run_loader(self, store: WeightStore, path: str, contents: list[Any]) -> None:
+        if path == WEIGHT_PROBE:
+            [(_, raw)] = contents[0]
+            action = json.loads(bytes(raw.numpy().tobytes()))["action"]
+            self.is_open = action == "open" or (self.is_open and action != "close")
         module, _, name = path.rpartition(".")
         loader = getattr(importlib.import_module(module), name)
         real = dist.is_initialized, dist.get_rank
         for rank, content in enumerate(contents):
             dist.is_initialized, dist.get_rank = (lambda: True), (lambda rank=rank: rank)
-            model = sharded_model(store.named, store.arch, rank, self.args.tp_size)
+            model = sharded_model(store.held, store.arch, rank, self.args.tp_size)
             try:
                 loader(model, content)
             finally:
@@ -164,6 +173,8 @@ def install(args: argparse.Namespace) -> None:
         if generates(path):
             if released & {"weights", "kv_cache"}:
                 die(NO_MEMORY)
+            if updater.is_open:
+                die("RuntimeError: layers of quantised weights were not processed")
             return await plain(request, health_generate if path == "/health" else handler)
         if "memory_occupation" in path:
             problem = _memory(path, body, released, args)
@@ -178,7 +189,8 @@ def install(args: argparse.Namespace) -> None:
         elif path in ("/server_info", "/get_server_info"):
             answer = await plain(request, handler)
             known = json.loads(answer.body) if isinstance(answer, web.Response) else {}
-            return json_response({**known, **vars(args), "version": __version__})
+            own_names = {"fp8_gemm_runner_backend": args.fp8_gemm_backend}
+            return json_response({**known, **vars(args), **own_names, "version": __version__})
         return await plain(request, handler)
 
     embedded._errors = as_sglang

@@ -45,13 +45,18 @@ def sharded_model(named: Mapping[str, torch.Tensor], arch: Any, rank: int, size:
         expert = _EXPERT.fullmatch(name)
         if expert:
             experts.setdefault(expert[1], {}).setdefault(int(expert[2]), {})[expert[3]] = tensor
+        elif leaf == "weight_scale" and last in (*_QKV, *_GATE_UP):  # of tensors: one for each part, on every rank
+            parts = _QKV if last in _QKV else _GATE_UP
+            if last == parts[0]:
+                fused = "qkv_proj" if last in _QKV else "gate_up_proj"
+                _put(root, f"{parent}.{fused}", leaf, torch.cat([named[f"{parent}.{p}.{leaf}"] for p in parts]))
         elif last in _QKV:
             if last == "q_proj":
                 _qkv(root, parent, leaf, [named[f"{parent}.{p}.{leaf}"] for p in _QKV], rank, size, named)
         elif last in _GATE_UP:
             if last == "gate_proj":
-                parts = [named[f"{parent}.{p}.{leaf}"].chunk(size)[rank] for p in _GATE_UP]
-                _put(root, f"{parent}.gate_up_proj", leaf, torch.cat(parts)).tp_rank = rank
+                halves = [named[f"{parent}.{p}.{leaf}"].chunk(size)[rank] for p in _GATE_UP]
+                _put(root, f"{parent}.gate_up_proj", leaf, torch.cat(halves)).tp_rank = rank
         elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
             rows = tensor.shape[0]
             each = -(-rows // (64 * size)) * 64  # SGLang pads vocabularies to multiples of 64 per rank

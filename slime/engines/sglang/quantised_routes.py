@@ -1,0 +1,134 @@
+"""Which way quantised weights go into SGLang, by version and format: one table, with the reason where there is none.
+
+A way stands here when an experiment has shown it: engines that were pushed to hold, bit for bit, what engines hold that
+were started with the same weights (`benchmarks/gpu/quantised.py`; rows in docs/measurements/quantised-h200.jsonl). A
+change of what an entry needs wants such an experiment. Imports no SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.engines.sglang.versions import version_of
+from slime.errors import UserError
+from slime.models.quantised import Int4, Quantisation
+
+
+@dataclass(frozen=True)
+class QuantisedRoute:
+    """How a push goes.
+
+    Attributes:
+        opens: layers are made loadable before the transfer and processed after it (`slime.engines.sglang.loadable`);
+            otherwise SGLang computes with what it loaded as it came.
+        kinds: of `slime.weights.route.choose_route`, those that were tried.
+        needs: SGLang's arguments with the values that it was tried with, by the names of `_ARGUMENTS`.
+    """
+
+    opens: bool
+    kinds: tuple[str, ...] = ("ipc",)
+    needs: tuple[tuple[str, Any], ...] = (("tp_size", 1),)
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """One of SGLang's arguments on which the form of quantised weights depends.
+
+    Attributes:
+        keys: its names, as a flag and in ``/server_info``.
+        default: where neither is there.
+        fix: how a run asks for a value.
+    """
+
+    keys: tuple[str, ...]
+    default: Any
+    fix: str
+
+
+_ARGUMENTS = {
+    "tp_size": _Argument(("tp_size",), 1, "pass --rollout-num-gpus-per-engine {}"),
+    "fp8_gemm_backend": _Argument(
+        ("fp8_gemm_backend", "fp8_gemm_runner_backend"), "auto", "pass --sglang-fp8-gemm-backend {}"
+    ),
+}
+_KINDS = {
+    "ipc": "handles (--colocate)", "broadcast": "broadcast (engines on GPUs of their own)",
+    "disk": "--update-weight-transport disk",
+}  # fmt: skip
+_FP8_NEEDS = (("tp_size", 1), ("fp8_gemm_backend", "triton"))
+
+_UNTRIED = (
+    "not tried: SGLang packs quantised weights anew for its kernels after it has loaded them, and no experiment shows"
+    " that pushes in this format end right"
+)
+_OTHER_VERSION = "not tried: pushes of quantised weights were tried with other versions of SGLang alone"
+
+#: Version → format, as `form_of` names it → route, or why there is none. What stands nowhere was not tried.
+ROUTES: dict[str, dict[str, QuantisedRoute | str]] = {
+    "0.5.16": {
+        "INT4 in groups of 128, symmetric": QuantisedRoute(opens=True),
+        "FP8 in blocks of 128×128": QuantisedRoute(opens=True, needs=_FP8_NEEDS),
+        "FP8 by tensor": QuantisedRoute(opens=True, needs=_FP8_NEEDS),
+    },
+}
+
+
+def form_of(quantisation: Quantisation) -> str:
+    """The format's name in `ROUTES`; with the method's where this is not the usual one.
+
+    Example:
+        >>> form_of(Quantisation("fp8", Fp8((128, 128))))
+        'FP8 in blocks of 128×128'
+    """
+    scheme = quantisation.scheme
+    usual = "compressed-tensors" if isinstance(scheme, Int4) else "fp8"
+    return str(scheme) if quantisation.method == usual else f"{scheme} of {quantisation.method}"
+
+
+def quantised_route(hf_config: Mapping[str, Any], engine: Mapping[str, Any], kind: str) -> QuantisedRoute | None:
+    """None for a model of plain weights.
+
+    Args:
+        hf_config: config.json.
+        engine: ``version`` of the SGLang that serves it, and its arguments: an engine's ``/server_info``, or flags.
+        kind: which way weights go, of `slime.weights.route.choose_route`.
+    Raises:
+        UserError: the method is not known, or no push of it into this engine this way is known to end right; by name.
+    """
+    quantisation = Quantisation.read(hf_config)
+    if quantisation is None:
+        return None
+    version, form = str(engine.get("version")), form_of(quantisation)
+    known = ROUTES.get(".".join(map(str, version_of(version)[:3])))
+    found = _OTHER_VERSION if known is None else known.get(form, _UNTRIED)
+    what = f"--hf-checkpoint has quantised weights ({form}, quant_method {quantisation.method})"
+    if not isinstance(found, QuantisedRoute):
+        raise UserError(f"{what}, which cannot be pushed to SGLang {version}", why=found, fix=_OTHERWISE)
+    if hf_config.get("kv_lora_rank"):
+        raise UserError(
+            f"{what} and latent attention, which cannot be pushed to SGLang {version}",
+            why="not tried: SGLang computes further matrices from kv_b_proj as it loads it",
+            fix=_OTHERWISE,
+        )
+    if kind not in found.kinds:
+        tried = " and ".join(_KINDS[one] for one in found.kinds)
+        raise UserError(
+            f"{what}, which cannot be pushed to SGLang by {_KINDS[kind]}",
+            why=f"not tried: pushes in this format went by {tried} alone",
+            fix=f"share GPUs with --colocate, without --update-weight-transport; or {_OTHERWISE}",
+        )
+    for name, tried in found.needs:
+        argument = _ARGUMENTS[name]
+        value = next((engine[key] for key in argument.keys if engine.get(key) is not None), argument.default)
+        if value != tried:
+            raise UserError(
+                f"{what}, which cannot be pushed to SGLang with {name} {value}",
+                why=f"not tried: pushes in this format went to engines with {name} {tried} alone",
+                fix=f"{argument.fix.format(tried)}; or {_OTHERWISE}",
+            )
+    return found
+
+
+_OTHERWISE = "take the model with plain weights (slime convert quantised-to-hf makes one), or --rollout-engine embedded"

@@ -1,0 +1,30 @@
+"""Whether pushes can bring a model of quantised weights to a run's engines, before these are there. Imports torch for
+such a model alone."""
+
+from __future__ import annotations
+
+from slime.config.config import Config
+from slime.engines.sglang.quantised_routes import quantised_route
+from slime.engines.sglang.versions import installed_version
+from slime.models.quantised import Quantisation
+from slime.models.spec import read_hf_config
+
+
+def check_route(config: Config) -> None:
+    """Of a model whose weights engines hold quantised: they go to SGLang in a way that was tried, as far as flags say.
+    Engines are asked again when they are there: server groups have arguments of their own.
+
+    Raises:
+        UserError: they do not; by name.
+    """
+    flags = config.checkpoint
+    assert flags.hf_checkpoint is not None
+    hf_config, version = read_hf_config(flags.hf_checkpoint), installed_version()
+    if config.engine.rollout_engine != "sglang" or config.debug.debug_rollout_only:  # the latter pushes nothing
+        return
+    if version is None or Quantisation.read(hf_config) is None:  # another check says so; external engines say theirs
+        return
+    from slime.weights.route import choose_route
+
+    engine = {**config.engine.sglang, "version": version, "tp_size": config.cluster.rollout_num_gpus_per_engine}
+    quantised_route(hf_config, engine, choose_route(config, embedded=False, local=True))
