@@ -65,7 +65,7 @@ def test_hooks_page_has_every_hook(make_docs: ModuleType) -> None:
     page = make_docs.PAGES["docs/hooks.md"]()
     for flag in HOOKS:
         assert f"`--{flag.replace('_', '-')}`" in page, flag
-    assert "data_source: DataSource" in page and "self" not in page
+    assert "data_source: DataSource" in page and "(self" not in page
 
 
 @pytest.mark.parametrize(
