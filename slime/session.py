@@ -85,7 +85,7 @@ class Session:
         self._not_logged: dict[str, float] = {}
         self._beside: _Beside | None = None
         self._restarts = 0
-        self._state = "failed"
+        self._state, self._was_launched = "failed", False
         signals.would_lose = lambda: self.saving.would_lose(self._last_trained)
         signals.blocks, signals.gives_up = self._who_blocks_the_end, self._give_up
         limit = config.cluster.distributed_timeout_minutes * 60.0
@@ -100,6 +100,7 @@ class Session:
         with self.sinks.phase("launch"):
             launch = self.cluster.launch()
         self.run.set_state("launched")
+        self._was_launched = True
         schedule = self.schedule
         schedule.begin(launch.start_rollout_id, launch.num_prompts)
         if self.config.rollout.num_rollout is None:
@@ -303,8 +304,8 @@ class Session:
         print("error: " + "\n".join([*lines, self.saving.to_go_on()]).rstrip(), file=sys.stderr, flush=True)
 
     def _weights_then(self) -> str:
-        version = self.ages.version
-        return f"weights: version {version} was pushed last, {self.step} rollouts are trained on" if version else ""
+        last = f"version {version} was pushed last" if (version := self.ages.version) else "none were pushed"
+        return f"weights: {last}, {self.step} rollouts are trained on"
 
     def interrupted(self) -> None:
         """After Ctrl-C: leave, but not without a checkpoint that is nearly there."""
@@ -333,8 +334,8 @@ class Session:
             error.add_note(to_go_on)
         where = f"details: {folder or 'not written, see above'}; report: {self.run.report_path}"
         error.add_note(f"{where}; every process's log: {self.run.logs}")
-        if isinstance(error, RunFailed) and (weights := self._weights_then()):
-            error.add_note(weights)
+        if isinstance(error, RunFailed) and self._was_launched:
+            error.add_note(self._weights_then())
         if not is_mistake:
             error.add_note(f"cause and remedies, as far as they are known: {slime_command()} explain {self.run.path}")
 
