@@ -325,7 +325,8 @@ class Sample:
         def refuse(what: str, fix: str) -> None:
             raise UserError(f"{origin} returned a sample (index {self.index}) with {what}", fix=fix)
 
-        if self.response_length < 0 or self.response_length > len(self.tokens):
+        length: Any = self.response_length  # users' code may leave anything there
+        if not hasattr(length, "__index__") or length < 0 or length > len(self.tokens):
             refuse(
                 f"response_length {self.response_length} but {len(self.tokens)} tokens",
                 "tokens must hold the prompt and the response; use sample.append_response_tokens",

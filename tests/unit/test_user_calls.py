@@ -102,10 +102,12 @@ asyncio.run(main())
 
 
 def test_threads_are_used_again() -> None:
-    async def main() -> set[int]:
-        return {await in_thread(threading.get_ident, "mine") for _ in range(20)}
+    """One that has just answered may not be idle yet."""
 
-    assert len(asyncio.run(main())) == 1
+    async def main() -> set[int]:
+        return {await in_thread(threading.get_ident, "mine") for _ in range(50)}
+
+    assert len(asyncio.run(main())) < 10
 
 
 class Own(BaseException):
