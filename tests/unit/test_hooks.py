@@ -151,18 +151,16 @@ def test_sync_and_async_hooks_and_threads() -> None:
     async def run() -> None:
         assert await call_hook(lambda a, b: a + b, 1, 2) == 3
         assert await call_hook(generate_with, None, "s", {}, optional={"evaluation": True}) == "s"
-        assert await call_hook(lambda: generate_without(0, "x", {}), in_thread=True) == "x", "a sync wrapper of async"
-        assert await call_hook(threading.get_ident, in_thread=True) != threading.get_ident()
-        assert await call_hook(threading.get_ident) == threading.get_ident()
+        assert await call_hook(lambda: generate_without(0, "x", {})) == "x", "a sync wrapper of async"
+        assert await call_hook(threading.get_ident) != threading.get_ident(), "sync functions have a thread"
         with pytest.raises(KeyError):
-            await call_hook({}.__getitem__, "k", in_thread=True)
+            await call_hook({}.__getitem__, "k")
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("in_thread", [True, False])
 @pytest.mark.parametrize("raised", [SystemExit(3), StopIteration()], ids=["exit", "stop"])
-def test_what_would_end_the_loop_is_an_error_like_any_other(raised: BaseException, in_thread: bool) -> None:
+def test_what_would_end_the_loop_is_an_error_like_any_other(raised: BaseException) -> None:
     """`sys.exit()` and a bare `next()` in users' code: nobody may be left waiting for them."""
 
     def hook() -> None:
@@ -175,7 +173,7 @@ def test_what_would_end_the_loop_is_an_error_like_any_other(raised: BaseExceptio
         for fn in (hook, hook_async):
             async with asyncio.timeout(10):
                 with pytest.raises(RuntimeError, match=type(raised).__name__):
-                    await asyncio.create_task(call_hook(fn, in_thread=in_thread))
+                    await asyncio.create_task(call_hook(fn))
 
     asyncio.run(run())
 
@@ -188,7 +186,7 @@ def test_a_hook_in_a_thread_does_not_block_the_loop() -> None:
             started.set()
             return release.wait(10)
 
-        waiting = asyncio.create_task(call_hook(wait, in_thread=True))
+        waiting = asyncio.create_task(call_hook(wait))
         while not started.is_set():
             await asyncio.sleep(0)
         release.set()  # only possible because the loop goes on
