@@ -158,7 +158,6 @@ class RolloutClient:
             yield client
         finally:
             self._company.remove(client)
-            client._aborting.set()  # users' code that was left behind asks the policy's engines nothing more
 
     async def engine(self, url: str = "") -> EngineClient:
         """The shared connection pool of one base URL (default: the router's)."""

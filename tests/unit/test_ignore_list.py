@@ -76,7 +76,7 @@ def test_a_rule_that_names_a_norm_is_not_idle() -> None:
 def model_of(family: str, is_tied: bool) -> tuple[dict[str, Any], Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = config_of(family, tie_word_embeddings=is_tied)
+    config = config_of(family, tie_word_embeddings=is_tied, pad_token_id=None)
     with torch.device("meta"):
         return config, AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
 
