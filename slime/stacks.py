@@ -97,6 +97,12 @@ def frames_of_task(task: asyncio.Task[Any]) -> list[FrameType]:
     return frames
 
 
+def stack_of_thread(thread: int) -> str:
+    """`lines_of_users` of a thread of this process, by its ident; "" where it has ended."""
+    frame = sys._current_frames().get(thread)
+    return lines_of_users([frame for frame, _ in traceback.walk_stack(frame)][::-1]) if frame is not None else ""
+
+
 def lines_of_users(frames: list[FrameType]) -> str:
     """Where frames are, the innermost last, without those of the event loop and of what calls users' code."""
     summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)

@@ -21,10 +21,8 @@ import ctypes
 import logging
 import os
 import queue
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +30,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from slime.stacks import frames_of_task, lines_of_users
+from slime.stacks import frames_of_task, lines_of_users, stack_of_thread
 
 logger = logging.getLogger("slime.user_calls")
 T = TypeVar("T")
@@ -266,7 +264,8 @@ class WatchedLoop:
 
     def _began(self) -> None:
         self._answered = True
-        self._blocked, self._next, self._ended, self._since = 0.0, _BLOCKED_SECONDS, False, time.time()
+        self._blocked, self._next, self._ended = 0.0, _BLOCKED_SECONDS, False
+        self._since = time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def _answer(self) -> None:
         self.thread, self.native = threading.get_ident(), threading.get_native_id()
@@ -305,8 +304,7 @@ class WatchedLoop:
         return name.removeprefix(_TASK) if name.startswith(_TASK) else _running.get(self.thread, "")
 
     def _stack(self) -> str:
-        frame = sys._current_frames().get(self.thread)
-        return lines_of_users([frame for frame, _ in traceback.walk_stack(frame)][::-1]) if frame is not None else ""
+        return stack_of_thread(self.thread)
 
     def _say(self) -> None:
         logger.warning(
@@ -316,7 +314,7 @@ class WatchedLoop:
 
     def _end(self, what: str) -> None:
         self._ended = True
-        new = [child for child in _children_of(self.native) if child.create_time() >= self._since - _LOOK_SECONDS]
+        new = [child for child in _children_of(self.native) if _began_at(child.pid) >= self._since - _LOOK_SECONDS]
         killed = _kill(new)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), ctypes.py_object(Ended))
         logger.warning(
@@ -375,11 +373,8 @@ class _Overseer:
         elif now >= call.ended_at + _LEAVE_SECONDS and not call.is_named:
             call.is_named = True
             _kill(_children_of(call.native))  # those that it has started since
-            frame = sys._current_frames().get(call.thread)
-            lines = (
-                lines_of_users([frame for frame, _ in traceback.walk_stack(frame)][::-1]) if frame is not None else ""
-            )
-            logger.warning("the thread of %s cannot be ended, and stays until this process ends%s", call.what, lines)
+            said = "the thread of %s cannot be ended, and stays until this process ends%s"
+            logger.warning(said, call.what, stack_of_thread(call.thread))
 
 
 _overseer = _Overseer()
@@ -398,6 +393,15 @@ def _children_of(native: int) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             found.append(psutil.Process(pid))
     return found
+
+
+def _began_at(pid: int) -> float:
+    """On the clock of `time.CLOCK_BOOTTIME`, which no correction of the time of day moves; 0 where it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")  # the 22nd field, see proc_pid_stat(5)
 
 
 def own_children() -> list[psutil.Process]:

@@ -110,15 +110,16 @@ def required() -> set[str]:
 
 
 def imported() -> set[str]:
-    """Top-level modules that `slime` imports, wherever in a file."""
-    names = set()
+    """Top-level modules that `slime` imports, wherever in a file; not those beside a file that is run as a script."""
+    names, beside = set(), set()
     for path in (ROOT / "slime").rglob("*.py"):
+        beside |= {file.stem for file in path.parent.glob("*.py")} if '"__main__"' in path.read_text() else set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 names.add(node.module.partition(".")[0])
-    return names - set(sys.stdlib_module_names) - {"slime"}
+    return names - set(sys.stdlib_module_names) - {"slime"} - beside
 
 
 #: Modules that come with a requirement, in those of its builds where they are used.
