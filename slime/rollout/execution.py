@@ -155,7 +155,9 @@ class GroupRunner:
             for execution in group.executions:
                 self._end_of_failure(execution, error)
         except asyncio.CancelledError:
-            for execution in group.executions:
+            if not (hung := [execution for execution in group.executions if execution.hung_seconds]):
+                raise  # those that were accepted before one hung in its reward are not among them
+            for execution in hung:
                 self._end_of_hanging(execution)
         self.last_progress = time.monotonic()
 

@@ -79,6 +79,6 @@ async def replaced_evaluation(args: Any, rollout_id: int) -> RolloutFnEvalOutput
     if own is None:
         return None
     with failures_of("the plugin's eval_rollout"):
-        returned = await own(args, rollout_id)
+        returned = await call_hook(own, args, rollout_id, what="the plugin's eval_rollout")
     output: RolloutFnEvalOutput = wrapped(returned[0] if isinstance(returned, tuple) else returned, True)
     return output

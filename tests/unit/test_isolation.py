@@ -258,7 +258,7 @@ def rollout(folder: Path, source: DataSource | None = None, **flags: Any) -> tup
 
     async def main() -> RolloutFnTrainOutput:
         async with FakeEngine() as engine:
-            loop = RolloutLoop(config, FakeTokenizer(), FakeSource(2) if source is None else source, engine.url)
+            loop = RolloutLoop(config, FakeTokenizer(), SparingSource(2) if source is None else source, engine.url)
             loop.record_failure = Recorder(run.path, config).record_failure
             try:
                 return await asyncio.wait_for(loop.generate_batch(0), timeout=300)
@@ -374,6 +374,14 @@ def test_above_the_set_rate_the_run_stops(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="3 groups have failed in this rollout of 4") as caught:
         rollout(tmp_path, rollout_batch_size=4, **flags)
     assert "the sandbox is gone" in caught.value.why and "in always_fails" in "".join(caught.value.__notes__)
+
+
+class SparingSource(FakeSource):
+    """After its first draw it gives one group at a time: none is drawn that is not needed, so that each that can be is
+    chosen, in whichever order they finish."""
+
+    def get_samples(self, num_samples: int) -> Any:
+        return super().get_samples(1 if self.drawn else num_samples)
 
 
 class OddSource(FakeSource):

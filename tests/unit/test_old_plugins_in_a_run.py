@@ -152,6 +152,39 @@ def test_graders(monkeypatch: pytest.MonkeyPatch, rm_type: str, name: str) -> No
     assert [sample.reward for sample in batch(**flags)] == [3.0] * 6
 
 
+@pytest.mark.parametrize(
+    ("rm_type", "name"), [("remote_rm", "rm_hub.remote_rm"), ("dapo", "rm_hub.async_rm"), ("f1", "rm_hub.f1_score")]
+)
+def test_a_grader_that_hangs_scores_zero_in_time(monkeypatch: pytest.MonkeyPatch, rm_type: str, name: str) -> None:
+    async def hangs(*args: Any) -> float:
+        return await asyncio.Future()
+
+    monkeypatch.setattr(f"slime.rollout.{name}", hangs)
+    flags = {"rm_url": "http://nobody", "rm_type": rm_type, "rm_timeout": 0.1}
+    assert [sample.reward for sample in batch(**flags)] == [0.0] * 6
+
+
+def test_a_group_of_which_one_hangs_in_its_reward_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is accepted by then and has not failed itself; those behind it have not come so far."""
+
+    async def unscored(args: Any, group: list[Sample], params: dict[str, Any], **kwargs: Any) -> list[Sample]:
+        return [await answers_seven(args, sample, params) for sample in group]
+
+    monkeypatch.setattr("slime.rollout.sglang_rollout.generate_and_rm_group", unscored)
+    flags = {"rollout_stall_timeout": 0.3, "rollout_max_failed_fraction": 1.0, "rm_timeout": 60.0}
+
+    async def test(loop: RolloutLoop, engine: FakeEngine) -> Any:
+        return await loop.generate_batch(0)
+
+    output = in_a_loop(test, custom_rm_path=f"{__name__}:hangs_on_group_1", **flags)
+    assert [group.index for group in output.samples] == [0, 2, 3]
+    assert output.metrics["rollout/num_hung_samples"] == 1
+
+
+async def hangs_on_group_1(args: Any, sample: Sample, **kwargs: Any) -> float:
+    return await asyncio.Future() if sample.group_index == 1 else 1.0
+
+
 def test_generate_rollout_and_eval_rollout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ours = old("rollout.sglang_rollout").generate_rollout
 

@@ -153,8 +153,9 @@ class RewardPool:
         """
         if (own := replaced(f"{_HUB}async_rm")) is None:
             return await self.score_by_flags(sample)
-        value = await self._call("async_rm", sample, [sample], own)
-        return self._zero() if value is _TIMED_OUT else self._checked(value, "the plugin's async_rm", sample)
+        name = "the plugin's async_rm"
+        value = await self._call(name, own, [sample], self._args, sample)
+        return self._zero() if value is _TIMED_OUT else self._checked(value, name, sample)
 
     async def score_by_flags(self, sample: Sample) -> Reward:
         """The reward of one sample: a finite number, or a dict that has one under ``--reward-key``.
@@ -165,7 +166,7 @@ class RewardPool:
         """
         path = sample.custom_rm_path or self._path
         if path:
-            value = await self._call(path, sample, [sample])
+            value = await self._call(path, self._load(path), [sample], self._args, sample)
             return self._zero() if value is _TIMED_OUT else self._checked(value, path, sample)
         rm_type = sample.metadata.get("rm_type") or self._rm_type
         if not rm_type:
@@ -175,8 +176,9 @@ class RewardPool:
                 fix="pass one of them, or set sample.reward in the generate function",
             )
         check_rm_type(rm_type)
+        value = await self._built_in(rm_type, sample)
         try:
-            return self._checked(await self._built_in(rm_type, sample), f"--rm-type {rm_type}", sample)
+            return self._zero() if value is _TIMED_OUT else self._checked(value, f"--rm-type {rm_type}", sample)
         except FunctionFailed as error:  # no function of the user's: it would fail on each sample
             raise UserError(error.what, error.why, error.fix) from None
 
@@ -188,7 +190,8 @@ class RewardPool:
         """
         if (own := replaced(f"{_HUB}batched_async_rm")) is None:
             return await self.score_group_by_flags(samples)
-        return self._one_each(await self._call("batched_async_rm", samples, samples, own), "batched_async_rm", samples)
+        name = "the plugin's batched_async_rm"
+        return self._one_each(await self._call(name, own, samples, self._args, samples), name, samples)
 
     async def score_group_by_flags(self, samples: list[Sample]) -> list[Reward]:
         """Rewards of samples that are scored together: a custom function gets the list. With functions of their own
@@ -201,7 +204,8 @@ class RewardPool:
         path = paths.pop() if len(paths) == 1 else None
         if not path:
             return list(await asyncio.gather(*map(self.score, samples)))
-        return self._one_each(await self._call(path, samples, samples), path, samples)
+        values = await self._call(path, self._load(path), samples, self._args, samples)
+        return self._one_each(values, path, samples)
 
     def _one_each(self, values: Any, path: str, samples: list[Sample]) -> list[Reward]:
         if values is _TIMED_OUT:
@@ -235,7 +239,7 @@ class RewardPool:
         if name in _HUB_NAMES and (own := replaced(_HUB_NAMES[name])) is not None:
             said = response if name == rm_type else last_boxed(response) or ""
             more: dict[str, Any] = {"metadata": sample.metadata} if name == "gpqa" else {}
-            value = await call_hook(own, said, sample.label, what=f"the plugin's {name}", limit=self._timeout, **more)
+            value = await self._call(f"the plugin's {name}", own, [sample], said, sample.label, **more)
             return value[0] if name == "f1" and isinstance(value, tuple) else value
         if name in IN_WORKERS:
             deadline = min(self._timeout, MATH_DEADLINE)
@@ -248,7 +252,7 @@ class RewardPool:
         if name in IN_PROCESS:
             return IN_PROCESS[name](sample, response)
         if (own := replaced(f"{_HUB}remote_rm")) is not None:
-            return await own(self._args, sample)
+            return await self._call("the plugin's remote_rm", own, [sample], self._args, sample)
         if self._remote is None:
             raise UserError("--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
         try:
@@ -257,13 +261,17 @@ class RewardPool:
             self._count("timeout", self._url or "", 1)
             return self._zero()
 
-    async def _call(self, path: str, argument: Any, samples: list[Sample], replacement: Any = None) -> Any:
-        """What a user's function returned; `_TIMED_OUT` when it took too long."""
-        fn = self._load(path) if replacement is None else replacement
+    async def _call(self, path: str, fn: Any, samples: list[Sample], *arguments: Any, **more: Any) -> Any:
+        """What a user's function returned; `_TIMED_OUT` when it took too long.
+
+        Args:
+            path: for messages; names ``fn``.
+            samples: those that it scores.
+        """
         what = f"{path} on sample {samples[0].index}"
         try:
             async with contextlib.nullcontext() if is_async(fn) else self._threads:  # the clock starts when it does
-                return await call_hook(fn, self._args, argument, what=what, limit=self._timeout)
+                return await call_hook(fn, *arguments, what=what, limit=self._timeout, **more)
         except FunctionHangs:
             self._count("timeout", path, len(samples))
             return _TIMED_OUT
@@ -279,7 +287,8 @@ class RewardPool:
 
     def _fix(self, path: str, sample: Sample, error: Exception) -> str:
         mend = where_to_mend(error)
-        if self._standalone or self._data.prompt_data is None:
+        is_by_flag = path in (sample.custom_rm_path, self._path)  # others have no command of their own
+        if self._standalone or self._data.prompt_data is None or not is_by_flag:
             return mend
         words = ["slime", "reward", "--custom-rm-path", path, "--prompt-data", self._data.prompt_data]
         words += ["--input-key", self._data.input_key]
