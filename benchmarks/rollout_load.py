@@ -28,6 +28,7 @@ import psutil
 from slime.config import make_config
 from slime.config.config import Config
 from slime.hooks import DataSource
+from slime.host import settle
 from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.generate import generate
 from slime.rollout.loop import RolloutLoop
@@ -160,6 +161,8 @@ async def measure(args: argparse.Namespace) -> None:
     url = f"http://127.0.0.1:{await asyncio.to_thread(here.recv)}"
     config, process, rates, costs = configuration(args), psutil.Process(), [], []
     loop = RolloutLoop(config, tokenizer, Prompts(args.group_size, args.prompt_tokens), url)
+    await loop.start()
+    settle(many_samples=True)
     profile = cProfile.Profile()
     for number in range(args.rounds + 1):
         if args.profile and number == 1:

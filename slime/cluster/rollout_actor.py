@@ -22,7 +22,7 @@ from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.keys import RunKeys
 from slime.footprint import Footprint
-from slime.host import past_proxies
+from slime.host import past_proxies, settle
 from slime.log import get_logger, log_to_file_only
 from slime.observe.run_folder import RunFolder
 from slime.prompts.source import load_source, make_source, save_source
@@ -108,6 +108,7 @@ class RolloutActor:
         self.loop.record_failure = self.recorder.record_failure
         self.loop.lost = _leave
         await self.loop.start()
+        settle(many_samples=True)
 
     async def generate(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> RolloutResult | None:
         """One rollout, converted, packed and put into the object store, one shard per data-parallel rank; None for

@@ -27,7 +27,7 @@ from slime.cluster.waiting import (
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
-from slime.host import reserve_port
+from slime.host import reserve_port, settle
 from slime.log import get_logger, log_to_file_only
 from slime.placement import PlacementPlan
 from slime.samples.batch import TrainedTokens, TrainLayout
@@ -93,7 +93,7 @@ class TrainerActor:
         info = RankInfo(self.rank, self.world_size, local_rank, master_addr, master_port)
         self.backend = MegatronBackend(self.config, info)
         start = self.backend.setup()
-        self.backend.settle()
+        settle()
         return TrainerStart(
             start, dict(self.backend.extra_state), self.backend.layout, reports=self.backend.is_reporting_rank
         )

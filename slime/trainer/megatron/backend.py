@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -174,12 +173,6 @@ class MegatronBackend:
             load_hf(self.model_chunks, plan.path, model_name=name)
         else:
             load_checkpoint(plan, TrainerState(self.model_chunks))
-
-    def settle(self) -> None:
-        """What is here after `setup` stays: take it out of the garbage collector's sight, which would halt a step for
-        0.3 s now and then to look through a million objects. For processes that live as long as their trainer."""
-        gc.collect()
-        gc.freeze()
 
     # -- what a run does ---------------------------------------------------------------------------------------------
 
