@@ -289,9 +289,19 @@ def encode_chat(
     tools: list[dict[str, Any]] | None = None,
     template_kwargs: dict[str, Any] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """(tokens, mask) of a conversation. A template with ``{% generation %}`` marks says itself what is trained."""
+    """(tokens, mask) of a conversation. A template with ``{% generation %}`` marks says itself what is trained.
+
+    Raises:
+        UserError: such a template, and a message that says otherwise; see also `chat_segments`.
+    """
     if not _GENERATION_TAG.search(tokenizer.chat_template or ""):
         return encode_segments(chat_segments(messages, render, end_of_turn), tokenizer)
+    if not all(message.get("step_loss_mask", 1) for message in messages):
+        raise UserError(
+            "a message has a step_loss_mask of 0, which this chat template does not know",
+            why="it marks what is trained with {% generation %}, all of the assistant's messages",
+            fix="take a template without these marks, or leave such messages to the prompt",
+        )
     encoded = tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
         **(template_kwargs or {}),

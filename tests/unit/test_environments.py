@@ -19,8 +19,9 @@ import pytest
 
 from examples.environments.harbor_rollout import write_tasks
 from slime.errors import UserError
-from slime.rollout.agents.endpoint import AgentError
+from slime.rollout.agents.endpoint import AgentError, agent_endpoint
 from slime.rollout.agents.server import close_server
+from slime.rollout.environments.bash_agent import bash_agent
 from slime.rollout.environments.harbor import HarborTasks
 from slime.rollout.environments.openenv import OpenEnvEnvironment
 from slime.rollout.environments.rows import optional, task_of
@@ -126,6 +127,54 @@ def test_rewards_by_name_and_tests_that_say_nothing(tasks: Path) -> None:
     _, (sample,) = play([f"done{END}"], harbor().generate, str(test.parents[1]))
     assert sample.reward == 0.0 and "is a link" in sample.metadata["harbor"]["failure"]
     assert sample.metadata["harbor"]["output"] == "broken\n"
+    deep = "printf '[%.0s' $(seq 100000) > reward.json"
+    for made, why in (("mkfifo reward.txt", "no file"), ("mkfifo reward.json", "no file"), (deep, "RecursionError")):
+        test.write_text(f"cd /logs/verifier; {made}")
+        _, (sample,) = play([f"done{END}"], harbor().generate, str(test.parents[1]))
+        assert sample.reward == 0.0 and why in sample.metadata["harbor"]["failure"]
+
+
+@with_namespaces
+def test_the_working_directory_is_that_of_the_dockerfile(tasks: Path) -> None:
+    (tasks / "write-0" / "environment" / "Dockerfile").write_text("FROM debian\nWORKDIR /srv\nWORKDIR a/./b\n")
+    stage, (sample,) = play([f"```bash\npwd\n```{END}", f"done{END}"], harbor().generate, str(tasks / "write-0"))
+    assert "\n/srv/a/b\n" in stage.text(sample.tokens)
+
+
+@with_namespaces
+def test_an_agent_has_its_time_and_a_timeout_of_its_own_is_a_failure(tasks: Path) -> None:
+    async def waits(endpoint: Any, box: Any) -> None:
+        await bash_agent(endpoint, box)
+        await asyncio.Event().wait()
+
+    async def gives_up(endpoint: Any, box: Any) -> None:
+        raise TimeoutError("no answer from a tool")
+
+    config = tasks / "write-0" / "task.toml"
+    config.write_text("[agent]\ntimeout_sec = 1.5\n")
+    _, (sample,) = play([f"done{END}"], harbor(agent=waits).generate, str(config.parent))
+    assert sample.reward == 0.0 and sample.metadata["agent"]["turns"] == 1
+    with pytest.raises(TimeoutError, match="no answer from a tool"):
+        play([], harbor(agent=gives_up).generate, str(config.parent))
+
+
+@pytest.mark.parametrize("turns", [1, None])
+def test_the_bash_agent_ends_without_turns_and_fails_of_anything_else(turns: int | None) -> None:
+    class Box:
+        instruction = "work"
+
+        async def run(self, command: Any) -> Ran:
+            return Ran(0, "\ud83d" if turns is None else "fine", "", frozenset(), LIMITS)
+
+    async def generate(args: Any, sample: Sample, params: dict[str, Any]) -> list[Sample]:
+        async with agent_endpoint(args, sample, params, max_turns=turns) as endpoint:
+            await bash_agent(endpoint, Box())
+        return endpoint.samples(reward=1.0)
+
+    lines = [f"```bash\nls\n```{END}", f"done{END}"]
+    with contextlib.nullcontext() if turns else pytest.raises(AgentError, match="surrogate"):
+        _, (sample,) = play(lines, generate, None)
+        assert sample.metadata["agent"]["turns"] == 1
 
 
 @pytest.mark.parametrize(
@@ -135,6 +184,7 @@ def test_rewards_by_name_and_tests_that_say_nothing(tasks: Path) -> None:
         ("task.toml", '[[steps]]\nname = "first"\n', "steps"),
         ("task.toml", '[verifier]\nenvironment_mode = "separate"\n', "a separate verifier"),
         ("environment/Dockerfile", "FROM debian\nRUN apt-get install -y \\\n  gcc\n", "RUN apt-get install -y gcc"),
+        ("environment/Dockerfile", "ARG A=/app\nWORKDIR ${A}/b\n", "WORKDIR ${A}/b"),
         ("environment/docker-compose.yaml", "services: {}\n", "docker-compose.yaml"),
     ],
 )
@@ -145,6 +195,12 @@ def test_tasks_that_need_a_container_are_refused_by_what_they_need(
     with pytest.raises(UserError, match="needs a container") as caught:
         play([], harbor().generate, str(tasks / "write-0"))
     assert named in caught.value.why
+
+
+def test_a_task_that_cannot_be_read_is_named(tasks: Path) -> None:
+    (tasks / "write-0" / "task.toml").write_text("timeout 3")
+    with pytest.raises(UserError, match=r"write-0/task\.toml cannot be read"):
+        play([], harbor().generate, str(tasks / "write-0"))
 
 
 def test_a_runner_of_ones_own_gets_commands_and_folders(tasks: Path) -> None:

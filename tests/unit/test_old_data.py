@@ -94,6 +94,23 @@ def test_a_source_that_draws_by_itself_resumes(data: str, monkeypatch: pytest.Mo
     again.load_state_dict(state)
     (restored,) = again.get_samples(1)
     assert (restored[0].prompt, restored[0].index, again.get_metadata()) == ("p1", 6, {"drawn": 4})
+    ((new, _),) = again.get_samples(1)  # numbered on: the restored group has the number 3
+    assert (new.prompt, new.index, new.group_index) == ("p3", 8, 4)
+    again.mark_consumed([3, 4])
+    assert again.state_dict()["low"] == 5
+
+
+def test_a_data_set_that_was_looked_at_before_is_in_the_order_of_the_epoch_that_is_resumed(data: str) -> None:
+    config = make_config(
+        data_source_path="slime.rollout.data_source.RolloutDataSource",
+        **{"num_rollout": 1, "prompt_data": data, "rollout_shuffle": True},
+    )
+    source: Any = make_source(config, TOKENIZER)
+    source.epoch_id = 2
+    again: Any = make_source(config, TOKENIZER)
+    before = [sample.prompt for sample in again.dataset.samples]
+    again.load_state_dict(source.state_dict())
+    assert [sample.prompt for sample in again.dataset.samples] == [s.prompt for s in source.dataset.samples] != before
 
 
 def test_a_source_from_a_few_attributes(data: str) -> None:

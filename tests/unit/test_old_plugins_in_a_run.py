@@ -243,6 +243,11 @@ def own_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool =
     return old("utils.async_utils").run(own_rollout_async(args, rollout_id, data_source))
 
 
+def own_rollout_elsewhere(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """The same on an event loop of the plugin's own."""
+    return asyncio.run(own_rollout_async(args, rollout_id, data_source))
+
+
 async def own_rollout_async(args: Any, rollout_id: int, data_source: Any) -> Any:
     hub, base = old("rollout.sglang_rollout"), old("rollout.filter_hub.base_types")
     state, gatherer = hub.GenerateState(args), base.MetricGatherer()
@@ -273,7 +278,8 @@ def odd_groups_only(args: Any, samples: list[Sample], **kwargs: Any) -> Any:
     return output(keep=bool((samples[0].group_index or 0) % 2), reason="even")
 
 
-def test_a_rollout_loop_of_the_plugins_own() -> None:
+@pytest.mark.parametrize("function", ["own_rollout", "own_rollout_elsewhere"])
+def test_a_rollout_loop_of_the_plugins_own(function: str) -> None:
     async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
         for rollout_id in range(2):
             output = await loop.generate_batch(rollout_id)
@@ -281,7 +287,7 @@ def test_a_rollout_loop_of_the_plugins_own() -> None:
             assert output.metrics is not None and output.metrics["rollout/dynamic_filter/drop_even"] >= 2
         assert [entry[2] for entry in seen] == [1, 2] and loop.args.rollouts_so_far == 2
 
-    in_a_loop(test, rollout_function_path=f"{__name__}:own_rollout")
+    in_a_loop(test, rollout_function_path=f"{__name__}:{function}")
 
 
 async def drawn_by_a_function(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:

@@ -101,6 +101,8 @@ def test_messages_can_be_left_out_of_the_loss() -> None:
     sample = Sample(prompt=messages, group_index=0)
     SftEncoder(config_for(), TOKENIZER).encode(sample)
     assert trained_text(sample, TOKENIZER) == ["right<|im_end|>"]
+    with pytest.raises(UserError, match="step_loss_mask of 0"):  # it would train all of the assistant's
+        SftEncoder(config_for(), make_tokenizer(GENERATION)).encode(Sample(prompt=messages, group_index=0))
 
 
 TEMPLATED = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"

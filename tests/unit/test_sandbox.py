@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import socket
 import subprocess
@@ -182,22 +183,23 @@ def test_processes_of_the_host_get_no_signals(walls: str) -> None:
     assert ran.status == 1 and ("PermissionError" in ran.output or "ProcessLookupError" in ran.output)
 
 
-def test_whoever_is_cancelled_leaves_nothing(walls: str) -> None:
-    mark = "a-program-that-is-cancelled"
+def test_whoever_is_cancelled_leaves_nothing(walls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = f"1000.{os.getpid()}"
 
     async def run() -> None:
         sandbox = Sandbox(LIMITS, walls=walls)  # type: ignore[arg-type]
-        task = asyncio.create_task(sandbox.run(["sh", "-c", "exec sleep 1000", mark]))
-        while not any("1000" in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])):
+        task = asyncio.create_task(sandbox.run(["sleep", mark]))
+        while not left_over(mark):
             await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    folders = Path(tempfile.gettempdir())
-    before, there = set(left_over("1000")), set(folders.glob("slime-sandbox-*"))
-    asyncio.run(run())
-    assert set(left_over("1000")) <= before and set(folders.glob("slime-sandbox-*")) <= there
+    with tempfile.TemporaryDirectory() as folders:
+        os.chmod(folders, 0o711)  # where root runs it, the program is another user's
+        monkeypatch.setattr(tempfile, "tempdir", folders)
+        asyncio.run(run())
+        assert left_over(mark) == [] and os.listdir(folders) == []
 
 
 @with_namespaces
@@ -220,6 +222,78 @@ def test_folders_need_namespaces(tmp_path: Path) -> None:
 def test_a_program_that_is_not_there_says_so(walls: str) -> None:
     ran = asyncio.run(Sandbox(LIMITS, walls=walls).run(["no-such-program"]))  # type: ignore[arg-type]
     assert ran.status == 127 and "no-such-program" in ran.output
+
+
+def test_what_cannot_be_started_is_the_programs_failure_and_no_walls(walls: str) -> None:
+    sandbox = Sandbox(LIMITS, walls=walls)  # type: ignore[arg-type]
+    ran = asyncio.run(sandbox.run(["sh", "-c", "echo \0"]))
+    assert ran.status == 127 and "null byte" in ran.output
+    ran = asyncio.run(sandbox.run(["pwd"], folder="/no/such/folder"))
+    assert ran.status == 127 and ran.output == "/no/such/folder: No such file or directory\n"
+    ran = asyncio.run(sandbox.python("print('half a character: \ud83d')"))
+    assert ran.status == 1 and "SyntaxError" in ran.output
+
+
+def test_a_folder_that_is_not_there_takes_no_walls_away() -> None:
+    sandbox = Sandbox(LIMITS)
+    before = asyncio.run(sandbox.run(["pwd"])).holds
+    ways = sandbox._ways
+    assert asyncio.run(sandbox.run(["pwd"], folder="/no/such/folder")).status == 127
+    assert asyncio.run(sandbox.run(["pwd"])).holds == before and sandbox._ways == ways
+
+
+def test_walls_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(UserError, match="no walls 'namespace'"):
+        Sandbox(walls="namespace")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", ["/", "app", "/../app", "/app/", "/usr/src/app", "/proc", "/dev/shm"])
+def test_places_where_no_folder_can_be_shown_are_refused(place: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no folder can be shown at") as caught:
+        asyncio.run(Sandbox().run(["true"], folders={place: tmp_path}))
+    assert "/app" in caught.value.fix and os.listdir(tmp_path) == []
+
+
+def test_a_keeper_that_does_not_end_in_time_says_so(walls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_module, "_GRACE_SECONDS", 0.01 - LIMITS.seconds)
+    with pytest.raises(UserError, match="not ended in time") as caught:
+        python(walls, "import time; time.sleep(1000)")
+    assert "at_once" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "resource.prlimit(int(sys.argv[1]), resource.RLIMIT_CORE)",
+        "check(libc.shmat(int(sys.argv[2]), None, 0))",
+        "check(libc.mq_open(b'/none', 0))",
+    ],
+)
+def test_calls_that_reach_other_processes_are_refused(attempt: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    segment = libc.shmget(0, 4096, 0o1600)
+    code = f"""
+import ctypes, errno, os, resource, sys
+sys.path.insert(0, {str(Path(sandbox_module.__file__).parent)!r})
+import walls
+libc = ctypes.CDLL(None, use_errno=True)
+def check(result):
+    if result == -1:
+        raise OSError(ctypes.get_errno(), "")
+walls.control(38, 1)
+walls.refuse_calls(False)
+resource.prlimit(0, resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE))
+try:
+    {attempt}
+except OSError as error:
+    print(errno.errorcode[error.errno])
+"""
+    command = [sys.executable, "-c", code, str(os.getpid()), str(segment)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    finally:
+        libc.shmctl(segment, 0, None)
+    assert done.stdout == "EPERM\n", done.stderr
 
 
 def test_what_does_not_hold_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from slime.rollout.agents.endpoint import AgentEndpoint
+from slime.rollout.agents.endpoint import AgentEndpoint, AgentError
 from slime.rollout.sandbox.sandbox import Ran
 
 HOW = "\nWrite one block of ```bash at a time; you are shown its output. When you are done, write no block."
+#: Ends of a conversation that are no failures: no room, no turns.
+_NO_MORE = ("context_length_exceeded", "max_turns")
 _BLOCK = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 
 
@@ -35,9 +37,12 @@ async def bash_agent(endpoint: AgentEndpoint, box: Workplace) -> None:
         while True:
             body = {"model": "policy", "messages": messages}
             async with session.post(f"{endpoint.base_url}/chat/completions", json=body) as response:
-                if response.status != 200:  # out of room, or of turns: what there is, is scored
-                    return
-                message = (await response.json())["choices"][0]["message"]
+                said = await response.json()
+            if response.status == 503 or (response.status != 200 and said["error"]["code"] in _NO_MORE):
+                return  # what there is, is scored; where an engine or the rollout ended it, the endpoint says so
+            if response.status != 200:
+                raise AgentError(f"the model was not asked: {said['error']['message']}")
+            message = said["choices"][0]["message"]
             block = _BLOCK.search(message["content"] or "")
             if block is None:
                 return

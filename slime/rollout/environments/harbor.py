@@ -12,10 +12,10 @@ docs/environments.md says which tasks need more than that.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import os
+import posixpath
 import shutil
-import tempfile
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +26,7 @@ from slime.errors import UserError
 from slime.rollout.agents.endpoint import agent_endpoint
 from slime.rollout.environments.bash_agent import Agent, bash_agent
 from slime.rollout.environments.rows import task_of, write_rows
+from slime.rollout.sandbox.folders import TASK, temporary_folder
 from slime.rollout.sandbox.sandbox import Ran, Sandbox
 from slime.samples.types import Sample
 
@@ -42,12 +43,13 @@ class Box:
 
     def __init__(self, task: Path, place: Path, runner: Any) -> None:
         self.task, self._place, self._runner = task, place, runner
-        self.config: dict[str, Any] = tomllib.loads((task / "task.toml").read_text(encoding="utf-8"))
+        self.config = _toml(task / "task.toml")
         self.instruction = (task / "instruction.md").read_text(encoding="utf-8").strip()
         lines = _dockerfile(task)
         self._refuse_what_needs_more(lines)
-        workdirs = [words.strip() for word, words in lines if word == "WORKDIR"]
-        self.workdir = str(self._section("environment").get("workdir") or (workdirs or ["/app"])[-1])
+        workdirs = [words for word, words in lines if word == "WORKDIR"]
+        workdir = posixpath.join("/", *workdirs) if workdirs else "/app"  # one that is relative is below the last
+        self.workdir = posixpath.normpath(str(self._section("environment").get("workdir") or workdir))
         shutil.copytree(task / "environment", place / "app", ignore=shutil.ignore_patterns("Dockerfile"))
         self._folders = {self.workdir: place / "app"}
         self._environ = {name: str(value) for name, value in self._section("environment").get("env", {}).items()}
@@ -65,6 +67,7 @@ class Box:
         more += ["docker-compose.yaml"] * (self.task / "environment" / "docker-compose.yaml").exists()
         known = ("FROM", "WORKDIR", "LABEL", "ARG")
         more += [f"{w} {rest}" for w, rest in dockerfile if w not in known and (w, rest) != ("COPY", ". .")]
+        more += [f"WORKDIR {rest}" for w, rest in dockerfile if w == "WORKDIR" and "$" in rest]
         if more:
             raise UserError(
                 f"the task {self.task} needs a container",
@@ -90,11 +93,11 @@ class Box:
             ["bash", "/tests/test.sh"], seconds=float(self._section("verifier").get("timeout_sec", 600))
         )
         try:
-            if (told := _own(logs / "verifier" / "reward.json")).is_file():
-                values = dict(json.loads(told.read_text()))
+            if os.path.lexists(told := logs / "verifier" / "reward.json"):
+                values = dict(json.loads(_own_text(told)))
                 return float(values[reward_key] if len(values) != 1 else next(iter(values.values()))), values
-            return float(_own(logs / "verifier" / "reward.txt").read_text()), {}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return float(_own_text(logs / "verifier" / "reward.txt")), {}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             return 0.0, {"failure": f"{type(error).__name__}: {error}", "output": ran.text[-2000:]}
 
 
@@ -123,22 +126,35 @@ class HarborTasks:
     async def generate(self, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
         """A generate function: one sample for each branch of the agent's conversation, with the reward of the tests."""
         task = Path(task_of(sample))
-        with tempfile.TemporaryDirectory(prefix="slime-task-", ignore_cleanup_errors=True) as place:
-            box = Box(task, Path(place).resolve(), self._runner)
-            seconds = box.config.get("agent", {}).get("timeout_sec")
+        async with temporary_folder(TASK) as place:
+            box = Box(task, Path(place), self._runner)
+            limit = asyncio.timeout(box.config.get("agent", {}).get("timeout_sec"))
             async with agent_endpoint(args, sample, sampling_params, max_turns=self._max_turns) as endpoint:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(seconds):
+                try:
+                    async with limit:
                         await self._agent(endpoint, box)
+                except TimeoutError:
+                    if not limit.expired():  # the agent's own: it has failed
+                        raise
                 reward, sample.metadata["harbor"] = await box.score(self._reward_key)
         return endpoint.samples(reward=reward)
 
 
-def _own(file: Path) -> Path:
-    """A file that a program left, unless it is a link that leads elsewhere on this host."""
+def _toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} cannot be read", why=str(error), fix="mend it, or leave the task out") from error
+
+
+def _own_text(file: Path) -> str:
+    """What a program left in a file, unless it is a link that leads elsewhere on this host, or waits for who opens it
+    (a pipe)."""
     if file.resolve() != file:
         raise OSError(f"{file.name} is a link")
-    return file
+    if file.exists() and not file.is_file():
+        raise OSError(f"{file.name} is no file")
+    return file.read_text(encoding="utf-8")
 
 
 def _dockerfile(task: Path) -> list[tuple[str, str]]:

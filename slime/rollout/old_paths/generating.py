@@ -17,6 +17,8 @@ from slime.rollout.plugin_api import on_the_runs_loop
 from slime.rollout.sample_steps import apply_sample_hook
 from slime.samples.types import Sample
 
+Tasks = set[asyncio.Task[Any]]
+
 
 class GenerateState:
     """``GenerateState(args)``: one object per run, for all functions of plugins, which may set attributes on it.
@@ -88,15 +90,7 @@ async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
         EngineError: engines do not stop within the deadline.
     """
     state = GenerateState(args)
-    client = own.current_state().client
-    with client.abort_scope():
-        await asyncio.sleep(0)  # tasks that have just been created see the abort before anything is sent
-        await client.abort_all(ABORT_SECONDS)
-        done, late = await asyncio.wait(state.pendings, timeout=ABORT_SECONDS) if state.pendings else (set(), set())
-        for task in late:
-            task.cancel()
-        if late:
-            await asyncio.wait(late, timeout=ABORT_SECONDS)
+    done = await _stop_engines(state.pendings, asyncio.get_running_loop())
     state.pendings, state.aborted = set(), True
     if not getattr(args, "partial_rollout", False):
         return []
@@ -105,6 +99,28 @@ async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
         if sample.response_length:
             sample.metadata.setdefault("start_rollout_id", rollout_id)
     return groups
+
+
+@on_the_runs_loop
+async def _stop_engines(tasks: Tasks, home: asyncio.AbstractEventLoop) -> Tasks:
+    """End all requests, and then, while nothing new is sent, have the tasks end on ``home``, their event loop."""
+    client = own.current_state().client
+    with client.abort_scope():
+        await asyncio.sleep(0)  # tasks that have just been created see the abort before anything is sent
+        await client.abort_all(ABORT_SECONDS)
+        if home is asyncio.get_running_loop():
+            return await _ended(tasks)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_ended(tasks), home))
+
+
+async def _ended(tasks: Tasks) -> Tasks:
+    """Those that end within the deadline; the others are cancelled."""
+    done, late = await asyncio.wait(tasks, timeout=ABORT_SECONDS) if tasks else (set(), set())
+    for task in late:
+        task.cancel()
+    if late:
+        await asyncio.wait(late, timeout=ABORT_SECONDS)
+    return done
 
 
 def _leaves(value: Sample | list[Any]) -> list[Sample]:

@@ -110,11 +110,17 @@ class RolloutDataSource(PromptSource):
     _own_index: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "metadata": self.metadata, "sample_index": self._own_index}
+        own = {"metadata": self.metadata, "sample_index": self._own_index, "sample_group_index": self._next}
+        return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.metadata, self._own_index = state.get("metadata", {}), state.get("sample_index")
+        if self._own_index is not None:  # the class makes its groups itself: it counts on, and none is drawn again
+            self._next = self._low = state.get("sample_group_index", self._next)
+            self._done.clear()
+        if "dataset" in vars(self) and self.dataset is not None and self._config.data.rollout_shuffle:
+            self.dataset.shuffle(self.epoch_id)
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):

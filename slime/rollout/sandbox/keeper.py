@@ -8,6 +8,7 @@ result, JSON both, and it has no variables of the environment that a program beh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -55,6 +56,7 @@ class Keeper:
 
     def __init__(self, request: dict[str, Any], way: str) -> None:
         self.request, self.way, self.limits = request, way, request["limits"]
+        self.home = request["home"] if way == "namespaces" else os.path.join(request["scratch"], "home")
         self.uid = walls.own_uid()
         if way == "plain" and not self._is_seen_by_others():
             self.uid = os.geteuid()
@@ -91,13 +93,22 @@ class Keeper:
         }
 
     def _hand_over(self) -> None:
-        """Folders that root lends are the program's own."""
-        if os.geteuid() == 0:
-            for folder in [self.request["scratch"], *self.request["folders"].values()]:
-                os.chown(folder, self.uid, self.uid)
-                for where, folders, files in os.walk(folder):
-                    for name in folders + files:
-                        os.lchown(os.path.join(where, name), self.uid, self.uid)
+        """The program's own folder, and folders that root lends, which become the program's own."""
+        folders = list(self.request["folders"].values())
+        if self.way == "plain":
+            os.chmod(self.request["scratch"], 0o711)  # remains ours: its removal must not lead elsewhere
+            os.mkdir(self.home, 0o700)
+            folders.append(self.home)
+        if os.geteuid():
+            return
+        for folder in folders:
+            os.chown(folder, self.uid, self.uid)
+        while folders:
+            with contextlib.suppress(OSError):  # so deep that no path names it: the program has made it so
+                for entry in os.scandir(folders.pop()):
+                    os.chown(entry.path, self.uid, self.uid, follow_symlinks=False)
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
 
     # -- watching --------------------------------------------------------------------------------------------------
 
@@ -209,8 +220,7 @@ class Keeper:
         os._exit(0)
 
     def _become_program(self) -> None:
-        request, apart = self.request, self.way == "namespaces"
-        home = request["home"] if apart else request["scratch"]
+        request, apart, home = self.request, self.way == "namespaces", self.home
         try:
             holds = {"memory", "time", "processes"}
             if not apart:
@@ -220,42 +230,45 @@ class Keeper:
                 walls.limit(self.limits, self.limits["processes"] + self.others)
                 walls.become(self.uid)
                 walls.give_up_privileges()
-            for name, text in request["files"].items():
-                path = os.path.join(home, name)
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "w", encoding="utf-8") as out:
-                    out.write(text)
-            os.chdir(request["folder"] if apart else home)
             alone = self.uid == 0  # no limit of processes holds for root: it may have no other
             if walls.refuse_calls(alone):
                 holds.add("network")
             elif alone:
                 raise PermissionError("nothing limits the processes of a program of root's")
-            environ = {"HOME": home, "TMPDIR": "/tmp" if apart else home} | request["environ"]
             self._say(holds=sorted(holds))
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what it starts would, too
-                signal.signal(number, signal.SIG_DFL)
         except BaseException as error:
             self._say(refused=f"{type(error).__name__}: {error}")
             os._exit(0)
+        at = ""  # from here on what fails is the program's, not the walls'
         try:
-            os.execvpe(request["command"][0], request["command"], environ)
-        except OSError as error:
-            os.write(2, f"{request['command'][0]}: {error.strerror}\n".encode())
+            for name, text in request["files"].items():
+                at = os.path.join(home, name)
+                os.makedirs(os.path.dirname(at), exist_ok=True)
+                with open(at, "w", encoding="utf-8", errors="surrogatepass") as out:
+                    out.write(text)
+            at = home if request["folder"] == request["home"] else request["folder"]
+            os.chdir(at)
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what it starts would, too
+                signal.signal(number, signal.SIG_DFL)
+            at, environ = request["command"][0], {"HOME": home, "TMPDIR": "/tmp" if apart else home}
+            os.execvpe(at, request["command"], environ | request["environ"])
+        except BaseException as error:
+            said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            os.write(2, f"{at}: {said}\n".encode(errors="replace"))
         os._exit(127)
 
     def _without_namespaces(self) -> set[str]:
         """The walls that need no namespaces; says what they hold."""
-        scratch = self.request["scratch"]
         readable = [*walls.SYSTEM, *self.request["readable"]]
         holds: set[str] = set()
         walls.limit(self.limits, self.limits["processes"] + self.others)
         if self.uid != os.geteuid():
             walls.become(self.uid)
-            holds.add("signals")
+            if self.uid >= walls.FIRST_UID:  # nobody is whoever else had to become nobody
+                holds.add("signals")
         walls.die_with(os.getppid())  # forgotten where the user changed
         walls.give_up_privileges()
-        version = walls.landlock(readable, [scratch])
+        version = walls.landlock(readable, [self.home])
         if not version and os.geteuid() == 0:
             raise PermissionError("nothing keeps a program of root's from the files of this host")
         return holds | ({"files"} if version else set()) | ({"signals"} if version >= 6 else set())
@@ -266,8 +279,10 @@ class Keeper:
             return True
         pid = os.fork()
         if pid == 0:
-            walls.become(self.uid)
-            os._exit(not all(os.access(path, os.R_OK) for path in self.request["readable"]))
+            with contextlib.suppress(OSError):  # a container that has no other user
+                walls.become(self.uid)
+                os._exit(not all(os.access(path, os.R_OK) for path in self.request["readable"]))
+            os._exit(1)
         return os.waitpid(pid, 0)[1] == 0
 
 

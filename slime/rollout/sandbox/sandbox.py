@@ -13,11 +13,9 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +24,8 @@ from typing import Any, Literal
 from slime.errors import UserError
 from slime.host import num_cpus
 from slime.log import get_logger
+from slime.rollout.sandbox import walls as kernel
+from slime.rollout.sandbox.folders import PROGRAM, temporary_folder
 
 logger = get_logger(__name__)
 
@@ -35,6 +35,8 @@ _KEEPER = Path(__file__).with_name("keeper.py")
 #: How much later than the program's own limit the keeper must have ended all of it.
 _GRACE_SECONDS = 15.0
 _END_SECONDS = 10.0
+#: Places behind the walls that are the system's.
+_TAKEN = ("/proc", "/dev", *kernel.SYSTEM)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class Sandbox:
         at_once: most programs at the same time; None: one for each processor.
         walls: "best": namespaces where the kernel allows them, else what it does allow, with a warning that names
             what does not hold; "namespaces": these or an error; "plain": none, for trying out what is left.
+    Raises:
+        UserError: other walls.
 
     Example:
         >>> ran = await Sandbox(Limits(seconds=2)).python("print(6 * 7)")                        # doctest: +SKIP
@@ -120,7 +124,9 @@ class Sandbox:
     ) -> None:
         self.limits = limits or Limits()
         self._readable = [*_python_folders(), *(os.path.abspath(path) for path in readable)]
-        self._ways = {"best": ["namespaces", "plain"]}.get(walls, [walls])
+        if walls not in ("best", "namespaces", "plain"):
+            raise UserError(f"a sandbox has no walls {walls!r}", fix='pass "best", "namespaces" or "plain"')
+        self._ways = ["namespaces", "plain"] if walls == "best" else [walls]
         self._slots = asyncio.Semaphore(at_once or num_cpus())
 
     async def python(self, code: str, *, files: Mapping[str, str] | None = None) -> Ran:
@@ -153,36 +159,47 @@ class Sandbox:
             folder: where it is started.
             environ: all of its variables, besides PATH, HOME, TMPDIR and LANG.
         Raises:
-            UserError: no sandbox can be made here, or none with folders.
+            UserError: no sandbox can be made here, or none with such folders; or this host is too busy to end it.
         """
         asked = limits or self.limits
-        async with self._slots:
-            scratch = await asyncio.to_thread(tempfile.mkdtemp, prefix="slime-sandbox-")
-            try:
-                request = {
-                    "owner": os.getpid(),
-                    "ways": self._ways[:1] if folders else self._ways,
-                    "scratch": scratch,
-                    "home": HOME,
-                    "folder": folder,
-                    "folders": {place: os.path.abspath(path) for place, path in (folders or {}).items()},
-                    "files": dict(files or {}),
-                    "readable": self._readable,
-                    "command": list(command),
-                    "environ": _environ() | dict(environ or {}),
-                    "limits": asdict(asked),
-                }
-                if folders and self._ways[0] == "plain":
-                    raise _no_sandbox("folders of the host can be shown with namespaces alone")
-                result = await _keep(request, asked.seconds)
-            finally:
-                await asyncio.shield(asyncio.to_thread(_remove, scratch))
+        if folders:
+            self._check_places(folders)
+        async with self._slots, temporary_folder(PROGRAM) as scratch:
+            request = {
+                "owner": os.getpid(),
+                "ways": self._ways[:1] if folders else self._ways,
+                "scratch": scratch,
+                "home": HOME,
+                "folder": folder,
+                "folders": {place: os.path.abspath(path) for place, path in (folders or {}).items()},
+                "files": dict(files or {}),
+                "readable": self._readable,
+                "command": list(command),
+                "environ": _environ() | dict(environ or {}),
+                "limits": asdict(asked),
+            }
+            result = await _keep(request, asked.seconds)
         if "refused" in result:
             raise _no_sandbox(result["refused"])
         if "plain" in self._ways and "namespaces" in self._ways:
             self._look_at(result)
         holds = frozenset(result["holds"])
         return Ran(result["status"], result["output"], result["ended_by"], holds, asked)
+
+    def _check_places(self, folders: Mapping[str, str | Path]) -> None:
+        """Raises:
+        UserError: there are no namespaces, or a folder would lie where none can be shown.
+        """
+        if self._ways[0] == "plain":
+            raise _no_sandbox("folders of the host can be shown with namespaces alone")
+        for place in folders:
+            taken = next((path for path in _TAKEN if place == path or place.startswith(f"{path}/")), None)
+            if taken or place == "/" or not os.path.isabs(place) or os.path.normpath(place) != place:
+                raise UserError(
+                    f"no folder can be shown at {place!r} behind the walls of a sandbox",
+                    why=f"{taken} is the system's there" if taken else "it is no path of a folder below the root",
+                    fix="show it elsewhere, at /app for one",
+                )
 
     def _look_at(self, result: dict[str, Any]) -> None:
         """The first program shows what is possible; it is not tried each time."""
@@ -210,6 +227,12 @@ async def _keep(request: dict[str, Any], seconds: float) -> dict[str, Any]:
     try:
         async with asyncio.timeout(seconds + _GRACE_SECONDS):
             output, errors = await keeper.communicate(json.dumps(request).encode())
+    except TimeoutError as error:
+        raise UserError(
+            "a program in a sandbox was not ended in time",
+            why=f"its {seconds:g} s are over for {_GRACE_SECONDS:g} s: this host has too much to do, or stands still",
+            fix="run fewer programs at once: Sandbox(at_once=…)",
+        ) from error
     finally:
         if keeper.returncode is None:
             keeper.terminate()
@@ -248,12 +271,3 @@ def _python_folders() -> list[str]:
     """What Python code needs to start: the interpreter, its library and its packages."""
     folders = {sys.prefix, sys.exec_prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))}
     return sorted(folder for folder in folders if not folder.startswith("/usr") and folder != "/")
-
-
-def _remove(scratch: str) -> None:
-    """The folder of a program, which may have taken rights away from itself."""
-    for where, folders, _ in os.walk(scratch):
-        for path in (os.path.join(where, name) for name in folders):
-            if not os.path.islink(path):
-                os.chmod(path, 0o700)
-    shutil.rmtree(scratch, ignore_errors=True)

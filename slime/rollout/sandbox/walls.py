@@ -23,7 +23,7 @@ _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_READ_ONLY = 442, -100, 0x8000, 0x1 | 0x2 | 0x4
 _PDEATHSIG, _CAPBSET_DROP, _SECCOMP, _NO_NEW_PRIVS = 1, 24, 22, 38
 #: Above every user of a host: one for each sandbox of root's, so that the kernel counts its processes alone.
-_FIRST_UID = 2_000_000_000
+FIRST_UID = 2_000_000_000
 _NOBODY = 65534
 
 #: Of the host, to be read: what programs need to start. Nothing of /etc that is anybody's business.
@@ -62,7 +62,7 @@ def own_uid() -> int:
     """The user that a sandbox of this process runs as: another one where that is root's to choose."""
     if os.geteuid():
         return os.geteuid()
-    wanted = _FIRST_UID + os.getpid()
+    wanted = FIRST_UID + os.getpid()
     with open("/proc/self/uid_map") as lines:
         ranges = [tuple(map(int, line.split())) for line in lines]
     return wanted if any(first <= wanted < first + count for first, _, count in ranges) else _NOBODY
@@ -242,11 +242,22 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "finit_module": (313, 273),
     "kexec_load": (246, 104),
     "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
 }
 #: What makes processes and threads, besides clone.
 _FORKS: dict[str, tuple[int | None, int | None]] = {"fork": (57, None), "vfork": (58, None)}
+#: Limits of another process may end it; one's own are set by this call, too, with 0 for the process.
+_PRLIMIT = (302, 261)
 _MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
 _CLONE3 = 435
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -274,6 +285,11 @@ def refuse_calls(alone: bool) -> bool:
     for number in filter(None, numbers):
         program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refused)]
     program += [
+        (_EQUAL, 0, 4, _PRLIMIT[column]),
+        (_LOAD, 0, 0, 16),
+        (_EQUAL, 1, 0, 0),
+        (_RETURN, 0, 0, refused),
+        (_RETURN, 0, 0, _ALLOW),
         (_EQUAL, 0, 3, clone),
         (_LOAD, 0, 0, 16),
         (_AT_LEAST, 0, 1, 0) if alone else (_ANY_BIT, 0, 1, _ANY_NEW),

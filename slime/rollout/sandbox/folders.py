@@ -1,0 +1,98 @@
+"""Temporary folders for programs: gone when they are done, those of a run that was killed too.
+
+Each is kept locked (``flock``) by whoever made it. What nobody holds any more was left behind: the next process that
+makes one removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import tempfile
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+PROGRAM, TASK = "slime-sandbox-", "slime-task-"
+
+_has_looked = False
+
+
+@contextlib.asynccontextmanager
+async def temporary_folder(kind: str) -> AsyncIterator[str]:
+    """An empty folder; no part of its path is a link.
+
+    Args:
+        kind: what its name begins with, `PROGRAM` or `TASK`.
+    """
+    global _has_looked
+    if not _has_looked:
+        _has_looked = True
+        await asyncio.to_thread(remove_stale)
+    folder, lock = _make(kind)  # not in a thread: whoever is cancelled while it runs would never learn the name
+    try:
+        yield folder
+    finally:
+        await asyncio.shield(asyncio.to_thread(_end, folder, lock))
+
+
+def _make(kind: str) -> tuple[str, int]:
+    while True:
+        folder = tempfile.mkdtemp(prefix=kind, dir=os.path.realpath(tempfile.gettempdir()))
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # another process took it for one that was left behind
+        with contextlib.suppress(OSError):  # file systems without locks: nobody else gets one there either
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.isdir(folder):
+            return folder, lock
+        os.close(lock)
+
+
+def _end(folder: str, lock: int) -> None:
+    remove(folder)
+    os.close(lock)
+
+
+def remove_stale() -> list[str]:
+    """Remove folders of this user's that nobody holds; returns their names."""
+    removed = []
+    for path in (path for kind in (PROGRAM, TASK) for path in Path(tempfile.gettempdir()).glob(f"{kind}*")):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # another user's, or gone in the meantime
+            continue
+        try:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(str(path))
+                removed.append(path.name)
+        except OSError:  # its owner is alive
+            continue
+        finally:
+            os.close(lock)
+    return removed
+
+
+def remove(folder: str) -> None:
+    """Remove a folder in which programs have been. They may have taken rights away from folders, and put more of them
+    into each other than a path can name: so each is moved to the top before it is emptied."""
+    waiting = [folder]
+    while waiting:
+        one = waiting.pop()
+        with contextlib.suppress(OSError):  # what cannot be removed stays
+            for entry in list(os.scandir(one)):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                top = os.path.join(folder, uuid.uuid4().hex)
+                os.rename(entry.path, top)
+                waiting.append(top)
+            if one != folder:
+                os.rmdir(one)
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
