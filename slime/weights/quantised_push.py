@@ -35,7 +35,7 @@ class QuantisedExport:
     Args:
         exporter: whole tensors, no runs of experts.
         dtype: of the engines' weights that are not quantised.
-        converts: false on ranks that only take part in gathering.
+        converts: false on ranks that only take part in gathering, and neither send nor pack.
     Attributes:
         zeros: matrices that the last pass found to be all zeros: a router or an embedding of zeros was lost on the way.
     Raises:

@@ -32,7 +32,8 @@ class Receipt:
     Attributes:
         version: of the weights that the engines now have.
         num_tensors, nbytes: sent, in the engine's dtype.
-        seconds: by phase: "pause", "transfer", "flush", "check", "continue", "total".
+        seconds: by phase: "pause", "transfer", "flush", "check", "continue", "total"; where there are, "reset", "open" and
+            "close".
         transport: how.
         checked: names whose fingerprints were compared on every engine.
         full: all tensors were compared, and the engines were asked what else they hold.

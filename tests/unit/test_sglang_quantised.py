@@ -17,9 +17,11 @@ from slime.models.quantised import Fp8, Quantisation
 from slime.weights import ipc
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
+from tests.support import stage_jobs
 from tests.support.megatron_stub import MegatronStub
 from tests.support.quantised_models import make_plain, tensors_of
 from tests.support.sglang_servers import FakeSGLang, fake_sglang
+from tests.support.trainer_ranks import Pools
 
 pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
@@ -85,3 +87,14 @@ def test_a_push_that_broke_off_in_the_transfer_is_begun_again(sync: WeightSync, 
         sync.push()
     sync._opens = True
     assert sync.push().version == 1 and server.process.is_alive()
+
+
+def test_every_rank_packs_quantised_weights_for_the_engine_on_its_gpu(
+    folders: dict[str, Path], tmp_path: Path, ranks: Pools
+) -> None:
+    served, places = folders["start-fp8"], (EnginePlace(number=0), EnginePlace(number=1))
+    with fake_sglang(config_of(served), served, tmp_path, *places) as servers:
+        engines = [EngineSlots(server.url, (number,)) for number, server in enumerate(servers)]
+        for said, receipt in ranks.run(2, stage_jobs.push_quantised, served, folders["trained"], engines):
+            assert "phase 'open'" in said and "no memory for another layer" in said and "stay paused" in said
+            assert receipt.full and set(receipt.checked) == set(tensors_of(served))
