@@ -243,8 +243,9 @@ class WeightSync:
 
     @property
     def _push_seconds(self) -> float:
-        """Seconds that a push may take, all phases together: pause, reset, transfer, flush, check, continue."""
-        return 4 * _CONTROL_SECONDS + 2 * sum(self._stage_seconds)
+        """Seconds that a push may take, all phases together: pause, reset, open, transfer, flush, check, close,
+        continue."""
+        return 5 * _CONTROL_SECONDS + (3 if self._opens else 2) * sum(self._stage_seconds)
 
     def _gloo_group(self) -> dist.ProcessGroup | None:
         """All trainer ranks on CPU: what is exchanged there are words, and NCCL would need the GPU for them.
