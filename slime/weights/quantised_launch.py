@@ -8,6 +8,7 @@ from slime.engines.sglang.quantised_routes import quantised_route
 from slime.engines.sglang.versions import installed_version
 from slime.models.quantised import Quantisation
 from slime.models.spec import read_hf_config
+from slime.placement import needs_engines
 
 
 def check_route(config: Config) -> None:
@@ -20,8 +21,8 @@ def check_route(config: Config) -> None:
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
     hf_config, version = read_hf_config(flags.hf_checkpoint), installed_version()
-    if config.engine.rollout_engine != "sglang" or config.debug.debug_rollout_only:  # the latter pushes nothing
-        return
+    if config.engine.rollout_engine != "sglang" or config.debug.debug_rollout_only or not needs_engines(config):
+        return  # nothing is pushed
     if version is None or Quantisation.read(hf_config) is None:  # another check says so; external engines say theirs
         return
     from slime.weights.route import choose_route

@@ -89,6 +89,8 @@ def test_engines_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
       "actor_num_gpus_per_node": 2}, "tp_size 2"),
     ({"colocate": True, "sglang_fp8_gemm_backend": "triton"}, None),
     ({"debug_rollout_only": True, "rollout_num_gpus": 1}, None),
+    ({"debug_train_only": True, "load_debug_rollout_data": "{rollout_id}.pt"}, None),
+    ({"loss_type": "sft_loss"}, None),
 ])  # fmt: skip
 def test_a_launch_is_refused_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], said: str | None
