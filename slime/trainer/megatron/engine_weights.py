@@ -25,7 +25,7 @@ from slime.engines.sglang.command import dtype_of as sglang_dtype
 from slime.engines.wire.quantised import as_engines_compute, require_library
 from slime.models import Match, family_of
 from slime.models.ignore_list import check
-from slime.models.quantised import Int4, Quantisation
+from slime.models.quantised import Quantisation
 from slime.models.spec import HfConfig, read_hf_config
 from slime.weights.route import engine_dtype
 
@@ -52,8 +52,7 @@ class EngineWeights:
         dtype: torch.dtype,
         model_name: str | None = None,
     ) -> None:
-        if isinstance(quantisation.scheme, Int4):
-            require_library()
+        require_library(quantisation.scheme)
         self._chunks, self._scheme, self._dtype = chunks, quantisation.scheme, dtype
         family = family_of(hf_config, model_name)
         self._spec, self._placement = family.model_spec(hf_config), Placement.current()
