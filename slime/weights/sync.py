@@ -309,7 +309,9 @@ class WeightSync:
         seconds["total"] = time.perf_counter() - begin
         if sent.zeros:
             logger.warning("version %d has matrices of zeros alone: %s", version, ", ".join(sent.zeros[:4]))
-        amount, checked, zeros = sent.amount, tuple(sent.fingerprints), tuple(sent.zeros)
+        amount, zeros = sent.amount, tuple(sent.zeros)
+        # of what no engine has in a known form there are none
+        checked = tuple(name for name, fingerprints in sent.fingerprints.items() if fingerprints)
         how = self._transport.name
         return Receipt(version, amount.num_tensors, amount.nbytes, seconds, how, checked, verify_all, zeros)
 

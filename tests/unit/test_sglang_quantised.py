@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from slime.errors import UserError
 from slime.models import family_of, read_hf_config
 from slime.models.quantised import Fp8, Quantisation
 from slime.weights import ipc
+from slime.weights.engine_check import SliceCheck, SliceDigest
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
 from tests.support import stage_jobs
@@ -79,6 +81,15 @@ def test_layers_are_opened_before_the_transfer_and_closed_after_the_comparison(
     assert calls[:2] == ["/pause_generation", "/weights_checker"] and calls[-1] == "/continue_generation"
     assert len(sent) > 1 and asked == [2, len(calls) - 3, len(calls) - 2]  # open; compare, close
     assert sent == list(range(3, 3 + len(sent))) and calls.index("/flush_cache") == sent[-1] + 1
+
+
+def test_a_receipt_does_not_count_what_no_engine_was_asked_for(sync: WeightSync, folders: dict[str, Path]) -> None:
+    check, name = sync._check, "model.norm.weight"
+    assert isinstance(check, SliceCheck) and isinstance(check.digest, SliceDigest)
+    for rank in (rank for ranks in check._slices for rank in ranks):
+        rank[name] = None
+    sync._sampler.digest = replace(check.digest, slices={**check.digest.slices, name: []})
+    assert set(sync.push().checked) == set(tensors_of(folders["trained-fp8"])) - {name}
 
 
 def test_a_push_that_broke_off_in_the_transfer_is_begun_again(sync: WeightSync, server: FakeSGLang) -> None:
