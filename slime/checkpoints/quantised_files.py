@@ -32,7 +32,7 @@ from slime.files import write_atomically
 from slime.log import get_logger
 from slime.models import family_of, read_hf_config
 from slime.models.ignore_list import Findings, Matrix, examine, idle_among, matrices
-from slime.models.quantised import Quantisation
+from slime.models.quantised import NIBBLES, Quantisation
 
 logger = get_logger(__name__)
 
@@ -192,7 +192,7 @@ def _plain_work(
 def _shape_of(facts: tuple[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Of a weight of a layer that the tables do not know, by that of its numbers."""
     dtype, shape = facts
-    return (shape[0], shape[1] * 8) if dtype == "int32" else shape
+    return (shape[0], shape[1] * NIBBLES) if dtype == "int32" else shape
 
 
 def _refuse_quantised(source: Path) -> None:

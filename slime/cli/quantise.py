@@ -58,8 +58,9 @@ def hf_to_int4(options: argparse.Namespace) -> str:
     from slime.engines.wire.quantised import require_library
     from slime.models.quantised import Int4
 
-    require_library()
-    return _quantised(options, "compressed-tensors", Int4(options.group_size, not options.asymmetric))
+    scheme = Int4(options.group_size, not options.asymmetric)
+    require_library(scheme)
+    return _quantised(options, "compressed-tensors", scheme)
 
 
 def hf_to_fp8(options: argparse.Namespace) -> str:

@@ -64,6 +64,7 @@ PLACES: dict[str, Trouble] = {
     "rollout.rewards": known.REWARD_FAILS,
     "rollout.rewards.pool:check_rm_type": known.REWARD_MISSING,
     "engines.sglang": known.ENGINE_FLAGS,
+    "engines.model_groups": known.ENGINE_FLAGS,
     "engines.sglang.versions": known.ENGINE_MISSING,
     "cluster.engine_fit": known.EXTERNAL_ENGINE,
     "memory.check:_warn_of_host": known.MEMORY_HOST,

@@ -32,13 +32,13 @@ FOR_EXPERTS = (
     r"re:.*shared_head\.head.*",
     r"re:.*mlp\.gate\..*",
 )
-#: What engines compute with one kernel, so that all of it is quantised or none.
-_FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
+#: What engines compute with one kernel, so that all of it is quantised or none: the kernel's name, and the place in it.
+FUSED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
 }
 #: Linear layers of the layers for multi-token prediction that the decoder's have not.
 _MTP_LINEAR = ("eh_proj", "shared_head.head")
@@ -102,7 +102,7 @@ def _kernel(module: str) -> str:
     if is_expert:
         return f"{experts}.experts"
     parent, _, last = module.rpartition(".")
-    return f"{parent}.{_FUSED[last]}" if last in _FUSED else module
+    return f"{parent}.{FUSED[last][0]}" if last in FUSED else module
 
 
 @lru_cache(maxsize=256)

@@ -221,7 +221,10 @@ def train_rollout_mismatch(rows: Rows) -> list[Alarm]:
         moved = _values(rows, "train/canary_quantisation_abs_diff")
         if moved and moved[-1] > of_now[-1] / 2:
             detail += f". The engines' weights are quantised, which moves log-probs by {moved[-1]:.3f}"
-            advice = "--fake-quantisation trains with the weights that engines have; --use-tis corrects"
+            advice = (
+                "--fake-quantisation trains with the weights that engines have; --use-tis corrects; with either,"
+                " slime align says what is left"
+            )
         return [Alarm("Trainer and engine disagree", detail, advice)]
     return []
 

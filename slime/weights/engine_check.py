@@ -18,13 +18,11 @@ from typing import Any, Protocol
 import torch
 
 from slime.engines.fleet import EngineFleet
+from slime.engines.sglang.weight_probe import SIZE
 from slime.engines.wire.buckets import FINGERPRINTS, fingerprint
 from slime.weights.rank_questions import ANSWER_SECONDS, RankQuestions
 from slime.weights.receipt import compare
 from slime.weights.transport import EngineSlots
-
-#: Of a quantised weight: its size, which the names of the other parts' shapes say too.
-_SAYS_NOTHING = ".weight_shape"
 
 Slice = tuple[int, int, int]
 """dim, start, stop; "1:0:64" in JSON."""
@@ -142,9 +140,7 @@ class SliceCheck:
         held = {name: {part for ranks in self._slices for rank in ranks if (part := rank.get(name)) is not None}
                 for name in self._shapes}  # fmt: skip
         self.digest: Digest = SliceDigest({name: sorted(parts) for name, parts in held.items()}, self._method)
-        self.unknown = sorted(
-            name for name in self._shapes if not name.endswith(_SAYS_NOTHING) and not self._is_whole(name)
-        )
+        self.unknown = sorted(name for name in self._shapes if not name.endswith(SIZE) and not self._is_whole(name))
         """Tensors that no comparison covers, because an engine's form of them is not known here."""
 
     def wrong(self, sent: Mapping[str, Any], complete: Collection[str] | None, timeout: float) -> list[str]:

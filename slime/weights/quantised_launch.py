@@ -4,15 +4,17 @@ such a model alone."""
 from __future__ import annotations
 
 from slime.config.config import Config
+from slime.engines.kinds import engine_of
 from slime.engines.sglang.quantised_routes import quantised_route
 from slime.engines.sglang.versions import installed_version
 from slime.models.quantised import Quantisation
 from slime.models.spec import read_hf_config
+from slime.placement import needs_engines
 
 
 def check_route(config: Config) -> None:
-    """Of a model whose weights engines hold quantised: they go to SGLang in a way that was tried, as far as flags say.
-    Engines are asked again when they are there: server groups have arguments of their own.
+    """Of a model whose weights engines hold quantised: they go to SGLang in a way that was tried, as far as flags and
+    server groups say. Engines are asked again when they are there.
 
     Raises:
         UserError: they do not; by name.
@@ -20,11 +22,15 @@ def check_route(config: Config) -> None:
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
     hf_config, version = read_hf_config(flags.hf_checkpoint), installed_version()
-    if config.engine.rollout_engine != "sglang" or config.debug.debug_rollout_only:  # the latter pushes nothing
-        return
+    if config.engine.rollout_engine != "sglang" or config.debug.debug_rollout_only or not needs_engines(config):
+        return  # nothing is pushed
     if version is None or Quantisation.read(hf_config) is None:  # another check says so; external engines say theirs
         return
     from slime.weights.route import choose_route
 
-    engine = {**config.engine.sglang, "version": version, "tp_size": config.cluster.rollout_num_gpus_per_engine}
-    quantised_route(hf_config, engine, choose_route(config, embedded=False, local=True))
+    kind = choose_route(config, embedded=False, local=True)
+    models = [model for model in engine_of(config).served_models(config) if model.is_policy]
+    started = [group for model in models for group in model.groups if group.num_engines]
+    options = [{**config.engine.sglang, **group.overrides, "tp_size": group.num_gpus_per_engine} for group in started]
+    for engine in options or [{}]:  # those of others say theirs
+        quantised_route(hf_config, {**engine, "version": version}, kind)

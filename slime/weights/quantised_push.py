@@ -18,7 +18,7 @@ from slime.checkpoints.hf_io import HfExporter
 from slime.engines.wire.buckets import dtype_in, dtype_name, dtype_of
 from slime.engines.wire.quantised import quantise, require_library
 from slime.models.ignore_list import Matrix, check
-from slime.models.quantised import Int4, Quantisation
+from slime.models.quantised import Quantisation
 
 
 class Export(Protocol):
@@ -35,7 +35,7 @@ class QuantisedExport:
     Args:
         exporter: whole tensors, no runs of experts.
         dtype: of the engines' weights that are not quantised.
-        converts: false on ranks that only take part in gathering.
+        converts: false on ranks that only take part in gathering, and neither send nor pack.
     Attributes:
         zeros: matrices that the last pass found to be all zeros: a router or an embedding of zeros was lost on the way.
     Raises:
@@ -45,8 +45,7 @@ class QuantisedExport:
     def __init__(
         self, exporter: HfExporter, quantisation: Quantisation, dtype: torch.dtype, *, converts: bool = True
     ) -> None:
-        if isinstance(quantisation.scheme, Int4):
-            require_library()
+        require_library(quantisation.scheme)
         found = check(exporter.family, exporter.spec, quantisation)
         self._exporter, self._quantisation, self._dtype, self._converts = exporter, quantisation, dtype, converts
         self._chosen: dict[str, Matrix] = {matrix.weight: matrix for matrix in found.quantised}

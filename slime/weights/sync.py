@@ -91,7 +91,7 @@ class WeightSync:
         self._check: EngineCheck | None = None
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
-        self._opens = False
+        self._opens = self._has_begun = False
         self._last_seconds = 0.0
         faults = config.fault_tolerance
         hangs = faults.rollout_health_check_timeout if faults.use_fault_tolerance else _CONTROL_SECONDS
@@ -174,7 +174,7 @@ class WeightSync:
         """
         if self._quantisation is None:
             return exporter
-        converts = self._ranks.stage is not None
+        converts = self._ranks.stage is not None or route.kind == "ipc"  # there every rank packs for its own GPU
         return QuantisedExport(exporter, self._quantisation, route.dtype, converts=converts)
 
     def push(self) -> Receipt:
@@ -187,7 +187,7 @@ class WeightSync:
             WeightMismatch: an engine does not hold what was sent; names tensors.
         """
         assert self._exporter is not None, "push before connect"
-        version, tensors = self.version + 1, self._exporter.tensors()
+        version, tensors, self._has_begun = self.version + 1, self._exporter.tensors(), False
         with self._ranks.round(f"pushing weights version {version}", self._push_seconds) as pushed:
             try:
                 if self.rank == 0:
@@ -198,6 +198,8 @@ class WeightSync:
                     self._transport.follow(tensors)
             finally:
                 if self.world_size > 1:
+                    if self.rank == 0 and not self._has_begun and self._transport is not None:
+                        self._transport.follow(tensors)  # the others are in its collectives
                     for _ in tensors:  # other ranks count on this one in every gather, also after a failure
                         pass
         receipt = Receipt.from_json(pushed.value)
@@ -225,6 +227,7 @@ class WeightSync:
         """What this rank sends, with a report of it."""
         assert self._transport is not None
         self._sampler.begin(self._last_seconds, self.config.debug.check_weight_update_equal)
+        self._has_begun = True
         sent = self._transport.send(tensors, version, self._sampler.observe)
         zeros = self._exporter.zeros if isinstance(self._exporter, QuantisedExport) else []
         self._ranks.report(asdict(_StageSent(sent, self._sampler.names, self._sampler.fingerprints, zeros)))
@@ -240,8 +243,9 @@ class WeightSync:
 
     @property
     def _push_seconds(self) -> float:
-        """Seconds that a push may take, all phases together: pause, reset, transfer, flush, check, continue."""
-        return 4 * _CONTROL_SECONDS + 2 * sum(self._stage_seconds)
+        """Seconds that a push may take, all phases together: pause, reset, open, transfer, flush, check, close,
+        continue."""
+        return 5 * _CONTROL_SECONDS + (3 if self._opens else 2) * sum(self._stage_seconds)
 
     def _gloo_group(self) -> dist.ProcessGroup | None:
         """All trainer ranks on CPU: what is exchanged there are words, and NCCL would need the GPU for them.
@@ -305,7 +309,9 @@ class WeightSync:
         seconds["total"] = time.perf_counter() - begin
         if sent.zeros:
             logger.warning("version %d has matrices of zeros alone: %s", version, ", ".join(sent.zeros[:4]))
-        amount, checked, zeros = sent.amount, tuple(sent.fingerprints), tuple(sent.zeros)
+        amount, zeros = sent.amount, tuple(sent.zeros)
+        # of what no engine has in a known form there are none
+        checked = tuple(name for name, fingerprints in sent.fingerprints.items() if fingerprints)
         how = self._transport.name
         return Receipt(version, amount.num_tensors, amount.nbytes, seconds, how, checked, verify_all, zeros)
 

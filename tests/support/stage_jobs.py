@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from slime.checkpoints import hf_io
+from slime.engines.api import EngineError
 from slime.errors import UserError
 from slime.weights import route
+from slime.weights.receipt import Receipt
 from slime.weights.sync import WeightSync
 from slime.weights.trainer_ranks import StageError, TrainerRanks
 from slime.weights.transport import EngineSlots
@@ -81,6 +83,31 @@ def push_with_a_fault(info: Any, model: Path, flags: dict[str, Any], engines: En
     finally:
         sync.close()
     return said
+
+
+def push_quantised(info: Any, served: Path, plain: Path, engines: Engines) -> list[Receipt | str]:
+    """A push to the engines on the ranks' own GPUs that fails before anything travels, and another one."""
+    shared = {"rollout_engine": "sglang", "colocate": True, "sglang_fp8_gemm_backend": "triton", "ref_load": str(plain)}
+    sync = sync_of(info, served, {**shared, "check_weight_update_equal": True})
+    sync.connect(engines)
+    if info.rank == 0:
+        _fail_once(sync._check, "open_layers", EngineError(engines[0].url, "no memory for another layer"))
+    said: list[Receipt | str] = []
+    for _ in range(2):
+        try:
+            said.append(sync.push())
+        except UserError as error:
+            said.append(str(error))
+    sync.close()
+    return said
+
+
+def _fail_once(owner: Any, name: str, error: Exception) -> None:
+    def fail(*_: Any) -> None:
+        delattr(owner, name)
+        raise error
+
+    setattr(owner, name, fail)
 
 
 def _break(sync: WeightSync, fault: str) -> None:

@@ -125,10 +125,12 @@ def test_so_they_are_at_any_layout(models: Models, ranks: Pools, layout: str, fa
         assert unlike(after, tensors_of(models.plain(family))) == []
 
 
-def test_the_engines_dtype_decides_what_is_rounded(models: Models) -> None:
+@pytest.mark.parametrize("flags", [
+    {"embedded_dtype": "bfloat16"}, {"rollout_engine": "sglang", "sglang_dtype": "bfloat16"},
+])  # fmt: skip
+def test_the_engines_dtype_decides_what_is_rounded(models: Models, flags: dict[str, str]) -> None:
     """A float32 trainer with engines of bfloat16 has the values that those have."""
     expected = {name: tensor.float() for name, tensor in tensors_of(models.back("qwen3", "int4")).items()}
-    flags = {"embedded_dtype": "bfloat16"}
     with opened(models, "qwen3", "int4", **flags) as backend, backend.engine_weights.swapped_in():
         assert unlike(exported(backend), expected) == []
 

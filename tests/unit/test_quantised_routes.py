@@ -88,14 +88,30 @@ def test_engines_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"colocate": True, "sglang_fp8_gemm_backend": "triton", "rollout_num_gpus_per_engine": 2,
       "actor_num_gpus_per_node": 2}, "tp_size 2"),
     ({"colocate": True, "sglang_fp8_gemm_backend": "triton"}, None),
+    ({"groups": [{"num_gpus": 1, "overrides": {"fp8_gemm_backend": "triton"}}]}, None),
+    ({"groups": [{"num_gpus": 1, "overrides": {"fp8_gemm_backend": "triton"}}, {"num_gpus": 1}]}, "backend auto"),
+    ({"groups": [{"num_gpus": 2, "num_gpus_per_engine": 2, "overrides": {"fp8_gemm_backend": "triton"}}]}, "tp_size 2"),
     ({"debug_rollout_only": True, "rollout_num_gpus": 1}, None),
+    ({"debug_train_only": True, "load_debug_rollout_data": "{rollout_id}.pt"}, None),
+    ({"loss_type": "sft_loss"}, None),
 ])  # fmt: skip
 def test_a_launch_is_refused_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], said: str | None
 ) -> None:
     monkeypatch.setattr(quantised_launch, "installed_version", lambda: "0.5.16")
     (tmp_path / "config.json").write_text(json.dumps({**hf_config_of("qwen3"), **TENSORS}))
-    words = {"hf_checkpoint": str(tmp_path), "rollout_engine": "sglang", "rollout_batch_size": 2, "num_rollout": 1}
+    words: dict[str, Any] = {
+        "hf_checkpoint": str(tmp_path),
+        "rollout_engine": "sglang",
+        "rollout_batch_size": 2,
+        "num_rollout": 1,
+    }
+    flags = dict(flags)
+    if groups := flags.pop("groups", None):
+        (tmp_path / "groups.yaml").write_text(json.dumps({"sglang": [{"name": "policy", "server_groups": groups}]}))
+        num_gpus = sum(group["num_gpus"] for group in groups)
+        words |= {"colocate": True, "sglang_config": str(tmp_path / "groups.yaml")}
+        words |= {"actor_num_gpus_per_node": num_gpus, "rollout_num_gpus": num_gpus}
     config = make_config(**words, **flags)
     if said is None:
         check_route(config)

@@ -23,7 +23,7 @@ from slime.engines.kinds import engine_of
 from slime.engines.launch import ONE_GPU, EnginePlace, ServedModel
 from slime.engines.router import disaggregated_router_command
 from slime.engines.sglang import command, versions
-from slime.engines.sglang.command import sglang_command, sglang_options
+from slime.engines.sglang.command import sglang_command, sglang_footprint, sglang_options
 from slime.errors import UserError
 from slime.placement import PlacementPlan
 from slime.rollout.plugin_api import get_model_url
@@ -49,6 +49,13 @@ def served_models(config: Any) -> list[ServedModel]:
 
 def parsed(place: EnginePlace = ONE_GPU, **flags: Any) -> Any:
     return parse_args(sglang_command(config_of(**flags), "/models/m", "10.0.0.1", 31000, place).argv[3:])
+
+
+@pytest.mark.parametrize(("flags", "nbytes"), [
+    ({}, 2), ({"fp32": True}, 4), ({"sglang_dtype": "float"}, 4), ({"fp32": True, "sglang_dtype": "half"}, 2),
+])  # fmt: skip
+def test_the_memory_plan_counts_weights_as_the_server_is_told_to_hold_them(flags: dict[str, Any], nbytes: int) -> None:
+    assert sglang_footprint(config_of(**flags)).element == nbytes
 
 
 def test_what_is_set_here() -> None:

@@ -151,6 +151,22 @@ def test_a_look_sees_open_layers_and_leaves_everything_as_it_was() -> None:
     assert model.experts.is_marlin_converted and close_layers(model) == []
 
 
+def test_a_look_that_fails_at_a_later_layer_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(weights(0))
+    before = state(model)
+
+    def create(self: Any, layer: Any, **given: Any) -> None:
+        layer.register_parameter("w13_weight_packed", nn.Parameter(torch.empty(1), requires_grad=False))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(type(model.experts.quant_method), "create_weights", create)
+    shapes = {"int4.weight_packed": [48, 4]}
+    said = weight_probe._answer(model, {"action": "layout", "tensors": shapes, "opens": True})
+    assert "out of memory" in said["error"]
+    assert {name: held[0] for name, held in state(model).items()} == {name: held[0] for name, held in before.items()}
+    assert model.experts.is_marlin_converted and close_layers(model) == []
+
+
 def test_a_look_at_open_layers_leaves_them_open() -> None:
     model, new = Model(weights(0)), weights(1)
     open_layers(model)

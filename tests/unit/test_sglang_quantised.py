@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,14 @@ from slime.errors import UserError
 from slime.models import family_of, read_hf_config
 from slime.models.quantised import Fp8, Quantisation
 from slime.weights import ipc
+from slime.weights.engine_check import SliceCheck, SliceDigest
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
+from tests.support import stage_jobs
 from tests.support.megatron_stub import MegatronStub
 from tests.support.quantised_models import make_plain, tensors_of
 from tests.support.sglang_servers import FakeSGLang, fake_sglang
+from tests.support.trainer_ranks import Pools
 
 pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
@@ -79,9 +83,29 @@ def test_layers_are_opened_before_the_transfer_and_closed_after_the_comparison(
     assert sent == list(range(3, 3 + len(sent))) and calls.index("/flush_cache") == sent[-1] + 1
 
 
+def test_a_receipt_does_not_count_what_no_engine_was_asked_for(sync: WeightSync, folders: dict[str, Path]) -> None:
+    check, name = sync._check, "model.norm.weight"
+    assert isinstance(check, SliceCheck) and isinstance(check.digest, SliceDigest)
+    for rank in (rank for ranks in check._slices for rank in ranks):
+        rank[name] = None
+    sync._sampler.digest = replace(check.digest, slices={**check.digest.slices, name: []})
+    assert set(sync.push().checked) == set(tensors_of(folders["trained-fp8"])) - {name}
+
+
 def test_a_push_that_broke_off_in_the_transfer_is_begun_again(sync: WeightSync, server: FakeSGLang) -> None:
     sync._opens = False
     with pytest.raises(UserError, match=r"phase 'transfer'(.|\n)*weight_loader"):
         sync.push()
     sync._opens = True
     assert sync.push().version == 1 and server.process.is_alive()
+
+
+def test_every_rank_packs_quantised_weights_for_the_engine_on_its_gpu(
+    folders: dict[str, Path], tmp_path: Path, ranks: Pools
+) -> None:
+    served, places = folders["start-fp8"], (EnginePlace(number=0), EnginePlace(number=1))
+    with fake_sglang(config_of(served), served, tmp_path, *places) as servers:
+        engines = [EngineSlots(server.url, (number,)) for number, server in enumerate(servers)]
+        for said, receipt in ranks.run(2, stage_jobs.push_quantised, served, folders["trained"], engines):
+            assert "phase 'open'" in said and "no memory for another layer" in said and "stay paused" in said
+            assert receipt.full and set(receipt.checked) == set(tensors_of(served))

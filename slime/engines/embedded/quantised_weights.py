@@ -31,7 +31,7 @@ def import_library_for(model_path: str) -> None:
     path = Path(model_path) / "config.json"
     quantisation = Quantisation.read(read_hf_config(path)) if path.is_file() else None
     if quantisation is not None and isinstance(quantisation.scheme, Int4):
-        require_library()
+        require_library(quantisation.scheme)
         importlib.import_module("compressed_tensors")
 
 
@@ -46,8 +46,7 @@ class StoredForm:
     """
 
     def __init__(self, arch: Architecture, quantisation: Quantisation, dtype: torch.dtype) -> None:
-        if isinstance(quantisation.scheme, Int4):
-            require_library()
+        require_library(quantisation.scheme)
         self.quantisation, self._dtype = quantisation, dtype
         table = stored_tensors(arch.family, arch.spec, quantisation)
         self.names = tuple(table)

@@ -187,9 +187,8 @@ def sglang_options(config: Config, model_path: str, host: str, port: int, place:
         "skip_server_warmup": True,
         "custom_weight_loader": (*(given.get("custom_weight_loader") or ()), WEIGHT_PROBE, WEIGHT_LOADER),
     }
-    dtype = "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
     defaults: dict[str, Any] = {
-        "dtype": dtype if is_policy else "auto",
+        "dtype": dtype_of(config) if is_policy else "auto",
         "log_level": config.observe.log_level.lower(),
         "weight_version": "0",
         "dist_timeout": int(60 * config.cluster.distributed_timeout_minutes),
@@ -211,13 +210,19 @@ def sglang_options(config: Config, model_path: str, host: str, port: int, place:
     return {**defaults, **given, **ours}
 
 
+def dtype_of(config: Config) -> str:
+    """Of the policy's weights, in SGLang's words: --sglang-dtype, which is the trainer's precision by default."""
+    trained = "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
+    return str(config.engine.sglang.get("dtype") or trained)
+
+
 def sglang_footprint(config: Config) -> EngineFootprint:
     """What its options make of the GPUs of an engine."""
     options = config.engine.sglang
     pipeline = int(options.get("pp_size") or 1)
     tensor = max(1, config.cluster.rollout_num_gpus_per_engine // pipeline)
     replicas = int(options.get("dp_size") or 1) if options.get("enable_dp_attention") else 1
-    element = 4 if options.get("dtype") == "float32" else 2
+    element = 4 if dtype_of(config) in ("float32", "float") else 2
     fraction = options.get("mem_fraction_static")
     return EngineFootprint(
         tensor=tensor,

@@ -143,12 +143,12 @@ def opened_to_look(model: nn.Module) -> Iterator[None]:
         ValueError: as `open_layers`.
     """
     was_open = bool(_open.get(model))
-    open_layers(model)
     try:
+        open_layers(model)
         yield
     finally:
-        if not was_open:
-            for layer in _open.pop(model).values():
+        if not was_open:  # also what was opened before another layer could not be: nobody has paused the engine
+            for layer in _open.pop(model, {}).values():
                 layer.shut()
 
 

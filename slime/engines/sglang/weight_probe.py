@@ -28,18 +28,15 @@ from torch import nn
 from slime.engines.sglang.loadable import close_layers, open_layers, opened_to_look
 from slime.engines.wire.buckets import FINGERPRINTS
 from slime.engines.wire.expert_runs import ExpertRun
+from slime.models.ignore_list import FUSED
 
 logger = logging.getLogger(__name__)
 
 _STORE_SECONDS = 60.0
-_FUSED = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight\w*)")
+#: The size of a quantised weight: the shapes of its other parts say it too, parts of a fused layer share it, and no
+#: kernel reads it. It is not compared.
+SIZE = ".weight_shape"
 #: Parameters that no push brings: what SGLang makes by itself, and scales of its cache.
 _OWN = re.compile(r".*(g_idx|g_idx_sort_indices|weight_shape|[kv]_scale)")
 
@@ -155,7 +152,7 @@ class Tree:
         Args:
             shape: of the whole tensor, as sent.
         """
-        if name.endswith(".weight_shape"):  # parts of a fused layer share it, and no kernel reads it
+        if name.endswith(SIZE):
             return None
         if name in self.parameters:
             return self._direct(name, shape)
@@ -170,9 +167,9 @@ class Tree:
             plain = leaf == "weight"
             owner = expert.group(1)
             return self._expert(owner, number, projection) if plain else self._part(owner, number, projection, leaf)
-        if projection not in _FUSED:
+        if projection not in FUSED:
             return None
-        fused, part = _FUSED[projection]
+        fused, part = FUSED[projection]
         parameter = f"{parent}.{fused}.{leaf}"
         if parameter not in self.parameters:
             return None

@@ -27,12 +27,13 @@ Stored = dict[str, torch.Tensor]
 """Whole name → tensor, of one weight."""
 
 
-def require_library() -> None:
-    """
+def require_library(scheme: Int4 | Fp8) -> None:
+    """What computes a format is installed.
+
     Raises:
-        UserError: compressed-tensors is not installed.
+        UserError: it is INT4, and compressed-tensors is not.
     """
-    if importlib.util.find_spec("compressed_tensors") is None:
+    if isinstance(scheme, Int4) and importlib.util.find_spec("compressed_tensors") is None:
         raise UserError(
             "INT4 weights need the package compressed-tensors",
             why="it packs and unpacks them",
@@ -88,7 +89,7 @@ def config_of(quantisation: Quantisation) -> dict[str, Any]:
     """
     scheme, ignore = quantisation.scheme, list(quantisation.ignore)
     if isinstance(scheme, Int4):
-        require_library()
+        require_library(scheme)
         import compressed_tensors
         from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 
@@ -125,7 +126,7 @@ def _scheme(scheme: Int4) -> Any:
 
 
 def _int4(weight: torch.Tensor, scheme: Int4) -> Stored:
-    require_library()
+    require_library(scheme)
     from compressed_tensors.compressors import PackedQuantizationCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -148,7 +149,7 @@ def _int4(weight: torch.Tensor, scheme: Int4) -> Stored:
 
 
 def _from_int4(parts: Stored, scheme: Int4, dtype: torch.dtype) -> torch.Tensor:
-    require_library()
+    require_library(scheme)
     from compressed_tensors.compressors import PackedQuantizationCompressor
 
     zero = parts.get("weight_zero_point")

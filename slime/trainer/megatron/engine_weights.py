@@ -21,13 +21,13 @@ from slime.checkpoints.hf_io import shard_of, with_padding_of
 from slime.checkpoints.megatron_names import Placement, global_parameters
 from slime.config.config import Config
 from slime.engines.embedded.command import dtype_of as embedded_dtype
-from slime.engines.wire.buckets import dtype_of
+from slime.engines.sglang.command import dtype_of as sglang_dtype
 from slime.engines.wire.quantised import as_engines_compute, require_library
 from slime.models import Match, family_of
 from slime.models.ignore_list import check
-from slime.models.quantised import Int4, Quantisation
+from slime.models.quantised import Quantisation
 from slime.models.spec import HfConfig, read_hf_config
-from slime.trainer.megatron.model import parameter_dtype
+from slime.weights.route import engine_dtype
 
 
 class EngineWeights:
@@ -52,8 +52,7 @@ class EngineWeights:
         dtype: torch.dtype,
         model_name: str | None = None,
     ) -> None:
-        if isinstance(quantisation.scheme, Int4):
-            require_library()
+        require_library(quantisation.scheme)
         self._chunks, self._scheme, self._dtype = chunks, quantisation.scheme, dtype
         family = family_of(hf_config, model_name)
         self._spec, self._placement = family.model_spec(hf_config), Placement.current()
@@ -75,8 +74,9 @@ class EngineWeights:
         quantisation = Quantisation.read(read_hf_config(hf_config))
         if quantisation is None:
             return None
-        is_embedded = config.engine.rollout_engine == "embedded"  # SGLang's policy has the trainer's dtype
-        dtype = dtype_of(embedded_dtype(config)) if is_embedded else parameter_dtype(config)
+        is_embedded = config.engine.rollout_engine == "embedded"
+        named = {"--sglang-dtype": {"dtype": embedded_dtype(config) if is_embedded else sglang_dtype(config)}}
+        dtype = engine_dtype(named, hf_config)
         return EngineWeights(chunks, hf_config, quantisation, dtype, config.checkpoint.model_name)
 
     @contextmanager
