@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime.checkpoints.gguf import find_smollm2, gguf_to_hf
 from slime.engines.api import EngineClient
+from slime.host import reserve_port
 
 NUM_REQUESTS = 64
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -94,13 +94,12 @@ async def over_http(url: str, prompts: list[list[int]], lengths: list[int]) -> f
 
 @contextmanager
 def server(model_path: Path, dtype: str, threads: int, flags: list[str]) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    reservation = reserve_port("127.0.0.1")
     argv = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model_path)]
-    argv += ["--port", str(port), "--dtype", dtype, "--num-threads", str(threads), "--parent-pid", str(os.getpid())]
+    argv += ["--port", str(reservation.port), "--dtype", dtype, "--num-threads", str(threads)]
+    argv += ["--parent-pid", str(os.getpid())]
     process = subprocess.Popen([*argv, "--log-level", "WARNING", *flags])
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{reservation.port}"
 
     async def wait() -> None:
         async with EngineClient(url) as engine:
@@ -112,6 +111,7 @@ def server(model_path: Path, dtype: str, threads: int, flags: list[str]) -> Iter
     finally:
         process.terminate()
         process.wait(20)
+        reservation.release()
 
 
 def measure(args: argparse.Namespace, model_path: Path) -> dict[str, Any]:

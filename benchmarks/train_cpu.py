@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import tempfile
 import time
@@ -27,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime.checkpoints.gguf import find_smollm2, gguf_to_hf
 from slime.config import make_config
+from slime.host import reserve_port
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.parallel import RankInfo
@@ -76,14 +76,11 @@ def train_batch(samples: list[Sample], max_tokens: int) -> TrainBatch:
 
 
 def our_side(model_path: Path, dtype: str, lr: float) -> Callable[[TrainBatch], float]:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = int(sock.getsockname()[1])
     precision: dict[str, Any] = {"fp32": True} if dtype == "float32" else {"bf16": True}
     config = make_config(
         hf_checkpoint=str(model_path), loss_type="sft_loss", lr=lr, rollout_batch_size=1, num_rollout=1, **precision
     )
-    backend = MegatronBackend(config, RankInfo(0, 1, 0, "127.0.0.1", port))
+    backend = MegatronBackend(config, RankInfo(0, 1, 0, "127.0.0.1", reserve_port("127.0.0.1").port))
     backend.setup()
     return lambda batch: backend.train(batch)["train/loss"]
 

@@ -1,6 +1,6 @@
 """A small world for the demo: sums, a character tokenizer, and a Qwen3-architecture model of 0.4 million parameters.
 
-The task: "37+5=" → "42". The demonstrations for SFT are sloppy on purpose: four digits in ten are wrong. So SFT
+The task: "37+5=" → "42". The demonstrations for SFT are sloppy on purpose: three digits in ten are any. So SFT
 teaches what an answer looks like and roughly what it says; only the reward of GRPO tells right from wrong.
 """
 

@@ -334,19 +334,13 @@ def _vocabulary(server: Server) -> int:
 async def _tokens_per_second(url: str, args: argparse.Namespace, vocabulary: int) -> list[float]:
     import aiohttp
 
-    from benchmarks.gpu.generation import empty_cache, speed_of
+    from benchmarks.gpu.generation import empty_cache, speed_of, straight
 
     draw = random.Random(1)
     prompts = [[draw.randrange(vocabulary) for _ in range(128)] for _ in range(2 * args.in_flight)]
     params = {"temperature": 1.0, "max_new_tokens": args.new_tokens, "ignore_eos": True}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-
-        async def send(prompt: list[int]) -> int:
-            body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
-            async with session.post(f"{url}/generate", json=body) as answer:
-                meta: Any = (await answer.json())["meta_info"]
-            return len(meta["output_token_logprobs"])
-
+        send = straight(session, url, params)
         await speed_of(send, prompts[: args.in_flight], args.in_flight)  # warm-up
         rates = []
         for _ in range(min(2, args.rounds)):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.setting import _byte_tokenizer
+from benchmarks.gpu.setting import byte_tokenizer
 from benchmarks.gpu.trainer import SHAPES
 
 Weights = dict[str, torch.Tensor]
@@ -140,7 +140,7 @@ def write_models(shape: str, sizes: Sizes, folder: Path) -> None:
     config.architectures, config.dtype = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]], torch.bfloat16
     assets = folder / "assets"
     config.save_pretrained(assets)
-    _byte_tokenizer().save_pretrained(assets)
+    byte_tokenizer().save_pretrained(assets)
     started = time.perf_counter()
     with HfWriter(folder / "bf16", assets, shard_bytes=1 << 30) as writer:
         for name, weight in plain(read_hf_config(assets), SERVED).items():

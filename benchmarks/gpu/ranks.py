@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from slime.host import reserve_port
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,12 @@ def run(
     Raises:
         RankFailed: one ended with an error; carries its traceback. The others are ended.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    reservation = reserve_port("127.0.0.1")
     context = mp.get_context("spawn")
     results = context.Queue()
     processes = [
-        context.Process(target=_rank, args=(job, Place(rank, world, port), results, arguments)) for rank in range(world)
+        context.Process(target=_rank, args=(job, Place(rank, world, reservation.port), results, arguments))
+        for rank in range(world)
     ]
     for process in processes:
         process.start()
@@ -67,6 +67,7 @@ def run(
                 process.kill()
         while _alive(processes):
             time.sleep(0.05)
+        reservation.release()
 
 
 class RankFailed(Exception):

@@ -91,10 +91,11 @@ def _write_model(shape: str, path: Path) -> None:
         config = AutoConfig.for_model(kind, **settings, eos_token_id=257, bos_token_id=None)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(path)
-    _byte_tokenizer().save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
 
 
-def _byte_tokenizer() -> Any:
+def byte_tokenizer() -> Any:
+    """A token for each byte, without merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,6 +1,6 @@
 """The world of these examples: the model is asked for a letter.
 
-A conversation in front of OpenEnv and verifiers is "say b" → "b"; Harbor's agent writes it to a file with bash.
+A conversation in front of OpenEnv and verifiers is "say x" → "x"; Harbor's agent writes it to a file with bash.
 """
 
 from __future__ import annotations
@@ -8,39 +8,37 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from examples import small_model
+from examples import tiny
 from slime.rollout.environments.bash_agent import HOW
 
-LETTERS = "abcd"
-WORDS = [*LETTERS, "say ", "Write ", " to the file answer.", HOW, "```bash\n", "echo ", " > answer", "\n```", "done"]
-WORDS += ["(no output)", "\n"]
+#: No word of `HOW`: the letter that is asked for stands in the prompt once.
+LETTERS = "wxyz"
 
 
 def _letters(rng: random.Random) -> tuple[str, str]:
     """One that is asked for, and what is said: in half of the conversations any."""
     asked = rng.choice(LETTERS)
-    return asked, rng.choice([asked, rng.choice(LETTERS)])
+    return asked, asked if rng.random() < 0.5 else rng.choice(LETTERS)
 
 
-def say(rng: random.Random) -> small_model.Conversation:
-    turns: small_model.Conversation = []
-    for _ in range(2):
+def say(rng: random.Random) -> tiny.Chat:
+    """One question, or two; `tiny` teaches the answer to the last."""
+    chat: tiny.Chat = []
+    for _ in range(rng.choice((1, 2))):
         asked, said = _letters(rng)
-        turns += [("user", f"say {asked}"), ("assistant", said)]
-    return turns
+        chat += tiny.say(f"say {asked}", said)
+    return chat
 
 
-def write(rng: random.Random) -> small_model.Conversation:
+def write(rng: random.Random) -> tiny.Chat:
     asked, written = _letters(rng)
-    block = f"```bash\necho {written} > answer\n```"
-    return [
-        ("user", f"Write {asked} to the file answer.{HOW}"),
-        ("assistant", block),
-        ("user", "(no output)"),
-        ("assistant", "done"),
-    ]
+    begun = tiny.say(f"Write {asked} to the file answer.{HOW}", f"```bash\necho {written} > answer\n```")
+    return begun if rng.random() < 0.8 else [*begun, *tiny.say("(no output)", "done")]
 
 
 def model(kind: str) -> Path:
-    talk = {"say": say, "write": write}[kind]
-    return small_model.make(Path("outputs/small-models") / kind, WORDS, talk, steps=200)
+    """The folder of a model that has seen these conversations; made once."""
+    folder = Path("outputs/environments") / f"model-{kind}"
+    if not (folder / "tokenizer.json").exists():  # it is written last
+        tiny.write_model(folder, {"say": say, "write": write}[kind], steps=100)
+    return folder

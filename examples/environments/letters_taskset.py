@@ -20,7 +20,7 @@ class LettersConfig(vf.TasksetConfig):
 
 class LettersTaskset(vf.Taskset[LettersTask, LettersConfig]):
     def load(self) -> list[LettersTask]:
-        letters = random.Random(0).choices("abcd", k=self.config.num_tasks)
+        letters = random.Random(0).choices("wxyz", k=self.config.num_tasks)
         return [LettersTask(vf.TaskData(prompt=f"say {letter}"), self.config.task) for letter in letters]
 
 

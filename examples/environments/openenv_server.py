@@ -37,7 +37,7 @@ class Letters(Environment):
         return self._ask(0.5 * (action.text == self._letter))
 
     def _ask(self, reward: float | None) -> Asked:
-        self._letter = self._rng.choice("abcd")
+        self._letter = self._rng.choice("wxyz")
         return Asked(text=f"say {self._letter}", reward=reward, done=self._state.step_count == STEPS)
 
     @property

@@ -57,8 +57,8 @@ def main(kind: str, steps: int) -> None:
             letters.model("write" if kind == "harbor" else "say"), prompts,
             custom_generate_function_path=f"{FOLDER}/{kind}_rollout.py:generate",
             input_key="prompt", metadata_key="metadata", num_rollout=steps, rollout_batch_size=8,
-            n_samples_per_prompt=8, rollout_max_response_len=16, rollout_max_context_len=128, lr=4e-4, fp32=True,
-            colocate=True,
+            n_samples_per_prompt=8, rollout_max_response_len=24, rollout_max_context_len=128, lr=1e-3, fp32=True,
+            lr_decay_style="constant", weight_decay=0.0, colocate=True,
         )  # fmt: skip
     print("score, step by step:", [round(value, 2) for value in run.series("rollout/raw_reward")])
 

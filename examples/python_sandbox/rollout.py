@@ -1,9 +1,9 @@
 """A model that may run Python: several turns with a sandbox between them, as one training sample.
 
-user         What is 3 times 4?
-assistant    <python>print(3*4)</python>         sampled, trained on; generation stops at the stop string
-tool         12                                  the sandbox's output, appended, never trained on
-assistant    12                                  sampled, trained on
+user         What is 37 times 46?
+assistant    <python>print(37*46)</python>       sampled, trained on; generation stops at the stop string
+tool         1702                                the sandbox's output, appended, never trained on
+assistant    1702                                sampled, trained on
 """
 
 from __future__ import annotations
@@ -38,6 +38,5 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 def reward(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """1 where the last line is the answer."""
-    lines = sample.response.strip().splitlines()
-    return float(bool(lines) and lines[-1].strip() == sample.label)
+    """1 where the last line is the answer. What a program prints ends with its line, so that it is none."""
+    return float(sample.response.rpartition("\n")[2].strip() == sample.label)

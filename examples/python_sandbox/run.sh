@@ -1,8 +1,21 @@
 #!/bin/sh
-# MODEL: a Hugging Face directory, or a name of the hub. What follows goes to slime train: --prompt-data, --num-rollout …
+# A tiny model, made on the spot, learns which program answers a question. MODEL=… takes another one.
+# What follows goes to `slime train`.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
-exec slime train --hf-checkpoint "${MODEL:?set MODEL}" \
-  --input-key question --label-key answer --apply-chat-template \
+export PYTHONPATH="$here/../..${PYTHONPATH:+:$PYTHONPATH}"
+python=${PYTHON:-python}
+data=outputs/python-sandbox-data
+if [ -z "$MODEL" ]; then
+  only="" flags="--fp32 --lr 1e-3 --rollout-max-response-len 64 --rollout-max-context-len 128"
+else
+  only="--data-only" flags="--bf16 --lr 2e-6 --rollout-max-response-len 1024"
+fi
+"$python" -m examples.python_sandbox.data $data $only
+exec "$python" -m slime train --hf-checkpoint "${MODEL:-$data/model}" $flags \
+  --prompt-data $data/train.jsonl --input-key question --label-key answer --apply-chat-template --rollout-shuffle \
   --custom-generate-function-path "$here/rollout.py:generate" --custom-rm-path "$here/rollout.py:reward" \
-  --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 1024 "$@"
+  --eval-prompt-data programs $data/test.jsonl --n-samples-per-eval-prompt 4 --eval-interval 10 \
+  --rollout-batch-size 8 --n-samples-per-prompt 8 --num-rollout 20 \
+  --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
+  --colocate --weight-decay 0 --lr-decay-style constant --save "{run}/checkpoints" "$@"

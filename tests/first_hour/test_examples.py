@@ -30,11 +30,18 @@ def test_the_script(models: dict[str, Path], tmp_path: Path, environment: dict[s
     assert model.is_file()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("example", sorted(path.parent.name for path in (ROOT / "examples").glob("*/data.py")))
+#: Examples that are a script, all of them runs of minutes; one stands for them in `make test`, that with the sandbox.
+EXAMPLES = [
+    pytest.param(name, marks=() if name == "python_sandbox" else pytest.mark.full)
+    for name in sorted(path.parent.name for path in (ROOT / "examples").glob("*/data.py"))
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_the_script_of(example: str, tmp_path: Path, environment: dict[str, str]) -> None:
     """Two steps, and the model that it makes."""
     command = ["sh", str(ROOT / "examples" / example / "run.sh"), "--num-rollout", "2", "--save", "{run}/checkpoints"]
+    command += [] if example == "curriculum" else ["--n-samples-per-eval-prompt", "1"]  # it has no evaluations
     env = {**environment, "PYTHON": sys.executable}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,13 +61,6 @@ def test_the_notebook(
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=kernel).execute()
     *_, last = notebook.cells
     assert "model" in last.outputs[0]["data"]["text/plain"] and (tmp_path / "outputs").is_dir()
-
-
-def test_a_model_that_runs_python(tmp_path: Path, environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "examples.python_sandbox.train", "1"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "score, step by step: [0." in done.stdout
 
 
 @pytest.mark.full

@@ -22,6 +22,7 @@ from examples.curriculum import source as curriculum
 from examples.custom_advantage import credit
 from examples.judge import data as reviews
 from examples.judge import rollout as judge
+from examples.python_sandbox import data as programs
 from examples.search import data as mountains
 from examples.search import rollout as search
 from examples.self_play import data as games
@@ -207,7 +208,7 @@ def test_a_wrong_answer_is_wrong_at_its_first_mistake() -> None:
 
 # -- in front of an engine -------------------------------------------------------------------------------------------
 
-LESSONS = (products.lesson, words.lesson, reviews.lesson, mountains.lesson, games.lesson)
+LESSONS = (products.lesson, words.lesson, reviews.lesson, mountains.lesson, games.lesson, programs.lesson)
 
 
 @pytest.fixture(scope="module")

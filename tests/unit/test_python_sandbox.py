@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from pathlib import Path
 
-import pytest
-
-from examples import small_model
+from examples.python_sandbox.data import SIGNS, result
 from examples.python_sandbox.rollout import generate, reward
-from examples.python_sandbox.train import WORDS, question, rows, talk
 from slime.rollout.generate import bind_state
 from slime.samples.types import Sample
 from tests.support.agents import Play
@@ -59,20 +54,13 @@ def test_a_program_that_is_cut_short_is_not_run() -> None:
     assert sample.response == "<python>prin" and len(stage.model.asked) == 1
 
 
+def test_what_a_program_printed_is_no_answer() -> None:
+    stage, sample = play("<python>print(3*4)</python>", END)
+    assert stage.text(stage.trained(sample)) == f"<python>print(3*4)</python>{END}"
+    assert sample.response.endswith("\n12\n") and reward(None, sample) == 0.0
+
+
 def test_every_question_tells_the_operators_apart() -> None:
-    labels = {row["prompt"]: row["label"] for row in rows()}
-    assert len(labels) == 3 * 4 * 3
-    for a in range(3, 6):
-        for b in range(2, 6):
-            assert len({labels[question(a, word, b)] for word in ("plus", "minus", "times")}) == 3
-
-
-@pytest.mark.slow
-def test_the_small_model_reads_what_it_has_seen(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(small_model.make(tmp_path / "model", WORDS, talk, steps=1))
-    messages = [{"role": role, "content": text} for role, text in talk(random.Random(1))]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
+    for a in range(10, 100):
+        for b in range(10, 100):
+            assert len({result(a, sign, b) for sign in SIGNS.values()}) == 3
