@@ -58,7 +58,7 @@ def counted(reader: HfReader, spec: ModelSpec) -> str:
     per_layer = Counter(int(found.group(1)) for name in reader.names() if (found := _LAYER.search(name)))
     counts = [per_layer[layer] for layer in range(spec.num_layers)]
     text = f"{reader.num_files} file(s), {len(reader.names())} tensors, {len(counts)} layers of {min(counts)}"
-    text += f" to {max(counts)}" * (max(counts) > min(counts))
+    text += f" to {max(counts)}" * (max(counts) > min(counts)) + " each"
     first = next((layer for layer in range(spec.num_layers) if spec.is_moe_layer(layer)), None)
     return text if first is None else f"{text}; layer {first}, the first with experts, has {counts[first]}"
 
