@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +189,18 @@ def slots_on(*gpus_per_node: int) -> Slots:
         for gpu in range(count)
     ]
     return Slots(None, places, on_gpu=True)  # type: ignore[arg-type]
+
+
+def test_no_engine_reads_model_code_that_another_one_is_copying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers copies a model's own Python files to one place of all processes that share a home."""
+
+    def place(number: int) -> str:
+        environment = sglang_command(make_config(), "model", "10.0.0.1", 1, EnginePlace(number=number)).env
+        return environment["HF_MODULES_CACHE"]
+
+    assert len({place(0), place(1), os.environ.get("HF_MODULES_CACHE")}) == 3
+    monkeypatch.setenv("HF_MODULES_CACHE", "/somewhere")
+    assert place(0).startswith("/somewhere/") and socket.gethostname() in place(0)
 
 
 def test_an_engine_over_two_nodes_has_a_part_on_each() -> None:

@@ -7,9 +7,13 @@ what must agree with the rest of the run (model, ports, seed, parallel sizes, me
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from huggingface_hub.constants import HF_HOME
 
 from slime.config.engine_flags import SGLANG_REFUSED_VALUES, SGLANG_RESERVED, sglang_args
 from slime.config.foreign import to_argv
@@ -255,4 +259,8 @@ def sglang_environment(config: Config, place: EnginePlace) -> dict[str, str]:
         # memory that NCCL maps itself is not given back by the memory saver, and expandable segments defeat it
         environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "0")
         environment["PYTORCH_CUDA_ALLOC_CONF"] = ""
+    # transformers copies the Python files that come with a model there, and imports the copies: engines that start at the
+    # same time, on hosts that share a home, would read what another one is writing
+    modules = Path(os.environ.get("HF_MODULES_CACHE") or Path(HF_HOME, "modules"))
+    environment["HF_MODULES_CACHE"] = str(modules / f"{socket.gethostname()}-engine-{place.number}")
     return environment
