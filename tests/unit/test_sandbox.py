@@ -267,9 +267,10 @@ def test_a_keeper_that_does_not_end_in_time_says_so(walls: str, monkeypatch: pyt
         "resource.prlimit(int(sys.argv[1]), resource.RLIMIT_CORE)",
         "check(libc.shmat(int(sys.argv[2]), None, 0))",
         "check(libc.mq_open(b'/none', 0))",
+        "os.memfd_create('memory that no limit counts')",
     ],
 )
-def test_calls_that_reach_other_processes_are_refused(attempt: str) -> None:
+def test_calls_that_go_around_the_walls_are_refused(attempt: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     segment = libc.shmget(0, 4096, 0o1600)
     code = f"""
