@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -240,6 +241,22 @@ def test_a_folder_that_is_not_there_takes_no_walls_away() -> None:
     ways = sandbox._ways
     assert asyncio.run(sandbox.run(["pwd"], folder="/no/such/folder")).status == 127
     assert asyncio.run(sandbox.run(["pwd"])).holds == before and sandbox._ways == ways
+
+
+@with_namespaces
+def test_a_host_that_has_namespaces_is_not_left_without_them_by_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = Sandbox(LIMITS)
+    assert "signals" in asyncio.run(sandbox.run(["true"])).holds
+    asked: list[list[str]] = []
+
+    async def no_memory(request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        asked.append(request["ways"])
+        return {"way": request["ways"][-1], "refused": "OSError: Cannot allocate memory"}
+
+    monkeypatch.setattr(sandbox_module, "_keep", no_memory)
+    with pytest.raises(UserError, match="no sandbox"):
+        asyncio.run(sandbox.run(["true"]))
+    assert asked == [["namespaces"]]
 
 
 def test_walls_that_do_not_exist_are_refused() -> None:
