@@ -203,7 +203,8 @@ def _glm4(text: str) -> Iterator[Call]:
     """The tool's name on a line of its own, its arguments below it."""
     name, found, rest = text.strip().partition("\n")
     if found and rest.strip():
-        yield Call(name.strip(), _arguments(_DECODER.decode(rest)))
+        value, _ = _object(rest, 0)  # a call that was streamed cannot be taken back for what follows it
+        yield Call(name.strip(), _arguments(value))
 
 
 def _deepseek(text: str) -> Iterator[Call]:

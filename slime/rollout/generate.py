@@ -371,11 +371,17 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
             tokenize=True,
             add_generation_prompt=True,
             return_dict=False,
-            **sample.apply_chat_template_kwargs,
+            **_template_kwargs(sample),
         )
     if not ids:
         raise UserError(f"sample {sample.index} has an empty prompt", fix="remove such rows from the data")
     return list(ids)
+
+
+def _template_kwargs(sample: Sample) -> dict[str, Any]:
+    """Of the chat template: the sample's own, or the run's."""
+    args = current_state().args if is_in_run() else None
+    return sample.apply_chat_template_kwargs or getattr(args, "apply_chat_template_kwargs", None) or {}
 
 
 def append_message(sample: Sample, message: dict[str, Any]) -> None:
@@ -392,8 +398,7 @@ def append_message(sample: Sample, message: dict[str, Any]) -> None:
         UserError: the tokenizer has no chat template, or it refuses the message (many know only user and assistant).
     """
     state = current_state()
-    kwargs = sample.apply_chat_template_kwargs or getattr(state.args, "apply_chat_template_kwargs", {})
-    text = between_turns(state.tokenizer, message, tools=sample.metadata.get("tools"), **kwargs)
+    text = between_turns(state.tokenizer, message, tools=sample.metadata.get("tools"), **_template_kwargs(sample))
     tokens = state.tokenizer.encode(text, add_special_tokens=False)
     tokens = without_repeated_end(sample.tokens, tokens)
     sample.append_response_tokens(tokens=tokens, text=f"\n{message['content']}\n", trainable=False)

@@ -87,6 +87,23 @@ def test_prompt_becomes_tokens_once_and_without_special_tokens() -> None:
     assert prompt_token_ids(FakeTokenizer(), chat) == [ord(c) for c in "user:x;"]
 
 
+def test_messages_are_rendered_with_the_runs_arguments_of_the_template_or_the_samples_own() -> None:
+    class Moody(FakeTokenizer):
+        def apply_chat_template(self, messages: list[dict[str, Any]], mood: str = "none", **kwargs: Any) -> list[int]:
+            return self.encode(mood, add_special_tokens=False)
+
+    messages = [{"role": "user", "content": "x"}]
+
+    async def main() -> list[str]:
+        args = hook_args(apply_chat_template_kwargs={"mood": "glad"})
+        bind_state(make_state(FakeClient(), args=args, tokenizer=Moody()))
+        samples = [Sample(index=0, prompt=messages), Sample(0, 0, prompt=messages)]
+        samples[1].apply_chat_template_kwargs = {"mood": "sad"}
+        return ["".join(map(chr, prompt_token_ids(Moody(), sample))) for sample in samples]
+
+    assert asyncio.run(main()) == ["glad", "sad"]
+
+
 @pytest.mark.parametrize(
     "sample", [Sample(index=3, prompt=""), Sample(index=3, prompt="x", multimodal_inputs={"a": 1})]
 )

@@ -48,6 +48,15 @@ def test_rows_and_long_prompts(data: str) -> None:
     samples = [Sample(prompt="p1"), Sample(prompt="p1" * 50)]
     keep = old("utils.data").filter_long_prompt
     assert keep(samples, TOKENIZER, None, 10) == samples[:1] and keep(samples, TOKENIZER, None, None) == samples
+    chat = [Sample(prompt=[{"role": "user", "content": "p1" * 50}])]
+    assert keep(chat, TOKENIZER, None, 10) == chat
+
+
+def test_tools_of_rows_are_read_where_their_column_is_named(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    path, build = write_jsonl(tmp_path / "t.jsonl", [{"input": "p1", "tools": tools}]), old("utils.data").Dataset
+    assert build(path, TOKENIZER, prompt_key="input")[0].metadata == {}
+    assert build(path, TOKENIZER, prompt_key="input", tool_key="tools")[0].metadata == {"tools": tools}
 
 
 def curriculum() -> type:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -242,6 +243,22 @@ def test_a_folder_that_is_not_there_takes_no_walls_away() -> None:
     assert asyncio.run(sandbox.run(["pwd"])).holds == before and sandbox._ways == ways
 
 
+@with_namespaces
+def test_a_host_that_has_namespaces_is_not_left_without_them_by_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = Sandbox(LIMITS)
+    assert "signals" in asyncio.run(sandbox.run(["true"])).holds
+    asked: list[list[str]] = []
+
+    async def no_memory(request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        asked.append(request["ways"])
+        return {"way": request["ways"][-1], "refused": "OSError: Cannot allocate memory"}
+
+    monkeypatch.setattr(sandbox_module, "_keep", no_memory)
+    with pytest.raises(UserError, match="no sandbox"):
+        asyncio.run(sandbox.run(["true"]))
+    assert asked == [["namespaces"]]
+
+
 def test_walls_that_do_not_exist_are_refused() -> None:
     with pytest.raises(UserError, match="no walls 'namespace'"):
         Sandbox(walls="namespace")  # type: ignore[arg-type]
@@ -267,9 +284,10 @@ def test_a_keeper_that_does_not_end_in_time_says_so(walls: str, monkeypatch: pyt
         "resource.prlimit(int(sys.argv[1]), resource.RLIMIT_CORE)",
         "check(libc.shmat(int(sys.argv[2]), None, 0))",
         "check(libc.mq_open(b'/none', 0))",
+        "os.memfd_create('memory that no limit counts')",
     ],
 )
-def test_calls_that_reach_other_processes_are_refused(attempt: str) -> None:
+def test_calls_that_go_around_the_walls_are_refused(attempt: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     segment = libc.shmget(0, 4096, 0o1600)
     code = f"""

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slime.engines.embedded.engine import Engine, Hub
@@ -97,13 +97,22 @@ def test_what_is_no_call_is_text_to_the_last_character(name: str, text: str) -> 
     assert FORMATS[name].read(text, TOOLS, ended=True) == Reply(text)
 
 
+_CALL = '{"name": "add", "arguments": {"a": 1}}'
+_PIECES = (
+    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "[TOOL_CALLS]", "[ARGS]"),
+    *("function", "add", "weather", "text", "1", ";", ",", "{", "}", "\n```json\n", "\n```", "\n", " "),
+    *('{"a": 1}', _CALL, f"[{_CALL}]"),
+)
 ANSWERS = st.one_of(
     st.sampled_from(WRITTEN),
+    st.tuples(st.sampled_from(list(FORMATS)), st.lists(st.sampled_from(_PIECES), max_size=9).map("".join)),
     st.tuples(st.sampled_from(list(FORMATS)), st.text('<tool_cal>{"name": }[TOOLCS]weathr\n', max_size=40)),
 )
 
 
 @given(ANSWERS)
+@example(("glm4", 'add\n{"a": 1} or so'))
 def test_as_an_answer_grows_its_text_grows_and_calls_are_added(answer: tuple[str, str]) -> None:
     """Pieces that were streamed add up to the answer, wherever it is cut into pieces."""
     name, text = answer

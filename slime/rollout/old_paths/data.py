@@ -34,11 +34,15 @@ def read_file(path: str) -> Iterator[dict[str, Any]]:
 def filter_long_prompt(
     origin_samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None
 ) -> list[Sample]:
-    """Those of at most ``max_length`` tokens, in their order; all without a limit. Prompts are text."""
+    """Those of at most ``max_length`` tokens, in their order; all without a limit. Messages that no template has made
+    text of are kept: they have no length yet."""
     if max_length is None:
         return origin_samples
-    lengths = [len(tokenizer.encode(sample.prompt, add_special_tokens=False)) for sample in origin_samples]
-    return [sample for sample, length in zip(origin_samples, lengths) if length <= max_length]
+
+    def fits(prompt: Any) -> bool:
+        return not isinstance(prompt, str) or len(tokenizer.encode(prompt, add_special_tokens=False)) <= max_length
+
+    return [sample for sample in origin_samples if fits(sample.prompt)]
 
 
 class Dataset:
@@ -75,7 +79,7 @@ class Dataset:
         form = RowFormat(
             input_key=prompt_key,
             label_key=label_key,
-            tool_key=tool_key or "tools",
+            tool_key=tool_key or "",  # no column
             metadata_key=metadata_key,
             apply_chat_template=apply_chat_template,
             template_kwargs=dict(apply_chat_template_kwargs or {}),

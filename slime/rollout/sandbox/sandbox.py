@@ -202,10 +202,10 @@ class Sandbox:
                 )
 
     def _look_at(self, result: dict[str, Any]) -> None:
-        """The first program shows what is possible; it is not tried each time."""
+        """The first program shows what is possible: others get no less, nor is it tried each time."""
+        self._ways = [result["way"]]
         if result["way"] == "namespaces":
             return
-        self._ways = ["plain"]
         missing = sorted({"files", "network", "signals"} - set(result["holds"]))
         logger.warning(
             "the sandbox does without namespaces, which are not allowed here (%s): files are limited one by one%s",

@@ -253,6 +253,8 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "msgrcv": (70, 188),
     "msgctl": (71, 187),
     "mq_open": (240, 180),
+    "memfd_create": (319, 279),  # memory that no limit counts
+    "memfd_secret": (447, 447),
 }
 #: What makes processes and threads, besides clone.
 _FORKS: dict[str, tuple[int | None, int | None]] = {"fork": (57, None), "vfork": (58, None)}
