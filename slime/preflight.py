@@ -34,7 +34,7 @@ from slime.observe.run_folder import RunFolder
 from slime.path_patterns import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.trainer.expert_rules import check_experts
-from slime.trainer.quantised_rules import check_ignore_list, check_quantised_flags
+from slime.trainer.quantised_rules import check_ignore_list, check_quantised_flags, check_quantised_library
 from slime.weights.quantised_launch import check_route
 
 logger = get_logger(__name__)
@@ -60,6 +60,7 @@ def preflight(config: Config) -> LoadPlan:
     check_route(config)
     check_ignore_list(config)
     check_quantised_flags(config)
+    check_quantised_library(config)
     check_weights(config, plan)
     check_engine_flags(config)
     check_engine(config)

@@ -13,7 +13,8 @@ import logging
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -303,12 +304,21 @@ class HfWriter:
             return
         try:
             self._flush()
-            self._finish()
-        except OSError as failure:
+            with self._explained():
+                self._finish()
+        except UserError:
             shutil.rmtree(self._partial, ignore_errors=True)
+            raise
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """A full disk as the user's, whichever shard meets it."""
+        try:
+            yield
+        except OSError as failure:
             raise UserError(
                 f"could not write {self.directory}",
-                why=f"{failure.strerror or failure}; {self.total_bytes / 1e9:.1f} GB of weights were to be written",
+                why=f"{failure.strerror or failure}; {self.total_bytes / 1e9:.1f} GB of weights had come by then",
                 fix="free space, or pass another --save-hf; nothing was left half-written",
             ) from failure
 
@@ -317,7 +327,8 @@ class HfWriter:
 
         if self._open:
             name = f"shard-{len(self._shards):05d}.safetensors"
-            write_stream(self._partial / name, table_of(self._open), self._open.items())
+            with self._explained():
+                write_stream(self._partial / name, table_of(self._open), self._open.items())
             self._shards.append(list(self._open))
             self._open, self._open_bytes = {}, 0
 

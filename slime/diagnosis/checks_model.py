@@ -55,10 +55,12 @@ def architecture(case: Case, look: Look) -> None:
 
 
 def quantisation(case: Case, look: Look) -> None:
-    """Engines take weights as config.json says they are; of quantised ones the ignore list fits the model."""
+    """Engines take weights as config.json says they are; of quantised ones the ignore list fits the model, and what
+    computes them is installed."""
     look.attempt(check_route, case.run)
     look.attempt(preflight.check_ignore_list, case.run)
     look.attempt(preflight.check_quantised_flags, case.run)
+    look.attempt(preflight.check_quantised_library, case.run)
 
 
 def checkpoint(case: Case, look: Look) -> None:

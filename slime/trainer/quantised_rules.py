@@ -1,4 +1,4 @@
-"""What a run with quantised engines asks for and cannot have. Needs the model's config.json only."""
+"""What a run with quantised engines asks for and cannot have. Of the model, config.json is looked at alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from slime.log import get_logger
 from slime.models import family_of, ignore_list
 from slime.models.quantised import Quantisation
 from slime.models.spec import read_hf_config
+from slime.placement import joined_cluster
 
 logger = get_logger(__name__)
 
@@ -26,6 +27,24 @@ def check_ignore_list(config: Config) -> None:
         family = family_of(flags.hf_checkpoint, flags.model_name)
         for rule in ignore_list.check(family, family.describe(flags.hf_checkpoint), quantisation).idle:
             logger.warning("the rule %r of quantization_config in %s names nothing", rule, flags.hf_checkpoint)
+
+
+def check_quantised_library(config: Config) -> None:
+    """What computes the format of the engines' weights is installed, where the trainer or embedded engines do so on
+    this host; on a cluster each process looks for itself.
+
+    Raises:
+        UserError: it is not.
+    """
+    path = config.checkpoint.hf_checkpoint
+    assert path is not None
+    quantisation = Quantisation.read(read_hf_config(path))
+    sglang_alone = config.debug.debug_rollout_only and config.engine.rollout_engine == "sglang"
+    if quantisation is None or sglang_alone or joined_cluster(config) is not None:
+        return
+    from slime.engines.wire.quantised import require_library  # which needs torch, as other models do not
+
+    require_library(quantisation.scheme)
 
 
 def check_quantised_flags(config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import shutil
@@ -227,21 +228,28 @@ def without_a_hub(f: Fault) -> None:
     f.add("--hf-checkpoint", "nobody/nothing")
 
 
+def int4(*ignore: str) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 8}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ignore}
+
+
+@provokes("quantised-weights")
+def int4_without_its_library(f: Fault) -> None:
+    f.config(quantization_config=int4("lm_head", "model.embed_tokens"))
+    find = importlib.util.find_spec
+    absent = lambda name, *rest: None if name == "compressed_tensors" else find(name, *rest)  # noqa: E731
+    f.patch.setattr("slime.engines.wire.quantised.importlib.util.find_spec", absent)
+
+
 @provokes("quantisation-ignore-list")
 def router_is_not_ignored(f: Fault) -> None:
-    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 8}}
-    lists = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
-    lists |= {"ignore": ["lm_head", "model.embed_tokens.weight"]}
+    lists = int4("lm_head", "model.embed_tokens.weight")
     (f.model / "config.json").write_text(json.dumps(config_of("qwen3_moe", quantization_config=lists)))
 
 
 @provokes("quantisation-ignore-list")
 def a_rule_names_nothing(f: Fault) -> None:
-    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 8}}
-    f.config(quantization_config={
-        "quant_method": "compressed-tensors", "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "model.embed_tokens", "model.layers.0"],
-    })  # fmt: skip
+    f.config(quantization_config=int4("lm_head", "model.embed_tokens", "model.layers.0"))
 
 
 @provokes("vocabulary")

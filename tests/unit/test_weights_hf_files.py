@@ -166,7 +166,10 @@ def test_an_existing_export_is_replaced_as_a_whole(sharded: Path, tmp_path: Path
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [2.0, 2.0]
 
 
-def test_a_full_disk_leaves_the_old_export(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 8])  # the last shard meets it, or the first of several
+def test_a_full_disk_leaves_the_old_export(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
     with HfWriter(tmp_path / "out", sharded) as writer:
         writer.add("w", torch.ones(2))
 
@@ -174,8 +177,9 @@ def test_a_full_disk_leaves_the_old_export(sharded: Path, tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("slime.checkpoints.safetensors_stream.write_stream", full)
-    with pytest.raises(UserError, match="No space left"), HfWriter(tmp_path / "out", sharded) as writer:
+    with pytest.raises(UserError, match="No space left"), HfWriter(tmp_path / "out", sharded, shard_bytes) as writer:
         writer.add("w", torch.zeros(2))
+        writer.add("x", torch.zeros(2))
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [1.0, 1.0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
