@@ -147,7 +147,7 @@ _NO_LOGITS = (
     "a function of --custom-loss-function-path finds batch['current_log_probs'], with gradient and over the whole "
     "vocabulary"
 )
-_NO_WORKER = "rollouts overlap with training by themselves: train_async.py with --async-buffer-size (docs/engines.md)"
+_NO_WORKER = "rollouts overlap with training by themselves in train_async.py (docs/asynchronous.md)"
 
 #: "Module:name", or a module with all that is in it, that has no counterpart → what to use instead.
 NO_COUNTERPART: dict[str, str] = {

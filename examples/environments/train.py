@@ -29,6 +29,8 @@ def server() -> Iterator[str]:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                 break
             time.sleep(0.2)
+        else:
+            raise SystemExit("openenv_server.py ended before it answered; its last words are above")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()

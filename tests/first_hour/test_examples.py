@@ -39,8 +39,8 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_script_of(example: str, tmp_path: Path, environment: dict[str, str]) -> None:
-    """Two steps, and the model that it makes."""
-    command = ["sh", str(ROOT / "examples" / example / "run.sh"), "--num-rollout", "2", "--save", "{run}/checkpoints"]
+    """Two steps with few samples, and the model that it makes."""
+    command = ["sh", str(ROOT / "examples" / example / "run.sh"), "--num-rollout", "2", "--n-samples-per-prompt", "2"]
     command += [] if example == "curriculum" else ["--n-samples-per-eval-prompt", "1"]  # it has no evaluations
     env = {**environment, "PYTHON": sys.executable}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)

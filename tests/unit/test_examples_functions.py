@@ -6,6 +6,8 @@ Whole runs of their scripts are in first_hour/test_examples.py.
 from __future__ import annotations
 
 import asyncio
+import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from examples.calculator import rollout as calculator
 from examples.curriculum import data as words
 from examples.curriculum import source as curriculum
 from examples.custom_advantage import credit
+from examples.environments import letters
 from examples.judge import data as reviews
 from examples.judge import rollout as judge
 from examples.python_sandbox import data as programs
@@ -206,16 +209,27 @@ def test_a_wrong_answer_is_wrong_at_its_first_mistake() -> None:
     assert all(torch.equal(found, torch.tensor(row)) for found, row in zip(data["advantages"], expected))
 
 
+# -- environments ----------------------------------------------------------------------------------------------------
+
+
+def test_the_letter_that_is_asked_for_stands_in_a_question_once() -> None:
+    """A small model says what it looks at: nothing else may look like the answer."""
+    for lesson in (letters.say, letters.write):
+        for seed in range(20):
+            asked = lesson(random.Random(seed))[0]["content"]
+            assert len([word for word in re.findall(r"\w+", asked) if word in letters.LETTERS]) == 1
+
+
 # -- in front of an engine -------------------------------------------------------------------------------------------
 
-LESSONS = (products.lesson, words.lesson, reviews.lesson, mountains.lesson, games.lesson, programs.lesson)
+LESSONS = (products, words, reviews, mountains, games, programs)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One for all: it has seen each example's conversations a few times."""
     folder = tmp_path_factory.mktemp("examples") / "model"
-    tiny.write_model(folder, lambda rng: rng.choice(LESSONS)(rng), steps=12)
+    tiny.write_model(folder, lambda rng: rng.choice(LESSONS).lesson(rng), steps=12)
     return folder
 
 
