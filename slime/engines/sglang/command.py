@@ -259,8 +259,8 @@ def sglang_environment(config: Config, place: EnginePlace) -> dict[str, str]:
         # memory that NCCL maps itself is not given back by the memory saver, and expandable segments defeat it
         environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "0")
         environment["PYTORCH_CUDA_ALLOC_CONF"] = ""
-    # transformers copies the Python files that come with a model there, and imports the copies: engines that start at the
-    # same time, on hosts that share a home, would read what another one is writing
+    # transformers copies the Python files that come with a model there, and imports the copies: engines that start at
+    # the same time, on hosts that share a home, would read what another one is writing
     modules = Path(os.environ.get("HF_MODULES_CACHE") or Path(HF_HOME, "modules"))
     environment["HF_MODULES_CACHE"] = str(modules / f"{socket.gethostname()}-engine-{place.number}")
     return environment
