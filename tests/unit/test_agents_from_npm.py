@@ -74,7 +74,7 @@ def play(parts: dict[str, list[str]], command: list[str], environ: dict[str, str
         assert done.status == 0, done.output
         assert "The file is there." in done.output
         seen = (work / "seen.txt").read_text()
-        assert endpoint.api_key in seen and SECRET not in seen
+        assert (endpoint.api_key in seen, SECRET in seen) == (True, False)  # a failure does not print the environment
 
     endpoint = played.run(agent)
     assert (work / "greeting.txt").read_text() == "hello\n"
