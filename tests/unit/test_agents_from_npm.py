@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,21 @@ class Parts(Model):
         return await super()._answer(number, input_ids, params)
 
 
-def installed(package: str, folder: Path) -> Path:
-    """Where npm has put a package; skips the test where its registry cannot be reached."""
-    options = ["--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel", "error"]
-    done = subprocess.run(["npm", "install", *options, package], capture_output=True, text=True, timeout=900)
-    if any(code in done.stderr for code in ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT")):
-        pytest.skip("npm's registry cannot be reached")
-    assert done.returncode == 0, done.stderr
-    return folder / "node_modules" / package.rpartition("@")[0]
+@pytest.fixture
+def install(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Has npm put a package somewhere, and takes it away after the test: it has 400 MB."""
+    folder = tmp_path / "npm"
+
+    def put(package: str) -> Path:
+        options = ["--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel", "error"]
+        done = subprocess.run(["npm", "install", *options, package], capture_output=True, text=True, timeout=900)
+        if any(code in done.stderr for code in ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT")):
+            pytest.skip("npm's registry cannot be reached")
+        assert done.returncode == 0, done.stderr
+        return folder / "node_modules" / package.rpartition("@")[0]
+
+    yield put
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def play(parts: dict[str, list[str]], command: list[str], environ: dict[str, str], room: Path) -> tuple[Play, Any]:
@@ -98,9 +106,9 @@ def check(played: Play, samples: list[Sample], said: list[int]) -> None:
 
 
 def test_codex_through_responses(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, install: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = installed(CODEX, tmp_path_factory.mktemp("codex"))
+    found = install(CODEX)
     monkeypatch.setenv(VARIABLE, SECRET)
     monkeypatch.setenv("RAY_AUTH_TOKEN", SECRET)
     lines = [
@@ -121,9 +129,9 @@ def test_codex_through_responses(
 
 
 def test_claude_code_through_messages_with_an_agent_of_its_own(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, install: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = installed(CLAUDE, tmp_path_factory.mktemp("claude"))
+    found = install(CLAUDE)
     monkeypatch.setenv(VARIABLE, SECRET)
     monkeypatch.setenv("RAY_AUTH_TOKEN", SECRET)
     asks = {"description": "Count", "prompt": "Count letters.", "subagent_type": "general-purpose"}
