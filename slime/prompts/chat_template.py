@@ -107,6 +107,37 @@ def before_past_turn(
     return text[: text.rfind(_PAST_PROBE)]
 
 
+def takes_any_order(tokenizer: Any) -> bool:
+    """Whether the template writes messages where they stand, several of one role in a row and system messages in the
+    midst, too, which agents send. Some refuse them (Mistral's), or write all system messages first (DeepSeek's)."""
+    roles = ("system", "system", "user", "user", "assistant", "user", "system")
+    told: Messages = [{"role": role, "content": f"probe{number}"} for number, role in enumerate(roles)]
+    try:
+        text = render_messages(tokenizer, told)
+    except TemplateRefuses:
+        return False
+    places = [text.find(one["content"]) for one in told]
+    return places[0] >= 0 and places == sorted(places)
+
+
+def in_turns(messages: Messages, *, begins: bool) -> Messages:
+    """Messages for templates that do not `take any order <takes_any_order>`: one system message at the beginning, later
+    ones as the user's, and what is said in a row as one.
+
+    Args:
+        begins: whether the conversation begins with them.
+    """
+    found: Messages = []
+    for message in messages:
+        before = found[-1]["role"] if found else "system" if begins else "assistant"
+        role = "user" if message["role"] == "system" != before else message["role"]
+        if found and role == before and role in ("system", "user"):
+            found[-1] = found[-1] | {"content": f"{found[-1]['content']}\n\n{message['content']}"}
+        else:
+            found.append(message | {"role": role})
+    return found
+
+
 def without_repeated_end(before: list[int], between: list[int]) -> list[int]:
     """Tokens of `between_turns` as they follow ``before``: a model that has ended its turn itself needs no second end.
 

@@ -143,19 +143,27 @@ class DeadEngines(Model):
         raise EngineError("http://engine-0", "is down", 503)
 
 
-def test_an_engine_that_is_lost_fails_the_sample_even_if_the_agent_goes_on() -> None:
+@pytest.mark.parametrize("first", ["openai", "anthropic"])
+def test_an_engine_that_is_lost_fails_the_sample_even_if_the_agent_goes_on(first: str) -> None:
     play = Play([])
     play.state.client = play.model = DeadEngines([])
+    hi: Any = [{"role": "user", "content": "Hi"}]
 
     async def talk(endpoint: AgentEndpoint) -> None:
         async with openai_of(endpoint) as client, anthropic_of(endpoint) as other:
-            with pytest.raises(openai.InternalServerError, match="is down"):
-                await client.responses.create(model="m", input="Hi")
-            with pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
-                await other.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "Hi"}])
+            if first == "openai":
+                with pytest.raises(openai.InternalServerError, match="is down"):
+                    await client.responses.create(model="m", input=hi)
+            else:
+                with pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
+                    await other.messages.create(model="m", max_tokens=9, messages=hi)
+            with pytest.raises(openai.BadRequestError, match=r"has failed.*is down"):
+                await client.responses.create(model="m", input=hi)
+            with pytest.raises(anthropic.BadRequestError, match=r"has failed.*is down"):
+                await other.messages.create(model="m", max_tokens=9, messages=hi)
 
     endpoint = play.run(talk)
-    assert len(play.model.calls) == 2, "the clients try nothing again that would not help"
+    assert len(play.model.calls) == 1, "nothing is tried again that would not help, whoever asks"
     with pytest.raises(EngineError):
         endpoint.samples()
 

@@ -25,8 +25,10 @@ from slime.prompts.chat_template import (
     TemplateRefuses,
     before_past_turn,
     between_turns,
+    in_turns,
     render_messages,
     special_tokens,
+    takes_any_order,
     without_repeated_end,
 )
 
@@ -175,6 +177,7 @@ class Speech:
         self.tokenizer, self.calls, self.reasoning = tokenizer, calls, reasoning
         self._ends = frozenset(end_tokens)
         self._shows_tools = shows_tools(tokenizer)
+        self._takes_any_order = takes_any_order(tokenizer)
         special = set(special_tokens(tokenizer).values())
         self._thinks_in_special = reasoning is not None and reasoning.end in special
 
@@ -220,6 +223,8 @@ class Speech:
     def _rendered(self, render: Any, ask: Ask, messages: Messages, **options: Any) -> str:
         as_text = self.calls is not None and self.calls.text_arguments
         shown = messages if as_text else [with_objects(message) for message in messages]
+        if not self._takes_any_order:
+            shown = in_turns(shown, begins=render is not between_turns)
         try:
             text = str(render(self.tokenizer, shown, tools=ask.tools, **options, **ask.template_kwargs))
             text.encode()

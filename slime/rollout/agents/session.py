@@ -84,10 +84,13 @@ class AgentSession:
 
         Raises:
             BadRequest: the chat template refuses it.
-            Refusal: the context is full, too many turns, the sample is done, the rollout ends, or no engine answers.
+            Refusal: the context is full, too many turns, the sample is done or has failed, the rollout ends, or no
+                engine answers.
         """
         if self._is_over:  # its body came when the key was void already
             raise Refusal("this sample is done", 401, "authentication_error", "invalid_api_key")
+        if self.failure is not None:  # agents repeat a 503, some thirty times; this they do not, and no engine is asked
+            raise Refusal(f"this sample has failed: {self.failure}", 400, "invalid_request_error", "sample_failed")
         if self.max_turns is not None and self._started >= self.max_turns:
             raise Refusal(f"this agent may take {self.max_turns} turns", 400, "invalid_request_error", "max_turns")
         self._started += 1
