@@ -30,13 +30,11 @@ def test_the_script(models: dict[str, Path], tmp_path: Path, environment: dict[s
     assert model.is_file()
 
 
-#: Examples that are a script, all of them runs of minutes; one stands for them in `make test`, that with the sandbox.
-EXAMPLES = [
-    pytest.param(name, marks=() if name == "python_sandbox" else pytest.mark.full)
-    for name in sorted(path.parent.name for path in (ROOT / "examples").glob("*/data.py"))
-]
+#: Examples that are a script, all of them runs of minutes.
+EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/data.py"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_script_of(example: str, tmp_path: Path, environment: dict[str, str]) -> None:
     """Two steps with few samples, and the model that it makes."""
@@ -51,6 +49,7 @@ def test_the_script_of(example: str, tmp_path: Path, environment: dict[str, str]
     assert (metrics.parent / "model" / "config.json").is_file()
 
 
+@pytest.mark.full  # what it runs is what the script does
 def test_the_notebook(
     models: dict[str, Path], tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
