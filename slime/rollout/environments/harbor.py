@@ -16,7 +16,6 @@ import json
 import os
 import posixpath
 import shutil
-import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 from slime.errors import UserError
 from slime.rollout.agents.endpoint import agent_endpoint
 from slime.rollout.environments.bash_agent import Agent, bash_agent
+from slime.rollout.environments.harbor_files import dockerfile_lines, read_toml, text_left_in
 from slime.rollout.environments.rows import task_of, write_rows
 from slime.rollout.sandbox.folders import TASK, temporary_folder
 from slime.rollout.sandbox.sandbox import Ran, Sandbox
@@ -43,9 +43,9 @@ class Box:
 
     def __init__(self, task: Path, place: Path, runner: Any) -> None:
         self.task, self._place, self._runner = task, place, runner
-        self.config = _toml(task / "task.toml")
+        self.config = read_toml(task / "task.toml")
         self.instruction = (task / "instruction.md").read_text(encoding="utf-8").strip()
-        lines = _dockerfile(task)
+        lines = dockerfile_lines(task)
         self._refuse_what_needs_more(lines)
         workdirs = [words for word, words in lines if word == "WORKDIR"]
         workdir = posixpath.join("/", *workdirs) if workdirs else "/app"  # one that is relative is below the last
@@ -94,9 +94,9 @@ class Box:
         )
         try:
             if os.path.lexists(told := logs / "verifier" / "reward.json"):
-                values = dict(json.loads(_own_text(told)))
+                values = dict(json.loads(text_left_in(told)))
                 return float(values[reward_key] if len(values) != 1 else next(iter(values.values()))), values
-            return float(_own_text(logs / "verifier" / "reward.txt")), {}
+            return float(text_left_in(logs / "verifier" / "reward.txt")), {}
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             return 0.0, {"failure": f"{type(error).__name__}: {error}", "output": ran.text[-2000:]}
 
@@ -138,28 +138,3 @@ class HarborTasks:
                         raise
                 reward, sample.metadata["harbor"] = await box.score(self._reward_key)
         return endpoint.samples(reward=reward)
-
-
-def _toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} cannot be read", why=str(error), fix="mend it, or leave the task out") from error
-
-
-def _own_text(file: Path) -> str:
-    """What a program left in a file, unless it is a link that leads elsewhere on this host, or waits for who opens it
-    (a pipe)."""
-    if file.resolve() != file:
-        raise OSError(f"{file.name} is a link")
-    if file.exists() and not file.is_file():
-        raise OSError(f"{file.name} is no file")
-    return file.read_text(encoding="utf-8")
-
-
-def _dockerfile(task: Path) -> list[tuple[str, str]]:
-    """The lines of a task's Dockerfile, each as its word and the rest; none where there is no Dockerfile."""
-    file = task / "environment" / "Dockerfile"
-    lines = file.read_text(encoding="utf-8").replace("\\\n", " ").splitlines() if file.is_file() else []
-    pairs = [line.strip().partition(" ") for line in lines if line.strip() and not line.strip().startswith("#")]
-    return [(word.upper(), " ".join(rest.split())) for word, _, rest in pairs]
