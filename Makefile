@@ -10,8 +10,7 @@ RUNS := $(VENV)/.installed-to-run
 # Every launch is five processes that read the sources; where bytecode is switched off, each would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-SIDES := parts first-hour runs-1 runs-2
-.PHONY: demo test $(SIDES:%=test-%) check test-full lint types docs docs-check clean install
+.PHONY: demo test test-parts test-runs check test-full lint types docs docs-check clean install
 
 install: $(STAMP)
 
@@ -33,18 +32,16 @@ $(STAMP): $(RUNS)
 demo: $(RUNS)
 	$(BIN)/python -m recipes.demo $(ARGS)
 
-# Four sides at once, of about the same length: each waits for others of its processes half of the time. ARGS="-k name" goes to all.
+# Two sides at once, because each waits for others of its processes half of the time. ARGS="-k name" goes to both.
 test: $(STAMP)
-	$(MAKE) --no-print-directory -j 4 $(SIDES:%=test-%)
-
-FILES.parts := tests/unit
-FILES.first-hour := tests/first_hour tests/loop/test_[a-e]*.py
-FILES.runs-1 := tests/loop/test_[f-n]*.py
-FILES.runs-2 := tests/loop/test_[o-z]*.py tests/contracts
+	$(MAKE) --no-print-directory -j 2 test-parts test-runs
 
 # Where ARGS leaves nothing to run on one side, pytest's status is 5.
-$(SIDES:%=test-%): test-%: $(STAMP)
-	$(BIN)/python -m pytest -m "not full and not gpu" $(FILES.$*) $(ARGS) || { status=$$?; test -n "$(ARGS)" -a $$status = 5; }
+test-parts test-runs: test-%: $(STAMP)
+	$(BIN)/python -m pytest -m "not full and not gpu" $(FOLDERS.$*) $(ARGS) || { status=$$?; test -n "$(ARGS)" -a $$status = 5; }
+
+FOLDERS.parts := tests/unit tests/first_hour
+FOLDERS.runs := tests/contracts tests/loop
 
 # While you work: what the change against AGAINST (main) concerns, in a minute and a half.
 check: lint types
