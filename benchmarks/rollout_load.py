@@ -27,8 +27,8 @@ import psutil
 
 from slime.config import make_config
 from slime.config.config import Config
+from slime.garbage import settle
 from slime.hooks import DataSource
-from slime.host import settle
 from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.generate import generate
 from slime.rollout.loop import RolloutLoop

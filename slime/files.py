@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 from collections.abc import Iterator
@@ -172,3 +173,23 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict):
             rows.append(row)
     return rows
+
+
+@contextlib.contextmanager
+def left_behind(path: Path) -> Iterator[bool]:
+    """Whether a file or folder of this user's is one whose owner kept it locked (``flock``) and has died. If so it is
+    locked here as long as the block lasts."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:  # another user's, a link, or gone in the meantime
+        yield False
+        return
+    try:
+        is_free = os.fstat(descriptor).st_uid == os.geteuid()
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # its owner is alive
+            is_free = False
+        yield is_free
+    finally:
+        os.close(descriptor)

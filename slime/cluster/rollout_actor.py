@@ -22,7 +22,8 @@ from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.keys import RunKeys
 from slime.footprint import Footprint
-from slime.host import past_proxies, settle
+from slime.garbage import settle
+from slime.host import past_proxies
 from slime.log import get_logger, log_to_file_only
 from slime.observe.run_folder import RunFolder
 from slime.prompts.source import load_source, make_source, save_source

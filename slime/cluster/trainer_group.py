@@ -27,7 +27,8 @@ from slime.cluster.waiting import (
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
-from slime.host import reserve_port, settle
+from slime.garbage import settle
+from slime.host import reserve_port
 from slime.log import get_logger, log_to_file_only
 from slime.placement import PlacementPlan
 from slime.samples.batch import TrainedTokens, TrainLayout

@@ -52,6 +52,12 @@ class Parts(Model):
         return await super()._answer(number, input_ids, params)
 
 
+@pytest.fixture(autouse=True)
+def keys_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, SECRET)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", SECRET)
+
+
 @pytest.fixture
 def install(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Has npm put a package somewhere, and takes it away after the test: it has 400 MB."""
@@ -105,12 +111,8 @@ def check(played: Play, samples: list[Sample], said: list[int]) -> None:
     assert sorted(trained) == sorted(token for answer in model.said for token in answer)
 
 
-def test_codex_through_responses(
-    tmp_path: Path, install: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codex_through_responses(tmp_path: Path, install: Callable[[str], Path]) -> None:
     found = install(CODEX)
-    monkeypatch.setenv(VARIABLE, SECRET)
-    monkeypatch.setenv("RAY_AUTH_TOKEN", SECRET)
     lines = [
         thinking("I will write it. " + call("exec_command", cmd=LOOK)),
         thinking(call("exec_command", cmd="cat greeting.txt")),
@@ -128,12 +130,8 @@ def test_codex_through_responses(
     assert "Output:\nhello\n" in played.text(played.model.asked[2])
 
 
-def test_claude_code_through_messages_with_an_agent_of_its_own(
-    tmp_path: Path, install: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_claude_code_through_messages_with_an_agent_of_its_own(tmp_path: Path, install: Callable[[str], Path]) -> None:
     found = install(CLAUDE)
-    monkeypatch.setenv(VARIABLE, SECRET)
-    monkeypatch.setenv("RAY_AUTH_TOKEN", SECRET)
     asks = {"description": "Count", "prompt": "Count letters.", "subagent_type": "general-purpose"}
     lines = [
         thinking("I will write it. " + call("Bash", command=LOOK, description="Write it")),

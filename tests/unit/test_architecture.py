@@ -26,6 +26,7 @@ FLOORS = (
         "hook_loading",
         "log",
         "host",
+        "garbage",
         "footprint",
         "host_memory",
         "processes",

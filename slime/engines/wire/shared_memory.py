@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.errors import UserError
+from slime.files import left_behind
 
 if TYPE_CHECKING:
     import torch
@@ -136,18 +137,10 @@ def remove_stale(directory: Path = SHM_DIR) -> list[str]:
     """Remove segments whose owner died without removing them; returns their names. Others' are left alone."""
     removed = []
     for path in directory.glob(f"{_PREFIX}*"):
-        try:
-            descriptor = os.open(path, os.O_RDWR)
-        except OSError:  # another user's, or gone in the meantime
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            removed.append(path.name)
-        except OSError:  # its owner is alive
-            continue
-        finally:
-            os.close(descriptor)
+        with left_behind(path) as is_free:
+            if is_free:
+                path.unlink(missing_ok=True)
+                removed.append(path.name)
     return removed
 
 

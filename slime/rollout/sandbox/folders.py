@@ -15,6 +15,8 @@ import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from slime.files import left_behind
+
 PROGRAM, TASK = "slime-sandbox-", "slime-task-"
 
 _has_looked = False
@@ -60,20 +62,11 @@ def _end(folder: str, lock: int) -> None:
 def remove_stale() -> list[str]:
     """Remove folders of this user's that nobody holds; returns their names."""
     removed = []
-    for path in (path for kind in (PROGRAM, TASK) for path in Path(tempfile.gettempdir()).glob(f"{kind}*")):
-        try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # another user's, or gone in the meantime
-            continue
-        try:
-            if os.fstat(lock).st_uid == os.geteuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for path in (path for kind in (PROGRAM, TASK) for path in Path(tempfile.gettempdir()).glob(f"{kind}*/")):
+        with left_behind(path) as is_free:
+            if is_free:
                 remove(str(path))
                 removed.append(path.name)
-        except OSError:  # its owner is alive
-            continue
-        finally:
-            os.close(lock)
     return removed
 
 

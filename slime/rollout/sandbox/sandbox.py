@@ -187,8 +187,9 @@ class Sandbox:
         return Ran(result["status"], result["output"], result["ended_by"], holds, asked)
 
     def _check_places(self, folders: Mapping[str, str | Path]) -> None:
-        """Raises:
-        UserError: there are no namespaces, or a folder would lie where none can be shown.
+        """
+        Raises:
+            UserError: there are no namespaces, or a folder would lie where none can be shown.
         """
         if self._ways[0] == "plain":
             raise _no_sandbox("folders of the host can be shown with namespaces alone")
