@@ -10,6 +10,7 @@ the answers, and B pushed by it brings every parameter back bit for bit, and the
 
     handles               buckets by CUDA handles, into SGLang's load_weights, as pushes of plain weights go
     open, handles, close  the same between two questions (`slime.engines.sglang.loadable`)
+    open, runs, close     the same with a layer's experts as one tensor, as runs of training push them
     open, gloo, close     by broadcast, as to engines on GPUs of their own
     disk; open, disk, close   /update_weights_from_disk
 
@@ -52,7 +53,7 @@ from benchmarks.gpu.quantised_servers import Server, as_ready, compile_kernels, 
 from benchmarks.gpu.report import Report, Row, add_arguments, at_least, at_most
 from benchmarks.gpu.setting import median, workspace
 
-OPENED = "open, handles, close"
+OPENED, OPENED_RUNS = "open, handles, close", "open, runs, close"
 #: Ways to try on each engine, those that may end it last.
 WAYS = ("open, gloo, close", "open, disk, close", "handles", "disk")
 
@@ -67,6 +68,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engine-flags", default="", help="of SGLang's servers, in one word")
     parser.add_argument("--no-graphs", action="store_true", help="start without CUDA graphs at once")
     parser.add_argument("--no-deep-gemm", action="store_true", help="FP8 blocks with Triton's kernels alone")
+    parser.add_argument("--known-ways", action="store_true", help="only the ways that should be right")
     parser.add_argument("--rounds", type=int, default=3, help="pushes and generations that are timed")
     parser.add_argument("--in-flight", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=256)
@@ -101,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
             report.case(f"{server.name}: push", partial(bench.time_pushes, server))
         for shape in args.shapes:
             for server in bench.living(shape):
-                for way in bench.ways(server):
+                for way in [] if args.known_ways else bench.ways(server):
                     report.case(f"{server.name}: {way}", partial(bench.try_way, server, way))
                 server.stop()
             bench.start_references(shape)
@@ -161,6 +163,13 @@ class Bench:
         """The way that should be right."""
         is_plain = server.form == "bf16" or (server.form == "fp8-block" and server.name in self.broken)
         return "handles" if is_plain else OPENED
+
+    def pushed_way(self, server: Server) -> str:
+        """As runs of training push: with experts in runs, where there are any."""
+        known = self.known_way(server)
+        if "moe" not in server.shape:
+            return known
+        return OPENED_RUNS if known == OPENED else "runs"
 
     def ways(self, server: Server) -> list[str]:
         """Those to try besides; a broadcast for the first shape alone, since it is not the shape's business."""
@@ -229,9 +238,9 @@ class Bench:
                 "/resume_memory_occupation", {"tags": ["kv_cache"]}, SECONDS))  # fmt: skip
             row["after_sleep"] = fresh.verdict(engine.look())
         self.report.add(f"{server.name}: opened", row)
-        if server.form == "bf16" and "moe" in server.shape:
-            engine.push("runs", in_runs(self._plain(server.shape, OTHER)))
-            engine.push("runs", in_runs(self._plain(server.shape, SERVED)))
+        if "moe" in server.shape:
+            for seed in (OTHER, SERVED):
+                engine.push(self.pushed_way(server), self._pushed(server, seed))
             row["runs"] = fresh.verdict(engine.look())
         return {"verdict": row["verdict"], "repeated": [row.get(key, {}).get("verdict") for key in
                 ("after_reset", "after_sleep", "runs")]}  # fmt: skip
@@ -263,23 +272,25 @@ class Bench:
 
     def time_pushes(self, server: Server) -> Row:
         """Seconds of pushes with the conversion, as runs do them; the first one warms up."""
-        engine = self._engine(server)
-        way = "runs" if server.form == "bf16" and "moe" in server.shape else self.known_way(server)
-        weights = self._plain(server.shape, SERVED)
-
-        def source() -> Iterator[tuple[str, torch.Tensor]]:
-            return in_runs(weights) if way == "runs" else stored(weights, server.model)
-
-        rounds = [engine.push(way, source()) for _ in range(self.args.rounds + 1)][1:]
+        engine, way = self._engine(server), self.pushed_way(server)
+        plain = list(in_runs(self._plain(server.shape, SERVED)) if "runs" in way else
+                     self._plain(server.shape, SERVED).items())  # fmt: skip
+        pushes = [engine.push(way, stored(plain, server.model)) for _ in range(self.args.rounds + 1)]
+        first, rounds = pushes[0], pushes[1:]
         seconds = median([one["total"] for one in rounds])
         self.push_seconds[server.name] = seconds
-        started = time.perf_counter()
-        for _ in source():
-            pass
         synchronise()
-        row: Row = {"way": way, "seconds": seconds, "raw": rounds, "conversion_alone": time.perf_counter() - started}
+        started = time.perf_counter()
+        made = list(stored(plain, server.model))
+        launched = time.perf_counter() - started
+        synchronise()
+        row: Row = {"way": way, "seconds": seconds, "first": first, "raw": rounds, "tensors": len(made),
+                    "conversion_launched": launched, "conversion_alone": time.perf_counter() - started,
+                    "converted_before": [engine.push(way, iter(made)) for _ in range(2)][1]}  # fmt: skip
         if server.form != "bf16":
-            row["weights_of_8_with_other_bits_than_on_cpu"] = differing_bits(weights, server.model)
+            row["weights_of_8_with_other_bits_than_on_cpu"] = differing_bits(
+                self._plain(server.shape, SERVED), server.model
+            )
         base = self.push_seconds.get(f"{server.shape}/bf16")
         if base is not None and server.form != "bf16":
             row["goals"] = [at_most("push, ÷ bf16", seconds / base, 2.0)]
@@ -324,7 +335,10 @@ class Bench:
         return self._weights[shape, seed]
 
     def _stored(self, server: Server, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        return stored(self._plain(server.shape, seed), server.model)
+        return stored(self._plain(server.shape, seed).items(), server.model)
+
+    def _pushed(self, server: Server, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        return stored(in_runs(self._plain(server.shape, seed)), server.model)
 
 
 def _vocabulary(server: Server) -> int:

@@ -132,7 +132,7 @@ class Engine:
         if "gloo" in way:
             transport = DistributedTransport(self.fleet, _BUFFER, torch.bfloat16, "gloo", None, SECONDS)
         else:
-            transport = IpcTransport(self.fleet, self._slots, None, _BUFFER, torch.bfloat16, way == "runs")
+            transport = IpcTransport(self.fleet, self._slots, None, _BUFFER, torch.bfloat16, "runs" in way)
         try:
             synchronise()
             transport.send(tensors, self._version, lambda name, tensor: None)

@@ -11,7 +11,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,12 @@ def plain(config: dict[str, Any], seed: int) -> Weights:
     return found
 
 
-def stored(weights: Weights, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """What engines hold of them in the format of a directory."""
-    from slime.engines.wire.quantised import quantise
+def stored(
+    weights: Iterable[tuple[str, torch.Tensor]], directory: Path
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+    """What engines hold of them in the format of a directory. Runs of experts stay runs."""
+    from slime.engines.wire.expert_runs import ExpertRun
+    from slime.engines.wire.quantised import quantise, quantise_run
     from slime.models import family_of, read_hf_config
     from slime.models.ignore_list import check
     from slime.models.quantised import Quantisation
@@ -78,12 +81,15 @@ def stored(weights: Weights, directory: Path) -> Iterator[tuple[str, torch.Tenso
     config = read_hf_config(directory)
     quantisation = Quantisation.read(config)
     if quantisation is None:
-        yield from weights.items()
+        yield from weights
         return
     family = family_of(config)
     chosen = {matrix.weight: matrix.module for matrix in check(family, family.describe(config), quantisation).quantised}
-    for name, weight in weights.items():
-        if name in chosen:
+    for name, weight in weights:
+        run = ExpertRun.parse(name)
+        if run is not None and run.expert_name(run.first) in chosen:
+            yield from quantise_run(run, weight, quantisation.scheme).items()
+        elif name in chosen:
             yield from quantise(chosen[name], weight, quantisation.scheme).items()
         else:
             yield name, weight
@@ -95,8 +101,8 @@ def differing_bits(weights: Weights, directory: Path) -> int:
     for name, weight in weights.items():
         if weight.dim() == 2 and "layers.0" in name and len(some) < 8:
             some[name] = weight
-    here = dict(stored(some, directory))
-    there = dict(stored({name: weight.cpu() for name, weight in some.items()}, directory))
+    here = dict(stored(some.items(), directory))
+    there = dict(stored(((name, weight.cpu()) for name, weight in some.items()), directory))
     bits = {name: (part.cpu().contiguous().view(torch.uint8), there[name].contiguous().view(torch.uint8))
             for name, part in here.items()}  # fmt: skip
     return sum(not torch.equal(one, other) for one, other in bits.values())

@@ -16,7 +16,8 @@ import torch
 
 from slime.checkpoints.hf_io import HfExporter
 from slime.engines.wire.buckets import dtype_in, dtype_name, dtype_of
-from slime.engines.wire.quantised import quantise, require_library
+from slime.engines.wire.expert_runs import ExpertRun
+from slime.engines.wire.quantised import quantise, quantise_run, require_library
 from slime.models.ignore_list import Matrix, check
 from slime.models.quantised import Quantisation
 
@@ -33,11 +34,12 @@ class QuantisedExport:
     """The weights of an exporter, with those of Linear layers quantised. Building one is not collective, iterating is.
 
     Args:
-        exporter: whole tensors, no runs of experts.
+        exporter: whole tensors; experts may come in runs, and then their parts do.
         dtype: of the engines' weights that are not quantised.
         converts: false on ranks that only take part in gathering, and neither send nor pack.
     Attributes:
-        zeros: matrices that the last pass found to be all zeros: a router or an embedding of zeros was lost on the way.
+        zeros: matrices, or runs with one, that the last pass, once it was through, found to be all zeros: a router or
+            an embedding of zeros was lost on the way.
     Raises:
         UserError: the ignore list does not fit the model; compressed-tensors is needed and not installed.
     """
@@ -56,15 +58,20 @@ class QuantisedExport:
         if not self._converts:
             yield from self._exporter.tensors()
             return
-        self.zeros = []
+        self.zeros, found = [], dict[str, torch.Tensor]()
         for name, tensor in self._exporter.tensors():
-            if tensor.dim() == 2 and not tensor.any():
-                self.zeros.append(name)
-            if name not in self._chosen:
+            matrix, run = self._matrix(name), ExpertRun.parse(name)
+            if tensor.dim() > 1:
+                found[name] = tensor.flatten(-2).any(-1).all()  # read at the end: it would wait for the GPU
+            if matrix is None:
                 yield name, tensor
                 continue
             cast = tensor.detach().to(dtype_in(self._dtype, name, tensor.dtype))
-            yield from quantise(self._chosen[name].module, cast, self._quantisation.scheme).items()
+            scheme = self._quantisation.scheme
+            stored = quantise(matrix.module, cast, scheme) if run is None else quantise_run(run, cast, scheme)
+            yield from stored.items()
+        some = torch.stack([*found.values()]).tolist() if found else []
+        self.zeros = [name for name, has_some in zip(found, some) if not has_some]
 
     def names(self) -> list[str]:
         """Of all tensors that `tensors` yields; those of one weight in the order of the format's table."""
@@ -76,9 +83,17 @@ class QuantisedExport:
         stored = sum(math.prod(shape) * dtype_of(dtype).itemsize for dtype, shape in parts if dtype)
         return stored + self._exporter.nbytes()
 
+    def _matrix(self, name: str) -> Matrix | None:
+        """That is quantised; the first of a run, of which all are or none (`slime.models.ignore_list`)."""
+        run = ExpertRun.parse(name)
+        return self._chosen.get(name if run is None else run.expert_name(run.first))
+
     def _parts(self, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-        matrix = self._chosen.get(name)
+        matrix, run = self._matrix(name), ExpertRun.parse(name)
         if matrix is None:
             return {name: ("", ())}
         parts = self._quantisation.scheme.parts(matrix.shape, dtype_name(self._dtype))
-        return {f"{matrix.module}.{part}": facts for part, facts in parts.items()}
+        if run is None:
+            return {f"{matrix.module}.{leaf}": facts for leaf, facts in parts.items()}
+        count = run.last - run.first + 1
+        return {run.name_of(leaf): (dtype, (count, *shape)) for leaf, (dtype, shape) in parts.items()}

@@ -83,11 +83,12 @@ def find_route(config: Config, fleet: EngineFleet, hf_config: HfConfig, *, on_th
     pipeline = Placement.current().pp_group if kind == "broadcast" else None
     # the stages' ranks that have rank 0's place in all other respects: the first of TP, DP and CP
     sources = tuple(dist.get_process_group_ranks(pipeline)) if pipeline is not None else (0,)
-    dtype, in_runs = engine_dtype(infos, hf_config), takes_runs(kind, infos.values())
+    dtype = engine_dtype(infos, hf_config)
     if embedded:
         return Route(kind, dtype, asks_ranks=False, sources=sources)
     quantised = routes_of(infos, hf_config, kind)
-    opens, in_runs = quantised is not None and quantised.opens, in_runs and quantised is None
+    in_runs = takes_runs(kind, infos.values(), quantised is not None)
+    opens = quantised is not None and quantised.opens
     return Route(kind, dtype, asks_ranks=True, sources=sources, in_runs=in_runs, opens=opens)
 
 
@@ -191,19 +192,21 @@ def choose_route(config: Config, *, embedded: bool, local: bool, on_cpu: bool = 
 
 
 #: Flags of SGLang with which an expert is not where its number says, or not as it was sent.
-_MOVES_EXPERTS = ("enable_eplb", "ep_num_redundant_experts", "quantization")
+_MOVES_EXPERTS = ("enable_eplb", "ep_num_redundant_experts")
 
 
-def takes_runs(kind: str, infos: Collection[Mapping[str, Any]]) -> bool:
+def takes_runs(kind: str, infos: Collection[Mapping[str, Any]], quantised: bool = False) -> bool:
     """Whether all engines take runs of experts: only by handles, which our loader inside the engine can be given.
 
     Args:
         infos: the engines' ``/server_info``.
+        quantised: what is sent is what the model stores; otherwise engines that quantise by themselves take none.
     """
     plain = all(
         WEIGHT_LOADER in (info.get("custom_weight_loader") or ())
         and info.get("init_expert_location") in (None, "trivial")
         and not any(info.get(flag) for flag in _MOVES_EXPERTS)
+        and (quantised or not info.get("quantization"))
         for info in infos
     )
     return kind == "ipc" and plain

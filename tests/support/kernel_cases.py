@@ -18,6 +18,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from slime.models.quantised import Fp8, Int4
+
 CPU = torch.device("cpu")
 #: Largest error, relative to the largest entry of a tensor; of 16 bits the last one, since the interpreter truncates.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -250,15 +252,63 @@ def family_error(family: str, device: torch.device) -> float:
     return worst(results[1], [out.double() for out in results[0]])
 
 
+# -- quantised weights -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight of ``shape`` with what quantisers trip over: kernels make the same bits of it as torch on a CPU."""
+
+    scheme: Int4 | Fp8
+    shape: tuple[int, int]
+    dtype: torch.dtype = torch.float32
+
+    def error(self, device: torch.device) -> float:
+        """The share of bytes that differ."""
+        from slime.engines.wire import quantised, quantised_kernels
+
+        assert quantised_kernels.takes(self.scheme)
+        weight = torch.randn(self.shape)
+        weight[0], weight[1, : weight.shape[1] // 2], weight[2] = 0, weight[1, 0], weight[2] * 1e-12
+        weight = weight.to(self.dtype)
+        torch_parts = {
+            name.removeprefix("m."): part for name, part in quantised.quantise("m", weight, self.scheme).items()
+        }
+        kernel_parts = quantised_kernels.quantise(weight.to(device), self.scheme)
+        assert kernel_parts.keys() == torch_parts.keys()
+        differ = total = 0
+        for name, part in torch_parts.items():
+            ours = kernel_parts[name].cpu()
+            assert (ours.shape, ours.dtype) == (part.shape, part.dtype), name
+            differ += int((ours.contiguous().view(torch.uint8) != part.contiguous().view(torch.uint8)).sum())
+            total += part.numel() * part.dtype.itemsize
+        return differ / total
+
+
+STORED = {
+    "INT4": Stored(Int4(32), (37, 96)),
+    "INT4 in small groups, several programs": Stored(Int4(8), (1100, 16)),
+    "INT4 in bfloat16": Stored(Int4(128), (70, 256), torch.bfloat16),
+    "INT4 in float16": Stored(Int4(32), (70, 64), torch.float16),
+    "FP8 by block": Stored(Fp8((16, 16)), (48, 64)),
+    "FP8 by block, the last ones smaller": Stored(Fp8((32, 16)), (70, 41)),
+    "FP8 by block of 128, bfloat16": Stored(Fp8((128, 128)), (200, 300), torch.bfloat16),
+    "FP8 by tensor": Stored(Fp8((0, 0), "weight_scale"), (90, 70)),
+    "FP8 by tensor, bfloat16": Stored(Fp8((0, 0), "weight_scale"), (90, 70), torch.bfloat16),
+}
+
 CASES: dict[str, Callable[[torch.device], float]] = {
     **{f"norm: {name}": case.error for name, case in NORMS.items()},
     **{f"heads: {name}": case.error for name, case in HEADS.items()},
+    **{f"stored: {name}": case.error for name, case in STORED.items()},
     **{f"family: {name}": lambda device, name=name: family_error(name, device) for name in FAMILIES},
 }
 
 
 def tolerance(name: str) -> float:
     kind, _, rest = name.partition(": ")
+    if kind == "stored":
+        return 0.0
     case = {"norm": NORMS, "heads": HEADS}.get(kind, {}).get(rest)  # type: ignore[attr-defined]
     return TOLERANCE[case.dtype if case is not None else torch.float32]
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.engines.wire import quantised
-from slime.engines.wire.quantised import config_of, dequantise, quantise
+from slime.engines.wire.expert_runs import ExpertRun
+from slime.engines.wire.quantised import config_of, dequantise, quantise, quantise_run
 from slime.errors import UserError
 from slime.models.quantised import Fp8, Int4, Quantisation
 from tests.support.quantised_models import same_bits
@@ -145,6 +146,31 @@ def test_weights_in_pieces_are_whole_ones(weight: torch.Tensor, scheme: Int4 | F
         patch.setattr(quantised, "_PIECE", 40)
         pieces = quantise("m", weight, scheme)
     assert all(same_bits(whole[name], pieces[name]) for name in whole)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(weights(columns_of=8), min_size=1, max_size=3),
+    st.sampled_from([Int4(8), Int4(8, False), Fp8((4, 3)), Fp8((8, 8)), WHOLE, Fp8((1, 0), "weight_scale")]),
+)
+def test_a_run_of_experts_holds_what_each_of_them_has(drawn: list[torch.Tensor], scheme: Int4 | Fp8) -> None:
+    rows, columns = (min(weight.shape[axis] for weight in drawn) for axis in (0, 1))
+    stack = torch.stack([weight[:rows, :columns].float() for weight in drawn])
+    run = ExpertRun("mlp.experts", 4, 3 + len(drawn), "up")
+    parts = quantise_run(run, stack, scheme)
+    apart = dict(pair for name, part in parts.items() for pair in told(name).apart(part))
+    single = {
+        name: part
+        for number, weight in enumerate(stack, start=4)
+        for name, part in quantise(f"mlp.experts.{number}.up_proj", weight, scheme).items()
+    }
+    assert apart.keys() == single.keys() and all(same_bits(apart[name], part) for name, part in single.items())
+
+
+def told(name: str) -> ExpertRun:
+    run = ExpertRun.parse(name)
+    assert run is not None
+    return run
 
 
 def test_columns_that_no_group_divides_are_named() -> None:

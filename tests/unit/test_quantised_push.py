@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.quantised_models import in_runs
 from slime.checkpoints.quantised_files import quantise_directory
 from slime.config import make_config
 from slime.engines.wire.buckets import fingerprint
+from slime.engines.wire.expert_runs import ExpertRun
 from slime.errors import UserError
 from slime.models import family_of, read_hf_config
 from slime.models.quantised import Fp8, Int4, Quantisation
@@ -24,7 +26,7 @@ from slime.weights.sync import WeightSync
 from tests.support.contract_servers import Server, embedded_argv, running
 from tests.support.megatron_stub import MegatronStub
 from tests.support.processes import free_port
-from tests.support.quantised_models import INT4, make_plain, tensors_of
+from tests.support.quantised_models import INT4, make_plain, same_bits, tensors_of
 
 pytest.importorskip("compressed_tensors", reason="the quantised extra is not installed")
 pytestmark = pytest.mark.slow
@@ -160,6 +162,42 @@ def test_sglang_is_refused(
     with pytest.raises(UserError, match=r"not tried(.|\n)*other versions(.|\n)*--rollout-engine embedded"):
         sync.connect([server.url])
     sync.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_in_runs_bring_what_single_ones_do(kind: str, plain: dict[str, Path]) -> None:
+    from slime.checkpoints.hf_io import HfExporter
+
+    model, config = trainer(plain["trained"]), read_hf_config(plain["trained"])
+    with torch.no_grad():
+        model.get_parameter("decoder.layers.1.mlp.experts.linear_fc2.weight1").zero_()
+    single = QuantisedExport(HfExporter([model], config), KINDS[kind], torch.bfloat16)
+    tensors = {name: tensor.clone() for name, tensor in single.tensors()}
+    together = QuantisedExport(InRuns(HfExporter([model], config)), KINDS[kind], torch.bfloat16)
+    sent = {name: tensor.clone() for name, tensor in together.tensors()}
+    runs = {name: run for name in sent if (run := ExpertRun.parse(name)) is not None}
+    assert len(runs) > 4 and sorted(together.names()) == sorted(sent)
+    apart = {name: tensor for name, tensor in sent.items() if name not in runs}
+    apart |= {one: part for name, run in runs.items() for one, part in run.apart(sent[name])}
+    assert apart.keys() == tensors.keys() and all(same_bits(apart[name], part) for name, part in tensors.items())
+    assert single.zeros == ["model.layers.1.mlp.experts.1.down_proj.weight"]
+    assert [told for name in together.zeros if (told := ExpertRun.parse(name))] == [
+        ExpertRun("model.layers.1.mlp.experts", 0, 3, "down")
+    ]
+    assert together.nbytes() >= sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
+
+
+class InRuns:
+    """An exporter whose experts come as one run for each projection of a layer."""
+
+    def __init__(self, exporter: Any) -> None:
+        self._exporter, self.family, self.spec, self.nbytes = exporter, exporter.family, exporter.spec, exporter.nbytes
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return in_runs({name: tensor.clone() for name, tensor in self._exporter.tensors()})
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.tensors()]
 
 
 def test_names_are_known_before_anything_is_converted(plain: dict[str, Path]) -> None:

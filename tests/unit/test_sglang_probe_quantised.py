@@ -11,6 +11,7 @@ from torch import nn
 from slime.engines.sglang import weight_probe
 from slime.engines.sglang.loadable import close_layers, open_layers, opened_to_look
 from slime.engines.sglang.weight_probe import Held, Tree
+from slime.engines.wire.expert_runs import ExpertRun
 from tests.support.quantised_models import same_bits
 from tests.support.repacked_layers import Model, weights
 
@@ -82,6 +83,37 @@ def test_parts_of_experts_are_found_on_every_rank(leaf: str, turned: bool, size:
             assert held is not None and torch.equal(held.tensor, part_of(tensor, held)), name
             covered[name].narrow(held.dim, held.start, held.stop - held.start).fill_(True)
     assert all(bool(seen.all()) for seen in covered.values())
+
+
+@pytest.mark.parametrize(
+    ("leaf", "turned"), [("weight_packed", True), ("weight_scale", True), ("weight_scale_inv", False)]
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_of_parts_lies_where_its_experts_do(leaf: str, turned: bool, size: int) -> None:
+    sent = sent_experts(leaf)
+    for rank in range(size):
+        root = module_with("mlp.experts", stacked(sent, leaf, rank, size, turned=turned), moe_tp_rank=rank)
+        if turned:
+            for parameter in root.parameters():
+                parameter.is_transposed = True  # type: ignore[attr-defined]
+        for projection in ("gate", "up", "down"):
+            run = ExpertRun("mlp.experts", 1, 2, projection, leaf)
+            together = torch.stack([sent[run.expert_name(number)] for number in (1, 2)])
+            held = Tree(root).experts(run)
+            assert held is not None and torch.equal(held.target, held.of(together))
+            compared = Tree(root).find(run.name_of(leaf), tuple(together.shape))
+            assert compared is not None and torch.equal(compared.tensor, part_of(together, compared))
+
+
+def test_runs_of_scales_and_sizes_that_an_expert_has_one_of() -> None:
+    scales = {"w13_weight_scale": numbers(EXPERTS, 2), "w2_weight_scale": numbers(EXPERTS, start=100)}
+    tree = Tree(module_with("mlp.experts", {**scales, "w13_weight_shape": numbers(EXPERTS, 2)}))
+    expected = {"gate": [[2], [4]], "up": [[3], [5]], "down": [[101], [102]]}
+    for projection, values in expected.items():
+        held = tree.experts(ExpertRun("mlp.experts", 1, 2, projection, "weight_scale"))
+        assert held is not None and held.target.tolist() == values
+    size = tree.experts(ExpertRun("mlp.experts", 1, 2, "up", "weight_shape"))
+    assert size is not None and size.target.tolist() == [[2, 3], [4, 5]]
 
 
 def test_scales_of_experts_in_fp8_by_tensor_lie_in_a_row() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from slime.checkpoints.quantised_files import quantise_directory
 from slime.config import Config, make_config
-from slime.engines.api import WEIGHT_PROBE
+from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.engines.launch import EnginePlace
 from slime.errors import UserError
 from slime.models import family_of, read_hf_config
@@ -77,7 +77,7 @@ def test_layers_are_opened_before_the_transfer_and_closed_after_the_comparison(
     ]  # fmt: skip
     calls = [str(call.get("load_format", call["path"])) for call in server.calls()]
     asked = [number for number, call in enumerate(calls) if call == WEIGHT_PROBE]
-    sent = [number for number, call in enumerate(calls) if call == "flattened_bucket"]
+    sent = [number for number, call in enumerate(calls) if call == WEIGHT_LOADER]
     assert calls[:2] == ["/pause_generation", "/weights_checker"] and calls[-1] == "/continue_generation"
     assert len(sent) > 1 and asked == [2, len(calls) - 3, len(calls) - 2]  # open; compare, close
     assert sent == list(range(3, 3 + len(sent))) and calls.index("/flush_cache") == sent[-1] + 1

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slime.engines.sglang.weight_probe import HeldExperts, Tree
+from slime.engines.sglang.weight_probe import SIZE, HeldExperts, Tree
 from slime.engines.wire.buckets import TensorEntry, unpack
 from slime.engines.wire.expert_runs import ExpertRun
 
@@ -68,7 +68,7 @@ class Experts:
         if held is None:
             return False
         module = self._tree.modules[run.owner]
-        kind = type(module), run.projection, tuple(held.target.shape[1:])
+        kind = type(module), run.projection, run.leaf, tuple(held.target.shape[1:])
         if held.first == held.stop:  # nothing of it is here, if experts lie as we think
             return self._is_plain.get(kind, False)
         if kind not in self._is_plain:
@@ -81,13 +81,20 @@ class Experts:
         """One expert goes the long way: is it then where the short one would have put it?"""
         model = self._model()
         wanted = held.of(sent)
-        if model is None or wanted.shape != held.target.shape or wanted.dtype != held.target.dtype:
+        fits = wanted.dtype == held.target.dtype or f".{run.leaf}" == SIZE  # which some layers hold as floats
+        if model is None or wanted.shape != held.target.shape or not fits:
             return False
         _load_weights(model, [(run.expert_name(run.first + held.first), sent[held.first])])
-        is_there = torch.equal(held.target[0], wanted[0])
+        is_there = _same(held.target[0], wanted[0])
         if not is_there:
             logger.info("%s: experts are not held as they are sent; they are loaded one by one", held.parameter)
         return is_there
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype.itemsize == 1:  # torch cannot compare numbers of 8 bits
+        return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return torch.equal(one, other.to(one.dtype))
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, Experts] = weakref.WeakKeyDictionary()

@@ -163,10 +163,8 @@ class Tree:
         parent, _, projection = owner.rpartition(".")
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
-            number, projection, leaf = int(expert.group(2)), expert.group(3), expert.group(4)
-            plain = leaf == "weight"
-            owner = expert.group(1)
-            return self._expert(owner, number, projection) if plain else self._part(owner, number, projection, leaf)
+            number = int(expert.group(2))
+            return self._expert(ExpertRun(expert.group(1), number, number, expert.group(3), expert.group(4)))
         if projection not in FUSED:
             return None
         fused, part = FUSED[projection]
@@ -211,41 +209,18 @@ class Tree:
         tensor = self.parameters[parameter][begin : begin + size]
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
 
-    def _expert(self, owner: str, number: int, projection: str) -> Held | None:
-        """A run of one."""
-        held = self.experts(ExpertRun(owner, number, number, projection))
+    def _expert(self, run: ExpertRun) -> Held | None:
+        """Of a run of one."""
+        held = self.experts(run)
         if held is None or held.first == held.stop:
             return None
         size = int(held.target.shape[held.axis])
         return Held(held.target[0], held.axis - 1, held.start, held.start + size, held.parameter)
 
-    def _part(self, owner: str, number: int, projection: str, leaf: str) -> Held | None:
-        """Of an expert's quantised weight: numbers and scales of groups lie turned over, scales of tensors in a row."""
-        module = self.modules.get(owner)
-        name = f"{'w2' if projection == 'down' else 'w13'}_{leaf}"
-        stacked = None if module is None else module._parameters.get(name)
-        if module is None or stacked is None:
-            return None
-        begin, count = _routed_experts(module, int(stacked.shape[0]))
-        if not begin <= number < begin + count:
-            return None
-        held, parameter = stacked.detach()[number - begin], f"{owner}.{name}"
-        half = None if projection == "down" else _gate_half(module) if projection == "gate" else 1 - _gate_half(module)
-        if held.dim() < 2:
-            scale = held.reshape(1) if half is None else held[half : half + 1]
-            return Held(scale, 0, 0, 1, parameter)
-        if vars(stacked).get("is_transposed"):
-            held = held.t()
-        axis = 1 if half is None else 0
-        if half is not None:
-            held = held.chunk(2)[half]
-        start = int(vars(module).get("moe_tp_rank", 0)) * int(held.shape[axis])
-        return Held(held, axis, start, start + int(held.shape[axis]), parameter)
-
     def _run(self, run: ExpertRun, shape: tuple[int, ...]) -> Held | None:
         """None also for a part that is cut along two axes: `Held` has one."""
         held = self.experts(run)
-        if held is None or held.first == held.stop or len(shape) != 3:
+        if held is None or held.first == held.stop or len(shape) != held.target.dim():
             return None
         size = int(held.target.shape[held.axis])
         if held.stop - held.first == shape[0]:
@@ -257,21 +232,31 @@ class Tree:
         """This rank's part of a run, possibly nothing of it; None when its form is not known.
 
         SGLang's fused experts: w13 [experts, 2 x intermediate, hidden], w2 [experts, hidden, intermediate]; in w13 the
-        gate is above, or below where `_gate_half` says so.
+        gate is above, or below where `_gate_half` says so. Of quantised weights the numbers and scales of groups may
+        lie turned over, and a tensor's one scale is a column, or alone.
         """
-        leaf, axis = ("w2_weight", 2) if run.projection == "down" else ("w13_weight", 1)
-        module = self.modules.get(run.owner)
+        module, leaf = self.modules.get(run.owner), f"{'w2' if run.projection == 'down' else 'w13'}_{run.leaf}"
         stacked = None if module is None else module._parameters.get(leaf)  # anew: engines may replace parameters
-        if module is None or stacked is None or stacked.dim() != 3:
+        if module is None or stacked is None or stacked.dim() > 3 or (stacked.dim() < 3 and run.leaf == "weight"):
             return None
         begin, count = _routed_experts(module, int(stacked.shape[0]))
         first = min(max(run.first, begin), begin + count)
         stop = max(first, min(run.last + 1, begin + count))
         part = stacked.detach()[first - begin : stop - begin]
-        if run.projection != "down":
-            part = part.chunk(2, dim=1)[_gate_half(module) if run.projection == "gate" else 1 - _gate_half(module)]
+        half = None if run.projection == "down" else _gate_half(module) ^ (run.projection == "up")
+        place, name = (first - run.first, stop - run.first), f"{run.owner}.{leaf}"
+        if part.dim() < 3:
+            part = part.unsqueeze(1) if part.dim() == 1 else part
+            if half is not None and f".{run.leaf}" != SIZE:
+                part = part[:, half : half + 1]
+            return HeldExperts(part, *place, 1, 0, name)
+        if vars(stacked).get("is_transposed"):
+            part = part.transpose(1, 2)
+        if half is not None:
+            part = part.chunk(2, dim=1)[half]
+        axis = 2 if half is None else 1
         start = int(vars(module).get("moe_tp_rank", 0)) * int(part.shape[axis])
-        return HeldExperts(part, first - run.first, stop - run.first, axis, start, f"{run.owner}.{leaf}")
+        return HeldExperts(part, *place, axis, start, name)
 
 
 def _routed_experts(module: Any, stacked: int) -> tuple[int, int]:

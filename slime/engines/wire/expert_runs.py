@@ -5,6 +5,8 @@ of a push, spends seconds where the bytes need a tenth of one. The trainer holds
 does SGLang, so a run of them needs one entry of a bucket and one copy:
 
     model.layers.3.mlp.experts.32-63.up_proj.weight    [32, intermediate, hidden]    experts 32 to 63, both included
+
+Of quantised weights each part is a run: …up_proj.weight_packed, …up_proj.weight_scale.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 #: Bytes of a run at most, in the trainer's own piece; several fit into a batch of what is gathered at once.
 RUN_BYTES = 64 << 20
 
-_HF_RUN = re.compile(r"(?P<owner>.*\.experts)\.(?P<first>\d+)-(?P<last>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
+_HF_RUN = re.compile(
+    r"(?P<owner>.*\.experts)\.(?P<first>\d+)-(?P<last>\d+)\.(?P<projection>gate|up|down)_proj\.(?P<leaf>weight\w*)"
+)
 _MEGATRON_RUN = re.compile(r"(?P<stem>.*\.experts\.linear_fc[12]\.weight)(?P<first>\d+)-(?P<last>\d+)")
 _HF_EXPERT = re.compile(r"(?<=\.experts\.)(\d+)(?=\.)")
 
@@ -32,12 +36,14 @@ class ExpertRun:
     Attributes:
         owner: "model.layers.3.mlp.experts".
         projection: "gate", "up" or "down".
+        leaf: "weight", or which part of a quantised one.
     """
 
     owner: str
     first: int
     last: int
     projection: str
+    leaf: str = "weight"
 
     @staticmethod
     def parse(name: str) -> ExpertRun | None:
@@ -45,16 +51,20 @@ class ExpertRun:
 
         Example:
             >>> ExpertRun.parse("model.layers.3.mlp.experts.32-63.up_proj.weight")
-            ExpertRun(owner='model.layers.3.mlp.experts', first=32, last=63, projection='up')
+            ExpertRun(owner='model.layers.3.mlp.experts', first=32, last=63, projection='up', leaf='weight')
         """
         found = _HF_RUN.fullmatch(name)
         if found is None:
             return None
-        return ExpertRun(found["owner"], int(found["first"]), int(found["last"]), found["projection"])
+        return ExpertRun(found["owner"], int(found["first"]), int(found["last"]), found["projection"], found["leaf"])
 
     def expert_name(self, number: int) -> str:
         """Of the tensor that a checkpoint has for one of its experts."""
-        return f"{self.owner}.{number}.{self.projection}_proj.weight"
+        return f"{self.owner}.{number}.{self.projection}_proj.{self.leaf}"
+
+    def name_of(self, leaf: str) -> str:
+        """Of the run of another part of the same weights."""
+        return f"{self.owner}.{self.first}-{self.last}.{self.projection}_proj.{leaf}"
 
     def apart(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """[experts, out, in] → (name, [out, in]) of each, as views."""

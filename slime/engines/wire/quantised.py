@@ -5,7 +5,8 @@
 
 INT4 is packed, and its scales are chosen, by the library compressed-tensors itself. FP8 needs no library; its bits are
 the same as compressed-tensors' (`tests/unit/test_quantised.py`). Rows of a weight do not know of each other but in FP8
-blocks, so large weights are taken in pieces of rows: memory stays at some copies of one piece.
+blocks, so large weights are taken in pieces of rows: memory stays at some copies of one piece. On a GPU
+`slime.engines.wire.quantised_kernels` gives the same bits of the formats that it takes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from slime.engines.wire.expert_runs import ExpertRun
 from slime.errors import UserError
 from slime.models.quantised import NIBBLES, Fp8, Int4, Quantisation
 
@@ -53,8 +55,39 @@ def quantise(module: str, weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
     misfit = scheme.misfit((rows, columns))
     if misfit:
         raise UserError(f"{module} cannot be stored as {scheme}", why=misfit, fix=f"ignore it: --ignore {module}")
-    parts = _int4(weight, scheme) if isinstance(scheme, Int4) else _fp8(weight, scheme)
-    return {f"{module}.{part}": tensor for part, tensor in parts.items()}
+    if isinstance(scheme, Int4):
+        require_library(scheme)
+    return {f"{module}.{part}": tensor for part, tensor in _parts(weight, scheme).items()}
+
+
+def quantise_run(run: ExpertRun, weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
+    """`quantise` of stacked experts [experts, rows, columns]: runs of what is stored of each."""
+    parts = _parts_of_stack(weight, scheme)
+    return {run.name_of(leaf): tensor for leaf, tensor in parts.items()}
+
+
+def _parts_of_stack(weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
+    count, rows, _ = weight.shape
+    # rows that are quantised together: of a block, or of a word of zero points
+    unit = (scheme.block[0] or rows + 1) if isinstance(scheme, Fp8) else 1 if scheme.symmetric else NIBBLES
+    if rows % unit:
+        apart = [_parts(one, scheme) for one in weight]
+        return {leaf: torch.stack([parts[leaf] for parts in apart]) for leaf in apart[0]}
+    parts = _parts(weight.flatten(0, 1), scheme)
+    size = parts.pop("weight_shape", None)
+    stacked = {leaf: part.unflatten(0, (count, -1)) for leaf, part in parts.items()}
+    if size is not None:
+        stacked["weight_shape"] = torch.stack([size[0] // count, size[1]]).expand(count, 2)
+    return stacked
+
+
+def _parts(weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
+    if weight.is_cuda:
+        from slime.engines.wire import quantised_kernels  # imports triton, which other builds of torch lack
+
+        if quantised_kernels.takes(scheme):
+            return quantised_kernels.quantise(weight, scheme)
+    return _int4(weight, scheme) if isinstance(scheme, Int4) else _fp8(weight, scheme)
 
 
 def dequantise(module: str, stored: Mapping[str, torch.Tensor], scheme: Int4 | Fp8, dtype: torch.dtype) -> torch.Tensor:
@@ -126,7 +159,6 @@ def _scheme(scheme: Int4) -> Any:
 
 
 def _int4(weight: torch.Tensor, scheme: Int4) -> Stored:
-    require_library(scheme)
     from compressed_tensors.compressors import PackedQuantizationCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -166,7 +198,8 @@ def _fp8(weight: torch.Tensor, scheme: Fp8) -> Stored:
     height, width = scheme.block[0] or len(weight), scheme.block[1] or weight.shape[1]
 
     def scales(piece: torch.Tensor) -> torch.Tensor:
-        return _tiles(piece.float(), min(height, len(piece)), width).abs().amax(dim=(1, 3)) / _LARGEST_FP8
+        most = _tiles(piece.float(), min(height, len(piece)), width).abs().amax(dim=(1, 3))
+        return most / torch.full_like(most, _LARGEST_FP8)  # GPUs multiply with the inverse of a number in Python
 
     def rounded(piece: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         tiles = _tiles(piece.float(), min(height, len(piece)), width) / scale[:, None, :, None]

@@ -28,7 +28,7 @@ from aiohttp import web
 from sglang import __version__
 from sglang.modules import sharded_model
 from sglang.scheduler import NO_MEMORY, die, generates
-from slime.engines.api import WEIGHT_PROBE
+from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.engines.embedded.generate_routes import health_generate, json_response
 from slime.engines.embedded.weight_update import WeightUpdater
 from slime.engines.embedded.weights import WeightError, WeightStore
@@ -68,12 +68,13 @@ class SGLangUpdater:
         assert len(payloads) == self.args.tp_size, f"{len(payloads)} payloads for {self.args.tp_size} ranks"
         contents = [SGLangUnpickler(io.BytesIO(base64.b64decode(p, validate=True))).load() for p in payloads]
         with self.lock:
+            packed = [name for name in own._engine.store.names if name.endswith(QUANTISED)]
+            looks = load_format in (self.args.custom_weight_loader or ()) and load_format != WEIGHT_LOADER
+            assert looks or self.is_open or not packed, f"'Parameter' has no attribute 'weight_loader' ({packed[:1]})"
             if load_format in (self.args.custom_weight_loader or ()):
                 self._run_loader(own._engine.store, load_format, contents)
                 return own._apply([], body)
             assert load_format in (None, "flattened_bucket"), f"Unknown load_format={load_format}"
-            packed = [name for name in own._engine.store.names if name.endswith(QUANTISED)]
-            assert self.is_open or not packed, f"'Parameter' object has no attribute 'weight_loader' ({packed[:1]})"
             ranks = [_pairs(content, load_format) for content in contents]
             for other in ranks[1:]:
                 assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ranks[0], other, strict=True))
@@ -138,7 +139,7 @@ class SGLangUpdater:
 def _take_back(model: torch.nn.Module, store: WeightStore) -> None:
     """What a loader has put into a rank's parameters, into the weights that the engine generates with."""
     tree = Tree(model)
-    for name, tensor in store.named.items():
+    for name, tensor in store.held.items():
         held = tree.find(name, tuple(tensor.shape))
         if held is not None:
             tensor.narrow(held.dim, held.start, held.stop - held.start).copy_(held.tensor)
