@@ -1,6 +1,6 @@
 """Agents' endpoints in front of a real engine: exact tokens, requests that end with their client, and what it costs.
 
-    python -m benchmarks.gpu.agents --model models/smollm2 --engine-flags "--attention-backend triton" --out agents.jsonl
+    python -m benchmarks.gpu.agents --model models/smollm2 --engine-flags "--attention-backend fa3"
     python -m benchmarks.gpu.agents --engine embedded --shape tiny --turns 4 --agents 2 --new-tokens 8            # dry
 
 The clients are the packages openai and anthropic as they are; the way is a run's: endpoint, router, engine. What the
@@ -158,7 +158,8 @@ class Bench:
         flags: dict[str, Any] = {"agent_host": None, "agent_port": 0, "listen_on_network": False}
         flags |= {"apply_chat_template_kwargs": {}, "hf_checkpoint": str(self.model)}
         ends = end_token_ids(self.tokenizer, str(self.model))
-        async with Taped(self.url, max_concurrency=2 * self.args.agents) as client:
+        client = Taped(self.url, max_concurrency=2 * self.args.agents)
+        async with client:
             given = sampling_params(temperature=1.0, max_new_tokens=self.args.new_tokens)
             state = GenerateState(argparse.Namespace(**flags), self.tokenizer, client, given, end_tokens=ends)
             bind_state(state)
@@ -223,14 +224,17 @@ class Bench:
 
     async def speed(self) -> Row:
         """Many agents through endpoints, and the same prompts straight to the router, each after the other alike."""
+        import aiohttp
+
         turns = max(2, self.args.turns // 10)
-        async with self._state() as (state, client):
+        connector = aiohttp.TCPConnector(limit=0)
+        async with self._state() as (state, client), aiohttp.ClientSession(connector=connector) as http:
             seconds: dict[str, list[float]] = {"agents": [], "direct": []}
             for _ in range(3):  # the first one warms up
                 client.tape.clear()
                 await self._flush()
                 began = time.perf_counter()
-                await asyncio.gather(*(self._one_agent(state, turns) for _ in range(self.args.agents)))
+                await asyncio.gather(*(self._one_agent(state, http, turns) for _ in range(self.args.agents)))
                 seconds["agents"].append(time.perf_counter() - began)
                 tape = list(client.tape)
                 await self._flush()
@@ -245,10 +249,18 @@ class Bench:
             "goals": [at_least("speed, ÷ the same prompts without endpoints", straight / through, 0.9)],
         }  # fmt: skip
 
-    async def _one_agent(self, state: GenerateState, turns: int) -> None:
+    async def _one_agent(self, state: GenerateState, http: Any, turns: int) -> None:
+        """With a bare client: a hundred of OpenAI's in the process of the endpoints would be what is measured."""
+
+        async def ask(endpoint: AgentEndpoint, history: list[Any], limit: int) -> Any:
+            body = {"model": "m", "messages": history, "max_tokens": limit}
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            async with http.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers) as answer:
+                return (await answer.json())["choices"][0]["message"]
+
         params = state.params_for(Sample(index=0)) | {"ignore_eos": True}
         async with agent_endpoint(state.args, Sample(index=0), params) as endpoint:
-            await talk(endpoint, chat, turns, self.args.new_tokens)
+            await talk(endpoint, ask, turns, self.args.new_tokens)
 
     async def _replay(self, client: Taped, chain: list[tuple[list[int], GenerateResult]]) -> None:
         for prompt, result in chain:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.linear_layers --out results.jsonl
 
-One GPU, no server: the four products of a layer of Qwen3-4B's shape for so many tokens at once, with what each format does
-to the activations before. A CUDA graph of several layers is replayed, so that launches do not count and weights come
-from memory as in a model. Microseconds of a layer.
+One GPU, no server: the four products of a layer of Qwen3-4B's shape for so many tokens at once, with what each format
+does to the activations before. A CUDA graph of several layers is replayed, so that launches do not count and weights
+come from memory as in a model. Microseconds of a layer.
 """
 
 from __future__ import annotations

@@ -85,13 +85,14 @@ def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
         place, loss_type="sft_loss", bf16=True, lr=1e-5, rollout_batch_size=1, use_dynamic_batch_size=True,
         max_tokens_per_gpu=args.max_tokens or args.tokens, **dict(_setting(word) for word in args.layout),
     )  # fmt: skip
+    from slime.garbage import settle
     from slime.models import family_of
     from slime.trainer.megatron import device
 
     flags = backend.config.megatron
     spec = family_of(SHAPES[shape]).model_spec(SHAPES[shape]).padded(flags.tensor_model_parallel_size)
     backend.setup(spec=spec, initialise=True)
-    backend.settle()
+    settle()
     layout_of = backend.layout
     sharing = flags.tensor_model_parallel_size * flags.context_parallel_size
     batch = make_batch(args, spec.vocab_size, backend.data_parallel_rank, layout_of.data_parallel_size, sharing)
