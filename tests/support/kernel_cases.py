@@ -260,7 +260,7 @@ class Stored:
     """A weight of ``shape`` with what quantisers trip over: kernels make the same bits of it as torch on a CPU."""
 
     scheme: Int4 | Fp8
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
 
     def error(self, device: torch.device) -> float:
@@ -271,9 +271,8 @@ class Stored:
         weight = torch.randn(self.shape)
         weight[0], weight[1, : weight.shape[1] // 2], weight[2] = 0, weight[1, 0], weight[2] * 1e-12
         weight = weight.to(self.dtype)
-        torch_parts = {
-            name.removeprefix("m."): part for name, part in quantised.quantise("m", weight, self.scheme).items()
-        }
+        parts_of = quantised._parts if weight.dim() == 2 else quantised._parts_of_stack
+        torch_parts = parts_of(weight, self.scheme)
         kernel_parts = quantised_kernels.quantise(weight.to(device), self.scheme)
         assert kernel_parts.keys() == torch_parts.keys()
         differ = total = 0
@@ -293,6 +292,7 @@ STORED = {
     "FP8 by block": Stored(Fp8((16, 16)), (48, 64)),
     "FP8 by block, the last ones smaller": Stored(Fp8((32, 16)), (70, 41)),
     "FP8 by block of 128, bfloat16": Stored(Fp8((128, 128)), (200, 300), torch.bfloat16),
+    "FP8 by tensor, a stack": Stored(Fp8((0, 0), "weight_scale"), (5, 90, 70)),
     "FP8 by tensor": Stored(Fp8((0, 0), "weight_scale"), (90, 70)),
     "FP8 by tensor, bfloat16": Stored(Fp8((0, 0), "weight_scale"), (90, 70), torch.bfloat16),
 }
@@ -308,7 +308,9 @@ CASES: dict[str, Callable[[torch.device], float]] = {
 def tolerance(name: str) -> float:
     kind, _, rest = name.partition(": ")
     if kind == "stored":
-        return 0.0
+        case_of = STORED[rest]
+        exact = torch.cuda.is_available() or (isinstance(case_of.scheme, Int4) and case_of.dtype != torch.bfloat16)
+        return 0.0 if exact else 0.04  # the interpreter truncates to bfloat16, and makes 0 of the smallest FP8
     case = {"norm": NORMS, "heads": HEADS}.get(kind, {}).get(rest)  # type: ignore[attr-defined]
     return TOLERANCE[case.dtype if case is not None else torch.float32]
 

@@ -70,6 +70,11 @@ def _parts_of_stack(weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
     count, rows, _ = weight.shape
     # rows that are quantised together: of a block, or of a word of zero points
     unit = (scheme.block[0] or rows + 1) if isinstance(scheme, Fp8) else 1 if scheme.symmetric else NIBBLES
+    is_of_wholes = isinstance(scheme, Fp8) and not any(scheme.block)
+    if is_of_wholes and weight.is_cuda:
+        from slime.engines.wire import quantised_kernels
+
+        return quantised_kernels.quantise(weight, scheme)
     if rows % unit:
         apart = [_parts(one, scheme) for one in weight]
         return {leaf: torch.stack([parts[leaf] for parts in apart]) for leaf in apart[0]}

@@ -36,7 +36,8 @@ def takes(scheme: Int4 | Fp8) -> bool:
 
 
 def quantise(weight: Tensor, scheme: Int4 | Fp8) -> dict[str, Tensor]:
-    """What is stored of a weight [rows, columns] on a GPU, by the last part of the name.
+    """What is stored of a weight [rows, columns] on a GPU, by the last part of the name; where a scale is of a whole
+    weight, also of a stack of them [weights, rows, columns].
 
     No scale is 0, and nothing waits for the GPU.
     """
@@ -63,10 +64,16 @@ def _block_kernel(x_ptr, q_ptr, s_ptr, rows, columns, EPS: tl.constexpr, HEIGHT:
 
 
 @triton.jit
-def _scaled_kernel(x_ptr, q_ptr, s_ptr, n, SIZE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(q_ptr + at, _as_fp8(x, tl.load(s_ptr)).to(q_ptr.dtype.element_ty), mask=at < n)
+def _whole_kernel(x_ptr, q_ptr, most_ptr, s_ptr, n, EPS: tl.constexpr, SIZE: tl.constexpr):
+    matrix = tl.program_id(1).to(tl.int64)
+    scale = tl.div_rn(tl.load(most_ptr + matrix).to(tl.float32), tl.cast(_LARGEST_FP8, tl.float32))
+    scale = tl.where(scale == 0.0, EPS, scale)
+    if tl.program_id(0) == 0:
+        tl.store(s_ptr + matrix, scale)
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    here, at = place < n, matrix * n + place
+    x = tl.load(x_ptr + at, mask=here, other=0.0).to(tl.float32)
+    tl.store(q_ptr + at, _as_fp8(x, scale).to(q_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -90,13 +97,13 @@ def _fp8_blocks(weight: Tensor, scheme: Fp8) -> dict[str, Tensor]:
 
 
 def _fp8_whole(weight: Tensor, scheme: Fp8) -> dict[str, Tensor]:
-    most = torch.linalg.vector_norm(weight, torch.inf).float().reshape(1)
-    scale = most / torch.full_like(most, 448.0)  # by a number in Python it would be multiplied with the inverse
-    scale = torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
+    most = torch.linalg.vector_norm(weight, torch.inf, dim=(-2, -1))
     numbers = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
-    n = weight.numel()
-    _scaled_kernel[(triton.cdiv(n, _ELEMENTS_PER_PROGRAM),)](weight, numbers, scale, n, SIZE=_ELEMENTS_PER_PROGRAM)
-    return {"weight": numbers, scheme.scale: scale}
+    scales = torch.empty((*weight.shape[:-2], 1), dtype=torch.float32, device=weight.device)
+    n = weight.shape[-2] * weight.shape[-1]
+    grid, eps = (triton.cdiv(n, _ELEMENTS_PER_PROGRAM), scales.numel()), torch.finfo(torch.float32).eps
+    _whole_kernel[grid](weight, numbers, most, scales, n, EPS=eps, SIZE=_ELEMENTS_PER_PROGRAM)
+    return {"weight": numbers, scheme.scale: scales}
 
 
 # -- INT4 ------------------------------------------------------------------------------------------------------------
