@@ -132,8 +132,11 @@ class Watchman:
         return ", ".join(f"{name} is stopped since {since[pid]}" for pid, name in stopped.items())
 
     def _expire(self, now: float, stopped: dict[int, str]) -> None:
+        heard_at = open_waits.heard_at()
         asked = stacks.ask((pid for pid in own_actors() if pid not in stopped), wait=True)
         self._write_own_stacks()
+        if open_waits.heard_at() != heard_at:  # meanwhile: who waited found it out, and may have begun again
+            return
         error = self._error = DeadlinePassed(
             f"{self._stopped(stopped)}, and the run does not go on: the driver {open_waits.words()}",
             why=f"a process that is stopped (SIGSTOP) answers nobody, and nothing was heard for {self._limit:.0f} s "

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import sys
 from typing import Any
 
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from slime.rollout.agents.session import AgentSession, Refusal
 from slime.rollout.agents.turns import Turn, samples_of
 from slime.rollout.generate import bind_state
 from slime.samples.types import Sample, SampleStatus
+from tests.support.agent_clients import openai_of
 from tests.support.agents import Play, tokenizer
 from tests.support.embedded_models import EOS
 
@@ -342,8 +345,23 @@ def test_of_a_clients_sampling_only_fewer_tokens_and_more_stops_count() -> None:
 def test_an_agent_that_asks_for_nothing_fails_its_sample() -> None:
     async def nothing(endpoint: AgentEndpoint) -> None: ...
 
-    with pytest.raises(AgentError):
+    with pytest.raises(AgentError, match="has asked for none"):
         Play([]).run(nothing).samples()
+
+
+def test_an_agent_that_got_nothing_says_why() -> None:
+    async def wrong(endpoint: AgentEndpoint) -> None:
+        async with openai_of(endpoint, max_retries=0) as client:
+            with pytest.raises(openai.BadRequestError):
+                await client.chat.completions.create(model="m", messages=[])
+
+    async def broken(endpoint: AgentEndpoint) -> None:
+        await endpoint.run([sys.executable, "-c", "raise SystemExit('no key')"])
+
+    with pytest.raises(AgentError, match=r"its last request was refused: .*messages"):
+        Play([]).run(wrong).samples()
+    with pytest.raises(AgentError, match=r"ended with 1; its last line: no key"):
+        Play([]).run(broken).samples()
 
 
 def test_a_reward_of_the_execution_is_that_of_all_its_samples() -> None:

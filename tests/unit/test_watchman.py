@@ -100,6 +100,25 @@ def test_another_part_that_is_stopped_later_does_not_count_anew(scene: Scene) ->
         open_waits.look()
 
 
+def test_a_wait_that_ends_while_the_stacks_are_asked_for_is_not_ended_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks had lost each other: the run has begun again, and the new wait is not that of the old ones."""
+
+    def asked(*_: object, **__: object) -> list[int]:
+        open_waits.heard()
+        return []
+
+    monkeypatch.setattr(module.stacks, "ask", asked)
+    with open_waits.waiting("starting"):
+        scene.after(0)
+        scene.after(61)
+        open_waits.look()
+        scene.stopped = {}
+        scene.after(61)
+        open_waits.look()
+
+
 def test_nobody_stopped_ends_nothing(scene: Scene) -> None:
     scene.stopped = {}
     scene.after(10_000)

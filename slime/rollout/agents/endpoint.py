@@ -56,6 +56,7 @@ class AgentEndpoint:
         self._watch: asyncio.Task[None] | None = None
         self._cancelled_before, self._ended_by_rollout = 0, False
         self._began = 0.0
+        self._finished: Finished | None = None
         self.api_key, self._host = "", _LOOPBACK
 
     # -- where it is ---------------------------------------------------------------------------------------
@@ -107,7 +108,9 @@ class AgentEndpoint:
     ) -> Finished:
         """Run an agent that is a program, with `environ` and what is given here besides; see
         `slime.rollout.agents.programs.run_program`."""
-        return await run_program(command, {**self.environ, **(environ or {})}, timeout=timeout, cwd=cwd)
+        given = {**self.environ, **(environ or {})}
+        self._finished = await run_program(command, given, timeout=timeout, cwd=cwd)
+        return self._finished
 
     # -- what came of it -----------------------------------------------------------------------------------
 
@@ -127,7 +130,7 @@ class AgentEndpoint:
             branches: those to train on; None: all. What several share is trained in the first of them.
             reward: of all of them; None: what the sample has, or else the reward function's.
         Raises:
-            AgentError: the agent has asked for nothing.
+            AgentError: the agent has asked for nothing; says what it was refused, or how its program ended.
             RolloutEnds: the rollout ended before the agent did.
             EngineError: an answer was lost with its engine.
         """
@@ -138,10 +141,20 @@ class AgentEndpoint:
             raise session.failure
         ends = list(self.branches() if branches is None else branches)
         if not ends:
-            raise AgentError("the agent has asked the model for nothing")
+            raise AgentError(f"the agent has got no answer of the model{self._why_nothing()}")
         if reward is not None:
             session.sample.reward = reward
         return samples_of(session.sample, ends)
+
+    def _why_nothing(self) -> str:
+        if self._session.refused:
+            return f": its last request was refused: {self._session.refused}"
+        if self._finished is None:
+            return ": it has asked for none"
+        lines = self._finished.output.strip().splitlines()
+        last = f"; its last line: {lines[-1][:300]}" if lines else ", and wrote nothing"
+        status = "was ended at its deadline" if self._finished.status is None else f"ended with {self._finished.status}"
+        return f": it has asked for none, and {status}{last}"
 
     # -- life ----------------------------------------------------------------------------------------------
 

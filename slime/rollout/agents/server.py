@@ -213,6 +213,8 @@ def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -
 def _refused(
     request: web.Request, message: str, status: int, kind: str, code: str | None = None, param: str | None = None
 ) -> web.Response:
+    if _SESSION in request:
+        request[_SESSION].refused = message
     api = messages_api if "/v1/messages" in request.path or "anthropic-version" in request.headers else chat_api
     return _json(api.error(message, kind, code, param), status, _NO_RETRY)
 

@@ -48,6 +48,7 @@ class AgentSession:
     Attributes:
         failure: of an engine, which the agent was told of as status 503.
         was_cut: a request was refused, or its answer cut short, because the rollout ends.
+        refused: why the last request was refused that was; "" if none was.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class AgentSession:
         self.book = Book(speech, dropped_reasoning)
         self.max_turns = max_turns
         self.failure: EngineError | None = None
-        self.was_cut = False
+        self.was_cut, self.refused = False, ""
         self._is_over = False
         self._started = 0
         self._context = contextvars.copy_context()  # the generate function's: its state, and its span of the trace
