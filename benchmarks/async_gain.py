@@ -1,12 +1,14 @@
 """What asynchronous training brings where answers have a long tail: steps per hour, age of samples, time to a reward.
 
     python -m benchmarks.async_gain                      # CPU, five minutes
+    python -m benchmarks.async_gain --lengths docs/measurements/lengths-gsm8k-h200.json --tokens-per-second 500
 
 The loop, engine, trainer and pushes are real, with a tiny model from random weights and the share of one digit as its
 reward. What a large model would take is slept: an answer decodes for so long as its drawn length says, a training step
 for --train-seconds. Lengths are log-normal (median 1,000 tokens, so that the longest of 64 is about eight times that)
-and grow by a half during the run, at --tokens-per-second for each of 64 slots. All runs are of one process, one after
-the other, with the same seed; every second ratio is against lock step.
+and grow by a half during the run, or those of a run that was recorded, step by step (--lengths: a JSON list of lists,
+from whose beginning it goes on at its end), at --tokens-per-second for each of 64 slots. All runs are of one process,
+one after the other, with the same seed; every second ratio is against lock step.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import random
 import statistics
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,17 @@ MODES: dict[str, tuple[str, list[str]]] = {
 }
 
 
+@cache
+def recorded() -> list[int]:
+    """Of all samples of the recorded run, in order; [] without one."""
+    path = os.environ.get("SLIME_BENCH_LENGTHS")
+    return [length for step in json.loads(Path(path).read_text()) for length in step] if path else []
+
+
 def length_of(index: int) -> int:
     """Tokens that the answer of sample ``index`` would have; the same in every run."""
+    if known := recorded():
+        return known[index % len(known)]
     grown = 1 + _GROWTH * min(1.0, index / (PROMPTS * SAMPLES * 40))
     drawn = random.Random(index).lognormvariate(math.log(_MEDIAN), _SIGMA)
     return int(min(_LONGEST, max(16.0, drawn * grown)))
@@ -112,12 +124,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tokens-per-second", type=float, default=2000.0)
+    parser.add_argument("--lengths", type=Path, help="of a recorded run")
     parser.add_argument("--train-seconds", type=float, default=0.8)
     parser.add_argument("--reward", type=float, default=0.5)
     parser.add_argument("--modes", nargs="*", default=list(MODES))
     options = parser.parse_args()
     os.environ["SLIME_BENCH_RATE"] = str(options.tokens_per_second)
     os.environ["SLIME_BENCH_TRAIN"] = str(options.train_seconds)
+    if options.lengths is not None:
+        os.environ["SLIME_BENCH_LENGTHS"] = str(options.lengths.resolve())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         arithmetic.write_data(folder, options.seed, num_demonstrations=1)
