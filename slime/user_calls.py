@@ -296,6 +296,8 @@ class WatchedLoop:
                 self._end(what)
             elif self._blocked >= self._limit() + _LEAVE_SECONDS:
                 self._lost(f"{what} blocks the event loop and cannot be ended{self._stack()}")
+            elif self._new_children():  # one that was about to begin: what was raised waits until it ends
+                self._end(what)
 
     def _users_code(self) -> str:
         """What of the user's runs on the loop now; "" where it is something else."""
@@ -312,10 +314,12 @@ class WatchedLoop:
             self._users_code() or "something", self._blocked, self._stack(),
         )  # fmt: skip
 
+    def _new_children(self) -> list[psutil.Process]:
+        return [child for child in _children_of(self.native) if _began_at(child.pid) >= self._since - _LOOK_SECONDS]
+
     def _end(self, what: str) -> None:
         self._ended = True
-        new = [child for child in _children_of(self.native) if _began_at(child.pid) >= self._since - _LOOK_SECONDS]
-        killed = _kill(new)
+        killed = _kill(self._new_children())
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), ctypes.py_object(Ended))
         logger.warning(
             "%s has blocked the event loop for %.0f s and is ended%s",

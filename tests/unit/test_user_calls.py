@@ -188,6 +188,21 @@ def test_a_child_that_blocks_the_loop_is_ended() -> None:
         watched(lambda: alone(waits(), "mine"))
 
 
+def test_a_child_that_begins_as_its_parent_is_ended_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody saw it when the exception was set, which waits until the child ends."""
+    see, times = user_calls._children_of, iter([True])
+    monkeypatch.setattr(user_calls, "_children_of", lambda native: [] if next(times, False) else see(native))
+
+    async def waits() -> int:
+        return subprocess.run([sys.executable, "-c", "import time; time.sleep(10**6)"], check=False).returncode
+
+    def lost(said: str) -> None:
+        user_calls.end_children()
+
+    with pytest.raises(RuntimeError, match="it hung, and was ended"):
+        watched(lambda: alone(waits(), "mine"), lost)
+
+
 def test_sync_code_of_the_users_on_the_loop_is_ended_too() -> None:
     async def draws() -> None:
         with running("my.Source.get_samples"):
