@@ -25,11 +25,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
+from slime.children import began_at, children_of, kill, ticks
 from slime.stacks import frames_of_task, lines_of_users, stack_of_thread
 
 logger = logging.getLogger("slime.user_calls")
@@ -165,7 +165,7 @@ class _Call:
         with self.lock:
             if self.is_over:
                 return
-            killed = _kill(_children_of(self.native))
+            killed = kill(children_of(self.native))
             self.ended_at = time.monotonic()
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), ctypes.py_object(Ended))
         logger.warning("%s hangs and is ended%s", self.what, f", with its processes {killed}" if killed else "")
@@ -260,15 +260,16 @@ class WatchedLoop:
     ) -> None:
         self.loop, self._limit, self._lost = loop, limit, lost
         self.thread = self.native = 0
+        self._since = ticks()  # what blocks it began later
         self._began()
 
     def _began(self) -> None:
         self._answered = True
         self._blocked, self._next, self._ended = 0.0, _BLOCKED_SECONDS, False
-        self._since = time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def _answer(self) -> None:
         self.thread, self.native = threading.get_ident(), threading.get_native_id()
+        self._since = ticks()
         self._answered = True
 
     def stop(self) -> None:
@@ -315,11 +316,11 @@ class WatchedLoop:
         )  # fmt: skip
 
     def _new_children(self) -> list[psutil.Process]:
-        return [child for child in _children_of(self.native) if _began_at(child.pid) >= self._since - _LOOK_SECONDS]
+        return [child for child in children_of(self.native) if began_at(child.pid) >= self._since]
 
     def _end(self, what: str) -> None:
         self._ended = True
-        killed = _kill(self._new_children())
+        killed = kill(self._new_children())
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), ctypes.py_object(Ended))
         logger.warning(
             "%s has blocked the event loop for %.0f s and is ended%s",
@@ -376,65 +377,14 @@ class _Overseer:
                 call.end()
         elif now >= call.ended_at + _LEAVE_SECONDS and not call.is_named:
             call.is_named = True
-            _kill(_children_of(call.native))  # those that it has started since
+            kill(children_of(call.native))  # those that it has started since
             said = "the thread of %s cannot be ended, and stays until this process ends%s"
             logger.warning(said, call.what, stack_of_thread(call.thread))
 
 
 _overseer = _Overseer()
 
-# -- processes -------------------------------------------------------------------------------------------------------
-
-
-def _children_of(native: int) -> list[psutil.Process]:
-    """Processes that one thread of this process has started."""
-    try:
-        pids = [int(word) for word in Path(f"/proc/self/task/{native}/children").read_text().split()]
-    except OSError:  # the thread has ended, or the kernel does not tell
-        return []
-    found = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
-    return found
-
-
-def _began_at(pid: int) -> float:
-    """On the clock of `time.CLOCK_BOOTTIME`, which no correction of the time of day moves; 0 where it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return int(fields[19]) / os.sysconf("SC_CLK_TCK")  # the 22nd field, see proc_pid_stat(5)
-
-
-def own_children() -> list[psutil.Process]:
-    """Processes that this process has started and that still run."""
-    found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child)
-    return found
-
-
-def end_children() -> None:
-    """Kill all that this process has started, with all that they have started."""
-    if killed := _kill(own_children()):
-        logger.warning("processes that were left behind are ended: %s", killed)
-
-
-def _kill(processes: list[psutil.Process]) -> str:
-    """Kill them with their descendants; says which."""
-    said = []
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            family = [process, *process.children(recursive=True)]
-            said.append(f"{process.pid} ({' '.join(process.cmdline())[:80]})")
-            for one in family:
-                with contextlib.suppress(psutil.Error):
-                    one.kill()
-    return ", ".join(said)
+# -- forks -----------------------------------------------------------------------------------------------------------
 
 
 def _leave_loops() -> None:

@@ -68,9 +68,7 @@ def plain(config: dict[str, Any], seed: int) -> Weights:
     return found
 
 
-def stored(
-    weights: Iterable[tuple[str, torch.Tensor]], directory: Path
-) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+def stored(weights: Iterable[tuple[str, torch.Tensor]], directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """What engines hold of them in the format of a directory. Runs of experts stay runs."""
     from slime.engines.wire.expert_runs import ExpertRun
     from slime.engines.wire.quantised import quantise, quantise_run

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import ray
 
 from slime.checkpoints.directory import saved_iterations
+from slime.children import end_children
 from slime.cluster.waiting import Process, Watch, Worker, this_process, wait_for
 from slime.config.config import Config
 from slime.engines import keys
@@ -29,7 +30,6 @@ from slime.observe.run_folder import RunFolder
 from slime.prompts.source import load_source, make_source, save_source
 from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout
 from slime.samples.types import Group
-from slime.user_calls import end_children
 
 logger = get_logger(__name__)
 

@@ -206,7 +206,7 @@ class Pools:
         pool = self._pools[size]
         try:
             return pool.run(job, *args)
-        except (AssertionError, TimeoutError):  # it has ended its processes
+        except (AssertionError, OSError, EOFError):  # its processes have ended, or are ended there
             self._pools.pop(size).close()
             raise
 

@@ -22,6 +22,7 @@ FLOORS = (
         "files",
         "path_patterns",
         "stacks",
+        "children",
         "user_calls",
         "hook_loading",
         "log",

@@ -180,30 +180,33 @@ def test_code_that_blocks_the_loop_is_named_and_ended(caplog: pytest.LogCaptureF
     assert "in blocks\n    time.sleep(0.001)" in caplog.text
 
 
-def test_a_child_that_blocks_the_loop_is_ended() -> None:
-    async def waits() -> int:
-        return subprocess.run([sys.executable, "-c", "import time; time.sleep(10**6)"], check=False).returncode
+def waiting_for_a_child_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the child's end, and not because the loop was given up."""
+    monkeypatch.setattr(user_calls, "_LEAVE_SECONDS", 20.0)
+    given_up, children = [], []
 
-    def lost(said: str) -> None:  # where a child takes longer to begin than the limits here allow
-        user_calls.end_children()
+    async def waits() -> int:
+        children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"]))
+        return children[0].wait()
+
+    def lost(said: str) -> None:
+        given_up.append(said)
+        children[0].kill()  # or the test would hang
 
     with pytest.raises(RuntimeError, match="it hung, and was ended"):
         watched(lambda: alone(waits(), "mine"), lost)
+    assert not given_up
+
+
+def test_a_child_that_blocks_the_loop_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting_for_a_child_is_ended(monkeypatch)
 
 
 def test_a_child_that_begins_as_its_parent_is_ended_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody saw it when the exception was set, which waits until the child ends."""
-    see, times = user_calls._children_of, iter([True])
-    monkeypatch.setattr(user_calls, "_children_of", lambda native: [] if next(times, False) else see(native))
-
-    async def waits() -> int:
-        return subprocess.run([sys.executable, "-c", "import time; time.sleep(10**6)"], check=False).returncode
-
-    def lost(said: str) -> None:
-        user_calls.end_children()
-
-    with pytest.raises(RuntimeError, match="it hung, and was ended"):
-        watched(lambda: alone(waits(), "mine"), lost)
+    see, times = user_calls.children_of, iter([True])
+    monkeypatch.setattr(user_calls, "children_of", lambda native: [] if next(times, False) else see(native))
+    waiting_for_a_child_is_ended(monkeypatch)
 
 
 def test_sync_code_of_the_users_on_the_loop_is_ended_too() -> None:
@@ -282,7 +285,7 @@ def test_a_forked_child_does_not_come_back() -> None:
 def test_processes_that_were_left_behind_are_ended(caplog: pytest.LogCaptureFixture) -> None:
     code = """
 import subprocess, sys
-from slime.user_calls import end_children
+from slime.children import end_children
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"])
 end_children()
 print(child.pid, child.wait())

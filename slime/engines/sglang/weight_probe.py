@@ -36,7 +36,7 @@ _STORE_SECONDS = 60.0
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight\w*)")
 #: The size of a quantised weight: the shapes of its other parts say it too, parts of a fused layer share it, and no
 #: kernel reads it. It is not compared.
-SIZE = ".weight_shape"
+SIZE = "weight_shape"
 #: Parameters that no push brings: what SGLang makes by itself, and scales of its cache.
 _OWN = re.compile(r".*(g_idx|g_idx_sort_indices|weight_shape|[kv]_scale)")
 
@@ -247,7 +247,7 @@ class Tree:
         place, name = (first - run.first, stop - run.first), f"{run.owner}.{leaf}"
         if part.dim() < 3:
             part = part.unsqueeze(1) if part.dim() == 1 else part
-            if half is not None and f".{run.leaf}" != SIZE:
+            if half is not None and run.leaf != SIZE:
                 part = part[:, half : half + 1]
             return HeldExperts(part, *place, 1, 0, name)
         if vars(stacked).get("is_transposed"):

@@ -51,48 +51,66 @@ def quantise(module: str, weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
     Raises:
         UserError: it cannot be stored so, or compressed-tensors is needed and not installed.
     """
-    rows, columns = weight.shape
-    misfit = scheme.misfit((rows, columns))
-    if misfit:
-        raise UserError(f"{module} cannot be stored as {scheme}", why=misfit, fix=f"ignore it: --ignore {module}")
-    if isinstance(scheme, Int4):
-        require_library(scheme)
-    return {f"{module}.{part}": tensor for part, tensor in _parts(weight, scheme).items()}
+    _check(module, weight, scheme)
+    return {f"{module}.{leaf}": part for leaf, part in _parts(weight, scheme).items()}
 
 
 def quantise_run(run: ExpertRun, weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
-    """`quantise` of stacked experts [experts, rows, columns]: runs of what is stored of each."""
-    parts = _parts_of_stack(weight, scheme)
-    return {run.name_of(leaf): tensor for leaf, tensor in parts.items()}
+    """`quantise` of stacked experts [experts, rows, columns]: runs of what is stored of each.
+
+    Raises:
+        UserError: as `quantise`.
+    """
+    _check(run.name_of("weight"), weight[0], scheme)
+    return {run.name_of(leaf): part for leaf, part in _parts_of_stack(weight, scheme).items()}
+
+
+def _check(module: str, weight: torch.Tensor, scheme: Int4 | Fp8) -> None:
+    rows, columns = weight.shape
+    if misfit := scheme.misfit((rows, columns)):
+        raise UserError(f"{module} cannot be stored as {scheme}", why=misfit, fix=f"ignore it: --ignore {module}")
+    require_library(scheme)
 
 
 def _parts_of_stack(weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
+    """Whole blocks of rows, and rows that know of no other, are quantised alike below each other."""
     count, rows, _ = weight.shape
-    # rows that are quantised together: of a block, or of a word of zero points
-    unit = (scheme.block[0] or rows + 1) if isinstance(scheme, Fp8) else 1 if scheme.symmetric else NIBBLES
-    is_of_wholes = isinstance(scheme, Fp8) and not any(scheme.block)
-    if is_of_wholes and weight.is_cuda:
-        from slime.engines.wire import quantised_kernels
+    together = _rows_together(scheme)
+    if together and rows % together == 0:
+        parts = _parts(weight.flatten(0, 1), scheme)
+        size = parts.pop("weight_shape", None)
+        stacked = {leaf: part.unflatten(0, (count, -1)) for leaf, part in parts.items()}
+        if size is not None:
+            stacked["weight_shape"] = torch.stack([size[0] // count, size[1]]).expand(count, 2)
+        return stacked
+    kernels = _kernels(weight, scheme)
+    if kernels is not None and not together:
+        return kernels.quantise(weight, scheme)
+    apart = [_parts(one, scheme) for one in weight]
+    return {leaf: torch.stack([parts[leaf] for parts in apart]) for leaf in apart[0]}
 
-        return quantised_kernels.quantise(weight, scheme)
-    if rows % unit:
-        apart = [_parts(one, scheme) for one in weight]
-        return {leaf: torch.stack([parts[leaf] for parts in apart]) for leaf in apart[0]}
-    parts = _parts(weight.flatten(0, 1), scheme)
-    size = parts.pop("weight_shape", None)
-    stacked = {leaf: part.unflatten(0, (count, -1)) for leaf, part in parts.items()}
-    if size is not None:
-        stacked["weight_shape"] = torch.stack([size[0] // count, size[1]]).expand(count, 2)
-    return stacked
+
+def _rows_together(scheme: Int4 | Fp8) -> int:
+    """Rows that share a scale, or a word of zero points; 0 stands for all of a weight."""
+    if isinstance(scheme, Fp8):
+        return scheme.block[0]
+    return 1 if scheme.symmetric else NIBBLES
 
 
 def _parts(weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
-    if weight.is_cuda:
-        from slime.engines.wire import quantised_kernels  # imports triton, which other builds of torch lack
-
-        if quantised_kernels.takes(scheme):
-            return quantised_kernels.quantise(weight, scheme)
+    kernels = _kernels(weight, scheme)
+    if kernels is not None:
+        return kernels.quantise(weight, scheme)
     return _int4(weight, scheme) if isinstance(scheme, Int4) else _fp8(weight, scheme)
+
+
+def _kernels(weight: torch.Tensor, scheme: Int4 | Fp8) -> Any:
+    """The module of them; None off a GPU, and for a format that they do not take."""
+    if not weight.is_cuda:
+        return None
+    from slime.engines.wire import quantised_kernels  # imports triton, which other builds of torch lack
+
+    return quantised_kernels if quantised_kernels.takes(scheme) else None
 
 
 def dequantise(module: str, stored: Mapping[str, torch.Tensor], scheme: Int4 | Fp8, dtype: torch.dtype) -> torch.Tensor:
