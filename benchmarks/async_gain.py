@@ -63,9 +63,10 @@ async def generate_slowly(args: Any, sample: Sample, sampling_params: dict[str, 
     from slime.rollout.generate import generate
 
     assert sample.index is not None
+    length = length_of(sample.index)
     sample = await generate(args, sample, sampling_params)
-    sample.metadata["simulated_length"] = length_of(sample.index)
-    await asyncio.sleep(length_of(sample.index) / float(os.environ["SLIME_BENCH_RATE"]))
+    sample.metadata["simulated_length"] = length
+    await asyncio.sleep(length / float(os.environ["SLIME_BENCH_RATE"]))
     return sample
 
 

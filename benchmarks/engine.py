@@ -45,7 +45,7 @@ def loads() -> dict[str, list[int]]:
 
 def make_prompts(model_path: Path) -> list[list[int]]:
     """64 different questions in the chat template, 44 tokens each."""
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
     questions = [f"What is {i} + {j}? Answer with just the number." for i in range(8) for j in range(8)]
     chats = [[{"role": "user", "content": question}] for question in questions]
     return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]

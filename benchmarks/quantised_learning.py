@@ -64,8 +64,8 @@ def table(found: Found) -> str:
 
 def _of_format(folder: Path, kind: str, seeds: int, steps: int, found: Found) -> None:
     """All runs with engines of one kind, which are one server: each run begins with a push of its own weights."""
+    from slime.host import free_port
     from tests.support.contract_servers import embedded_argv, running
-    from tests.support.processes import free_port
 
     wanted = [
         (name, seed) for name in CORRECTIONS for seed in range(seeds) if (kind, name) != ("bf16", "fake-quantised")
@@ -107,10 +107,10 @@ def _run(
 ) -> Rows:
     """Mean reward, and how far apart trainer and engine are, of each step."""
     from slime.config import make_config
+    from slime.host import free_port
     from slime.trainer.megatron.backend import MegatronBackend
     from slime.trainer.megatron.parallel import RankInfo
     from slime.weights.sync import WeightSync
-    from tests.support.processes import free_port
 
     config = make_config(
         hf_checkpoint=str(models[kind]), ref_load=str(models["bf16"]), bf16=True, seed=seed, num_rollout=steps,

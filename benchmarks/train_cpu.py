@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,8 @@ def measure(args: argparse.Namespace, model_path: Path) -> dict[str, Any]:
         part = samples[step * args.samples : (step + 1) * args.samples]
         tokens = sum(len(prompt) + len(answer) for prompt, answer in part)
         batch = train_batch(part, args.max_tokens)
-        results = {"slime": timed(lambda b=batch: ours(b))}
-        results |= {name: timed(lambda run=run, p=part: run(p)) for name, run in peers.items()}
+        results = {"slime": timed(partial(ours, batch))}
+        results |= {name: timed(partial(run, part)) for name, run in peers.items()}
         for name, (seconds, loss) in results.items():
             losses[name].append(loss)
             if step:

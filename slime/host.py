@@ -163,6 +163,14 @@ def reserve_port(host: str = "0.0.0.0", port: int | None = None) -> PortReservat
     )
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port for a server that binds it by itself, soon: not of those from which the kernel gives one to every outgoing
+    connection, as it does where port 0 is bound to find one."""
+    reservation = reserve_port(host)
+    reservation.release()
+    return reservation.port
+
+
 def bind(host: str, port: int, inherited_fd: int | None = None) -> socket.socket:
     """The listening socket, before anything slow happens, so that a clash shows at once.
 

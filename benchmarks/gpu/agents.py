@@ -15,22 +15,23 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.generation import empty_cache
 from benchmarks.gpu.report import Report, Row, at_least, at_most
 from benchmarks.gpu.setting import engine, make_model, new_parser, router, workspace
 from slime.config import make_config
-from slime.engines.api import LOADS_PATH, EngineClient, GenerateResult
-from slime.engines.client import RolloutClient, num_requests
+from slime.engines.api import EngineClient, GenerateResult
+from slime.engines.client import RolloutClient
 from slime.prompts.tokenizer import end_token_ids, load_tokenizer
 from slime.rollout.agents.endpoint import AgentEndpoint, agent_endpoint
 from slime.rollout.agents.server import close_server
 from slime.rollout.generate import GenerateState, bind_state, sampling_params
 from slime.samples.types import Sample
+from tests.support.agent_clients import anthropic_of, openai_of, vanish
 
 _TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
             rollout_batch_size=1, num_rollout=1, rollout_max_context_len=args.context,
         )  # fmt: skip
         with engine(args, config, model, folder) as direct, router(config, folder, direct) as url:
-            report.case("everything", lambda: asyncio.run(Bench(args, report, model, url, direct).run()))
+            Bench(args, report, model, url, direct).cases()
     return report.finish()
 
 
@@ -63,40 +64,35 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def chat(endpoint: AgentEndpoint, history: list[Any], limit: int) -> Any:
-    import openai
-
-    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+    async with openai_of(endpoint) as client:
         answer = await client.chat.completions.create(model="m", messages=history, max_tokens=limit)
-        return {"role": "assistant", "content": answer.choices[0].message.content}
+        return said(answer.choices[0].message.content or "")
 
 
 async def chat_streamed(endpoint: AgentEndpoint, history: list[Any], limit: int) -> Any:
-    import openai
-
-    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+    async with openai_of(endpoint) as client:
         pieces = []
         stream = await client.chat.completions.create(model="m", messages=history, max_tokens=limit, stream=True)
         async for event in stream:
             pieces += [choice.delta.content or "" for choice in event.choices]
-        return {"role": "assistant", "content": "".join(pieces)}
+        return said("".join(pieces))
 
 
 async def responses(endpoint: AgentEndpoint, history: list[Any], limit: int) -> Any:
-    import openai
-
-    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+    async with openai_of(endpoint) as client:
         answer = await client.responses.create(model="m", input=history, max_output_tokens=limit)
-        return {"role": "assistant", "content": answer.output_text}
+        return said(answer.output_text)
 
 
 async def messages(endpoint: AgentEndpoint, history: list[Any], limit: int) -> Any:
-    import anthropic
-
-    url = endpoint.anthropic_base_url
-    async with anthropic.AsyncAnthropic(base_url=url, api_key=endpoint.api_key) as client:
+    async with anthropic_of(endpoint) as client:
         async with client.messages.stream(model="m", messages=history, max_tokens=limit) as stream:
             answer: Any = await stream.get_final_message()
-        return {"role": "assistant", "content": "".join(block.text for block in answer.content)}
+        return said("".join(block.text for block in answer.content))
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
 
 
 CLIENTS: dict[str, Ask] = {
@@ -115,20 +111,23 @@ async def talk(endpoint: AgentEndpoint, ask: Ask, turns: int, limit: int) -> Non
         history += [answer, {"role": "user", "content": f"Go on with piece {turn + 2}: what came next?"}]
 
 
+Tape = list[tuple[list[int], GenerateResult]]
+
+
 class Taped(RolloutClient):
     """Writes down what was asked and answered.
 
     Attributes:
-        tape: prompt, result, in the order of the answers.
+        tape: by session, prompt and result of each turn.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.tape: list[tuple[list[int], GenerateResult]] = []
+        self.tape: dict[str, Tape] = {}
 
-    async def generate(self, input_ids: list[int], *args: Any, **options: Any) -> GenerateResult:
-        result = await super().generate(input_ids, *args, **options)
-        self.tape.append((list(input_ids), result))
+    async def generate(self, input_ids: list[int], *args: Any, routing_key: str = "", **options: Any) -> GenerateResult:
+        result = await super().generate(input_ids, *args, routing_key=routing_key, **options)
+        self.tape.setdefault(routing_key, []).append((list(input_ids), result))
         return result
 
 
@@ -139,19 +138,21 @@ class Bench:
         if not self.tokenizer.chat_template:
             self.tokenizer.chat_template = _TEMPLATE
 
-    async def run(self) -> Row:
+    def cases(self) -> None:
+        """Each on a loop of its own, with the endpoints' server of it."""
         for name, ask in CLIENTS.items():
-            await self._case(f"{name}: tokens", partial(self.compare, ask))
-        await self._case("a client that vanishes", self.vanish)
-        await self._case("speed", self.speed)
-        await close_server()
-        return {}
+            self._case(f"{name}: tokens", self.compare(ask))
+        self._case("a client that vanishes", self.vanish())
+        self._case("speed", self.speed())
 
-    async def _case(self, name: str, measure: Callable[[], Awaitable[Row]]) -> None:
-        try:
-            self.report.add(name, await measure())
-        except Exception as error:  # the next one may work
-            self.report.add(name, {"error": repr(error)[:1000]})
+    def _case(self, name: str, measured: Coroutine[Any, Any, Row]) -> None:
+        async def served() -> Row:
+            try:
+                return await measured
+            finally:
+                await close_server()
+
+        self.report.case(name, lambda: asyncio.run(served()))
 
     @asynccontextmanager
     async def _state(self) -> AsyncIterator[tuple[GenerateState, Taped]]:
@@ -169,14 +170,16 @@ class Bench:
         """One conversation: samples against the tape, and against the engine's own reading of them."""
         async with self._state() as (state, client):
             began = time.perf_counter()
-            async with agent_endpoint(state.args, Sample(index=0), state.params_for(Sample(index=0))) as endpoint:
+            asked = Sample(index=0, session_id="the only one")
+            async with agent_endpoint(state.args, asked, state.params_for(asked)) as endpoint:
                 await talk(endpoint, ask, self.args.turns, self.args.new_tokens)
             seconds, samples = time.perf_counter() - began, endpoint.samples()
             [sample] = samples
             sample.validate()
-            row = against_tape(sample, client.tape)
+            [tape] = client.tape.values()
+            row = against_tape(sample, tape)
             row |= await self._read_again(sample)
-        row |= {"turns": len(client.tape), "seconds": seconds, "samples": len(samples)}
+        row |= {"turns": len(tape), "seconds": seconds, "samples": len(samples)}
         row["goals"] = [
             at_most("tokens that differ from the engine's", row["wrong_tokens"], 0),
             at_most("log-probs that differ from the engine's", row["wrong_log_probs"], 0),
@@ -200,26 +203,11 @@ class Bench:
 
     async def vanish(self) -> Row:
         """Seconds from a client's end to that of its request in the engine."""
-        import openai
-
-        async with self._state() as (state, _), EngineClient(self.direct) as asked:
+        async with self._state() as (state, _):
             params = state.params_for(Sample(index=0)) | {"ignore_eos": True, "max_new_tokens": self.args.context - 300}
-
-            async def running() -> int:
-                return num_requests(await asked.get(LOADS_PATH))
-
             async with agent_endpoint(state.args, Sample(index=0), params) as endpoint:
-                client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
-                asking = asyncio.create_task(client.responses.create(model="m", input="Hi"))
-                while not await running():
-                    await asyncio.sleep(0.005)
-                await asyncio.sleep(0.1)
-                asking.cancel()
-                began = time.perf_counter()
-                while await running():
-                    await asyncio.sleep(0.005)
-                seconds, turns = time.perf_counter() - began, len(endpoint.turns)
-                await client.close()
+                seconds = await vanish(endpoint, self.direct)
+                turns = len(endpoint.turns)
         return {"seconds": seconds, "goals": [at_most("answers that were generated to their end", turns, 0)]}
 
     async def speed(self) -> Row:
@@ -232,24 +220,25 @@ class Bench:
             seconds: dict[str, list[float]] = {"agents": [], "direct": []}
             for _ in range(3):  # the first one warms up
                 client.tape.clear()
-                await self._flush()
+                await empty_cache(http, self.direct)
                 began = time.perf_counter()
-                await asyncio.gather(*(self._one_agent(state, http, turns) for _ in range(self.args.agents)))
+                await asyncio.gather(*(self._one_agent(state, http, turns, n) for n in range(self.args.agents)))
                 seconds["agents"].append(time.perf_counter() - began)
-                tape = list(client.tape)
-                await self._flush()
+                tapes = list(client.tape.values())
+                await empty_cache(http, self.direct)
                 began = time.perf_counter()
-                await asyncio.gather(*(self._replay(client, chain) for chain in chains(tape)))
+                await asyncio.gather(*(self._replay(client, tape) for tape in tapes))
                 seconds["direct"].append(time.perf_counter() - began)
-            tokens = sum(len(result.token_ids) for _, result in tape)
+        asked = sum(len(tape) for tape in tapes)
+        tokens = sum(len(result.token_ids) for tape in tapes for _, result in tape)
         through, straight = (min(seconds[name][1:]) for name in ("agents", "direct"))
         return {
-            "agents": self.args.agents, "turns": turns, "raw": seconds, "turns_per_second": len(tape) / through,
+            "agents": self.args.agents, "turns": turns, "raw": seconds, "turns_per_second": asked / through,
             "tokens_per_second": tokens / through,
             "goals": [at_least("speed, ÷ the same prompts without endpoints", straight / through, 0.9)],
         }  # fmt: skip
 
-    async def _one_agent(self, state: GenerateState, http: Any, turns: int) -> None:
+    async def _one_agent(self, state: GenerateState, http: Any, turns: int, number: int) -> None:
         """With a bare client: a hundred of OpenAI's in the process of the endpoints would be what is measured."""
 
         async def ask(endpoint: AgentEndpoint, history: list[Any], limit: int) -> Any:
@@ -258,22 +247,19 @@ class Bench:
             async with http.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers) as answer:
                 return (await answer.json())["choices"][0]["message"]
 
-        params = state.params_for(Sample(index=0)) | {"ignore_eos": True}
-        async with agent_endpoint(state.args, Sample(index=0), params) as endpoint:
+        sample = Sample(index=number, session_id=f"agent {number}")
+        params = state.params_for(sample) | {"ignore_eos": True}
+        async with agent_endpoint(state.args, sample, params) as endpoint:
             await talk(endpoint, ask, turns, self.args.new_tokens)
 
-    async def _replay(self, client: Taped, chain: list[tuple[list[int], GenerateResult]]) -> None:
-        for prompt, result in chain:
+    async def _replay(self, client: Taped, tape: Tape) -> None:
+        for prompt, result in tape:
             await client.generate(prompt, {
                 "temperature": 1.0, "max_new_tokens": len(result.token_ids), "ignore_eos": True,
             })  # fmt: skip
 
-    async def _flush(self) -> None:
-        async with EngineClient(self.direct) as asked:
-            await asked.post("/flush_cache", {}, timeout=60.0)
 
-
-def against_tape(sample: Sample, tape: list[tuple[list[int], GenerateResult]]) -> Row:
+def against_tape(sample: Sample, tape: Tape) -> Row:
     """A sample of one conversation holds each turn's prompt as it was asked, and its answer as it came."""
     wrong = kept = continued = 0
     at = sample.prompt_length
@@ -294,21 +280,6 @@ def against_tape(sample: Sample, tape: list[tuple[list[int], GenerateResult]]) -
         "tokens": covered, "wrong_tokens": wrong + abs(trains - covered), "wrong_log_probs": covered - kept,
         "prompts_not_continued": len(tape) - continued,
     }  # fmt: skip
-
-
-def chains(tape: list[tuple[list[int], GenerateResult]]) -> list[list[tuple[list[int], GenerateResult]]]:
-    """The tape by conversation: each prompt begins with the one before it and its answer."""
-    found: list[list[tuple[list[int], GenerateResult]]] = []
-    ends: dict[tuple[int, ...], int] = {}
-    for prompt, result in tape:
-        number = next((ends[key] for size in range(len(prompt), 0, -1) if (key := tuple(prompt[:size])) in ends), None)
-        if number is None:
-            number = len(found)
-            found.append([])
-        found[number].append((prompt, result))
-        ends = {key: value for key, value in ends.items() if value != number}
-        ends[(*prompt, *result.token_ids)] = number
-    return found
 
 
 if __name__ == "__main__":

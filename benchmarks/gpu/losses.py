@@ -172,7 +172,8 @@ def measure(args: argparse.Namespace, folder: Path, way: str, report: Report) ->
             raise RuntimeError(f"the run ended:\n{run.log(30)}")
         report.add(f"{way}: launch and two steps", {"seconds": time.monotonic() - began})
         for point in points:
-            report.add(f"{way}: {point}", hit(run, *point.split(":"), draw))
+            part, how = point.split(":")
+            report.add(f"{way}: {point}", hit(run, part, how, draw))
             survived += 1
     finally:
         run.end()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from slime.engines import keys
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
+from slime.host import free_port
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -111,7 +111,7 @@ def router_command(config: Config, host: str, port: int, worker_urls: list[str] 
         "policy": "cache_aware",
         "request_timeout_secs": config.engine.sglang_router_request_timeout_secs,
         "prometheus_host": "127.0.0.1",
-        "prometheus_port": _free_port("127.0.0.1"),
+        "prometheus_port": free_port("127.0.0.1"),
         "log_level": "warn",
         "max_payload_size": _LARGEST_PAYLOAD,
         "disable_retries": True,
@@ -139,12 +139,6 @@ def disaggregated_router_command(
     for url in decode:
         pairs += ["--decode", url]
     return dataclasses.replace(spec, argv=[*spec.argv, *pairs])
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 # -- its workers -------------------------------------------------------------------------------------------

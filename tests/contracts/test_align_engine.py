@@ -15,8 +15,8 @@ from slime.diagnosis.align.evidence import Scored
 from slime.diagnosis.align.examine import examine
 from slime.diagnosis.align.reference import Reference
 from slime.errors import UserError
+from slime.host import free_port
 from tests.support.contract_servers import PROMPT, Server
-from tests.support.processes import free_port
 
 TOKENS = [PROMPT, [*PROMPT, 5, 9, 200], [7, 7, 64, 12]]
 

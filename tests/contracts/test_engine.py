@@ -32,6 +32,7 @@ from slime.engines.router import list_workers, register_workers
 from slime.engines.wire.buckets import fingerprint, pack
 from slime.engines.wire.process_group import ExternalGroup
 from slime.engines.wire.shared_memory import Segment
+from slime.host import free_port
 from slime.rollout.generate import GenerateState, bind_state, generate, sampling_params
 from slime.samples.types import Sample
 from tests.support.contract_servers import (
@@ -48,7 +49,6 @@ from tests.support.contract_servers import (
     wait_until,
 )
 from tests.support.embedded_models import EOS, byte_tokenizer
-from tests.support.processes import free_port
 
 # -- generation ------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime.host import free_port
 from slime.samples.routed_experts import decode_routed_experts
 from tests.support.contract_servers import (
     CONTEXT,
@@ -23,7 +24,6 @@ from tests.support.contract_servers import (
     wait_until,
 )
 from tests.support.embedded_models import router_choices, save_tiny_model
-from tests.support.processes import free_port
 
 SHAPES = {"qwen3_moe": (2, 2), "deepseek_v3": (2, 4)}
 

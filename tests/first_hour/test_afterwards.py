@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 
 from slime.checkpoints.gguf import gguf_to_hf
 from slime.cli.serve import more_words
+from slime.host import free_port
 from tests.support.bpe_tokenizers import save_model_with_words
-from tests.support.processes import free_port, wait_until
+from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SLIME_DEBUG": "0"}

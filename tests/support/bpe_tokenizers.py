@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
@@ -70,7 +71,7 @@ def piece_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
-def save_model_with_words(directory: Path, shape: str, pre: str = "qwen2", **changes: object) -> Path:
+def save_model_with_words(directory: Path, shape: str, pre: str = "qwen2", **changes: Any) -> Path:
     """A tiny random model with such a tokenizer (or "pieces"), whose last rows belong to no token."""
     tokenizer = piece_tokenizer() if pre == "pieces" else bpe_tokenizer(pre)
     end = tokenizer.eos_token_id

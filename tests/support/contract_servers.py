@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.processes import free_port
+from slime.host import free_port
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
 CONTEXT = 256

@@ -167,7 +167,8 @@ def make_sequence(
     """A sequence that runs to ``max_new_tokens`` unless ``ignore_eos=False`` is given."""
     parsed = parse_params({"max_new_tokens": 16, "ignore_eos": True, "sampling_seed": 1, **params}, VOCAB)
     stops = frozenset() if parsed.ignore_eos else frozenset({EOS}) | parsed.stop_token_ids
-    text = TextStream(byte_tokenizer(), True, True) if parsed.stop else None
+    tokenizer: Any = byte_tokenizer()
+    text = TextStream(tokenizer, True, True) if parsed.stop else None
     assert parsed.max_new_tokens is not None and parsed.sampling_seed is not None
     return Sequence(
         rid,

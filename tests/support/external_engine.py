@@ -12,7 +12,8 @@ from pathlib import Path
 
 from slime.engines.api import is_ready
 from slime.engines.keys import VARIABLE
-from tests.support.processes import PATIENCE, free_port, wait_until
+from slime.host import free_port
+from tests.support.processes import PATIENCE, wait_until
 
 #: In the environment of such engines, and of runs in which they take part.
 ITS_KEY = {VARIABLE: "somebody's"}

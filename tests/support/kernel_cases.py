@@ -207,11 +207,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @contextmanager
 def attention_of(family: str) -> Iterator[tuple[Any, Any]]:
     """(A model of four layers, the attention of its first one)."""
+    from slime.host import free_port
     from slime.models import family_of
     from slime.trainer.megatron.backend import MegatronBackend
     from slime.trainer.megatron.parallel import RankInfo
     from tests.support.hf_configs import config_of
-    from tests.support.processes import free_port
     from tests.support.trainer_ranks import trainer_config
 
     shape = {"hidden_size": 32, "head_dim": 16, "num_hidden_layers": 2, "rms_norm_eps": 1e-5}

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from slime.host import free_port
 from slime.models import family_of
 from slime.samples.batch import TrainBatch
 from tests.support.hf_configs import config_of
 from tests.support.megatron_stub import random_hf
-from tests.support.processes import free_port
 from tests.support.trainer_ranks import make_batch, trainer_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {

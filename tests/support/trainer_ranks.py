@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from slime.config import Config, make_config
+from slime.host import free_port
 from slime.models.spec import ModelSpec
 from slime.samples.batch import StepPlan, TrainBatch
-from tests.support.processes import free_port
 
 JOB_DEADLINE = 120.0
 VOCAB = 97

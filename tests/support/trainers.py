@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.host import free_port
 from slime.samples.batch import TrainBatch
 from slime.trainer import update
 from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.offload import host_states_of
 from slime.trainer.megatron.parallel import RankInfo
-from tests.support.processes import free_port
 from tests.support.trainer_ranks import make_batch, shard, tiny_spec, trainer_config
 
 LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "entropy_coef": 0.01}

@@ -9,25 +9,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from examples.api_agent import rollout
 from examples.api_agent.agent import calculate
-from slime.engines.api import LOADS_PATH, EngineClient
-from slime.engines.client import RolloutClient, num_requests
+from slime.engines.client import RolloutClient
 from slime.engines.router import register_workers
+from slime.host import free_port
 from slime.rollout.agents.endpoint import agent_endpoint
 from slime.rollout.agents.server import close_server
 from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import GenerateState, bind_state
 from slime.rollout.group_run import GroupRun
 from slime.samples.types import Sample, SampleStatus
+from tests.support.agent_clients import vanish
 from tests.support.agents import TEMPLATE
 from tests.support.contract_servers import Server, embedded_argv, logprobs_of, running
 from tests.support.embedded_models import EOS, byte_tokenizer, save_tiny_model
 from tests.support.fake_rollout import hook_args, make_state
-from tests.support.processes import free_port
 
 pytestmark = pytest.mark.slow
 CONTEXT = 4096
@@ -108,22 +107,10 @@ def test_a_client_that_vanishes_ends_its_request_in_the_engine_behind_the_router
         state = state_of(url, model, CONTEXT - 200)
         bind_state(state)
         params = state.params_for(Sample(index=0)) | {"ignore_eos": True}
-        async with state.client, EngineClient(engine.url) as asked:
-
-            async def num_running() -> int:
-                return num_requests(await asked.get(LOADS_PATH))
-
+        async with state.client:
             async with agent_endpoint(state.args, Sample(index=0), params) as endpoint:
-                client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
-                asking = asyncio.create_task(client.responses.create(model="m", input="Hi"))
-                while not await num_running():
-                    await asyncio.sleep(0.01)
-                asking.cancel()
-                while await num_running():
-                    assert not endpoint.turns, "it was generated to its end"
-                    await asyncio.sleep(0.01)
-                assert not endpoint.turns
-                await client.close()
+                await vanish(endpoint, engine.url)
+                assert not endpoint.turns, "it was generated to its end"
             await close_server()
 
     with running(argv, port, tmp_path / "router.log") as router:

@@ -186,6 +186,12 @@ def test_tests_share_through_their_support_alone() -> None:
     assert found == []
 
 
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest, called for all folders at once, would take the second for the first."""
+    names = [path.name for path in TESTS if path.stem.startswith("test_")]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 def made_in(path: Path) -> set[str]:
     """Names that a module makes at its top: functions, classes, and what is assigned."""
     made = set()

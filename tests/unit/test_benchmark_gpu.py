@@ -17,12 +17,12 @@ from transformers.modeling_utils import AttentionInterface
 
 from benchmarks.gpu.setting import await_engine
 from benchmarks.gpu.trainer import PEER_ATTENTION, SHAPES, packed_flash_attention
+from slime.host import free_port
 from slime.trainer.megatron import (
     attention,
     backend,  # noqa: F401  (prepares a host without a GPU for megatron)
 )
 from slime.trainer.megatron.packed import PackedSequences
-from tests.support.processes import free_port
 
 
 def sequence_by_sequence(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float) -> Tensor:

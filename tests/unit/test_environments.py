@@ -19,6 +19,7 @@ import pytest
 
 from examples.environments.harbor_rollout import write_tasks
 from slime.errors import UserError
+from slime.host import free_port
 from slime.rollout.agents.endpoint import AgentError, agent_endpoint
 from slime.rollout.agents.server import close_server
 from slime.rollout.environments.bash_agent import bash_agent
@@ -30,7 +31,7 @@ from slime.rollout.generate import bind_state
 from slime.rollout.sandbox.sandbox import Limits, Ran, Sandbox
 from slime.samples.types import Sample, SampleStatus
 from tests.support.agents import Play
-from tests.support.processes import ROOT, free_port
+from tests.support.processes import ROOT
 from tests.support.sandboxes import with_namespaces
 
 LIMITS = Limits(seconds=20, memory=256 << 20)

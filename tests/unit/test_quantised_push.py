@@ -17,6 +17,7 @@ from slime.config import make_config
 from slime.engines.wire.buckets import fingerprint
 from slime.engines.wire.expert_runs import ExpertRun
 from slime.errors import UserError
+from slime.host import free_port
 from slime.models import family_of, read_hf_config
 from slime.models.quantised import Fp8, Int4, Quantisation
 from slime.weights import route
@@ -25,7 +26,6 @@ from slime.weights.receipt import WeightMismatch
 from slime.weights.sync import WeightSync
 from tests.support.contract_servers import Server, embedded_argv, running
 from tests.support.megatron_stub import MegatronStub
-from tests.support.processes import free_port
 from tests.support.quantised_models import INT4, make_plain, same_bits, tensors_of
 
 pytest.importorskip("compressed_tensors", reason="the quantised extra is not installed")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slime.errors import UserError
+from slime.host import free_port
 from slime.preflight import check_architecture
 from slime.samples.batch import TrainBatch
 from slime.samples.columns import _optional
@@ -24,7 +25,6 @@ from slime.trainer.megatron.moe_router import choose_experts
 from slime.trainer.megatron.parallel import RankInfo
 from slime.trainer.megatron.replay import RoutingGuide
 from tests.support.parity import CP2, EP2, ETP1, LOSS, PP2, RECOMPUTE, SP, TP2, VIRTUAL, parity_job, worst
-from tests.support.processes import free_port
 from tests.support.tiny_models import EXPERTS, TOPK, save_moe, save_tiny
 from tests.support.trainer_ranks import Pools, make_batch, trainer_config
 from tests.support.trainers import whole_gradients

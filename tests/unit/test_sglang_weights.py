@@ -18,6 +18,7 @@ from slime.engines.sglang import weight_probe
 from slime.engines.wire.buckets import FINGERPRINTS
 from slime.engines.wire.process_group import ExternalGroup
 from slime.errors import UserError
+from slime.host import free_port
 from slime.models import family_of
 from slime.weights import ipc
 from slime.weights.engine_check import SliceDigest, slice_key
@@ -27,7 +28,6 @@ from slime.weights.transport import EngineSlots
 from tests.support import stage_jobs
 from tests.support.embedded_models import save_tiny_model
 from tests.support.megatron_stub import MegatronStub
-from tests.support.processes import free_port
 from tests.support.sglang_servers import FakeSGLang, fake_sglang
 from tests.support.trainer_ranks import Pools
 

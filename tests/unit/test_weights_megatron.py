@@ -16,6 +16,7 @@ from slime.config import make_config
 from slime.engines.api import EngineClient
 from slime.engines.embedded.command import embedded_command
 from slime.errors import UserError
+from slime.host import free_port
 from slime.models.spec import read_hf_config
 from slime.weights import route
 from slime.weights.canary import canary_tokens
@@ -26,7 +27,6 @@ from tests.support import stage_jobs
 from tests.support.embedded_models import save_tiny_model
 from tests.support.fake_weight_engine import FakeWeightEngine
 from tests.support.megatron_jobs import single
-from tests.support.processes import free_port
 from tests.support.trainer_ranks import RankPool
 
 FAMILIES = ("llama", "qwen2", "qwen3")

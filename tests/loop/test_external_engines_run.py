@@ -13,8 +13,9 @@ import pytest
 from slime.cli.engines import main as engines_command
 from slime.engines.keys import header_of
 from slime.errors import UserError
+from slime.host import free_port
 from tests.support.external_engine import ITS_KEY, ExternalEngine, external_engine
-from tests.support.processes import Driver, StartHeld, World, free_port, start, wait_held, wait_while_running
+from tests.support.processes import Driver, StartHeld, World, start, wait_held, wait_while_running
 
 Start = Callable[..., Driver]
 #: The external engine passes for one on another host.
