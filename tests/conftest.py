@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Before torch counts the cores: threads of processes that share the cores wait for each other in busy loops.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import hypothesis
 import pytest
 
+from slime.garbage import settle
 from tests.support import toy
 from tests.support.processes import Driver, StartHeld, start
 from tests.support.runs import GRPO, Run, RunResult
@@ -18,6 +23,11 @@ from tests.support.runs import GRPO, Run, RunResult
 #: How long an example takes says more of the machine than of the code.
 hypothesis.settings.register_profile("here", deadline=None)
 hypothesis.settings.load_profile("here")
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests stay to the end, and each look of the collector's at them takes half a second."""
+    settle()
 
 
 @pytest.fixture

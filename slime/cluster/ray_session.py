@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants, services
+from ray._private import node, ray_constants, services
 from ray._private import utils as ray_utils
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -74,15 +74,13 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     # Ray's own metrics and usage reporting cost processes and start-up time, and report to the outside.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
-    # Chosen anew like all others, where Ray has a fixed number, which one run of a host would get and the others not.
-    os.environ.setdefault("AUTOSCALER_METRIC_PORT", "0")
     # Workers that wait for tasks of a driver: ours are actors, each of which gets a worker of its own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     global _reaper
     if _reaper is None or _reaper.poll() is not None:
         _reaper = start_reaper([sys.executable, "-m", "slime.engines.wire.shared_memory"])  # what killed trainers leave
     try:
-        with _as_a_guest(), _on_loopback(not config.cluster.listen_on_network):
+        with _as_a_guest(), _with_few_daemons(), _on_loopback(not config.cluster.listen_on_network):
             ray.init(
                 address="local",  # without it Ray joins whatever cluster was started on this host last
                 num_cpus=max(num_local_slots, os.cpu_count() or 1),
@@ -141,6 +139,21 @@ def _as_a_guest() -> Iterator[None]:
         services.ConsolePopen, ray_utils.set_sigterm_handler = kept  # type: ignore[misc]
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)  # over that of Ray's C++, which prints a stack
+
+
+@contextmanager
+def _with_few_daemons() -> Iterator[None]:
+    """`ray.init` starts no process for what nobody asks here: nodes to be added, workers' words on this terminal, and a
+    list of actors by HTTP. Each imports Ray, and the launch would wait for the last one."""
+    names = ("start_monitor", "start_log_monitor", "start_api_server")
+    kept = {name: getattr(node.Node, name) for name in names}
+    try:
+        for name in names:
+            setattr(node.Node, name, lambda self, **_: None)
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(node.Node, name, method)
 
 
 @contextmanager

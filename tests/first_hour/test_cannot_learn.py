@@ -51,7 +51,10 @@ def test_rewards_that_never_come(run: Run, file: Path, data: Path, capfd: pytest
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "name", "line"),
-    [("--custom-rm-path", "raises", 7), ("--rollout-data-postprocess-path", "breaks_training", 10)],
+    [
+        pytest.param("--custom-rm-path", "raises", 7, marks=pytest.mark.full),
+        ("--rollout-data-postprocess-path", "breaks_training", 10),
+    ],
 )
 def test_a_run_that_ends_in_the_users_code(
     run: Run, outputs: Path, file: Path, flag: str, name: str, line: int

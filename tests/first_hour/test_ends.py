@@ -117,11 +117,12 @@ def test_ctrl_c_while_ray_starts(begin: Callable[..., Driver]) -> None:
     check_stopped(driver, 130)
 
 
+# SIGTERM and Ctrl-C are tried every day by tests/loop/test_process_end.py
 @pytest.mark.parametrize(
     ("number", "status"),
     [
-        pytest.param(signal.SIGHUP, 0, id="hangup"),
-        pytest.param(signal.SIGINT, 130, id="ctrl-c", marks=pytest.mark.full),  # test_process_end.py has one, too
+        pytest.param(signal.SIGHUP, 0, id="hangup", marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, 130, id="ctrl-c", marks=pytest.mark.full),
     ],
 )
 def test_a_terminal_that_closes_and_one_ctrl_c_save_what_was_trained(

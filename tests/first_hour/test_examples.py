@@ -21,6 +21,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.full  # test_readme.py trains by the same calls
 def test_the_script(models: dict[str, Path], tmp_path: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, str(ROOT / "examples" / "first_run.py"), str(models["qwen3"]), "1"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
@@ -49,7 +50,7 @@ def test_the_script_of(example: str, tmp_path: Path, environment: dict[str, str]
     assert (metrics.parent / "model" / "config.json").is_file()
 
 
-@pytest.mark.full  # what it runs is what the script does
+@pytest.mark.full
 def test_the_notebook(
     models: dict[str, Path], tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

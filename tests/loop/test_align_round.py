@@ -11,6 +11,7 @@ from slime.__main__ import main
 from tests.support.processes import World
 
 
+@pytest.mark.full  # each cause alone: tests/unit/test_align.py
 def test_a_round_whose_engine_is_not_told_the_temperature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,7 @@ _PHASES = ("launch", "generate", "evaluate", "train", "sleep", "update_weights",
 #: between the launch and the end.
 _NOT_NEEDED = ("GCS", "engine actor")
 #: The quickest ones.
-_SOON = {("train", "trainer"), ("generate", "engine")}
+_SOON = {("train", "trainer")}
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,7 @@ def test_the_reward_rises_with_quantised_rollouts(
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
 
 
+@pytest.mark.full
 def test_engines_alone_need_no_plain_weights(run: Run, quantised: Path) -> None:
     """--debug-rollout-only tells whether a quantised checkpoint generates by itself."""
     flags: list[Any] = ["--hf-checkpoint", quantised, "--debug-rollout-only", "--num-rollout", 1]

@@ -51,6 +51,7 @@ def test_versions_go_on(broken: RunResult) -> None:
     assert versions == sorted(set(versions)) and versions[-1] == 8 + 1, "6 steps, 1 at the launch, 2 restarts"
 
 
+@pytest.mark.full
 def test_once_too_often_is_an_error(run: Run, deterministic: Any, outputs: Path) -> None:
     (outputs / "die-1").touch()
     with pytest.raises(ActorDied, match=r"trainer-0 \(pid \d+ on [^)]*\) died \(training\)"):

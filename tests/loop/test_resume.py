@@ -136,6 +136,7 @@ def test_staleness_after_a_resume(ahead: RunResult, ahead_resumed: RunResult) ->
 # -- a data source of the user's own -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_users_source_resumes_where_training_was(run: Run, outputs: Path, deterministic: Any) -> None:
     """Its `save` is called with the checkpoint after rollout 1, while rollout 2, drawn already, is being generated."""
     source = ["--data-source-path", "tests.support.toy.SumSource"]

@@ -142,11 +142,12 @@ def test_a_model_that_judges_keeps_its_weights(world: World, tmp_path: Path) -> 
         driver.leaves_nothing()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "env", "said"),
     [
         ((), {"FAKE_SGLANG_CRASH": "torch.OutOfMemoryError: CUDA out of memory"}, "CUDA out of memory"),
-        pytest.param(("--sglang-dtype", "half"), {"FAKE_SGLANG_CRASH": "no"}, "engine-0 ended", marks=pytest.mark.full),
+        (("--sglang-dtype", "half"), {"FAKE_SGLANG_CRASH": "no"}, "engine-0 ended"),
     ],
 )
 def test_an_engine_that_does_not_start_ends_the_run_with_its_words(

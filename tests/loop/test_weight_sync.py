@@ -116,6 +116,7 @@ def test_every_sample_says_which_weights_made_it(by_memory: RunResult, by_broadc
     assert by_memory.series("perf/weight_version") == [2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.full
 def test_weights_are_pushed_at_the_interval(every_second: RunResult, by_memory: RunResult) -> None:
     assert every_second.series("rollout/weight_version/max") == [1, 1, 2, 2]
     assert every_second.series("rollout/staleness/max") == [0, 1, 0, 1]
@@ -124,6 +125,7 @@ def test_weights_are_pushed_at_the_interval(every_second: RunResult, by_memory: 
     assert every_second.tokens(1) != by_memory.tokens(1)
 
 
+@pytest.mark.full
 def test_seen_from_the_trainer(every_second: RunResult) -> None:
     """Stale samples show as a difference between trainer and engine, fresh ones do not."""
     difference = every_second.series("train/train_rollout_logprob_abs_diff_max")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from slime.config import Config, make_config
+from slime.garbage import settle
 from slime.host import free_port
 from slime.models.spec import ModelSpec
 from slime.samples.batch import StepPlan, TrainBatch
@@ -220,6 +221,7 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
     from slime.trainer.megatron.backend import MegatronBackend  # noqa: F401  (installs the device redirect)
     from slime.trainer.megatron.parallel import RankInfo, shut_down
 
+    settle()
     while True:
         try:
             job, port, args = pipe.recv()
