@@ -139,22 +139,28 @@ def status(url: str, key: str = "", method: str = "POST") -> int:
         return error.code
 
 
-def url_of(driver: Driver, word: str, path: str) -> str:
-    """Of the server whose command line has the word, and which answers at the path; a router's metrics have a port of
-    their own, which answers at any."""
-    for process in driver.family(word):
+def engine_url(driver: Driver) -> str:
+    """By its command line: asked for a page, the ports of gloo in the same process never answer."""
+    commands = [process.cmdline() for process in driver.family("slime.engines.")]
+    (words,) = [words for words in commands if "--port" in words]  # the reaper of shared memory has none
+    return f"http://{words[words.index('--host') + 1]}:{words[words.index('--port') + 1]}"
+
+
+def router_url(driver: Driver) -> str:
+    """Its title hides its command line, and its metrics have a port of their own, which answers at any path."""
+    for process in driver.family("sglang::router"):
         for connection in process.net_connections("inet"):
             url = f"http://{connection.laddr.ip}:{connection.laddr.port}"
-            if connection.status != psutil.CONN_LISTEN or status(f"{url}{path}", method="GET") != 200:
+            if connection.status != psutil.CONN_LISTEN or status(f"{url}/liveness", method="GET") != 200:
                 continue
             if status(f"{url}/nowhere", method="GET") != 200:
                 return url
-    raise AssertionError(f"no {word} answers")
+    raise AssertionError("no router answers")
 
 
 def test_only_the_run_is_answered(run: Held) -> None:
     key = run.driver.key()
-    server, router = url_of(run.driver, "slime.engines.", "/health"), url_of(run.driver, "sglang::router", "/liveness")
+    server, router = engine_url(run.driver), router_url(run.driver)
     for url, paths in ((server, _OF_ENGINE), (router, _OF_ROUTER)):
         for wrong in ("", "none", key[:-1]):
             assert {path: status(url + path, wrong) for path in paths} == dict.fromkeys(paths, 401)
