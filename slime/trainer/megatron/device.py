@@ -62,7 +62,7 @@ def install() -> torch.device:
     global _installed
     _quiet_megatron()
     if has_gpu():
-        _import_without("wandb", "megatron.core")
+        _import_without_servers("megatron.core")
         _run_eagerly_without_compiler()
         _offer_accumulating_products()
         _measure_norms_at_once()
@@ -324,16 +324,18 @@ def _redirect_cuda_module() -> None:
         setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
 
 
-def _import_without(library: str, module: str) -> None:
-    """Import ``module`` as if ``library`` were not installed: megatron-core takes wandb in for a server that is not
-    used here, which costs a sixth of a rank's start."""
-    if module in sys.modules or library in sys.modules:
+def _import_without_servers(module: str) -> None:
+    """Import ``module`` as if wandb and TensorBoard were not installed: megatron-core takes them in for what is not
+    used here, which costs a fifth of a rank's start."""
+    hidden = {"wandb", "tensorboard"} - sys.modules.keys()
+    if module in sys.modules:
         return
-    sys.modules[library] = None  # type: ignore[assignment]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         importlib.import_module(module)
     finally:
-        del sys.modules[library]
+        for library in hidden:
+            del sys.modules[library]
 
 
 def _import_megatron() -> None:
@@ -344,7 +346,7 @@ def _import_megatron() -> None:
     original_compile = torch.compile
     torch.compile = lambda function=None, **kwargs: function if function is not None else (lambda f: f)  # type: ignore[assignment]
     try:
-        _import_without("wandb", "megatron.core")
+        _import_without_servers("megatron.core")
         rng = importlib.import_module("megatron.core.tensor_parallel.random")
     finally:
         torch.compile = original_compile
