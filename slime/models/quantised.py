@@ -130,7 +130,7 @@ class Quantisation:
             raise UserError(f"quantization_config in config.json is {told!r}, not an object", fix="correct config.json")
         readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8}
         method = told.get("quant_method")
-        if method not in readers:
+        if not isinstance(method, str) or method not in readers:
             raise UserError(
                 f"quantization_config in config.json has the quant_method {method!r}",
                 why=f"the methods that are known here: {', '.join(readers)}",
@@ -153,28 +153,39 @@ class Quantisation:
 
 
 def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
-    groups = told.get("config_groups") or {}
-    if len(groups) != 1:
-        raise _unknown("compressed-tensors", f"{len(groups)} config_groups", "one group of weights")
+    method, groups = "compressed-tensors", told.get("config_groups") or {}
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise _unknown(method, f"{len(groups)} config_groups", "one group of weights")
     group = next(iter(groups.values()))
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
-        raise _unknown("compressed-tensors", f"the group {group!r}", "a group with weights")
+        raise _unknown(method, f"the group {group!r}", "a group with weights")
     if list(group.get("targets") or ["Linear"]) != ["Linear"]:
-        raise _unknown(
-            "compressed-tensors", f"the targets {group['targets']!r}", "the target Linear, with rules to ignore"
-        )
+        raise _unknown(method, f"the targets {group['targets']!r}", "the target Linear, with rules to ignore")
     _refuse_coarser_rest(told, group)
-    ignore = tuple(told.get("ignore") or ())
+    scheme = _scheme(weights)
+    formats = (None, "pack-quantized") if isinstance(scheme, Int4) else (None, "float-quantized", "naive-quantized")
+    for key, where, known in (
+        ("format", told, formats),
+        ("format", group, formats),
+        ("dynamic", weights, (None, False)),
+        ("actorder", weights, (None, False, "weight", "static")),  # with others the columns stand in another order
+        ("symmetric", weights, (None, True, False) if isinstance(scheme, Int4) else (None, True)),
+    ):
+        if where.get(key) not in known:
+            words = " or ".join(repr(value) for value in known if value is not None)
+            raise _unknown(method, f"{key} {where[key]!r}", f"{key} {words}, or none")
+    return Quantisation("compressed-tensors", scheme, _rules(told.get("ignore"), method))
+
+
+def _scheme(weights: Mapping[str, Any]) -> Int4 | Fp8:
     kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
     size = weights.get("group_size")
     if (kind, bits) == ("int", 4) and strategy in ("group", None) and isinstance(size, int) and size > 0:
-        return Quantisation("compressed-tensors", Int4(size, bool(weights.get("symmetric", True))), ignore)
-    block: dict[str | None, tuple[int, int]] = {"tensor": (0, 0), "channel": (1, 0)}
-    if isinstance(weights.get("block_structure"), list):
-        block["block"] = tuple(weights["block_structure"])
-    if (kind, bits) == ("float", 8) and strategy in block:
-        return Quantisation("compressed-tensors", Fp8(block[strategy], "weight_scale"), ignore)
+        return Int4(size, bool(weights.get("symmetric", True)))
+    if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel", "block"):
+        whole = {"tensor": (0, 0), "channel": (1, 0)}
+        return Fp8(whole.get(strategy) or _block(weights.get("block_structure"), "compressed-tensors"), "weight_scale")
     raise _unknown(
         "compressed-tensors",
         f"weights of type {kind}, {bits} bits, strategy {strategy}",
@@ -182,24 +193,47 @@ def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
     )
 
 
+def _block(told: object, method: str) -> tuple[int, int]:
+    if isinstance(told, list) and len(told) == 2 and all(type(size) is int and size > 0 for size in told):
+        return told[0], told[1]
+    raise _unknown(method, f"blocks of {told!r}", "a list of two sizes, like [128, 128]")
+
+
+def _rules(told: object, method: str) -> tuple[str, ...]:
+    if isinstance(told, list | tuple) and all(isinstance(rule, str) for rule in told):
+        return tuple(told)
+    if told is None:
+        return ()
+    raise _unknown(method, f"the rules {told!r} of modules to ignore", "a list of strings")
+
+
 def _refuse_coarser_rest(told: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """What is not about weights: scales of activations that are stored, and a cache."""
+    """What is not about how weights are stored: scales of activations that are stored, a cache, rotations, sparsity."""
     activations = group.get("input_activations")
-    if activations and (activations.get("dynamic") is not True or group["weights"].get("type", "int") == "int"):
+    is_int = group["weights"].get("type", "int") == "int"
+    if activations and (not isinstance(activations, Mapping) or activations.get("dynamic") is not True or is_int):
         raise _unknown("compressed-tensors", "input_activations", "FP8 activations whose scales are dynamic, or none")
-    for key, where in (("output_activations", group), ("kv_cache_scheme", told)):
+    for key, where in (("output_activations", group), ("kv_cache_scheme", told), ("transform_config", told)):
         if where.get(key):
             raise _unknown("compressed-tensors", key, "weights alone, and FP8 activations")
+    sparsity = told.get("sparsity_config")
+    if sparsity and sparsity != {"format": "dense"}:
+        raise _unknown("compressed-tensors", f"sparsity_config {sparsity!r}", "dense weights")
 
 
 def _fp8(told: Mapping[str, Any]) -> Quantisation:
-    for key, known in (("fmt", "e4m3"), ("activation_scheme", "dynamic"), ("scale_fmt", "float")):
+    for key, known in (
+        ("fmt", "e4m3"),
+        ("activation_scheme", "dynamic"),
+        ("scale_fmt", "float"),
+        ("kv_cache_scheme", None),
+    ):
         if told.get(key, known) != known:
             raise _unknown("fp8", f"{key} {told[key]!r}", f"{key} {known!r}")
     block = told.get("weight_block_size")
-    scheme = Fp8((int(block[0]), int(block[1]))) if block else Fp8((0, 0), "weight_scale")
+    scheme = Fp8((0, 0), "weight_scale") if block is None else Fp8(_block(block, "fp8"))
     ignore = told.get("modules_to_not_convert") or told.get("ignored_layers") or FOR_FP8
-    return Quantisation("fp8", scheme, tuple(ignore))
+    return Quantisation("fp8", scheme, _rules(ignore, "fp8"))
 
 
 def _unknown(method: str, there: str, known: str) -> UserError:

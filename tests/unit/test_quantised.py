@@ -195,6 +195,11 @@ def test_what_is_written_of_it_is_read_again(quantisation: Quantisation) -> None
 INT4_WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group"}
 W4A8 = {"weights": INT4_WEIGHTS, "input_activations": {"num_bits": 8, "dynamic": True}}
 PLAIN_INT4 = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": INT4_WEIGHTS}}}
+FP8_WEIGHTS: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+
+def of_group(weights: dict[str, Any], **more: object) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights, **more}}}
 
 
 def test_fp8_as_llm_compressor_publishes_it_is_read() -> None:
@@ -205,6 +210,7 @@ def test_fp8_as_llm_compressor_publishes_it_is_read() -> None:
         "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
     }
     told = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    told |= {"format": "float-quantized", "sparsity_config": {}, "transform_config": {}, "kv_cache_scheme": None}
     found = Quantisation.read({"quantization_config": told})
     assert found == Quantisation("compressed-tensors", Fp8((1, 0), "weight_scale"), ("lm_head",))
 
@@ -223,6 +229,28 @@ def test_fp8_as_llm_compressor_publishes_it_is_read() -> None:
         ("int4", "'int4', not an object"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": W4A8}}, "has input_activations"),
         ({**PLAIN_INT4, "kv_cache_scheme": {"num_bits": 8}}, "has kv_cache_scheme"),
+        ({**PLAIN_INT4, "transform_config": {"config_groups": {"R1": {}}}}, "has transform_config"),
+        ({**PLAIN_INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        ({**PLAIN_INT4, "format": "marlin-24"}, "format 'marlin-24'"),
+        ({**PLAIN_INT4, "format": "float-quantized"}, "format 'float-quantized'"),
+        (of_group(INT4_WEIGHTS, format="int-quantized"), "format 'int-quantized'"),
+        (of_group({**INT4_WEIGHTS, "actorder": "group"}), "actorder 'group'"),
+        (of_group({**INT4_WEIGHTS, "dynamic": True}), "dynamic True"),
+        (of_group({**FP8_WEIGHTS, "symmetric": False}), "symmetric False"),
+        (of_group({**FP8_WEIGHTS, "strategy": "block"}), "blocks of None"),
+        (of_group(INT4_WEIGHTS, targets=["re:.*mlp.*"]), "the targets"),
+        (of_group(FP8_WEIGHTS, output_activations={"num_bits": 8}), "has output_activations"),
+        (of_group(FP8_WEIGHTS, input_activations="token"), "has input_activations"),
+        ({"quant_method": "compressed-tensors", "config_groups": [{}]}, "the group|config_groups"),
+        ({**PLAIN_INT4, "ignore": "lm_head"}, "the rules 'lm_head'"),
+        ({"quant_method": ["fp8"]}, "quant_method"),
+        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
+        ({"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "the rules 'lm_head'"),
+        *(
+            ({"quant_method": "fp8", "weight_block_size": block}, "blocks of")
+            for block in ([128], ["a", "b"], 128, [0, 0], [128, -1], [True, 1], [])
+        ),
     ],
 )
 def test_what_is_unknown_is_refused_by_name(told: object, named: str) -> None:
