@@ -97,7 +97,7 @@ def quantise_directory(
 
     Raises:
         UserError: the source is not whole, its weights are not plain, the rules do not fit the model, nothing would be
-            quantised, ``target`` holds something else.
+            quantised, ``target`` holds something else, a weight is not finite.
     """
     tables, weights = plain_weights(source, model_name)
     found = examine(weights, quantisation)
@@ -126,7 +126,14 @@ def quantise_directory(
         return _Work((name,), {f"{module}.{part}": facts for part, facts in parts.items()}, module)
 
     def compute(work: _Work, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return quantise(work.module, stored[work.sources[0]], quantisation.scheme)
+        weight = stored[work.sources[0]]
+        if not torch.isfinite(weight).all():
+            raise UserError(
+                f"{work.sources[0]} of {source} has NaN or infinite numbers",
+                why="quantised they would be a scale that makes others NaN, too, and no reader would notice",
+                fix="take a checkpoint from before the training that made it went wrong",
+            )
+        return quantise(work.module, weight, quantisation.scheme)
 
     plan = {file: [convert(name, *table[name]) for name in sorted(table)] for file, table in tables.items()}
     job = _Job(

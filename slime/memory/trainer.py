@@ -71,6 +71,7 @@ class TrainerSettings:
         with_logits: a custom loss gets whole logits.
         only, frozen: regular expressions of what is trained, or is not.
         rounded: "experts" or "linears", of which a second copy is computed with (--fake-quantisation).
+        measured: log-probs are computed with a copy of all "linears" besides (--measure-quantisation).
         on_gpu: kernels and sizes of blocks differ.
         grouped: attention takes keys and values as they are (`slime.memory.activations.Kernels`).
     """
@@ -98,6 +99,7 @@ class TrainerSettings:
     on_gpu: bool
     grouped: bool = True
     rounded: str | None = None
+    measured: bool = False
 
     @staticmethod
     def of(config: Config, spec: ModelSpec, *, on_gpu: bool, flash4: bool = True) -> TrainerSettings:
@@ -138,6 +140,7 @@ class TrainerSettings:
             on_gpu=on_gpu,
             grouped=not on_gpu or _takes_groups(config, spec, flash4),
             rounded=config.quantised.fake_quantisation,
+            measured=config.quantised.measure_quantisation,
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
@@ -247,12 +250,12 @@ class StageMemory:
         found = {"temporaries of a layer": self.saved.working * self.settings.tokens, **self._output()}
         if self.settings.reference:
             found["weights of the reference"] = self.weights
-        return found | self._rounded()
+        return found | self._rounded("linears" if self.settings.measured else self.settings.rounded)
 
-    def _rounded(self) -> dict[str, float]:
+    def _rounded(self, kind: str | None) -> dict[str, float]:
         """Weights as quantised engines have them, beside the plain ones. The ignore list, which is not known here, may
         spare some; every recommended one spares the output layer."""
-        kind, element = self.settings.rounded, self.settings.element
+        element = self.settings.element
         chosen = [p for p in self.parameters if p.is_expert or (kind == "linears" and p.parameter.rule.is_linear)]
         size = float(sum(p.numel for p in chosen if not p.parameter.is_output) * element) if kind else 0.0
         return {"quantised weights": size} if size else {}
@@ -268,7 +271,7 @@ class StageMemory:
             "activations of uneven experts": experts * max(1.0, under_way) * settings.tokens,
             "temporaries of a layer": self._temporaries(),
             **self._output(),
-            **self._rounded(),
+            **self._rounded(settings.rounded),
         }
         if settings.on_gpu:
             found["workspaces of products"] = _WORKSPACE_BYTES

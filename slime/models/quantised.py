@@ -154,7 +154,9 @@ class Quantisation:
 
 def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
     method, groups = "compressed-tensors", told.get("config_groups") or {}
-    if not isinstance(groups, Mapping) or len(groups) != 1:
+    if not isinstance(groups, Mapping):
+        raise _unknown(method, f"the config_groups {groups!r}", "an object with one group of weights")
+    if len(groups) != 1:
         raise _unknown(method, f"{len(groups)} config_groups", "one group of weights")
     group = next(iter(groups.values()))
     weights = group.get("weights") if isinstance(group, Mapping) else None

@@ -10,7 +10,7 @@ from slime.log import get_logger
 from slime.models import family_of, ignore_list
 from slime.models.quantised import Quantisation
 from slime.models.spec import read_hf_config
-from slime.placement import joined_cluster
+from slime.placement import joined_cluster, needs_engines
 
 logger = get_logger(__name__)
 
@@ -52,7 +52,7 @@ def check_quantised_flags(config: Config) -> None:
 
     Raises:
         UserError: engines hold plain weights, nothing of the model would be rounded, or Transformer Engine would round
-            it once more.
+            it once more, or has before.
     """
     flags, path = config.quantised, config.checkpoint.hf_checkpoint
     assert path is not None
@@ -60,7 +60,15 @@ def check_quantised_flags(config: Config) -> None:
     if os.environ.get(_OLD_SWITCH, "0") not in ("", "0") and chosen is None:
         logger.warning("the environment has %s, which has no effect; pass --fake-quantisation experts", _OLD_SWITCH)
     asked = f"--fake-quantisation {chosen}" if chosen else "--measure-quantisation" if measured else ""
-    quantisation = Quantisation.read(read_hf_config(path)) if asked else None
+    stored = Quantisation.read(read_hf_config(path))
+    quantisation = stored if asked else None
+    if stored is not None and config.megatron.transformer.get("fp8_param") and needs_engines(config):
+        raise UserError(
+            "--fp8-param-gather and engines of quantised weights exclude each other",
+            why=f"{path} says how weights are rounded for engines; nobody has tried that with parameters that"
+            " Transformer Engine has rounded to FP8 before",
+            fix="leave --fp8-param-gather out, or take plain weights for --hf-checkpoint",
+        )
     if asked and quantisation is None:
         raise UserError(
             f"{asked} has no effect",

@@ -36,7 +36,10 @@ class EngineCheck(Protocol):
 
     Attributes:
         digest: of a named tensor. Every rank that sends weights computes it: see `digest_to_json`.
+        unknown: tensors that no comparison covers, because an engine's form of them is not known here.
     """
+
+    unknown: Sequence[str]
 
     @property
     def digest(self) -> Digest: ...
@@ -97,6 +100,8 @@ def slice_key(part: Sequence[int]) -> str:
 class WholeTensorCheck:
     """Engines that know fingerprints: the embedded one."""
 
+    unknown: Sequence[str] = ()
+
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
         self.digest: Digest = whole_tensor_digest
@@ -140,8 +145,9 @@ class SliceCheck:
         held = {name: {part for ranks in self._slices for rank in ranks if (part := rank.get(name)) is not None}
                 for name in self._shapes}  # fmt: skip
         self.digest: Digest = SliceDigest({name: sorted(parts) for name, parts in held.items()}, self._method)
-        self.unknown = sorted(name for name in self._shapes if not name.endswith(SIZE) and not self._is_whole(name))
-        """Tensors that no comparison covers, because an engine's form of them is not known here."""
+        self.unknown: Sequence[str] = sorted(
+            name for name in self._shapes if not name.endswith(SIZE) and not self._is_whole(name)
+        )
 
     def wrong(self, sent: Mapping[str, Any], complete: Collection[str] | None, timeout: float) -> list[str]:
         lines = []

@@ -7,6 +7,8 @@ from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.sglang.quantised_routes import quantised_route
 from slime.engines.sglang.versions import installed_version
+from slime.errors import UserError
+from slime.models import family_of, ignore_list
 from slime.models.quantised import Quantisation
 from slime.models.spec import read_hf_config
 from slime.placement import needs_engines
@@ -22,10 +24,12 @@ def check_route(config: Config) -> None:
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
     hf_config, version = read_hf_config(flags.hf_checkpoint), installed_version()
-    if config.engine.rollout_engine != "sglang" or config.debug.debug_rollout_only or not needs_engines(config):
-        return  # nothing is pushed
-    if version is None or Quantisation.read(hf_config) is None:  # another check says so; external engines say theirs
+    quantisation = Quantisation.read(hf_config)
+    if config.engine.rollout_engine != "sglang" or not needs_engines(config) or quantisation is None:
         return
+    _check_output_layer(flags.hf_checkpoint, flags.model_name, quantisation)
+    if config.debug.debug_rollout_only or version is None:
+        return  # nothing is pushed; another check says so, and external engines say theirs
     from slime.weights.route import choose_route
 
     kind = choose_route(config, embedded=False, local=True)
@@ -34,3 +38,17 @@ def check_route(config: Config) -> None:
     options = [{**config.engine.sglang, **group.overrides, "tp_size": group.num_gpus_per_engine} for group in started]
     for engine in options or [{}]:  # those of others say theirs
         quantised_route(hf_config, {**engine, "version": version}, kind)
+
+
+def _check_output_layer(path: str, model_name: str | None, quantisation: Quantisation) -> None:
+    family = family_of(path, model_name)
+    weights = ignore_list.matrices(family, family.describe(path))
+    quantised = ignore_list.examine(weights, quantisation).quantised
+    found = [matrix.module for matrix in quantised if matrix.module.endswith("lm_head")]
+    if found:
+        raise UserError(
+            f"{path} has its output layer ({found[0]}) in {quantisation}, with which SGLang cannot compute",
+            why="SGLang holds output layers plain: it would take the numbers for weights and drop their scales",
+            fix=f"quantise the model again with {found[0]} among the rules to ignore, as the recommended list of slime"
+            " convert has it, or take --rollout-engine embedded",
+        )

@@ -16,10 +16,13 @@ import torch.distributed as dist
 from slime.checkpoints.megatron_names import Placement
 from slime.config.config import Config
 from slime.engines.api import WEIGHT_LOADER, is_embedded
+from slime.engines.embedded.command import dtype_of as embedded_dtype
 from slime.engines.fleet import EngineFleet, is_local
+from slime.engines.sglang.command import dtype_of as sglang_dtype
 from slime.engines.sglang.quantised_routes import QuantisedRoute, quantised_route
 from slime.engines.wire.buckets import dtype_name, dtype_of
 from slime.errors import UserError
+from slime.models.quantised import Quantisation
 from slime.models.spec import HfConfig, named_dtype, read_hf_config
 from slime.weights.disk import DiskTransport
 from slime.weights.distributed import DistributedTransport
@@ -66,7 +69,7 @@ def find_route(config: Config, fleet: EngineFleet, hf_config: HfConfig, *, on_th
         on_this_node: see `WeightSync.connect`.
     Raises:
         EngineError: one does not answer.
-        UserError: engines differ, or cannot be pushed to; names them.
+        UserError: engines differ, or cannot be pushed to; names them. Quantised ones have another dtype than flags say.
     """
     infos = dict(zip(fleet.urls, fleet.get("/server_info", _INFO_SECONDS), strict=True))
     check_experts(infos)
@@ -84,6 +87,14 @@ def find_route(config: Config, fleet: EngineFleet, hf_config: HfConfig, *, on_th
     # the stages' ranks that have rank 0's place in all other respects: the first of TP, DP and CP
     sources = tuple(dist.get_process_group_ranks(pipeline)) if pipeline is not None else (0,)
     dtype = engine_dtype(infos, hf_config)
+    if Quantisation.read(read_hf_config(hf_config)) is not None and dtype != (told := flag_dtype(config, hf_config)):
+        raise UserError(
+            f"the engines quantise weights of {dtype_name(dtype)}, and the trainer those of {dtype_name(told)}",
+            why="--fake-quantisation, --measure-quantisation and the canary go by flags, and would round to other"
+            " numbers than a push",
+            fix=f"start the engines with the dtype {dtype_name(told)}, or set --sglang-dtype (--embedded-dtype) as"
+            " theirs and leave it out of overrides of server groups",
+        )
     if embedded:
         return Route(kind, dtype, asks_ranks=False, sources=sources)
     quantised = routes_of(infos, hf_config, kind)
@@ -229,6 +240,13 @@ def check_experts(infos: Mapping[str, Mapping[str, Any]]) -> None:
                 why="SGLang permutes them for these kernels when it starts, and not again after a push",
                 fix="pass --sglang-moe-runner-backend triton",
             )
+
+
+def flag_dtype(config: Config, hf_config: HfConfig) -> torch.dtype:
+    """The dtype of the engines' weights as the run's flags have it; "auto" means the model config's."""
+    is_embedded = config.engine.rollout_engine == "embedded"
+    named = embedded_dtype(config) if is_embedded else sglang_dtype(config)
+    return engine_dtype({"--sglang-dtype": {"dtype": named}}, hf_config)
 
 
 def engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) -> torch.dtype:

@@ -311,9 +311,10 @@ class WeightSync:
             logger.warning("version %d has matrices of zeros alone: %s", version, ", ".join(sent.zeros[:4]))
         amount, zeros = sent.amount, tuple(sent.zeros)
         # of what no engine has in a known form there are none
+        full = verify_all and not self._check.unknown
         checked = tuple(name for name, fingerprints in sent.fingerprints.items() if fingerprints)
         how = self._transport.name
-        return Receipt(version, amount.num_tensors, amount.nbytes, seconds, how, checked, verify_all, zeros)
+        return Receipt(version, amount.num_tensors, amount.nbytes, seconds, how, checked, full, zeros)
 
     def _pause(self, fleet: EngineFleet) -> None:
         """Pause all, or leave none paused."""

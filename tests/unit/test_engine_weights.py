@@ -236,6 +236,10 @@ def test_the_parts_of_the_mismatch(models: Models) -> None:
             "qwen3", "fp8", {"fake_quantisation": "linears", "fp8_format": "e4m3", "bf16": True},
             r"--fake-quantisation linears and --fp8-format exclude each other",
         ),
+        (
+            "qwen3", "fp8", {"fp8_format": "e4m3", "fp8_param_gather": True, "bf16": True},
+            r"--fp8-param-gather and engines of quantised weights exclude each other",
+        ),
     ],
 )  # fmt: skip
 def test_what_would_do_nothing_is_refused(

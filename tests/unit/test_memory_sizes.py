@@ -124,6 +124,11 @@ def test_rounded_weights_are_there_twice(chosen: str) -> None:
     entries = of_experts if chosen == "experts" else sum(linears) - routers
     assert rounded.training() == plain.training() | {"quantised weights": 2.0 * entries}
     assert rounded.scoring() == plain.scoring() | {"quantised weights": 2.0 * entries}
+    flags = {"fake_quantisation": "experts"} if chosen == "experts" else {}
+    config = trainer_config(bf16=True, measure_quantisation=True, **flags)
+    measured = TrainerSettings.of(config, spec, on_gpu=False).stages[0]
+    assert measured.scoring() == plain.scoring() | {"quantised weights": 2.0 * (sum(linears) - routers)}
+    assert measured.training() == (rounded if flags else plain).training()
 
 
 def test_the_distributed_optimizer_spreads_dense_states_over_replicas_and_those_of_experts_over_theirs() -> None:

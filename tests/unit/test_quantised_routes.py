@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slime.config import make_config
 from slime.engines.sglang import quantised_routes
@@ -15,7 +16,7 @@ from slime.errors import UserError
 from slime.models.quantised import Fp8, Int4, Quantisation
 from slime.weights import quantised_launch
 from slime.weights.quantised_launch import check_route
-from slime.weights.route import routes_of
+from slime.weights.route import find_route, routes_of
 from tests.support.hf_configs import config_of as hf_config_of
 
 BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -118,3 +119,38 @@ def test_a_launch_is_refused_before_it_starts(
         return
     with pytest.raises(UserError, match=said):
         check_route(config)
+
+
+@pytest.mark.parametrize("more", [{}, {"debug_rollout_only": True}])
+def test_an_output_layer_that_sglang_holds_plain_is_refused(tmp_path: Path, more: dict[str, Any]) -> None:
+    model = hf_config_of("qwen3") | {"tie_word_embeddings": False}
+    words: dict[str, Any] = {"hf_checkpoint": str(tmp_path), "rollout_batch_size": 2, "num_rollout": 1, **more}
+    words |= {"rollout_num_gpus": 1} if more else {"colocate": True, "sglang_fp8_gemm_backend": "triton"}
+    rules = {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.mlp.gate_proj"]}
+    (tmp_path / "config.json").write_text(json.dumps(model | {"quantization_config": rules}))
+    with pytest.raises(UserError, match=r"output layer \(lm_head\) in FP8 by tensor(.|\n)*drop their scales"):
+        check_route(make_config(**words, rollout_engine="sglang"))
+    if not more:
+        del words["sglang_fp8_gemm_backend"]
+    check_route(make_config(**words))  # the embedded engine computes with it
+
+
+def test_engines_of_another_dtype_than_flags_say_are_refused(tmp_path: Path) -> None:
+    """The trainer would round to other numbers than pushes bring."""
+    (tmp_path / "config.json").write_text(json.dumps({**hf_config_of("qwen3"), **TENSORS}))
+    config = make_config(
+        hf_checkpoint=str(tmp_path), rollout_engine="embedded", rollout_batch_size=2, num_rollout=1, bf16=True
+    )
+
+    class Fleet:
+        urls = ("http://127.0.0.1:1",)
+
+        def __init__(self, dtype: str) -> None:
+            self._dtype = dtype
+
+        def get(self, path: str, timeout: float) -> list[dict[str, Any]]:
+            return [{"version": "slime-embedded", "device": "cpu", "dtype": self._dtype}]
+
+    assert find_route(config, Fleet("bfloat16"), tmp_path, on_this_node=True).dtype == torch.bfloat16  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="weights of float16, and the trainer those of bfloat16"):
+        find_route(config, Fleet("float16"), tmp_path, on_this_node=True)  # type: ignore[arg-type]

@@ -105,7 +105,8 @@ def quantised_route(hf_config: Mapping[str, Any], engine: Mapping[str, Any], kin
     found = _OTHER_VERSION if known is None else known.get(form, _UNTRIED)
     what = f"--hf-checkpoint has quantised weights ({form}, quant_method {quantisation.method})"
     if not isinstance(found, QuantisedRoute):
-        raise UserError(f"{what}, which cannot be pushed to SGLang {version}", why=found, fix=_OTHERWISE)
+        tried = f"quantise it as {', '.join(known)} (slime convert hf-to-int4, hf-to-fp8), or " if known else ""
+        raise UserError(f"{what}, which cannot be pushed to SGLang {version}", why=found, fix=tried + _OTHERWISE)
     if hf_config.get("kv_lora_rank"):
         raise UserError(
             f"{what} and latent attention, which cannot be pushed to SGLang {version}",

@@ -61,7 +61,7 @@ def quantise_run(run: ExpertRun, weight: torch.Tensor, scheme: Int4 | Fp8) -> St
     Raises:
         UserError: as `quantise`.
     """
-    _check(run.name_of("weight"), weight[0], scheme)
+    _check(run.expert_name(run.first).rpartition(".")[0], weight[0], scheme)
     return {run.name_of(leaf): part for leaf, part in _parts_of_stack(weight, scheme).items()}
 
 

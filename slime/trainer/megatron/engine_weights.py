@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from slime.checkpoints.hf_io import shard_of, with_padding_of
 from slime.checkpoints.megatron_names import Placement, global_parameters
 from slime.config.config import Config
-from slime.engines.embedded.command import dtype_of as embedded_dtype
-from slime.engines.sglang.command import dtype_of as sglang_dtype
 from slime.engines.wire.quantised import as_engines_compute, require_library
 from slime.models import Match, family_of
 from slime.models.ignore_list import check
 from slime.models.quantised import Quantisation
 from slime.models.spec import HfConfig, read_hf_config
-from slime.weights.route import engine_dtype
+from slime.weights.route import flag_dtype
 
 
 class EngineWeights:
@@ -74,9 +72,7 @@ class EngineWeights:
         quantisation = Quantisation.read(read_hf_config(hf_config))
         if quantisation is None:
             return None
-        is_embedded = config.engine.rollout_engine == "embedded"
-        named = {"--sglang-dtype": {"dtype": embedded_dtype(config) if is_embedded else sglang_dtype(config)}}
-        dtype = engine_dtype(named, hf_config)
+        dtype = flag_dtype(config, hf_config)
         return EngineWeights(chunks, hf_config, quantisation, dtype, config.checkpoint.model_name)
 
     @contextmanager
