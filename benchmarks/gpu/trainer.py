@@ -98,15 +98,18 @@ def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
     batch = make_batch(args, spec.vocab_size, backend.data_parallel_rank, layout_of.data_parallel_size, sharing)
 
     peaks: list[float] = []
+    losses: list[float] = []
 
     def step() -> None:
         metrics = backend.train(batch)  # which starts a new peak with each phase
+        losses.append(metrics["train/loss"])
         device.synchronize()
         peaks.append(max(value for name, value in metrics.items() if name.endswith("_peak_memory_gb")))
 
     seconds = timed(step, args.steps)
     if place.rank == 0:
-        answer(measured("slime", shape, args, place.world, seconds, max(peaks) if torch.cuda.is_available() else None))
+        peak = max(peaks) if torch.cuda.is_available() else None
+        answer({**measured("slime", shape, args, place.world, seconds, peak), "losses": losses})
     if args.profile:  # on every rank: a step is collective
         profile(step, place.rank)
     backend.close()
