@@ -5,9 +5,8 @@
         --lock-steps 2 --least 4 --most 32 --scale 0.02 --lengths docs/measurements/lengths-gsm8k-h200.json
 
 Weights are random, so that answers would not end: sample i is asked for as many tokens as the i-th recorded answer had,
-times --scale, between --least and --most. Every way has the same lengths in the same order. The pace of turns is that of
-the steps behind the first, in which kernels are compiled; that of the asynchronous way is of all steps but the first,
-too, and its first rollouts, which begin together, are over with it.
+times --scale, between --least and --most. Every way has the same lengths in the same order. The pace is that of the
+steps behind the first, in which kernels are compiled and the rollouts end that an asynchronous run begins with.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.quantised_models import device
-from benchmarks.gpu.quantised_servers import STATE
+from benchmarks.gpu.quantised_state import state_of
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import HOST
 
@@ -107,13 +106,13 @@ class Engine:
             work()
             seconds[name] = time.perf_counter() - started
 
-        ask, disk = self._ranks.ask, way.endswith("disk") or "disk," in way
+        ask = self._ranks.ask
         timed("pause", lambda: self.fleet.post("/pause_generation", {"mode": "abort"}, SECONDS))
         if way.startswith("open"):
             timed("open", lambda: ask({"action": "open"}, SECONDS))
         timed("transfer", lambda: self._send(way, tensors, directory))
         if way.startswith("open"):
-            timed("close", lambda: ask({"action": "close", "processed": disk}, SECONDS))
+            timed("close", lambda: ask({"action": "close"}, SECONDS))
         resume()
         timed("flush", lambda: self.fleet.flush_cache(SECONDS))
         timed("continue", lambda: self.fleet.post("/continue_generation", {}, SECONDS))
@@ -140,19 +139,7 @@ class Engine:
             transport.close()
 
     def _state(self) -> dict[str, str]:
-        from slime.weights.rank_questions import serialized
-
-        if self._folder is None:
-            return {}
-        path = self._folder / f"state-{id(self)}-{time.monotonic_ns()}.json"
-        payload = serialized(torch.frombuffer(bytearray(str(path).encode()), dtype=torch.uint8))
-        body = {"serialized_named_tensors": [payload], "load_format": STATE, "flush_cache": False}
-        self.fleet.post("/update_weights_from_tensor", body, SECONDS)
-        found: dict[str, str] = json.loads(path.read_text())
-        path.unlink()
-        if "error" in found:
-            raise RuntimeError(f"the engine's parameters could not be read: {found['error']}")
-        return found
+        return {} if self._folder is None else state_of(self.fleet, self._folder, 1, SECONDS)
 
 
 def _number(value: float | None) -> float:

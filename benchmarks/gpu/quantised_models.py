@@ -151,30 +151,30 @@ def write_models(shape: str, sizes: Sizes, folder: Path) -> None:
             writer.add(name, weight)
     torch.cuda.empty_cache()
     _note(folder, "bf16", started)
-    _quantise_on_gpu()
+    quantise_on_gpu()
     for name, words in FORMATS.items():
         if words:
             started = time.perf_counter()
-            said = _convert(words, sizes, folder, name)
+            said = convert(name, sizes, folder / "bf16", folder / name)
             _note(folder, name, started, said)
 
 
-def _convert(words: tuple[str, ...], sizes: Sizes, folder: Path, name: str) -> str:
-    """`slime convert`; what it says."""
+def convert(form: str, sizes: Sizes, source: Path, target: Path) -> str:
+    """`slime convert` into one of `FORMATS`; what it says, or why it failed."""
     from slime.cli.convert import main
 
-    told = [word.format(group=sizes.group, block=sizes.block) for word in words]
+    told = [word.format(group=sizes.group, block=sizes.block) for word in FORMATS[form]]
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            main([*told, "--hf_model_path", str(folder / "bf16"), "--save_path", str(folder / name)])
+            main([*told, "--hf_model_path", str(source), "--save_path", str(target)])
     except Exception as error:  # the other formats may work
-        print(f"{folder.name}/{name}: {error!r}", file=sys.stderr, flush=True)
+        print(f"{target}: {error!r}", file=sys.stderr, flush=True)
         return repr(error)
     return said.getvalue()
 
 
-def _quantise_on_gpu() -> None:
+def quantise_on_gpu() -> None:
     """The converter reads, writes and verifies; what it computes for each weight is computed on the GPU here."""
     from slime.checkpoints import quantised_files
     from slime.engines.wire.quantised import Stored, quantise

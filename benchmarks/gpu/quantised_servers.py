@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.quantised_state import STATE
 from benchmarks.gpu.setting import HOST
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.config import make_config
@@ -20,7 +21,6 @@ from slime.engines.kinds import ENGINES
 from slime.engines.launch import EnginePlace
 from slime.host import num_gpus, reserve_port
 
-STATE = "benchmarks.gpu.quantised_state.report"
 #: A share of what was free when a server began, of which others take meanwhile: high, with the cache limited by tokens.
 _MEMORY = "--mem-fraction-static 0.85 --max-total-tokens 28672 --max-running-requests 64"
 _WITH_GRAPHS = "--cuda-graph-max-bs 64 --disable-prefill-cuda-graph"

@@ -175,7 +175,7 @@ class SliceCheck:
         self._ranks.ask({"action": "open"}, timeout)
 
     def close_layers(self, timeout: float) -> None:
-        self._ranks.ask({"action": "close", "processed": False}, timeout)
+        self._ranks.ask({"action": "close"}, timeout)
 
     def _is_whole(self, name: str) -> bool:
         """On every engine the ranks' slices make up the whole tensor."""

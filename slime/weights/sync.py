@@ -92,6 +92,7 @@ class WeightSync:
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
         self._opens = self._has_begun = False
+        self._broke_off = False  # a push, behind its pause: engines may hold a mix, and have layers that are open
         self._last_seconds = 0.0
         faults = config.fault_tolerance
         hangs = faults.rollout_health_check_timeout if faults.use_fault_tolerance else _CONTROL_SECONDS
@@ -287,6 +288,7 @@ class WeightSync:
         begin = time.perf_counter()
         with self._phase("pause", version, seconds):
             self._pause(fleet)
+        self._broke_off = True
         if verify_all and self._num_pushes == 0:
             # what the push does not bring cannot pass for what it should have brought
             with self._phase("reset", version, seconds):
@@ -304,6 +306,7 @@ class WeightSync:
         if self._opens:
             with self._phase("close", version, seconds):
                 self._check.close_layers(deadline_for(sent.amount.nbytes))
+        self._broke_off = False
         with self._phase("continue", version, seconds):
             fleet.post("/continue_generation", {}, self._control_seconds)
         seconds["total"] = time.perf_counter() - begin
@@ -317,10 +320,12 @@ class WeightSync:
         return Receipt(version, amount.num_tensors, amount.nbytes, seconds, how, checked, full, zeros)
 
     def _pause(self, fleet: EngineFleet) -> None:
-        """Pause all, or leave none paused."""
+        """Pause all, or leave none paused; those that a push before this one left half-way stay so."""
         try:
             fleet.post("/pause_generation", {"mode": "abort"}, self._control_seconds)
         except EngineError:
+            if self._broke_off:
+                raise
             try:
                 fleet.post("/continue_generation", {}, min(10.0, self._control_seconds))
             except EngineError:
@@ -345,10 +350,11 @@ class WeightSync:
             yield
         except (EngineError, StageError) as error:
             waited = time.perf_counter() - started
+            mixed = "the engines stay paused, because they may hold a mix of old and new weights"
             state = {
-                "pause": "no engine was changed; they go on with the weights they have",
+                "pause": mixed if self._broke_off else "no engine was changed; they go on with the weights they have",
                 "continue": "the engines have the new weights; some may still be paused",
-            }.get(name, "the engines stay paused, because they may hold a mix of old and new weights")
+            }.get(name, mixed)
             late = error.url if isinstance(error, EngineError) else error.where
             raise UserError(
                 f"weight update to version {version} failed in the phase '{name}' after {waited:.1f} s: {error}",

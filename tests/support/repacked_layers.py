@@ -112,6 +112,22 @@ class CompressedTensorsFusedMoEMethod:
         layer.is_marlin_converted = True
 
 
+class BaseKVCacheMethod:
+    """Scales of attention's cache, which only files may bring."""
+
+    def create_weights(self, layer: Any) -> None:
+        layer.k_scale, layer.v_scale = plain(torch.tensor(-1.0)), plain(torch.tensor(-1.0))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        scales = [layer.k_scale.item(), layer.v_scale.item()]
+        if all(scale < 0.0 for scale in scales):
+            scales = [1.0, 1.0]
+        assert all(scale > 0.0 for scale in scales)
+        layer.k_scale.data.fill_(scales[0])
+        layer.v_scale.data.fill_(scales[1])
+        layer.k_scale_float, layer.v_scale_float = scales
+
+
 class UnquantizedLinearMethod:
     pass
 
@@ -158,9 +174,22 @@ class Model(nn.Module):
         self.experts = Experts(CompressedTensorsFusedMoEMethod())
         torch.set_default_dtype(before)
         self.norm = nn.LayerNorm(32)
+        self.attention: Any = nn.Module()
+        self.attention.quant_method = BaseKVCacheMethod()
+        self.attention.quant_method.create_weights(self.attention)
         self.load_weights(weights.items())
-        for module in (self.fp8, self.int4, self.experts):
+        self.process()
+
+    def quantised(self) -> list[Any]:
+        return [self.fp8, self.int4, self.experts, self.attention]
+
+    def process(self) -> None:
+        """As SGLang does behind reading files."""
+        for module in self.quantised():
             module.quant_method.process_weights_after_loading(module)
+
+    def process_attention(self) -> None:
+        self.attention.quant_method.process_weights_after_loading(self.attention)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         parameters = dict(self.named_parameters())

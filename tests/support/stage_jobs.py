@@ -88,7 +88,7 @@ def push_with_a_fault(info: Any, model: Path, flags: dict[str, Any], engines: En
 def push_quantised(info: Any, served: Path, plain: Path, engines: Engines) -> list[Receipt | str]:
     """A push to the engines on the ranks' own GPUs that fails before anything travels, and another one."""
     shared = {"rollout_engine": "sglang", "colocate": True, "sglang_fp8_gemm_backend": "triton", "ref_load": str(plain)}
-    sync = sync_of(info, served, {**shared, "check_weight_update_equal": True})
+    sync = sync_of(info, served, {**shared, "sglang_dtype": "bfloat16", "check_weight_update_equal": True})
     sync.connect(engines)
     if info.rank == 0:
         _fail_once(sync._check, "open_layers", EngineError(engines[0].url, "no memory for another layer"))

@@ -46,20 +46,20 @@ def test_plain_weights_need_no_route() -> None:
 
 
 @pytest.mark.parametrize("config", [BLOCKS, TENSORS, groups(128)], ids=["blocks", "tensors", "INT4"])
-def test_what_was_measured_goes_by_handles_into_open_layers(config: dict[str, Any]) -> None:
+def test_what_was_measured_goes_into_open_layers(config: dict[str, Any]) -> None:
     route = quantised_route({"model_type": "qwen3", **config}, TRITON, "ipc")
     assert route is not None and route.opens
+    assert quantised_route(config, TRITON, "broadcast") == quantised_route(config, TRITON, "disk") == route
     by_flag = {"version": "0.5.16", "fp8_gemm_backend": "triton", "tp_size": 1}
     assert quantised_route(config, by_flag, "ipc") == route
 
 
 @pytest.mark.parametrize(("config", "engine", "kind", "said"), [
     (BLOCKS, {"version": "0.5.15"}, "ipc", r"FP8 in blocks of 128×128, quant(.|\n)*0\.5\.15(.|\n)*other versions"),
-    (BLOCKS, TRITON, "broadcast", r"by broadcast(.|\n)*not tried(.|\n)*by handles \(--colocate\) alone"),
-    (TENSORS, TRITON, "disk", r"by --update-weight-transport disk(.|\n)*not tried"),
     (BLOCKS, {"version": "0.5.16"}, "ipc", r"fp8_gemm_backend auto(.|\n)*--sglang-fp8-gemm-backend triton"),
     (TENSORS, {**TRITON, "fp8_gemm_runner_backend": "deep_gemm"}, "ipc", "fp8_gemm_backend deep_gemm"),
-    (groups(128), {"version": "0.5.16", "tp_size": 2}, "ipc", r"tp_size 2(.|\n)*--rollout-num-gpus-per-engine 1"),
+    (groups(128), {"version": "0.5.16", "tp_size": 4}, "ipc", r"tp_size 4(.|\n)*--rollout-num-gpus-per-engine 1 or 2"),
+    ({**TENSORS, "num_experts": 8}, TRITON, "ipc", r"and experts(.|\n)*a second time(.|\n)*--block_size 128 128"),
     (groups(32), TRITON, "ipc", r"INT4 in groups of 32, symmetric(.|\n)*not tried"),
     (groups(128, symmetric=False), TRITON, "ipc", r"INT4 in groups of 128, asymmetric(.|\n)*not tried"),
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, TRITON, "ipc", "64×64"),
@@ -85,13 +85,13 @@ def test_engines_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("flags", "said"), [
     ({"colocate": True}, "--sglang-fp8-gemm-backend triton"),
-    ({"sglang_fp8_gemm_backend": "triton"}, r"by broadcast(.|\n)*--colocate(.|\n)*--rollout-engine embedded"),
-    ({"colocate": True, "sglang_fp8_gemm_backend": "triton", "rollout_num_gpus_per_engine": 2,
-      "actor_num_gpus_per_node": 2}, "tp_size 2"),
+    ({"sglang_fp8_gemm_backend": "triton"}, None),
+    ({"colocate": True, "sglang_fp8_gemm_backend": "triton", "rollout_num_gpus_per_engine": 4,
+      "actor_num_gpus_per_node": 4}, "tp_size 4"),
     ({"colocate": True, "sglang_fp8_gemm_backend": "triton"}, None),
     ({"groups": [{"num_gpus": 1, "overrides": {"fp8_gemm_backend": "triton"}}]}, None),
     ({"groups": [{"num_gpus": 1, "overrides": {"fp8_gemm_backend": "triton"}}, {"num_gpus": 1}]}, "backend auto"),
-    ({"groups": [{"num_gpus": 2, "num_gpus_per_engine": 2, "overrides": {"fp8_gemm_backend": "triton"}}]}, "tp_size 2"),
+    ({"groups": [{"num_gpus": 4, "num_gpus_per_engine": 4, "overrides": {"fp8_gemm_backend": "triton"}}]}, "tp_size 4"),
     ({"debug_rollout_only": True, "rollout_num_gpus": 1}, None),
     ({"debug_train_only": True, "load_debug_rollout_data": "{rollout_id}.pt"}, None),
     ({"loss_type": "sft_loss"}, None),
@@ -104,7 +104,7 @@ def test_a_launch_is_refused_before_it_starts(
     words: dict[str, Any] = {
         "hf_checkpoint": str(tmp_path),
         "rollout_engine": "sglang",
-        "rollout_batch_size": 2,
+        "rollout_batch_size": 4,
         "num_rollout": 1,
     }
     flags = dict(flags)

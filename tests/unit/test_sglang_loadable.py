@@ -82,15 +82,39 @@ def test_a_push_that_broke_off_is_begun_again() -> None:
                for name, tensor in computed_with(model).items() if "norm" not in name)  # fmt: skip
 
 
-def test_what_sglang_has_processed_itself_is_not_processed_twice() -> None:
+def test_what_sglang_processes_itself_behind_reading_files_waits_until_layers_are_closed() -> None:
+    """What arrived is compared first, in the form in which it was sent."""
     model, new = Model(weights(0)), weights(1)
     open_layers(model)
     model.load_weights(new.items())
-    for module in (model.fp8, model.int4, model.experts):
-        module.quant_method.process_weights_after_loading(module)
-    close_layers(model, processed=True)
+    model.process()
+    for name in ("fp8.weight", "int4.weight_packed", "experts.w13_weight_packed"):
+        assert same_bits(model.get_parameter(name), new[name]), name
+    close_layers(model)
     expected = computed_with(Model(new))
     assert all(same_bits(tensor, expected[name]) for name, tensor in computed_with(model).items() if "norm" not in name)
+    assert not any("process_weights_after_loading" in vars(module.quant_method) for module in model.quantised())
+
+
+def test_scales_of_the_cache_come_back_with_a_push() -> None:
+    """SGLang takes them from files alone; after a sleep their memory holds anything, which its method refuses."""
+    model, new = Model(weights(0)), weights(1)
+    scale = model.attention.k_scale
+    with torch.no_grad():
+        scale.fill_(float("nan"))
+    open_layers(model)
+    model.load_weights(new.items())
+    model.process()
+    close_layers(model)
+    assert model.attention.k_scale is scale and scale.item() == model.attention.v_scale.item() == 1.0
+    model.process_attention()
+
+
+def test_what_kernels_do_without_takes_no_memory_while_layers_are_open() -> None:
+    model = Model(weights(0))
+    open_layers(model)
+    order = model.get_parameter("experts.w13_weight_g_idx")
+    assert order.shape == (2, 32) and order.untyped_storage().nbytes() == order.element_size()
 
 
 def test_a_method_that_nobody_tried_is_refused_before_anything_changes() -> None:
@@ -120,7 +144,7 @@ def test_the_probe_opens_and_closes_and_reports_what_it_cannot() -> None:
     model = Model(weights(0))
 
     def ask(action: str) -> Any:
-        return weight_probe._answer(model, {"action": action, "processed": False})
+        return weight_probe._answer(model, {"action": action})
 
     assert ask("open") == {"layers": LAYERS}
     model.load_weights(weights(1).items())

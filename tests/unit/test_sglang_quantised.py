@@ -83,6 +83,36 @@ def test_layers_are_opened_before_the_transfer_and_closed_after_the_comparison(
     assert sent == list(range(3, 3 + len(sent))) and calls.index("/flush_cache") == sent[-1] + 1
 
 
+@pytest.mark.parametrize(("flags", "by"), [
+    ({}, "gloo broadcast"),
+    ({"update_weight_transport": "disk"}, "disk"),
+])  # fmt: skip
+def test_engines_on_gpus_of_their_own_are_opened_too(
+    folders: dict[str, Path], tmp_path: Path, flags: dict[str, object], by: str
+) -> None:
+    plain, served = folders["trained"], folders["start-fp8"]
+    family = family_of(plain)
+    if "update_weight_transport" in flags:
+        flags = {**flags, "update_weight_disk_dir": str(tmp_path / "weights")}
+    flags = {**flags, "colocate": False, "check_weight_update_equal": True, "update_weight_buffer_size": 5000}
+    config = config_of(served, **flags)
+    with fake_sglang(config, served, tmp_path, EnginePlace(number=0)) as [server]:
+        sync = WeightSync(
+            config, [MegatronStub(family, family.model_spec(plain), tensors_of(plain))], read_hf_config(served)
+        )
+        sync.connect([EngineSlots(server.url, ())])
+        try:
+            receipt = sync.push()
+            assert receipt.transport == by and receipt.full
+            assert set(receipt.checked) == set(tensors_of(folders["trained-fp8"]))
+            assert "open" in receipt.seconds and "close" in receipt.seconds
+            sync._opens = False
+            with pytest.raises(UserError, match=r"phase 'transfer'(.|\n)*weight_loader"):
+                sync.push()
+        finally:
+            sync.close()
+
+
 def test_a_receipt_does_not_count_what_no_engine_was_asked_for(sync: WeightSync, folders: dict[str, Path]) -> None:
     check, name = sync._check, "model.norm.weight"
     assert isinstance(check, SliceCheck) and isinstance(check.digest, SliceDigest)

@@ -333,6 +333,28 @@ def test_a_failing_phase_says_who_and_what_state(
     sync.close()
 
 
+def test_engines_of_a_push_that_broke_off_stay_paused_when_the_next_one_cannot_pause(
+    engines: list[FakeWeightEngine],
+) -> None:
+    """They may hold a mix, and layers that are open; the others have not been told to go on either."""
+    sync = connected(engines)
+    engines[1].fail["/update_weights_from_tensor"] = "broken on purpose"
+    with pytest.raises(UserError, match="phase 'transfer'"):
+        sync.push()
+    engines[1].fail = {"/pause_generation": "broken on purpose"}
+    with pytest.raises(UserError, match=r"phase 'pause'(.|\n)*a mix of old and new weights"):
+        sync.push()
+    assert engines[0].paused
+    engines[1].fail = {}
+    sync.push()
+    assert not engines[0].paused
+    engines[1].fail = {"/pause_generation": "broken on purpose"}
+    with pytest.raises(UserError, match="they go on with the weights they have"):
+        sync.push()
+    assert not engines[0].paused
+    sync.close()
+
+
 def test_a_silent_engine_runs_into_the_deadline(engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.weights.transport.FLOOR_SECONDS", 0.2)
     sync = connected(engines)

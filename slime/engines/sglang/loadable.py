@@ -9,7 +9,9 @@ shapes: `load_weights` raises, which ends the engine, or fills the wrong places.
     close_layers   the method processes them as after a start; the result goes where the old parameters are
 
 The old parameters stay the engine's: CUDA graphs have their addresses, and the memory saver gives them back after a
-sleep. Between the two an engine must not compute; it is paused. Memory is needed for one layer at a time.
+sleep. Between the two an engine must not compute; it is paused. SGLang itself processes what it has read from files, at
+once; while layers are open their methods let that pass, so that what arrived can be compared first, however it came.
+Opening takes memory only for what is larger before loading than behind it, and processing for one layer at a time.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ class _Layer:
     def open(self) -> None:
         """New parameters, as they are before loading. May be called again."""
         module = self.module
+        _hold_back(self.method)
         own = self.kept[0][1]
         device = next(tensor.device for tensor in own.values())
         with torch.device("meta"), _default_dtype(module):
@@ -58,13 +61,13 @@ class _Layer:
         for mark in self._marks:
             setattr(module, mark, False)
 
-    def close(self, processed: bool) -> None:
+    def close(self) -> None:
         """
         Raises:
             ValueError: what came out does not fit where the old parameters are.
         """
-        if not processed:
-            self.method.process_weights_after_loading(self.module)
+        _let_go(self.method)
+        self.method.process_weights_after_loading(self.module)
         for owner, tensors in self.kept:
             for name, old in tensors.items():
                 _settle(owner, name, old)
@@ -72,6 +75,7 @@ class _Layer:
 
     def shut(self) -> None:
         """As if it had not been opened; nothing was loaded meanwhile."""
+        _let_go(self.method)
         for owner, tensors in self.kept:
             for name, old in tensors.items():
                 _put(owner, name, old)
@@ -108,15 +112,15 @@ def open_layers(model: nn.Module) -> list[str]:
         if name not in layers:
             layers[name] = _Layer(module)
         layers[name].open()
+    for module in _with_cache_scales(model):
+        _hold_back(_method(module))
     return list(found)
 
 
 @torch.no_grad()
-def close_layers(model: nn.Module, processed: bool = False) -> list[str]:
+def close_layers(model: nn.Module) -> list[str]:
     """Have them processed, and give the engine back what it computes with.
 
-    Args:
-        processed: whoever loaded them has done so, as SGLang does with files.
     Returns:
         Their names; none where nothing was open.
     Raises:
@@ -126,10 +130,15 @@ def close_layers(model: nn.Module, processed: bool = False) -> list[str]:
     names = list(layers)
     for name in names:
         try:
-            layers[name].close(processed)
+            layers[name].close()
         except Exception as error:
             raise ValueError(f"{name} could not be closed: {type(error).__name__}: {error}") from error
         del layers[name]
+    for module in _with_cache_scales(model):
+        _let_go(_method(module))
+        # no push brings them, and after a sleep their memory holds anything
+        for scale in ("k_scale", "v_scale"):
+            module._parameters[scale].fill_(vars(module)[f"{scale}_float"])
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return names
@@ -150,6 +159,8 @@ def opened_to_look(model: nn.Module) -> Iterator[None]:
         if not was_open:  # also what was opened before another layer could not be: nobody has paused the engine
             for layer in _open.pop(model, {}).values():
                 layer.shut()
+            for module in _with_cache_scales(model):
+                _let_go(_method(module))
 
 
 def _method(module: nn.Module) -> Any:
@@ -162,6 +173,24 @@ def _is_quantised(module: nn.Module) -> bool:
     if method is None or not any("weight" in name for name in module._parameters):
         return False
     return not type(method).__name__.startswith("Unquantized")
+
+
+def _with_cache_scales(model: nn.Module) -> list[Any]:
+    """Attention whose quantising method has made scales for the cache. Processing takes them for what files brought."""
+    names = ("k_scale", "v_scale")
+    return [
+        module for module in model.modules()
+        if _method(module) is not None and all(module._parameters.get(name) is not None for name in names)
+        and all(isinstance(vars(module).get(f"{name}_float"), float) for name in names)
+    ]  # fmt: skip
+
+
+def _hold_back(method: Any) -> None:
+    vars(method)["process_weights_after_loading"] = lambda layer: None
+
+
+def _let_go(method: Any) -> None:
+    vars(method).pop("process_weights_after_loading", None)
 
 
 def _create(method: Any, module: Any) -> None:
@@ -218,6 +247,10 @@ def _realised(parameter: nn.Parameter, old: torch.Tensor | None, device: torch.d
     if old is not None and nbytes and old.untyped_storage().nbytes() == nbytes:
         data = torch.empty(0, dtype=dtype, device=device)
         data.set_(old.untyped_storage(), 0, shape, parameter.stride())
+    elif old is not None and not old.numel() and nbytes:
+        # what the kernels do without (orders of columns): of hundreds of experts it would be gigabytes, and only its
+        # shape is asked for
+        data = torch.empty((), dtype=dtype, device=device).expand(shape)
     else:
         data = torch.empty(shape, dtype=dtype, device=device)
     real: nn.Parameter = torch.Tensor._make_subclass(type(parameter), data, False)

@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.engines.sglang.versions import version_of
 from slime.errors import UserError
+from slime.models.decoder import EXPERT_COUNTS
 from slime.models.quantised import Int4, Quantisation
 
 
@@ -24,12 +25,14 @@ class QuantisedRoute:
         opens: layers are made loadable before the transfer and processed after it (`slime.engines.sglang.loadable`);
             otherwise SGLang computes with what it loaded as it came.
         kinds: of `slime.weights.route.choose_route`, those that were tried.
-        needs: SGLang's arguments with the values that it was tried with, by the names of `_ARGUMENTS`.
+        needs: SGLang's arguments, by the names of `_ARGUMENTS`, with the values that were tried; the first is advised.
+        experts: models with experts were tried, too; else why they are refused.
     """
 
     opens: bool
-    kinds: tuple[str, ...] = ("ipc",)
-    needs: tuple[tuple[str, Any], ...] = (("tp_size", 1),)
+    kinds: tuple[str, ...] = ("ipc", "broadcast", "disk")
+    needs: tuple[tuple[str, tuple[Any, ...]], ...] = (("tp_size", (1, 2)),)
+    experts: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,12 @@ _KINDS = {
     "ipc": "handles (--colocate)", "broadcast": "broadcast (engines on GPUs of their own)",
     "disk": "--update-weight-transport disk",
 }  # fmt: skip
-_FP8_NEEDS = (("tp_size", 1), ("fp8_gemm_backend", "triton"))
+_FP8_NEEDS = (("tp_size", (1, 2)), ("fp8_gemm_backend", ("triton", "deep_gemm")))
+_TENSOR_NEEDS = (("tp_size", (1, 2)), ("fp8_gemm_backend", ("triton",)))
+_TWICE_ROUNDED = (
+    "SGLang computes gate and up of an expert with the larger of their two scales, for which it rounds one of them a"
+    " second time: engines would hold other weights than a push brought, and than --fake-quantisation computes with"
+)
 
 _UNTRIED = (
     "not tried: SGLang packs quantised weights anew for its kernels after it has loaded them, and no experiment shows"
@@ -70,7 +78,7 @@ ROUTES: dict[str, dict[str, QuantisedRoute | str]] = {
     "0.5.16": {
         "INT4 in groups of 128, symmetric": QuantisedRoute(opens=True),
         "FP8 in blocks of 128×128": QuantisedRoute(opens=True, needs=_FP8_NEEDS),
-        "FP8 by tensor": QuantisedRoute(opens=True, needs=_FP8_NEEDS),
+        "FP8 by tensor": QuantisedRoute(opens=True, needs=_TENSOR_NEEDS, experts=_TWICE_ROUNDED),
     },
 }
 
@@ -120,16 +128,26 @@ def quantised_route(hf_config: Mapping[str, Any], engine: Mapping[str, Any], kin
             why=f"not tried: pushes in this format went by {tried} alone",
             fix=f"share GPUs with --colocate, without --update-weight-transport; or {_OTHERWISE}",
         )
+    if found.experts and any(hf_config.get(name) for name in EXPERT_COUNTS):
+        raise UserError(
+            f"{what} and experts, which cannot be pushed to SGLang {version}",
+            why=found.experts,
+            fix=f"quantise it in blocks (slime convert hf-to-fp8 --block_size 128 128); or {_OTHERWISE}",
+        )
     for name, tried in found.needs:
         argument = _ARGUMENTS[name]
         value = next((engine[key] for key in argument.keys if engine.get(key) is not None), argument.default)
-        if value != tried:
+        if value not in tried:
             raise UserError(
                 f"{what}, which cannot be pushed to SGLang with {name} {value}",
-                why=f"not tried: pushes in this format went to engines with {name} {tried} alone",
-                fix=f"{argument.fix.format(tried)}; or {_OTHERWISE}",
+                why=f"not tried: pushes in this format went to engines with {name} {_either(tried)} alone",
+                fix=f"{argument.fix.format(_either(tried))}; or {_OTHERWISE}",
             )
     return found
+
+
+def _either(values: tuple[Any, ...]) -> str:
+    return " or ".join(map(str, values))
 
 
 _OTHERWISE = "take the model with plain weights (slime convert quantised-to-hf makes one), or --rollout-engine embedded"

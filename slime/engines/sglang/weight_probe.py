@@ -84,8 +84,7 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
     Args:
         named_tensors: one uint8 tensor of JSON: ``{"action", "host", "port", "key"}`` with, by action:
             "layout": ``"tensors": {name: shape}``, and ``"opens"``: as they are while layers are open;
-            "fingerprint": the same tensors and ``"method"``, of `FINGERPRINTS`; "open": no more; "close":
-            ``"processed"``.
+            "fingerprint": the same tensors and ``"method"``, of `FINGERPRINTS`; "open" and "close": no more.
     """
     try:
         [(_, raw)] = named_tensors
@@ -106,7 +105,7 @@ def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
         if action == "open":
             return {"layers": open_layers(model)}
         if action == "close":
-            return {"layers": close_layers(model, request["processed"])}
+            return {"layers": close_layers(model)}
         if action == "layout":
             with opened_to_look(model) if request.get("opens") else nullcontext():
                 return _layout(model, request["tensors"])

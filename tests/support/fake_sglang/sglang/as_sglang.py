@@ -45,6 +45,7 @@ ALLOWED = ("builtins.", "collections.", "copyreg.", "functools.", "itertools.", 
 #: Ends of names of what stands beside quantised weights.
 QUANTISED = (".weight_scale", ".weight_scale_inv", ".weight_packed")
 _JOIN_SECONDS = 60.0
+_read_files = WeightUpdater.from_disk
 
 
 class SGLangUnpickler(pickle.Unpickler):
@@ -68,9 +69,8 @@ class SGLangUpdater:
         assert len(payloads) == self.args.tp_size, f"{len(payloads)} payloads for {self.args.tp_size} ranks"
         contents = [SGLangUnpickler(io.BytesIO(base64.b64decode(p, validate=True))).load() for p in payloads]
         with self.lock:
-            packed = [name for name in own._engine.store.names if name.endswith(QUANTISED)]
-            looks = load_format in (self.args.custom_weight_loader or ()) and load_format != WEIGHT_LOADER
-            assert looks or self.is_open or not packed, f"'Parameter' has no attribute 'weight_loader' ({packed[:1]})"
+            if load_format not in (self.args.custom_weight_loader or ()) or load_format == WEIGHT_LOADER:
+                self._check_open(own)
             if load_format in (self.args.custom_weight_loader or ()):
                 self._run_loader(own._engine.store, load_format, contents)
                 return own._apply([], body)
@@ -79,6 +79,14 @@ class SGLangUpdater:
             for other in ranks[1:]:
                 assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ranks[0], other, strict=True))
             return own._apply(ranks[0], body)
+
+    def from_disk(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
+        self._check_open(own)
+        return _read_files(own, body)
+
+    def _check_open(self, own: WeightUpdater) -> None:
+        packed = [name for name in own._engine.store.names if name.endswith(QUANTISED)]
+        assert self.is_open or not packed, f"'Parameter' has no attribute 'weight_loader' ({packed[:1]})"
 
     def _run_loader(self, store: WeightStore, path: str, contents: list[Any]) -> None:
         if path == WEIGHT_PROBE:
@@ -124,6 +132,7 @@ class SGLangUpdater:
             raise WeightError(f"Group {group_name} not in {list(self.groups)}.")
         entries = entries_of(body["names"], body["dtypes"], body["shapes"])
         assert body.get("load_format") == "flattened_bucket"
+        self._check_open(own)
 
         def receive(group: ExternalGroup) -> list[tuple[str, torch.Tensor]]:
             buffer = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8)
@@ -157,7 +166,7 @@ def _pairs(content: Any, load_format: str | None) -> list[tuple[str, torch.Tenso
 def install(args: argparse.Namespace) -> None:
     """From now on `embedded.serve` behaves as SGLang started with ``args``."""
     updater = SGLangUpdater(args)
-    for name in ("from_tensor", "from_distributed", "join_group", "leave_group"):
+    for name in ("from_tensor", "from_distributed", "from_disk", "join_group", "leave_group"):
         method = getattr(updater, name)
         setattr(WeightUpdater, name, lambda own, body, method=method: method(own, body))
     from slime.engines.embedded import server as embedded  # its routes take the methods as they are now
