@@ -180,7 +180,8 @@ def _newest_of_its_own(config: Config, root: Path, corrupt: Sequence[Damage]) ->
             f"no checkpoint in {root} is whole",
             why="; ".join(f"{iteration_name(damage.iteration)}: {damage.why}" for damage in damaged)
             or f"{root / TRACKER} is there, and no iteration",
-            fix=f"move {root} away to begin where the run began; what its journal has is not generated again",
+            fix=f"move {root} away to start over from the weights that config.json of the run names (load, ref_load,"
+            " hf_checkpoint); what the journal has is not generated again",
         )
     plan = _megatron(config, iteration_dir(root, found), None if found == RELEASE else int(found), True)
     skipped = "".join(f"; {iteration_name(damage.iteration)} is skipped: {damage.why}" for damage in damaged)
