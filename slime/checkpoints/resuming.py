@@ -27,6 +27,7 @@ from slime.checkpoints.directory import (
 from slime.checkpoints.load_plan import LoadPlan, resolve_load
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.files import json_safe
 from slime.log import get_logger
 
 logger = get_logger(__name__)
@@ -63,7 +64,7 @@ def first_corrupt(plan: LoadPlan) -> UserError | None:
         check_contents(plan.path, dist.get_rank(), dist.get_world_size())
     except UserError as error:
         own = error
-    said = all_gather(None if own is None else own.args)
+    said = all_gather(None if own is None else json_safe(own.args))  # a path need not be text
     return next((UserError(*words) for words in said if words is not None), None)
 
 
