@@ -22,7 +22,10 @@ from slime import __version__
 from slime.errors import UserError
 from slime.processes import leave_what_hangs, something_hangs
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = "the disk is full", "free disk space, or write somewhere else"
+_READ_ONLY = "a file system has become read-only", "look at dmesg for errors of the disk, and mount it writable again"
+#: What the disk may say → in words, and what to do about it.
+_OF_THE_DISK = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EROFS: _READ_ONLY}
 
 
 @dataclass(frozen=True)
@@ -147,9 +150,10 @@ def _status_of(action: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet too
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno not in _DISK_FULL or os.environ.get("SLIME_DEBUG") == "1":
+        if error.errno not in _OF_THE_DISK or os.environ.get("SLIME_DEBUG") == "1":
             raise
-        lines = [f"the disk is full: {OSError.__str__(error)}", "  fix: free disk space, or write somewhere else"]
+        what, fix = _OF_THE_DISK[error.errno]
+        lines = [f"{what}: {OSError.__str__(error)}", f"  fix: {fix}"]
         print("error: " + "\n".join([*lines, *_notes(error)]), file=sys.stderr)
         return UserError.exit_status
     except ModuleNotFoundError as error:

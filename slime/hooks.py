@@ -71,7 +71,8 @@ class DataSource(abc.ABC):
     ``state_dict`` and ``load_state_dict``, whose state is kept in the checkpoint; the defaults do nothing. Groups are
     drawn ahead of training: with over-sampling, and up to ``args.async_buffer_size`` rollouts in train_async.py. So
     what is to be saved is not what ``get_samples`` has given, but what ``mark_consumed`` and ``mark_discarded`` have
-    named: other groups are asked for again after a resume.
+    named: other groups are asked for again after a resume. Where --max-restarts starts the trainer again, the class is
+    built once more, with ``args.load`` as in a resume, and takes the place of the one before.
     """
 
     @abc.abstractmethod

@@ -79,11 +79,15 @@ class Saving:
 
     # -- saving --------------------------------------------------------------------------------------------
 
-    def save(self, rollout_id: int, weight_version: int, metrics: Mapping[str, float]) -> None:
-        """Checkpoint after training on a rollout; with --async-save the writing goes on beside the next steps."""
+    def save(self, rollout_id: int, pushes: Mapping[int, int], metrics: Mapping[str, float]) -> None:
+        """Checkpoint after training on a rollout; with --async-save the writing goes on beside the next steps.
+
+        Args:
+            pushes: version → rollouts that were trained on when it was pushed.
+        """
         self._begun = rollout_id
         with self._sinks.phase("save_model"):
-            self._cluster.save(rollout_id, weight_version, metrics)
+            self._cluster.save(rollout_id, pushes, metrics)
         self.last, self._at = rollout_id, time.monotonic()
         if self._flags.save_hf:
             self.model = fill(self._flags.save_hf, rollout_id)

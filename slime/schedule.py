@@ -111,6 +111,10 @@ class Schedule:
         return is_due(rollout_id, interval, self._per_epoch if by_epoch else None, self.num_rollout)
 
 
+#: Versions in a checkpoint.
+_PUSHES_KEPT = 64
+
+
 class Ages:
     """How old samples are: rollouts that the trainer has trained on since it pushed the weights that sampled them.
 
@@ -128,12 +132,35 @@ class Ages:
         self.version = version
         self._trained_at_push[version] = trained
 
+    def remember(self, pushes: Mapping[int, int]) -> None:
+        """What a checkpoint kept of `recent_pushes`."""
+        self._trained_at_push = {**pushes, **self._trained_at_push}
+
+    def recent_pushes(self) -> dict[int, int]:
+        """Version → rollouts trained on when it was pushed, for the checkpoint; samples of older ones are rare."""
+        return dict(sorted(self._trained_at_push.items())[-_PUSHES_KEPT:])
+
     def trained_when(self, version: int) -> int:
-        """Rollouts that had been trained on when ``version`` was pushed; before this launch, by the interval."""
-        if version in self._trained_at_push:
-            return self._trained_at_push[version]
-        first = min(self._trained_at_push)
-        return self._trained_at_push[first] - (first - version) * self._config.sync.update_weights_interval
+        """Rollouts that had been trained on when ``version`` was pushed.
+
+        What is not known goes by the interval: pushes behind the checkpoint that the run has gone on from, and those of
+        long ago.
+
+        Example:
+            >>> ages = Ages(make_config(rollout_batch_size=1, update_weights_interval=2))
+            >>> ages.remember({1: 0, 2: 2})  # saved after rollout 2; the journal has 3 and 4, too
+            >>> ages.pushed(5, trained=3)
+            >>> [ages.trained_when(version) for version in range(1, 6)]
+            [0, 2, 4, 6, 3]
+        """
+        known, interval = self._trained_at_push, self._config.sync.update_weights_interval
+        if version in known:
+            return known[version]
+        before = max((each for each in known if each < version), default=None)
+        if before is not None:
+            return (known[before] // interval + version - before) * interval
+        first = min(known)
+        return known[first] - (first - version) * interval
 
     def may_start(self, rollout_id: int) -> bool:
         """Whether what this rollout samples first, were it begun now, would be trained on within --max-staleness."""

@@ -66,7 +66,7 @@ class Session:
     def __init__(self, config: Config, signals: StopSignals, *, resuming: bool) -> None:
         self.config, self.signals, self._resuming = config, signals, resuming
         self.run = RunFolder.create(config, resuming=resuming)
-        if not resuming or config.checkpoint.ckpt_step is not None:  # it begins elsewhere than where the run stood
+        if not resuming or goes_back(config):  # it begins elsewhere than where the run stood
             shutil.rmtree(self.run.journal, ignore_errors=True)
         setup_logging("driver", config.observe.log_level, self.run.path / "logs")
         self.sinks = Sinks(config, self.run)
@@ -109,6 +109,7 @@ class Session:
         self.sinks.begin(schedule.start_rollout_id, schedule.num_rollout, sum(launch.seconds.values()), saved)
         logger.info("launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in launch.seconds.items()))
         logger.info("what your own functions print is in %s", self.run.logs / "rollout.log")
+        self.ages.remember(launch.pushes)
         self.update_weights()
         self.cluster.turns()  # those of the launch belong to no step
         behind, paced = self.config.sync.staleness, self.config.sync.paced
@@ -197,7 +198,7 @@ class Session:
         self.ages.pushed(version, self.step)
 
     def save(self, rollout_id: int) -> None:
-        self.saving.save(rollout_id, self.ages.version, self._not_logged)
+        self.saving.save(rollout_id, self.ages.recent_pushes(), self._not_logged)
 
     def may_begin_again(self, error: Exception) -> bool:
         """Whether trainer ranks were lost, and --max-restarts are not used up; counts them."""
@@ -412,6 +413,12 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
             session.close()
             session.say_how_it_ended()
         signals.end_if_asked()
+
+
+def goes_back(config: Config) -> bool:
+    """The run is to stand at an earlier one of its own checkpoints. That of another run, with which this one began, is
+    where it stands before its first own."""
+    return config.checkpoint.ckpt_step is not None and _saves_where_it_loads(config)
 
 
 def _saves_where_it_loads(config: Config) -> bool:

@@ -4,6 +4,7 @@
       iter_0000007/  iter_0000010/          one directory per saved rollout; complete or not there at all
       latest_checkpointed_iteration.txt     "10"; written last
       .iter_0000013.partial/                a save under way, or one that died
+      iter_0000008.damaged/                 was found damaged when a run went on, which took the one before it
 
 Imports no torch: the launch looks here before anything is started.
 """
@@ -14,6 +15,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +43,12 @@ def saved_iterations(root: Path) -> list[int]:
     return sorted(int(match.group(1)) for match in found if match)
 
 
+def own_iterations(root: Path) -> list[int]:
+    """Those of the branch on which the run stands, in order: later ones were left with --ckpt-step."""
+    there, tracked = saved_iterations(root), _tracked_if_readable(root)
+    return [iteration for iteration in there if not isinstance(tracked, int) or iteration <= tracked]
+
+
 def read_tracker(root: Path) -> int | str | None:
     """What the tracker file says: an iteration, "release" (weights only, converted), or None without the file.
 
@@ -62,6 +70,13 @@ def read_tracker(root: Path) -> int | str | None:
     )
 
 
+def _tracked_if_readable(root: Path) -> int | str | None:
+    try:
+        return read_tracker(root)
+    except UserError:  # the file is damaged
+        return None
+
+
 def iteration_dir(root: Path, iteration: int | str) -> Path:
     """Where an iteration is stored. A save that died while replacing it may have left it under another name."""
     name = iteration_name(iteration)
@@ -79,17 +94,68 @@ def is_saved(root: Path, iteration: int) -> bool:
     return read_tracker(root) == iteration and not _partial(root / iteration_name(iteration)).exists()
 
 
-def newest_whole(root: Path) -> Path | None:
-    """The checkpoint to go on from: the tracked one, or the newest other one where that is not complete."""
-    tracked = read_tracker(root)
-    for iteration in (*(() if tracked is None else (tracked,)), *reversed(saved_iterations(root))):
-        directory = iteration_dir(root, iteration)
-        try:
-            check_complete(directory)
-        except UserError:
+@dataclass(frozen=True)
+class Damage:
+    """An iteration that cannot be loaded, and why, in a few words."""
+
+    iteration: int | str
+    why: str
+
+
+def find_whole(root: Path, corrupt: Sequence[Damage] = ()) -> tuple[int | str | None, list[Damage]]:
+    """The iteration to go on from: the tracked one; where that is damaged the newest one before it; where there is none
+    the newest of all.
+
+    Later ones come last, as they belong to a branch that was left with --ckpt-step.
+
+    Args:
+        corrupt: known to have other contents than were written, which their sizes do not show.
+    Returns:
+        None where no iteration is whole; and those that would have come first.
+    """
+    known = {damage.iteration: damage for damage in corrupt}
+    found: list[Damage] = []
+    for iteration in _by_preference(root):
+        if iteration in known:
+            found.append(known[iteration])
             continue
-        return directory
-    return None
+        try:
+            check_complete(iteration_dir(root, iteration))
+        except UserError as error:
+            found.append(Damage(iteration, error.why or error.what))
+            continue
+        return iteration, found
+    return None, found
+
+
+def _by_preference(root: Path) -> list[int | str]:
+    there, tracked = saved_iterations(root)[::-1], _tracked_if_readable(root)
+    if tracked is None:
+        return list(there)
+    if tracked == RELEASE:
+        return [tracked, *there]
+    before = [iteration for iteration in there if iteration < int(tracked)]
+    return [tracked, *before, *(iteration for iteration in there if iteration > int(tracked))]
+
+
+def newest_whole(root: Path) -> Path | None:
+    """Where `find_whole` would go on; None for nowhere."""
+    iteration, _ = find_whole(root)
+    return None if iteration is None else iteration_dir(root, iteration)
+
+
+def set_aside(root: Path, iteration: int | str) -> Path | None:
+    """Give a damaged iteration a name under which nobody takes it for one, ``iter_0000010.damaged``; what had this name
+    before is removed. None where there is nothing of it."""
+    directory = iteration_dir(root, iteration)
+    if not directory.exists():
+        return None
+    aside = root / f"{iteration_name(iteration)}.damaged"
+    if aside.exists():
+        shutil.rmtree(aside)
+    directory.rename(aside)
+    bring_to_disk(root)
+    return aside
 
 
 # -- completeness ------------------------------------------------------------------------------------------
@@ -157,16 +223,17 @@ def check_contents(directory: Path, rank: int = 0, world_size: int = 1) -> None:
     """Compare the files' fingerprints with the manifest; each rank reads its share.
 
     Raises:
-        UserError: names the first file whose content changed after it was written.
+        UserError: names the first file whose content changed after it was written, or cannot be read.
     """
     records = read_manifest(directory) or []
     for record in records[rank::world_size]:
-        if file_fingerprint(directory / record.path) != record.xxh3:
-            raise UserError(
-                f"{directory / record.path} is corrupt",
-                why="its content is not what was written (xxh3-128 differs from manifest.json)",
-                fix=_go_back(directory),
-            )
+        try:
+            is_same = file_fingerprint(directory / record.path) == record.xxh3
+            why = "its content is not what was written (xxh3-128 differs from manifest.json)"
+        except OSError as error:  # of the disk
+            is_same, why = False, f"it cannot be read: {error.strerror}"
+        if not is_same:
+            raise UserError(f"{directory / record.path} is corrupt", why=why, fix=_go_back(directory))
 
 
 def file_record(path: Path) -> FileRecord:

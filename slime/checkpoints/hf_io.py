@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slime.between_ranks import all_gather
 from slime.checkpoints.gathering import PlacedParameter, batches, gather, whole_bytes
 from slime.checkpoints.hf_files import HfReader, HfWriter
 from slime.checkpoints.megatron_names import Placement, global_parameters
@@ -271,9 +272,8 @@ class HfExporter:
         ]
         for group in (place.ep_group, place.pp_group):
             if group is not None:
-                gathered: list[list[PlacedParameter]] = [[] for _ in range(group.size())]
-                dist.all_gather_object(gathered, mine, group=group)
-                mine = [held for part in gathered for held in part]
+                said = [row for part in all_gather([vars(held) for held in mine], group) for row in part]
+                mine = [PlacedParameter(**{**row, "shape": tuple(row["shape"])}) for row in said]
         first: dict[str, PlacedParameter] = {}
         for held in mine:
             first.setdefault(held.name, held)

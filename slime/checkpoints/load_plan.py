@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -13,9 +14,12 @@ from typing import Literal
 from slime.checkpoints.directory import (
     RELEASE,
     TRACKER,
+    Damage,
     check_complete,
+    find_whole,
     is_leftover,
     iteration_dir,
+    iteration_name,
     read_tracker,
     saved_iterations,
 )
@@ -36,6 +40,7 @@ class LoadPlan:
         load_optimizer, load_rng: whether training goes on from the saved optimizer and random numbers.
         is_resume: the run goes on in its own --save directory.
         note: one line for people: what is loaded and why.
+        damaged: iterations of a run that goes on which would have come first.
     """
 
     kind: Literal["megatron", "hf"]
@@ -46,15 +51,19 @@ class LoadPlan:
     load_rng: bool
     is_resume: bool
     note: str
+    damaged: tuple[Damage, ...] = ()
 
 
-def resolve_load(config: Config) -> LoadPlan:
+def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:
     """The actor's weights.
 
     * ``--load`` equal to ``--save`` with nothing saved yet: fresh start from ``--ref-load`` or ``--hf-checkpoint``.
-    * ``--load`` with a Megatron checkpoint: iteration ``--ckpt-step`` or the latest; goes on at iteration + 1.
+    * ``--load`` equal to ``--save``: the newest checkpoint that is whole; changes nothing there (`agreed_plan` does).
+    * ``--load`` with another Megatron checkpoint, or ``--ckpt-step``: that iteration, or the latest.
     * ``--load`` with a Hugging Face directory, or no ``--load``: a fresh start from it.
 
+    Args:
+        corrupt: iterations that are known to be, where the run goes on.
     Raises:
         UserError: nothing loadable at --load; names the directory, what is in it, and the flags. Also: --save holds
             another run's checkpoints.
@@ -66,11 +75,13 @@ def resolve_load(config: Config) -> LoadPlan:
         _refuse_foreign_save(Path(flags.save))
     if given is not None:
         root = Path(given)
+        if resumable and flags.ckpt_step is None and (root / TRACKER).is_file():
+            return _newest_of_its_own(config, root, corrupt)
         if resumable and read_tracker(root) is None and flags.ckpt_step is None and not _looks_like_checkpoint(root):
             return _fresh(config, f"nothing saved yet in {root} (--load is --save)")
         tracked = read_tracker(root)
         if tracked is not None or (flags.ckpt_step is not None and saved_iterations(root)):
-            return _megatron(config, root, tracked, flags.ckpt_step, resumable)
+            return _megatron(config, *_pick(root, tracked, flags.ckpt_step, "--ckpt-step"), resumable)
         if is_hf_dir(root):
             _refuse_step(root, flags.ckpt_step, "--ckpt-step")
             return _weights_only("hf", root, f"Hugging Face weights from {root}", config.rollout.start_rollout_id)
@@ -92,7 +103,7 @@ def going_on(config: Config) -> Config:
             why="it was started without --save",
             fix="start it anew with --save {run}/checkpoints",
         )
-    if read_tracker(Path(flags.save)) is None:
+    if not (Path(flags.save) / TRACKER).is_file():
         return config
     own = replace(flags, load=flags.save, ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
     return replace(config, checkpoint=own, rollout=replace(config.rollout, start_rollout_id=None))
@@ -161,9 +172,24 @@ def _weights_only(kind: Literal["megatron", "hf"], path: Path, note: str, start:
     return LoadPlan(kind, path, None, start or 0, False, False, False, note)
 
 
-def _megatron(config: Config, root: Path, tracked: int | str | None, step: int | None, resumable: bool) -> LoadPlan:
+def _newest_of_its_own(config: Config, root: Path, corrupt: Sequence[Damage]) -> LoadPlan:
+    """Of a run that goes on."""
+    found, damaged = find_whole(root, corrupt)
+    if found is None:
+        raise UserError(
+            f"no checkpoint in {root} is whole",
+            why="; ".join(f"{iteration_name(damage.iteration)}: {damage.why}" for damage in damaged)
+            or f"{root / TRACKER} is there, and no iteration",
+            fix=f"move {root} away to start over from the weights that config.json of the run names (load, ref_load,"
+            " hf_checkpoint); what the journal has is not generated again",
+        )
+    plan = _megatron(config, iteration_dir(root, found), None if found == RELEASE else int(found), True)
+    skipped = "".join(f"; {iteration_name(damage.iteration)} is skipped: {damage.why}" for damage in damaged)
+    return replace(plan, note=plan.note + skipped, damaged=tuple(damaged))
+
+
+def _megatron(config: Config, path: Path, iteration: int | None, resumable: bool) -> LoadPlan:
     flags = config.checkpoint
-    path, iteration = _pick(root, tracked, step, "--ckpt-step")
     start = config.rollout.start_rollout_id
     if iteration is None or flags.finetune:
         why = "--finetune" if flags.finetune else "converted weights"

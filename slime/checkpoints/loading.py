@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from slime.checkpoints.directory import EXTRA_STATE, check_contents
+from slime.between_ranks import all_gather
+from slime.checkpoints.directory import EXTRA_STATE
 from slime.checkpoints.load_plan import LoadPlan
 from slime.checkpoints.optimizer_state import ensure_state, optimizer_tensors, restore
 from slime.checkpoints.random_state import seed_after, set_random_state, sharded_random_state, why_not_continued
+from slime.checkpoints.resuming import first_corrupt
 from slime.checkpoints.sharded_store import StateDict, read, read_common, read_contents
 from slime.checkpoints.trainer_state import REFERENCE, TrainerState
 from slime.errors import UserError
@@ -75,19 +76,21 @@ class LoadedCheckpoint:
     report: LoadReport
 
 
-def load(plan: LoadPlan, state: TrainerState, *, seed: int = 0) -> LoadedCheckpoint:
+def load(plan: LoadPlan, state: TrainerState, *, seed: int = 0, is_compared: bool = False) -> LoadedCheckpoint:
     """Fill the trainer from a Megatron checkpoint. Collective.
 
     Args:
         plan: of kind "megatron".
         state: as for `save`; saved at any parallel layout. ``reference`` is read if it is given.
         seed: --seed. A run that goes on without the saved random states is seeded by it and the iteration.
+        is_compared: the files' contents are, with the manifest (`agreed_plan`).
     Raises:
         UserError: a file is corrupt, a tensor is missing, left over or does not fit.
     """
     assert plan.kind == "megatron", plan
     started = time.perf_counter()
-    check_contents(plan.path, dist.get_rank(), dist.get_world_size())
+    if not is_compared and (corrupt := first_corrupt(plan)) is not None:
+        raise corrupt
     common = read_common(plan.path)
     load_optimizer = plan.load_optimizer and state.optimizer is not None
     if load_optimizer and "optimizer" not in common:
@@ -193,9 +196,7 @@ def _account_for(model_state: dict[str, Any], contents: Any, directory: Path) ->
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     entries = [entry for entry in nested_values(model_state) if not isinstance(entry, ShardedObject)]
-    wanted: list[set[str]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(wanted, {entry.key for entry in entries})
-    needed = set().union(*wanted)
+    needed = set().union(*all_gather(sorted({entry.key for entry in entries})))
     present = {name for name in contents.state_dict_metadata if name.split(".")[0].split("/")[0] not in _OTHER}
     ignored = {name for name in present if _TE_STATE in name}
     missing, left_over = sorted(needed - present), sorted(present - ignored - needed)
@@ -221,9 +222,7 @@ def _account_for_optimizer(entries: list[Any], contents: Any, directory: Path) -
         UserError: names states that are missing on any rank, on every rank.
     """
     own = {entry.key for entry in entries} - contents.state_dict_metadata.keys()
-    missing: list[set[str]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(missing, own)
-    names = sorted(set().union(*missing))
+    names = sorted(set().union(*all_gather(sorted(own))))
     if names:
         raise UserError(
             f"{directory} has no optimizer states for {len(names)} tensors that are trained now",

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+
+from slime.between_ranks import all_gather
 
 StateDict = dict[str, Any]
 MASTER = "param"
@@ -179,9 +180,8 @@ def sharded_optimizer_state(optimizer: Any, model_state: StateDict, *, on_host: 
         and step counts of all parameter groups, the loss scaler.
     """
     ensure_state(optimizer, on_host=on_host)
-    groups: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(groups, [group for part in parts(optimizer) for group in _settings(part)])
-    union = {_identity(group): group for some in groups for group in some}
+    groups = all_gather([group for part in parts(optimizer) for group in _settings(part)])
+    union = {_identity(group): group for some in groups for group in map(_with_tuples, some)}
     common: StateDict = {
         "optimizer": {"param_groups": [union[key] for key in sorted(union, key=repr)]},
         "param_state": optimizer_tensors(optimizer, model_state).sharded,
@@ -366,11 +366,21 @@ def _settings(part: Any) -> list[dict[str, Any]]:
     steps = [float(state["step"]) for state in part.optimizer.state.values() if "step" in state]
     return [
         {
-            **{name: value for name, value in group.items() if name not in _OF_THIS_PROCESS},
+            **{name: _plain(value) for name, value in group.items() if name not in _OF_THIS_PROCESS},
             "step": max(steps, default=float(group.get("step") or 0.0)),
         }
         for group in part.optimizer.param_groups
     ]
+
+
+def _plain(value: Any) -> Any:
+    """Some optimizers hold a number as a tensor."""
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _with_tuples(group: dict[str, Any]) -> dict[str, Any]:
+    """As torch writes pairs of numbers (betas); ranks tell each other lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
 
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:

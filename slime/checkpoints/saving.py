@@ -28,6 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slime.between_ranks import all_gather, broadcast, gather
 from slime.checkpoints.directory import (
     EXTRA_STATE,
     FileRecord,
@@ -39,9 +40,17 @@ from slime.checkpoints.directory import (
     set_latest,
     write_manifest,
 )
-from slime.checkpoints.sharded_store import WRITE_ERRORS, ShardedWrite, first_lines, pickled
+from slime.checkpoints.sharded_store import (
+    WRITE_ERRORS,
+    ShardedWrite,
+    first_lines,
+    pickled,
+    plain_results,
+    results_of,
+)
 from slime.checkpoints.trainer_state import TrainerState
 from slime.errors import RunFailed, UserError
+from slime.files import json_safe
 from slime.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
@@ -176,7 +185,7 @@ class _Job:
         try:
             written = self.planned.write(self.partial)
         except WRITE_ERRORS as error:
-            failure = f"writing {self.partial} failed on trainer rank {self.rank}\0{self._reason(error)}"
+            failure = f"writing {self.partial} failed on trainer rank {self.rank}\0{json_safe(self._reason(error))}"
         verdict = self._verdict(failure, written)
         if verdict is not None:
             what, _, why = verdict.partition("\0")
@@ -184,24 +193,23 @@ class _Job:
 
     def _verdict(self, failure: str | None, written: tuple[list[Any], list[FileRecord]]) -> str | None:
         """What went wrong on any rank, "what\\0why"; None when the checkpoint is published."""
-        said: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
-        verdict: list[str | None] = [None]
+        verdict: str | None = None
         try:
-            dist.gather_object((failure, *written), said, group=self.group, dst=0)
+            said = gather((failure, plain_results(written[0]), written[1]), self.group)
             if said is not None:
-                verdict[0] = next((failed for failed, _, _ in said if failed is not None), None) or self._finish(said)
-                if verdict[0] is not None:
+                verdict = next((failed for failed, _, _ in said if failed is not None), None) or self._finish(said)
+                if verdict is not None:
                     shutil.rmtree(self.partial, ignore_errors=True)
-            dist.broadcast_object_list(verdict, group=self.group, src=0)
+            verdict = broadcast(verdict, self.group)
         except RuntimeError as error:  # a connection that breaks: the others cannot be told any more
             return f"saving {self.final} was cut short\0another trainer rank is gone ({first_lines(error)})"
-        return verdict[0]
+        return verdict
 
     def _finish(self, said: list[Any]) -> str | None:
         """Rank 0, when every rank's file is on the disk."""
         try:
-            records = [record for _, _, files in said for record in files]
-            self.planned.finish(self.partial, [results for _, results, _ in said])
+            records = [FileRecord(**record) for _, _, files in said for record in files]
+            self.planned.finish(self.partial, [results_of(results) for _, results, _ in said])
             (self.partial / EXTRA_STATE).write_bytes(self.extra_state)
             listed = {record.path for record in records}
             records += [file_record(path) for path in sorted(self.partial.iterdir()) if path.name not in listed]
@@ -209,7 +217,7 @@ class _Job:
             publish(self.partial, self.final)
             set_latest(self.final.parent, self.iteration)
         except WRITE_ERRORS as error:
-            return f"publishing {self.final} failed\0{self._reason(error)}"
+            return f"publishing {self.final} failed\0{json_safe(self._reason(error))}"
         removed = retain(self.final.parent, self.keep)
         if removed:
             logger.info("removed checkpoints %s (--save-retain %s)", ", ".join(map(str, removed)), self.keep)
@@ -232,8 +240,7 @@ def _agreed(what: str) -> Iterator[None]:
         yield
     except WRITE_ERRORS as error:
         failure = error
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if failure is None else first_lines(failure))
+    said: list[str | None] = all_gather(None if failure is None else json_safe(first_lines(failure)))
     first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
     if first is not None:
         raise _write_error(f"{what} failed on trainer rank {first[0]}", first[1]) from failure

@@ -16,6 +16,7 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from slime.checkpoints.directory import FileRecord
@@ -117,6 +120,24 @@ class ShardedWrite:
         dcp.FileSystemWriter(directory, sync_files=True).finish(self._metadata, results)
         (directory / "common.pt").write_bytes(self._common)
         save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+
+
+def plain_results(results: list[Any]) -> list[Any]:
+    """torch's write results as JSON."""
+    return [
+        (index.fqn, None if index.offset is None else list(index.offset), index.index, result.size_in_bytes,
+         asdict(result.storage_data))
+        for result in results
+        for index in [result.index]
+    ]  # fmt: skip
+
+
+def results_of(plain: list[Any]) -> list[Any]:
+    """Of `plain_results`."""
+    return [
+        WriteResult(MetadataIndex(name, offset, index), nbytes, _StorageInfo(**place))
+        for name, offset, index, nbytes, place in plain
+    ]
 
 
 class _Resolved:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ray
 
@@ -17,12 +17,14 @@ class Launch:
         num_prompts: prompts per epoch, for --num-epoch; 0 when unknown (streaming) or not needed.
         seconds: time by part of the launch.
         saved_metrics: of the step that the checkpoint holds, as far as they were known when it was written.
+        pushes: weight version → rollouts that were trained on when it was pushed, by the checkpoint.
     """
 
     start_rollout_id: int
     num_prompts: int
     seconds: dict[str, float]
     saved_metrics: dict[str, float]
+    pushes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import ray
 
-from slime.checkpoints.directory import saved_iterations
+from slime.checkpoints.directory import own_iterations
 from slime.children import end_children
 from slime.cluster.waiting import Process, Watch, Worker, this_process, wait_for
 from slime.config.config import Config
@@ -27,7 +27,7 @@ from slime.garbage import settle
 from slime.host import past_proxies
 from slime.log import get_logger, log_to_file_only
 from slime.observe.run_folder import RunFolder
-from slime.prompts.source import load_source, make_source, save_source
+from slime.prompts.source import load_source, make_source, save_source, source_again
 from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout
 from slime.samples.types import Group
 
@@ -220,18 +220,28 @@ class RolloutActor:
         if self.journal is not None:
             self.journal.forget(rollout_id, self._groups_of.get(rollout_id))
 
-    async def load_source(self, config: Config, rollout_id: int, state: dict[str, Any]) -> None:
+    async def load_source(self, config: Config, rollout_id: int | None, state: dict[str, Any], is_again: bool) -> None:
         """Go on where `save_source` was called for ``rollout_id`` and returned ``state``.
 
         Args:
             config: that of the launch; where trainers were started again, it says what they load.
+            rollout_id: None for the state at the launch, which is in no checkpoint.
+            is_again: trainers were started again, and the source was drawn from.
         """
         self._groups_of.clear()
+        if is_again:
+            self.source = await asyncio.to_thread(source_again, self.source, config, self.tokenizer)
+            if self.loop is not None:
+                self.loop.source = self.source
         load_source(self.source, config, rollout_id, state)
 
     async def source_state(self) -> dict[str, Any]:
         """The data position without a checkpoint, for a run that may have to begin again before it has one."""
         return self.source.state_dict()
+
+    async def newest_version(self) -> int:
+        """Of the weights that sampled what the journal has."""
+        return self.journal.newest_version if self.journal is not None else 0
 
     async def _recorded(self) -> None:
         if self._recording is not None:
@@ -256,9 +266,15 @@ def _leave(said: str) -> None:
 
 def oldest_needed(config: Config) -> int:
     """The first rollout whose file of the journal may still be asked for: by whoever goes on from the second newest
-    checkpoint, should the newest be damaged, and draws what was put back in the rollouts before it."""
-    there = saved_iterations(Path(config.checkpoint.save or ""))[-2:]
-    return there[0] - config.sync.async_buffer_size if len(there) == 2 else 0
+    checkpoint, should the newest be damaged, and draws what was put back in the rollouts before it. Where one alone is
+    kept (--save-retain 1) there is nothing to go back to behind it.
+
+    Called before the next checkpoint is written, which may fail.
+    """
+    flags = config.checkpoint
+    root, kept = Path(flags.save or ""), 1 if flags.save_retain == 1 else 2
+    there = own_iterations(root)[-kept:]
+    return there[0] - config.sync.async_buffer_size if len(there) == kept else 0
 
 
 class RolloutHandle:
@@ -312,12 +328,21 @@ class RolloutHandle:
         state: dict[str, Any] = self._answer(ref, "asking for the data position")
         return state
 
-    def load_source(self, config: Config, rollout_id: int, state: dict[str, Any]) -> None:
-        self._answer(self._actor.load_source.remote(config, rollout_id, state), "restoring the data position")
+    def load_source(
+        self, config: Config, rollout_id: int | None, state: dict[str, Any], *, is_again: bool = False
+    ) -> None:
+        """See `RolloutActor.load_source`."""
+        asked = self._actor.load_source.remote(config, rollout_id, state, is_again)
+        self._answer(asked, "restoring the data position")
 
     def source_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self._answer(self._actor.source_state.remote(), "asking for the data position")
         return state
+
+    def newest_version(self) -> int:
+        """See `RolloutActor.newest_version`."""
+        version: int = self._answer(self._actor.newest_version.remote(), "asking what the journal has")
+        return version
 
     def watch_progress(self, show: Callable[[dict[str, float]], None]) -> Watch:
         """Calls ``show`` with the counters of what is under way; `counters` and `waits` are what was said last."""

@@ -151,15 +151,17 @@ class Cluster:
         self._load_source(config, start)
         if config.fault_tolerance.max_restarts:
             self._source_at_launch = rollout.source_state()
-        self._introduce(int(start.extra_state.get("weight_version", 0)))
+        # a version in the journal may be of other weights than those that are pushed now
+        self._introduce(max(start.extra_state.get("weight_version", 0), rollout.newest_version()))
         self._progress = rollout.watch_progress(self._on_progress)
         clock.lap("connect")
-        return Launch(start.start_rollout_id, num_prompts, clock.seconds, start.extra_state.get("metrics", {}))
+        return start.launch(num_prompts, clock.seconds)
 
-    def _load_source(self, config: Config, start: TrainerStart) -> None:
-        if "source" in start.extra_state:
-            saved_for = start.extra_state.get("rollout_id", start.start_rollout_id - 1)
-            _there(self._rollout).load_source(config, saved_for, start.extra_state["source"])
+    def _load_source(self, config: Config, start: TrainerStart, *, is_again: bool = False) -> None:
+        """Set the data to where the checkpoint says; without one to where the launch began."""
+        if start.saved_for is not None or is_again:
+            state = start.extra_state.get("source", self._source_at_launch)
+            _there(self._rollout).load_source(config, start.saved_for, state, is_again=is_again)
 
     def _introduce(self, version: int) -> None:
         """Trainer and engines to each other, and both to the driver.
@@ -214,9 +216,7 @@ class Cluster:
 
         found = wait_for(setting_up, "setting up again", self._start_seconds, self._should_stop, look)
         start = trainers.agreed_start(found)
-        if "source" not in start.extra_state:
-            start.extra_state["source"] = self._source_at_launch
-        self._load_source(config, start)
+        self._load_source(config, start, is_again=True)
         self._introduce(version)
         return start
 
@@ -344,11 +344,11 @@ class Cluster:
         found: dict[str, float] = self._wait_rollout(evaluating.ref, "evaluating", should_stop)
         return found
 
-    def save(self, rollout_id: int, weight_version: int, metrics: Mapping[str, float]) -> None:
-        """Checkpoint after training ``rollout_id``, with the data position that training has reached and its metrics,
-        which are logged later."""
-        source = _there(self._rollout).save_source(rollout_id)
-        state = {"source": source, "rollout_id": rollout_id, "weight_version": weight_version, "metrics": dict(metrics)}
+    def save(self, rollout_id: int, pushes: Mapping[int, int], metrics: Mapping[str, float]) -> None:
+        """Checkpoint after training ``rollout_id``, with the data position that training has reached, when each version
+        was pushed, and the rollout's metrics, which are logged later."""
+        state = {"source": _there(self._rollout).save_source(rollout_id), "rollout_id": rollout_id}
+        state |= {"weight_version": max(pushes, default=0), "pushes": dict(pushes), "metrics": dict(metrics)}
         if self._trainers is not None:
             with self._trainers_turn():
                 self._trainers.save(rollout_id, state)

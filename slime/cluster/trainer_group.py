@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from slime.cluster.launch import Launch
 from slime.cluster.placement import Slots
 from slime.cluster.waiting import (
     POLL_SECONDS,
@@ -58,12 +59,23 @@ class TrainerStart:
         extra_state: what was saved beside the weights (data position, weight version, …), {} on a fresh start.
         layout: what packing must know.
         reports: this rank's metrics are those to log.
+        skipped: a line for each damaged checkpoint that was passed over.
     """
 
     start_rollout_id: int
     extra_state: dict[str, Any] = field(default_factory=dict)
     layout: TrainLayout = field(default_factory=TrainLayout)
     reports: bool = True
+    skipped: Sequence[str] = ()
+
+    @property
+    def saved_for(self) -> int | None:
+        """The rollout after which the data position in it was saved; None: there is none."""
+        return self.extra_state.get("rollout_id", self.start_rollout_id - 1) if "source" in self.extra_state else None
+
+    def launch(self, num_prompts: int, seconds: dict[str, float]) -> Launch:
+        saved = self.extra_state
+        return Launch(self.start_rollout_id, num_prompts, seconds, saved.get("metrics", {}), saved.get("pushes", {}))
 
 
 class TrainerActor:
@@ -95,8 +107,9 @@ class TrainerActor:
         self.backend = MegatronBackend(self.config, info)
         start = self.backend.setup()
         settle()
+        backend = self.backend
         return TrainerStart(
-            start, dict(self.backend.extra_state), self.backend.layout, reports=self.backend.is_reporting_rank
+            start, dict(backend.extra_state), backend.layout, backend.is_reporting_rank, tuple(backend.skipped)
         )
 
     def set_run_length(self, num_rollout: int) -> None:
@@ -255,6 +268,8 @@ class Trainers:
                 why="they found different checkpoints: --load is not the same directory on every node",
                 fix="put it on a file system that all nodes see",
             )
+        for line in starts[0].skipped:
+            logger.warning("%s", line)
         self.layout = starts[0].layout
         self._reporting_rank = [start.reports for start in starts].index(True)
         return starts[0]

@@ -49,6 +49,10 @@ def make_source(config: Config, tokenizer: Any) -> DataSource:
         UserError: the class cannot be loaded or is no data source; see also `PromptSource`.
     """
     warn_of_endless_generation(config, tokenizer)
+    return _built(config, tokenizer)
+
+
+def _built(config: Config, tokenizer: Any) -> DataSource:
     path = config.data.data_source_path
     if not path:
         return PromptSource(config, tokenizer)
@@ -88,15 +92,27 @@ def save_source(source: DataSource, config: Config, rollout_id: int) -> dict[str
     return state
 
 
-def load_source(source: DataSource, config: Config, rollout_id: int, state: dict[str, Any]) -> None:
+def load_source(source: DataSource, config: Config, rollout_id: int | None, state: dict[str, Any]) -> None:
     """Let ``source`` go on where `save_source` was called for ``rollout_id`` and returned ``state``.
 
+    Args:
+        rollout_id: None for a state that is in no checkpoint, of which the source has written no file.
     Raises:
         UserError: the source's code fails.
     """
-    if config.checkpoint.load is not None:
+    if config.checkpoint.load is not None and rollout_id is not None:
         _call_source(source, "load", rollout_id)
     _call_source(source, "load_state_dict", state)
+
+
+def source_again(source: DataSource, config: Config, tokenizer: Any) -> DataSource:
+    """One that `load_source` can set to any place, after ``source`` was drawn from: built anew where it is the user's
+    own, whose ``load`` goes by the arguments that it was built with, and which nothing else brings back to its start.
+
+    Args:
+        config: says what is loaded now.
+    """
+    return _built(config, tokenizer) if config.data.data_source_path else source
 
 
 def _call_source(source: DataSource, method: str, *args: Any) -> Any:

@@ -22,6 +22,7 @@ Like a checkpoint it holds what users put into their samples, and so it is a pic
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import pickle
@@ -36,7 +37,7 @@ import orjson
 import xxhash
 
 from slime.config.config import Config
-from slime.files import json_safe
+from slime.files import bring_to_disk, json_safe
 from slime.hook_loading import file_of
 from slime.log import get_logger
 from slime.samples.types import Sample
@@ -45,6 +46,8 @@ logger = get_logger(__name__)
 
 _HEAD = struct.Struct("<QQ")
 _SYNC_SECONDS = 1.0
+#: Of the records; what was written in another one is left out like what was made with other flags.
+_FORM = b"2"
 #: Functions of the user's own that have a hand in a sample before it is judged.
 _MAKERS = ("custom_generate_function_path", "rollout_sample_hook_path", "custom_rm_path")
 #: Flags of these groups that say how long a run is or how it waits; samples are the same with others.
@@ -72,13 +75,15 @@ class _Place:
 
 
 class Journal:
-    """Of one run (or stage). Whatever fails in writing it is said once, and the run goes on without it.
+    """Of one run (or stage). Whatever fails in writing it is said, and the run goes on without it: where the disk is at
+    fault until the next rollout, which has a file of its own, where the samples are for good.
 
     Args:
         folder: of its files; made when something is written.
         made_with: what samples depend on; files that were written with something else are removed.
     Attributes:
         num_restored: groups that `restore` has found since the last call of `metrics`.
+        newest_version: of the weights that sampled what is in it; 0 where there is nothing.
     """
 
     def __init__(self, folder: Path, made_with: str) -> None:
@@ -90,9 +95,11 @@ class Journal:
         self._dirty: set[int] = set()
         self._lock = threading.Lock()
         self._is_open = True
+        self._unwritable: set[int] = set()
+        """Rollouts whose file failed: behind half a record nothing would be found."""
         self._ended = threading.Event()
         self._syncing: threading.Thread | None = None
-        self.num_restored = 0
+        self.num_restored = self.newest_version = 0
         self._read_all()
 
     # -- reading -------------------------------------------------------------------------------------------
@@ -121,12 +128,23 @@ class Journal:
         with path.open("r+b") as file:
             records = _records(file)
             _, made_with = next(records, (0, None))
+            if made_with is None:
+                if path.stat().st_size:  # else it was made and nothing was written yet
+                    logger.warning("%s was damaged from its beginning: what it held is generated again", path)
+                path.unlink()
+                return 0
             if made_with != self._made_with:
                 path.unlink()
                 return sum(1 for _ in records)
-            for offset, (kind, group_index, key, _) in records:
+            for offset, (kind, group_index, key, _, newest_version) in records:
+                self.newest_version = max(self.newest_version, newest_version)
                 self._places.setdefault(group_index, []).append(_Place(Kind(kind), rollout_id, key, offset))
-            file.truncate(file.tell())
+            if left := os.fstat(file.fileno()).st_size - file.tell():
+                logger.warning(
+                    "%s was damaged or cut short: its last %d bytes are left out, what they held is generated again",
+                    path, left,
+                )  # fmt: skip
+                file.truncate(file.tell())
         return 0
 
     def restore(self, rollout_id: int, drawn: list[Sample], key: int) -> list[Sample]:
@@ -169,18 +187,29 @@ class Journal:
         index = samples[0].group_index
         if not self._is_open or index is None:
             return
+        if rollout_id in self._unwritable:
+            if kind is Kind.FORGOTTEN:
+                self._remove_files_with(index)
+            return
         try:
             kept = [] if kind is Kind.FORGOTTEN else [sample.to_dict() for sample in samples]
             content = pickle.dumps(kept, protocol=pickle.HIGHEST_PROTOCOL)  # apart: most are never read
+            newest = max((s.weight_version or 0 for sample in samples for s in sample.token_spans), default=0)
             with self._lock:
                 file = self._file(rollout_id)
                 place = _Place(kind, rollout_id, key, file.tell())
-                _append(file, (kind.value, index, key, content))
+                _append(file, (kind.value, index, key, content, newest))
                 self._dirty.add(rollout_id)
-        except Exception as problem:  # a full disk, or values of the user's that no pickle can hold
+        except OSError as problem:  # a full disk
+            self._give_up_file(rollout_id, problem)
+            if kind is Kind.FORGOTTEN:
+                self._remove_files_with(index)
+            return
+        except Exception as problem:  # values of the user's that no pickle can hold
             self._give_up(problem)
             return
         self._places.setdefault(index, []).append(place)
+        self.newest_version = max(self.newest_version, newest)
 
     def forget(self, rollout_id: int, group_indices: Iterable[int] | None) -> None:
         """What these groups of a rollout hold is not to be trained on, in this run or one that goes on from it. None:
@@ -199,6 +228,7 @@ class Journal:
             self._files[rollout_id] = file
             if not file.tell():
                 _append(file, self._made_with)
+                bring_to_disk(self._folder)  # else the death of the host may take the name, with all that is in it
             if self._syncing is None:
                 self._syncing = threading.Thread(target=self._sync_now_and_then, name="slime-journal", daemon=True)
                 self._syncing.start()
@@ -211,6 +241,26 @@ class Journal:
             type(problem).__name__, problem,
         )  # fmt: skip
 
+    def _give_up_file(self, rollout_id: int, problem: OSError) -> None:
+        """Records do not depend on each other: what is missing here is generated again, and nothing else."""
+        if rollout_id not in self._unwritable:
+            self._unwritable.add(rollout_id)
+            logger.error(
+                "the journal of rollout %d ends here, what it generates from now on is lost with a crash: %s: %s; the "
+                "next rollout has a file of its own",
+                rollout_id, type(problem).__name__, problem,
+            )  # fmt: skip
+
+    def _remove_files_with(self, index: int) -> None:
+        """What cannot be revoked must not be found: rather are the other groups of these files generated again."""
+        spoilt = {place.rollout_id for place in self._places.get(index, ())}
+        for rollout_id in spoilt:
+            self._unwritable.add(rollout_id)
+            with contextlib.suppress(OSError):
+                _path(self._folder, rollout_id).unlink(missing_ok=True)
+        for each, places in self._places.items():
+            self._places[each] = [place for place in places if place.rollout_id not in spoilt]
+
     def _sync_now_and_then(self) -> None:
         while not self._ended.wait(_SYNC_SECONDS):
             self._sync()
@@ -218,15 +268,17 @@ class Journal:
     def _sync(self) -> None:
         """Force to the disk what was written; others may write meanwhile."""
         with self._lock:
-            files = [
-                os.dup(self._files[rollout_id].fileno()) for rollout_id in self._dirty if rollout_id in self._files
-            ]
+            files = {
+                rollout_id: os.dup(self._files[rollout_id].fileno())
+                for rollout_id in self._dirty
+                if rollout_id in self._files
+            }
             self._dirty.clear()
-        for file in files:
+        for rollout_id, file in files.items():
             try:
                 os.fsync(file)
             except OSError as problem:
-                self._give_up(problem)
+                self._give_up_file(rollout_id, problem)
             finally:
                 os.close(file)
 
@@ -282,7 +334,7 @@ def _made_with(config: Config) -> str:
     paths = [path for value in given for path in ([value] if isinstance(value, str) else value)]
     files = [file.read_bytes() for path in paths if (file := file_of(path)) is not None]
     told = orjson.dumps([values, str(config.checkpoint.hf_checkpoint)], option=orjson.OPT_SORT_KEYS)
-    return xxhash.xxh3_128_hexdigest(b"\0".join([told, *files]))
+    return xxhash.xxh3_128_hexdigest(b"\0".join([_FORM, told, *files]))
 
 
 def drawn_as(drawn: Sequence[Sample]) -> int:

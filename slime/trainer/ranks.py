@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-T = TypeVar("T")
+from slime.between_ranks import all_gather, gather_tensors
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,14 @@ class Ranks:
         return bool(self.max_over_all(torch.tensor([float(flag)], device=self.device)).item() > 0)
 
     def union(self, values: list[Any]) -> list[Any]:
-        """All ranks' values, joined, sorted, without duplicates."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, values)
-        return sorted({value for part in gathered for value in part})
+        """All ranks' values (text or numbers), joined, sorted, without duplicates."""
+        return sorted({value for part in all_gather(values) for value in part})
 
-    def on_first(self, value: T | None) -> list[T] | None:
-        """What all ranks have, in their order, on rank 0, which writes files; None on others."""
-        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(value, gathered, dst=0)
+    def on_first(self, value: dict[str, Any] | None) -> list[dict[str, Any]] | None:
+        """What all ranks have, in their order, on rank 0, which writes files; None on others.
+
+        Args:
+            value: plain containers and tensors.
+        """
+        gathered = gather_tensors(value)
         return None if gathered is None else [found for found in gathered if found is not None]

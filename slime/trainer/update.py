@@ -24,7 +24,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens
-from slime.trainer.dumps import save_train_data, shard_of
+from slime.trainer.dumps import Shard, save_train_data, shard_of
 from slime.trainer.loss import LOSS_TYPES
 from slime.trainer.megatron import device
 from slime.trainer.memory import PhaseMemory, held
@@ -267,8 +267,10 @@ def _dump(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
     if not pattern:
         return
     ranks = trainer.ranks
-    shards = ranks.on_first(shard_of(batch, data, ranks.replica) if ranks.speaks_for_shard else None)
-    if shards is not None:
+    shard = shard_of(batch, data, ranks.replica) if ranks.speaks_for_shard else None
+    found = ranks.on_first(None if shard is None else vars(shard))
+    if found is not None:
+        shards = [Shard(**fields) for fields in found]
         logger.info(
             "training data of rollout %d: %s", batch.rollout_id, save_train_data(pattern, batch.rollout_id, shards)
         )

@@ -27,6 +27,7 @@ import orjson
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from slime.between_ranks import broadcast
 from slime.engines.api import EngineError
 from slime.errors import UserError
 from slime.files import json_safe
@@ -68,9 +69,8 @@ class TrainerRanks:
         self.sources: Sequence[int] = (0,)
         self._store: Any = None  # torch's stubs know neither its bytes nor clone()
         if world_size > 1:
-            shared: list[Any] = [secrets.token_hex(4), secrets.token_bytes(32)]
-            dist.broadcast_object_list(shared, src=0)
-            name, self._key = shared
+            name, key = broadcast([secrets.token_hex(4), secrets.token_hex(32)])
+            self._key = bytes.fromhex(key)
             # a connection of its own: to wait on the shared one would hold up whoever else uses it
             default: Any = _get_default_store()
             self._store = dist.PrefixStore(f"weight-sync-{name}", default.clone())

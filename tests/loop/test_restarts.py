@@ -79,3 +79,28 @@ def test_a_rank_that_is_frozen_is_named_and_replaced(
     )
     assert re.search("|".join(names), told), "whoever passes the limit first says it"
     assert stopped_parts() == {}, "the frozen one is gone, and with it what it held"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_users_source_goes_back_with_the_trainer(run: Run, deterministic: Any, outputs: Path, loads: bool) -> None:
+    """Before the first checkpoint to where it began, afterwards to what it has saved; with and without --load."""
+    name = f"own-source-restarted-{loads}"
+    root = outputs / f"{name}-saved" / "checkpoints"
+    root.parent.mkdir()
+    for rollout_id in (0, 3):
+        (root.parent / f"die-{rollout_id}").touch()
+    flags = [
+        "--save",
+        root,
+        *(["--load", root] if loads else []),
+        "--data-source-path",
+        "tests.support.toy.SumSource",
+        "--num-rollout",
+        4,
+        "--save-interval",
+        2,
+    ]
+    result = run(name, *deterministic(name), *flags, *_DIES, "--max-restarts", 2)
+    assert not list(root.parent.glob("die-*")), "it died twice"
+    assert [sample.index for k in range(4) for sample in result.samples(k)] == list(range(4 * 16))

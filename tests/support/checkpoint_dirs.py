@@ -22,3 +22,10 @@ def complete(root: Path, iteration: int, content: str = "x", track: bool = True)
     if track:
         ckpt.set_latest(root, iteration)
     return final
+
+
+def flip_a_byte(file: Path) -> None:
+    """In its middle; the size stays."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)

@@ -126,6 +126,18 @@ def load_and_save(
     return backend.next_rollout_id, backend.extra_state
 
 
+def save_twice(info: Any, model: Path, root: Path) -> None:
+    backend = backend_of(info, model, save=str(root))
+    for rollout_id in range(2):
+        backend.save(rollout_id)
+
+
+def next_and_skipped(info: Any, model: Path, root: Path) -> tuple[int, list[str]]:
+    """Go on in ``root``: the next rollout, and what is said of checkpoints that were skipped."""
+    backend = backend_of(info, model, load=str(root), save=str(root))
+    return backend.next_rollout_id, backend.skipped
+
+
 Batches = list[list[TrainBatch]]
 """For each data-parallel rank one batch per rollout."""
 

@@ -240,7 +240,11 @@ def shared_memory() -> set[str]:
 
 
 def start(flags: list[str], path: Path, script: str = "train.py", *, cwd: Path = ROOT, **env: str) -> Driver:
-    """``python train.py <flags>`` in a process group of its own, as from a terminal; stderr goes to a file."""
+    """``python train.py <flags>`` in a process group of its own, as from a terminal; stderr goes to a file.
+
+    Args:
+        script: or "slime", for its commands.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; the driver would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # of nohup
@@ -251,7 +255,7 @@ def start(flags: list[str], path: Path, script: str = "train.py", *, cwd: Path =
     environment = {name: value for name, value in environment.items() if name != "RAY_ADDRESS" or name in env}
     with open(output, "w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / script), *flags],
+            [sys.executable, *(["-m", "slime"] if script == "slime" else [str(ROOT / script)]), *flags],
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             text=True,

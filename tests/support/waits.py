@@ -27,7 +27,7 @@ OF_MODULES = {
 }
 #: Of ``dist``: each has the deadline of its process group, which whoever makes the group must give (`WAITING`).
 COLLECTIVES = re.compile(
-    "all_reduce|broadcast(_object_list)?|all_gather(_object|_into_tensor)?|gather_object|scatter(_object_list)?|"
+    "all_reduce|broadcast(_object_list)?|all_gather(_object|_into_tensor)?|gather(_object)?|scatter(_object_list)?|"
     "reduce(_scatter_tensor)?|all_to_all_single|barrier|send|recv"
 )
 #: Keywords that hold a deadline; without one of them it is the last argument, with these functions that number.

@@ -30,6 +30,7 @@ FLOORS = (
         "garbage",
         "footprint",
         "host_memory",
+        "between_ranks",
         "processes",
         "hub",
     ),

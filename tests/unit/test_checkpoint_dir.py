@@ -279,6 +279,8 @@ def test_the_newest_whole_checkpoint(root: Path) -> None:
     complete(root, 9, track=False)
     assert ckpt.newest_whole(root) == root / "iter_0000007", "where a resume would go on"
     (root / "iter_0000007" / "data.distcp").unlink()
+    assert ckpt.newest_whole(root) == root / "iter_0000003"
+    (root / "iter_0000003" / "data.distcp").unlink()
     assert ckpt.newest_whole(root) == root / "iter_0000009"
 
 

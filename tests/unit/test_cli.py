@@ -237,6 +237,9 @@ def test_a_full_disk_is_no_defect(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert guarded(lambda: fail(errno.ENOSPC)) == 2
     assert "the disk is full" in capsys.readouterr().err
+    assert guarded(lambda: fail(errno.EROFS)) == 2
+    told = capsys.readouterr().err
+    assert "a file system has become read-only" in told and "outputs/run/config.json" in told
     with pytest.raises(PermissionError):
         guarded(lambda: fail(errno.EACCES))
 

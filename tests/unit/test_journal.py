@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.checkpoints.directory import retain, set_latest
 from slime.cluster.rollout_actor import oldest_needed
 from slime.config import make_config
 from slime.rollout import journal as module
@@ -141,6 +142,69 @@ def test_files_go_when_two_checkpoints_have_passed_them(tmp_path: Path, folder: 
     assert restored(journal, 9, 3) == drawn(3) and restored(journal, 9, 4) == generated(4)
 
 
+def test_the_one_checkpoint_that_is_kept_is_enough(tmp_path: Path, folder: Path) -> None:
+    journal, root = Journal(folder, "flags"), tmp_path / "checkpoints"
+    config = make_config(save=str(root), save_retain=1, rollout_batch_size=1)
+    for rollout_id in range(6):
+        note(journal, Kind.FINISHED, rollout_id, generated(rollout_id))
+        journal.drop(oldest_needed(config))
+        complete(root, rollout_id)
+        retain(root, 1)
+    assert sorted(path.name for path in folder.iterdir()) == ["rollout_000004.log", "rollout_000005.log"]
+
+
+def test_what_cannot_be_revoked_is_not_found(small_disk: Path) -> None:
+    journal = Journal(small_disk / "journal", "flags")
+    note(journal, Kind.FINISHED, 1, generated(1))
+    group = 2
+    while not journal._unwritable:
+        note(journal, Kind.FINISHED, 2, generated(group, tuple(range(500))))
+        group += 1
+    journal.forget(2, [2])
+    for each in (journal, Journal(small_disk / "journal", "flags")):
+        assert restored(each, 2, 2) == drawn(2) and restored(each, 2, 1) == generated(1)
+
+
+def test_what_is_cut_off_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(folder, "flags")
+    note(journal, Kind.FINISHED, 1, generated(1))
+    [path] = folder.iterdir()
+    whole = path.stat().st_size
+    note(journal, Kind.FINISHED, 1, generated(2))
+    journal.close()
+    os.truncate(path, whole + 10)
+    assert restored(Journal(folder, "flags"), 1, 1) == generated(1)
+    assert f"{path} was damaged or cut short: its last 10 bytes are left out" in caplog.text
+    os.truncate(path, 5)
+    Journal(folder, "flags")
+    assert f"{path} was damaged from its beginning" in caplog.text and not path.exists()
+
+
+def test_a_new_files_name_is_on_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forced: list[Path] = []
+    monkeypatch.setattr(module, "bring_to_disk", forced.append)
+    journal = Journal(folder, "flags")
+    for group in range(3):
+        note(journal, Kind.FINISHED, 1, generated(group))
+    assert forced == [folder]
+
+
+def test_the_newest_version_is_known_after_a_crash(folder: Path) -> None:
+    journal = Journal(folder, "flags")
+    assert journal.newest_version == 0
+    note(journal, Kind.FINISHED, 1, generated(4))  # of version 3
+    journal.forget(1, [4])
+    assert journal.newest_version == Journal(folder, "flags").newest_version == 3
+
+
+def test_a_branch_that_was_left_drops_nothing_of_this_one(tmp_path: Path) -> None:
+    """The run has gone back from 8 to 4: what it generates for rollout 5 is needed."""
+    for iteration in (2, 4, 6, 8):
+        complete(tmp_path, iteration)
+    set_latest(tmp_path, 4)
+    assert oldest_needed(make_config(save=str(tmp_path), rollout_batch_size=1)) == 2
+
+
 def test_what_cannot_be_written_does_not_end_the_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal(folder, "flags")
     note(journal, Kind.FINISHED, 1, generated(4))
@@ -165,7 +229,21 @@ def test_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None
     journal = Journal(small_disk / "journal", "flags")
     for group in range(100):
         note(journal, Kind.FINISHED, 1, generated(group, tuple(range(500))))
-    assert "No space left on device" in caplog.text and caplog.text.count("the journal ends here") == 1
+    said = "the journal of rollout 1 ends here"
+    assert "No space left on device" in caplog.text and caplog.text.count(said) == 1
+    for group in range(200, 300):
+        note(journal, Kind.FINISHED, 2, generated(group, tuple(range(500))))
+    assert caplog.text.count("the journal of rollout 2 ends here") == 1, "it is full, still"
+    journal.drop(2)
+    note(journal, Kind.FINISHED, 3, generated(300))
+    assert restored(Journal(small_disk / "journal", "flags"), 3, 300) == generated(300), "there is room again"
+    journal.close()
+
+
+def test_a_full_disk_keeps_what_was_whole(small_disk: Path) -> None:
+    journal = Journal(small_disk / "journal", "flags")
+    for group in range(100):
+        note(journal, Kind.FINISHED, 1, generated(group, tuple(range(500))))
     journal.close()
     again = Journal(small_disk / "journal", "flags")
     count = sum(restored(again, 1, group) != drawn(group) for group in range(100))

@@ -178,3 +178,19 @@ def test_no_sample_is_younger_than_its_training() -> None:
     for version, trained in ((1, 0), (2, 1), (3, 2), (4, 0)):  # the last one at the checkpoint that was loaded again
         ages.pushed(version, trained)
     assert ages.metrics({3: 1}, trained=0) == {"rollout/staleness/mean": 2.0, "rollout/staleness/max": 2.0}
+
+
+def test_ages_over_a_resume_between_two_pushes() -> None:
+    """Saved after rollout 2; the journal has samples of versions 3 and 4, which were pushed behind that checkpoint."""
+    first = Ages(make_config(rollout_batch_size=1, update_weights_interval=2))
+    first.pushed(1, trained=0)
+    first.pushed(2, trained=2)
+    second = Ages(make_config(rollout_batch_size=1, update_weights_interval=2))
+    second.remember(first.recent_pushes())
+    second.pushed(5, trained=3)
+    assert [second.trained_when(version) for version in range(1, 6)] == [0, 2, 4, 6, 3]
+    assert second.metrics({3: 1}, trained=4) == {"rollout/staleness/mean": 0.0, "rollout/staleness/max": 0.0}
+    assert second.recent_pushes() == {1: 0, 2: 2, 5: 3}
+    for version in range(6, 200):
+        second.pushed(version, trained=version)
+    assert len(second.recent_pushes()) == 64 and max(second.recent_pushes()) == 199

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from slime.config import make_config, parse_args
 from slime.errors import UserError
 from slime.hooks import DataSource, check_hooks
-from slime.prompts.source import PromptSource, load_source, make_source, save_source
+from slime.prompts.source import PromptSource, load_source, make_source, save_source, source_again
 from slime.rollout.old_paths.sources import RolloutDataSource
 from slime.samples.types import Sample
 from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
@@ -243,6 +243,29 @@ def test_a_users_source_writes_with_each_checkpoint_and_resumes_from_it(tmp_path
     with pytest.raises(UserError, match=r"Counting.load\(8\) failed") as caught:
         load_source(source, config, 8, state)
     assert "source_8" in caught.value.why
+
+
+def test_a_users_source_goes_back_to_a_checkpoint_that_its_launch_did_not_load(tmp_path: Path) -> None:
+    """The trainer alone has begun again: with --save and no --load the source was built with no place to read from."""
+    config, source = counting(save=str(tmp_path))
+    source.get_samples(5)
+    source.mark_consumed([0, 1, 2])
+    state = save_source(source, config, 7)
+    source.mark_consumed([3, 4])
+    loads = make_config(num_rollout=1, data_source_path=f"{__name__}.Counting", save=str(tmp_path), load=str(tmp_path))
+    again = source_again(source, loads, TOKENIZER)
+    load_source(again, loads, 7, state)
+    assert [group[0].index for group in again.get_samples(1)] == [3]
+
+
+def test_a_users_source_goes_back_to_where_it_began(tmp_path: Path) -> None:
+    """There is no checkpoint yet, and so no file of the source's to be read, also where --load names the place."""
+    config, source = counting(save=str(tmp_path), load=str(tmp_path))
+    at_launch = source.state_dict()
+    source.get_samples(5)
+    again = source_again(source, config, TOKENIZER)
+    load_source(again, config, None, at_launch)
+    assert [group[0].index for group in again.get_samples(1)] == [0]
 
 
 def test_a_users_source_writes_nothing_where_no_checkpoint_is_written(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from slime.__main__ import main
 from slime.checkpoints.load_plan import going_on
 from slime.config import make_config
 from slime.errors import UserError
+from slime.session import Session
+from slime.stopping import StopSignals
 from tests.support.checkpoint_dirs import complete
 
 
@@ -71,3 +73,19 @@ def test_what_said_where_the_first_launch_began_counts_no_more(tmp_path: Path) -
     assert again.rollout.start_rollout_id is None
     with pytest.raises(UserError, match="saves no checkpoints"):
         going_on(make_config(num_rollout=4))
+
+
+@pytest.mark.parametrize(("load", "stays"), [("other", True), ("own", False)])
+def test_the_journal_of_a_run_that_has_no_checkpoint_yet(outputs: Path, load: str, stays: bool) -> None:
+    """--ckpt-step says where in another run this one began; only of its own checkpoints it says to go back."""
+    config = make_config(
+        output_dir="outputs", run_name="sums", load=load, ckpt_step=3, save="own", rollout_batch_size=1, num_rollout=4
+    )
+    session = Session(going_on(config), StopSignals(), resuming=False)
+    session.sinks.close("failed")
+    record = session.run.journal / "rollout_000000.log"
+    record.parent.mkdir()
+    record.touch()
+    session = Session(going_on(config), StopSignals(), resuming=True)
+    session.sinks.close("failed")
+    assert record.exists() == stays

@@ -26,9 +26,10 @@ from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 from slime.checkpoints.hf_io import load_hf, save_hf  # noqa: E402
-from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference  # noqa: E402
+from slime.checkpoints.load_plan import LoadPlan, resolve_reference  # noqa: E402
 from slime.checkpoints.loading import load as load_checkpoint  # noqa: E402
 from slime.checkpoints.loading import saved_reference  # noqa: E402
+from slime.checkpoints.resuming import agreed_plan  # noqa: E402
 from slime.checkpoints.saving import CheckpointWriter  # noqa: E402
 from slime.checkpoints.trainer_state import TrainerState  # noqa: E402
 from slime.models import family_of  # noqa: E402
@@ -66,6 +67,7 @@ class MegatronBackend:
         spec, hf_config: the model's architecture, and its Hugging Face config.
         step_metrics: the last rollout's metrics, one dict per optimizer step.
         extra_state: what `save` was given in the checkpoint that was loaded; {} on a fresh start.
+        skipped: a line for each damaged checkpoint that `setup` has passed over.
         failed_step: what the last step was, when it ended in `NonFiniteTraining`.
         engine_weights: those that engines compute with, where they hold quantised ones.
         trained_tokens: of the last rollout, what is recorded of single tokens, where this rank speaks for them.
@@ -85,6 +87,7 @@ class MegatronBackend:
         self.routing: RoutingGuide | None = None
         self.engine_weights: EngineWeights | None = None
         self.extra_state: dict[str, Any] = {}
+        self.skipped: list[str] = []
         self.next_rollout_id = 0
         self.optimizer: MegatronOptimizer
         self.scheduler: OptimizerParamScheduler
@@ -148,7 +151,7 @@ class MegatronBackend:
 
     def _load(self) -> int:
         """Weights of reference and policy, then the optimizer around the policy's, then its state if there is one."""
-        plan = resolve_load(self.config)
+        plan, self.skipped = agreed_plan(self.config)
         if self.config.algorithm.needs_reference:
             self.reference_iteration = saved_reference(plan)
             if self.reference_iteration is None:
@@ -159,7 +162,8 @@ class MegatronBackend:
             self._load_weights(plan)
         self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, self.config)
         if plan.kind == "megatron":
-            self.extra_state = load_checkpoint(plan, self._checkpoint_state(), seed=self.config.train.seed).extra_state
+            state, seed = self._checkpoint_state(), self.config.train.seed
+            self.extra_state = load_checkpoint(plan, state, seed=seed, is_compared=True).extra_state
             for inner in torch_optimizers(self.optimizer):
                 states = host_states_of(inner)
                 if states is not None:

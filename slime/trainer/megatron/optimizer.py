@@ -24,6 +24,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
+from slime.between_ranks import all_gather
 from slime.checkpoints.megatron_names import Placement, global_parameters, unwrapped
 from slime.config.config import Config
 from slime.errors import UserError
@@ -58,10 +59,7 @@ def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
         seen[name] = found if only else not found
         if not seen[name]:
             _whole(parameter)[0].requires_grad_(False)
-    everywhere: list[Any] = [seen]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everywhere = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, seen)
+    everywhere = all_gather(seen) if dist.is_initialized() and dist.get_world_size() > 1 else [seen]
     trained = {name: is_trained for part in everywhere for name, is_trained in part.items()}
     _check_expressions(patterns, trained)
     _check_experts(trained)

@@ -1,0 +1,80 @@
+"""What trainer ranks tell each other besides tensors: JSON in tensors of bytes.
+
+torch's own collectives of objects send pickles, and whoever has joined a process group could run code in the others by
+one. All functions here are collective over their group. What goes in is what `orjson` takes; tuples come back as lists.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import orjson
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_object_coll_device
+
+
+def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of the group has, in their order."""
+    own = _to_tensor(orjson.dumps(value), group)
+    sizes = _sizes(own, group)
+    everything = own.new_empty((len(sizes), max(sizes)))
+    padded = own.new_zeros(max(sizes))
+    padded[: len(own)] = own
+    dist.all_gather(list(everything.unbind()), padded, group=group)
+    return [orjson.loads(_bytes(row[:size])) for row, size in zip(everything, sizes)]
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
+    """The same on the group's first rank; None on others."""
+    found = _gather(orjson.dumps(value), group)
+    return None if found is None else [orjson.loads(one) for one in found]
+
+
+def _gather(content: bytes, group: dist.ProcessGroup | None) -> list[bytes] | None:
+    own = _to_tensor(content, group)
+    sizes = _sizes(own, group)
+    padded = own.new_zeros(max(sizes))
+    padded[: len(own)] = own
+    if dist.get_rank(group) != 0:
+        dist.gather(padded, group=group, group_dst=0)
+        return None
+    everything = own.new_empty((len(sizes), max(sizes)))
+    dist.gather(padded, list(everything.unbind()), group=group, group_dst=0)
+    return [_bytes(row[:size]) for row, size in zip(everything, sizes)]
+
+
+def gather_tensors(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
+    """`gather` of plain containers with tensors in them, which are read as `torch.load` reads files of strangers."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    found = _gather(content.getvalue(), group)
+    return None if found is None else [torch.load(io.BytesIO(one), weights_only=True) for one in found]
+
+
+def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """What the group's first rank has; what others pass counts for nothing."""
+    own = _to_tensor(orjson.dumps(value if dist.get_rank(group) == 0 else None), group)
+    size = torch.tensor([len(own)], dtype=torch.int64, device=own.device)
+    dist.broadcast(size, group=group, group_src=0)
+    content = own if dist.get_rank(group) == 0 else own.new_empty(int(size.item()))
+    dist.broadcast(content, group=group, group_src=0)
+    return orjson.loads(_bytes(content))
+
+
+def _to_tensor(content: bytes, group: dist.ProcessGroup | None) -> Tensor:
+    device = _get_object_coll_device(group)  # that of the backend: a GPU for NCCL alone
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+
+
+def _sizes(own: Tensor, group: dist.ProcessGroup | None) -> list[int]:
+    size = torch.tensor([len(own)], dtype=torch.int64, device=own.device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    return [int(one.item()) for one in sizes]
+
+
+def _bytes(content: Tensor) -> bytes:
+    return content.cpu().numpy().tobytes()

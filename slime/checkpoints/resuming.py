@@ -1,0 +1,94 @@
+"""Which checkpoint the trainer's ranks load: one whose every byte is what was written.
+
+    --load is --save ─► newest whole by names and sizes ─► fingerprints, each rank its share ─┬─ equal ─► loaded
+                                    ▲                                                         └─ the one before it
+                                    └─────────────────────────────────────────────────────────────┘
+
+Nothing is changed on the disk before one is found: then the tracker names it, and those that were skipped go aside, so
+that neither --save-retain nor the next launch takes them for checkpoints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from slime.between_ranks import all_gather
+from slime.checkpoints.directory import (
+    RELEASE,
+    Damage,
+    check_contents,
+    iteration_dir,
+    iteration_name,
+    set_aside,
+    set_latest,
+)
+from slime.checkpoints.load_plan import LoadPlan, resolve_load
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.files import json_safe
+from slime.log import get_logger
+
+logger = get_logger(__name__)
+
+
+def agreed_plan(config: Config) -> tuple[LoadPlan, list[str]]:
+    """What all ranks load, with contents that are compared already. Collective.
+
+    Returns:
+        The plan, and a line for each iteration that was skipped.
+    Raises:
+        UserError: as `resolve_load`; and on every rank, where any has found another content, with --ckpt-step or in
+            another run's checkpoint.
+    """
+    corrupt: list[Damage] = []
+    while True:
+        plan = resolve_load(config, corrupt)
+        error = first_corrupt(plan)
+        if error is None:
+            break
+        iteration = plan.iteration
+        if not plan.is_resume or config.checkpoint.ckpt_step is not None or iteration is None:
+            raise error
+        corrupt.append(Damage(iteration, f"{error.what.removeprefix(f'{plan.path}/')}: {error.why}"))
+    return plan, _skip(plan)
+
+
+def first_corrupt(plan: LoadPlan) -> UserError | None:
+    """The first of the plan's files, over all ranks, that has another content than was written. Collective."""
+    if plan.kind != "megatron":
+        return None
+    own: UserError | None = None
+    try:
+        check_contents(plan.path, dist.get_rank(), dist.get_world_size())
+    except UserError as error:
+        own = error
+    said = all_gather(None if own is None else json_safe(own.args))  # a path need not be text
+    return next((UserError(*words) for words in said if words is not None), None)
+
+
+def _skip(plan: LoadPlan) -> list[str]:
+    """Put what was skipped aside, by rank 0; lines for people."""
+    if not plan.damaged:
+        return []
+    root, lines = plan.path.parent, []
+    for damage in plan.damaged:
+        name = iteration_name(damage.iteration)
+        lines.append(
+            f"checkpoint {root / name} is skipped, {damage.why}: going on from {plan.path}"
+            + (f"; what there is of it is {name}.damaged now, for you to remove" if _is_there(root, damage) else "")
+        )
+    all_gather(None)  # every rank has looked
+    if dist.get_rank() == 0:
+        try:
+            set_latest(root, RELEASE if plan.iteration is None else plan.iteration)
+            for damage in plan.damaged:
+                set_aside(root, damage.iteration)
+        except OSError as problem:  # the next save meets it, too, and says what to do
+            logger.warning("%s cannot be put in order: %s", root, problem)
+    return lines
+
+
+def _is_there(root: Path, damage: Damage) -> bool:
+    return iteration_dir(root, damage.iteration).exists()
