@@ -114,6 +114,7 @@ class Session:
         behind, paced = self.config.sync.staleness, self.config.sync.paced
         if self._has_ages and (behind or paced):
             logger.info("samples are trained on at most %d rollouts after the weights that made them%s", behind, paced)
+            logger.info("samples of groups that an earlier rollout put back %s", self.ages.of_put_back)
         self.saving.begin()
 
     def close(self) -> None:
