@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.placement import PlacementPlan, has_evaluation
+from slime.samples.types import Versions
 
 
 def is_due(
@@ -165,6 +166,17 @@ class Ages:
         while oldest > 1 and rollout_id - self.trained_when(oldest - 1) <= most:
             oldest -= 1
         return oldest
+
+    @property
+    def newest_version(self) -> int:
+        """The newest weights that training has reached, as it stands. Those behind them are of a future that a run gave
+        up when it began again at an older checkpoint."""
+        now = self.trained_when(self.version)
+        given_up = (version for version, trained in self._trained_at_push.items() if trained > now)
+        return min(given_up, default=self.version + 1) - 1
+
+    def versions(self, rollout_id: int) -> Versions:
+        return Versions(self.oldest_version(rollout_id), self.newest_version)
 
     def metrics(self, versions: Mapping[int, int], trained: int) -> dict[str, float]:
         """``rollout/staleness/…`` of a batch that is trained on after ``trained`` others.

@@ -34,6 +34,7 @@ from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
 from slime.preflight import from_the_hub, joins_cluster, preflight
 from slime.processes import end_within
+from slime.samples.types import ANY_VERSION
 from slime.saving import Saving
 from slime.schedule import Ages, Schedule
 from slime.stopping import StopSignals
@@ -159,9 +160,9 @@ class Session:
 
     def start_generating(self, rollout_id: int) -> Generating:
         """Begin a rollout, which goes on beside the trainer; `collect` it."""
-        oldest = self.ages.oldest_version(rollout_id) if self._has_ages else 0
+        versions = self.ages.versions(rollout_id) if self._has_ages else ANY_VERSION
         with self.sinks.phase("start_rollout"):
-            return self.cluster.start_generating(rollout_id, oldest)
+            return self.cluster.start_generating(rollout_id, versions)
 
     def collect(self, generating: Generating) -> RolloutResult:
         """Wait for a rollout. The seconds are ``perf/rollout_time`` in lock step, else ``perf/train_wait_time``."""
