@@ -143,7 +143,7 @@ def drop_every_third(args: Any, samples: list[Sample], **_: Any) -> bool:
 def hold_phases(args: Any) -> None:
     """--custom-megatron-init-path: the trainer waits (a minute at most) where a phase begins while
     <folder>/hold-<phase> exists; then it has written <folder>/held-<phase>: launch, train, save, export, sleep,
-    update_weights, end."""
+    update_weights, paused (in a push), end."""
     from slime.trainer.megatron.backend import MegatronBackend
     from slime.weights.sync import WeightSync
 
@@ -153,6 +153,7 @@ def hold_phases(args: Any) -> None:
         (MegatronBackend, "export", "export"),
         (MegatronBackend, "sleep", "sleep"),
         (WeightSync, "push", "update_weights"),
+        (WeightSync, "_send", "paused"),
         (MegatronBackend, "close", "end"),
     ):
         setattr(owner, method, _held_at(phase, getattr(owner, method)))
