@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.placement import PlacementPlan, has_evaluation
+from slime.samples.types import Versions
 
 
 def is_due(
@@ -162,13 +163,29 @@ class Ages:
         first = min(known)
         return known[first] - (first - version) * interval
 
+    @property
+    def _checked_against(self) -> int | None:
+        """The age above which a sample is too old: --max-staleness, or what is said at launch; None in lock step."""
+        sync = self._config.sync
+        return sync.staleness if sync.max_staleness is None and sync.async_buffer_size else sync.max_staleness
+
+    @property
+    def of_put_back(self) -> str:
+        """How old samples may be that an earlier rollout had begun or finished and put back, in words."""
+        sync = self._config.sync
+        if sync.max_staleness is None:
+            return "may be older, and are counted where they are (rollout/staleness/num_too_old)"
+        became = {"requeue": "are generated anew", "drop": "are passed over", "correct": "are trained on all the same"}
+        return f"{became[sync.stale_samples]} when they are older than {sync.max_staleness} (--stale-samples)"
+
     def may_start(self, rollout_id: int) -> bool:
         """Whether what this rollout samples first, were it begun now, would be trained on within --max-staleness."""
         most = self._config.sync.max_staleness
         return most is None or rollout_id - self.trained_when(self.version) <= most
 
     def oldest_version(self, rollout_id: int) -> int:
-        """The oldest weights whose samples this rollout may have under --max-staleness; 0 where there is no bound."""
+        """The oldest weights whose samples this rollout may have under --max-staleness; 0 without: what an earlier one
+        finished and put back is not generated again for an age that nobody has forbidden, but counted (`metrics`)."""
         most = self._config.sync.max_staleness
         if most is None:
             return 0
@@ -176,6 +193,17 @@ class Ages:
         while oldest > 1 and rollout_id - self.trained_when(oldest - 1) <= most:
             oldest -= 1
         return oldest
+
+    @property
+    def newest_version(self) -> int:
+        """The newest weights that training has reached, as it stands. Those behind them are of a future that a run gave
+        up when it began again at an older checkpoint."""
+        now = self.trained_when(self.version)
+        given_up = (version for version, trained in self._trained_at_push.items() if trained > now)
+        return min(given_up, default=self.version + 1) - 1
+
+    def versions(self, rollout_id: int) -> Versions:
+        return Versions(self.oldest_version(rollout_id), self.newest_version)
 
     def metrics(self, versions: Mapping[int, int], trained: int) -> dict[str, float]:
         """``rollout/staleness/…`` of a batch that is trained on after ``trained`` others.
@@ -193,10 +221,8 @@ class Ages:
         """
         if not versions:
             return {}
-        most, behind = (
-            self._config.sync.max_staleness,
-            {version: abs(trained - self.trained_when(version)) for version in versions},
-        )
+        most = self._checked_against
+        behind = {version: abs(trained - self.trained_when(version)) for version in versions}
         mean = sum(behind[version] * count for version, count in versions.items()) / sum(versions.values())
         found = {"rollout/staleness/mean": mean, "rollout/staleness/max": float(max(behind.values()))}
         if most is not None and self._config.sync.stale_samples != "correct":

@@ -34,6 +34,7 @@ from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
 from slime.preflight import from_the_hub, joins_cluster, preflight
 from slime.processes import end_within
+from slime.samples.types import ANY_VERSION
 from slime.saving import Saving
 from slime.schedule import Ages, Schedule
 from slime.stopping import StopSignals
@@ -115,6 +116,7 @@ class Session:
         behind, paced = self.config.sync.staleness, self.config.sync.paced
         if self._has_ages and (behind or paced):
             logger.info("samples are trained on at most %d rollouts after the weights that made them%s", behind, paced)
+            logger.info("samples of groups that an earlier rollout put back %s", self.ages.of_put_back)
         self.saving.begin()
 
     def close(self) -> None:
@@ -159,9 +161,9 @@ class Session:
 
     def start_generating(self, rollout_id: int) -> Generating:
         """Begin a rollout, which goes on beside the trainer; `collect` it."""
-        oldest = self.ages.oldest_version(rollout_id) if self._has_ages else 0
+        versions = self.ages.versions(rollout_id) if self._has_ages else ANY_VERSION
         with self.sinks.phase("start_rollout"):
-            return self.cluster.start_generating(rollout_id, oldest)
+            return self.cluster.start_generating(rollout_id, versions)
 
     def collect(self, generating: Generating) -> RolloutResult:
         """Wait for a rollout. The seconds are ``perf/rollout_time`` in lock step, else ``perf/train_wait_time``."""

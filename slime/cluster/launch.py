@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import ray
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,9 @@ class Clock:
     def lap(self, name: str) -> None:
         now = time.perf_counter()
         self.seconds[name], self._last = now - self._last, now
+
+
+def there(part: T | None) -> T:
+    """A part of a cluster that has been launched."""
+    assert part is not None, "launch comes first"
+    return part

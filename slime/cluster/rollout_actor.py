@@ -29,7 +29,7 @@ from slime.log import get_logger, log_to_file_only
 from slime.observe.run_folder import RunFolder
 from slime.prompts.source import load_source, make_source, save_source, source_again
 from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout
-from slime.samples.types import Group
+from slime.samples.types import Group, Versions
 
 logger = get_logger(__name__)
 
@@ -111,14 +111,14 @@ class RolloutActor:
         await self.loop.start()
         settle(many_samples=True)
 
-    async def generate(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> RolloutResult | None:
+    async def generate(self, rollout_id: int, layout: TrainLayout, versions: Versions) -> RolloutResult | None:
         """One rollout, converted, packed and put into the object store, one shard per data-parallel rank; None for
         one that was given up.
 
         Args:
-            oldest_version: of weights; what older ones have begun is stale (--stale-samples).
+            versions: of weights that its samples may have.
         """
-        task = asyncio.ensure_future(self._generate(rollout_id, layout, oldest_version))
+        task = asyncio.ensure_future(self._generate(rollout_id, layout, versions))
         self._under_way[rollout_id] = task
         try:
             return await task
@@ -133,7 +133,7 @@ class RolloutActor:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _generate(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> RolloutResult:
+    async def _generate(self, rollout_id: int, layout: TrainLayout, versions: Versions) -> RolloutResult:
         from slime.samples.convert import to_train_batches
 
         started = time.perf_counter()
@@ -142,7 +142,7 @@ class RolloutActor:
 
             output = await sft_rollout(self.config, self.source, self.tokenizer, rollout_id)
         else:
-            output = await self.loop.generate_batch(rollout_id, oldest_version)
+            output = await self.loop.generate_batch(rollout_id, *versions)
         groups: list[Group] = output.samples
         metrics = dict(output.metrics or {})
         generated = time.perf_counter()
@@ -155,10 +155,10 @@ class RolloutActor:
         metrics["perf/rollout_time"] = generated - started
         metrics["perf/data_preprocess_time"] = converted - generated
         metrics["perf/record_time"] = time.perf_counter() - converted
-        versions = Counter(v for batch in batches for v in batch.weight_versions if v is not None)
-        return RolloutResult(rollout_id, shards, metrics, dict(versions))
+        sampled_by = Counter(v for batch in batches for v in batch.weight_versions if v is not None)
+        return RolloutResult(rollout_id, shards, metrics, dict(sampled_by))
 
-    async def load_dump(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> RolloutResult:
+    async def load_dump(self, rollout_id: int, layout: TrainLayout, versions: Versions) -> RolloutResult:
         """The samples of ``--load-debug-rollout-data`` instead of generated ones."""
         from slime.rollout.debug_data import load_rollout
         from slime.samples.convert import to_train_batches
@@ -219,6 +219,11 @@ class RolloutActor:
         """Training has failed on the groups of ``rollout_id``: whoever goes on from here has them generated anew."""
         if self.journal is not None:
             self.journal.forget(rollout_id, self._groups_of.get(rollout_id))
+
+    async def forget_newer(self, rollout_id: int, version: int) -> None:
+        """What of ``rollout_id`` has tokens of newer weights than these is generated anew."""
+        if self.journal is not None:
+            self.journal.forget_newer(rollout_id, version)
 
     async def load_source(self, config: Config, rollout_id: int | None, state: dict[str, Any], is_again: bool) -> None:
         """Go on where `save_source` was called for ``rollout_id`` and returned ``state``.
@@ -302,10 +307,10 @@ class RolloutHandle:
     def connect(self, router_url: str, router_urls: dict[str, str], run_keys: RunKeys) -> None:
         self._answer(self._actor.connect.remote(router_url, router_urls, run_keys), "connecting to the router")
 
-    def begin_rollout(self, rollout_id: int, layout: TrainLayout, oldest_version: int) -> ray.ObjectRef:
+    def begin_rollout(self, rollout_id: int, layout: TrainLayout, versions: Versions) -> ray.ObjectRef:
         """To be: a `RolloutResult`; generated, or read with --load-debug-rollout-data."""
         begin = self._actor.load_dump if self._loads_dump else self._actor.generate
-        return begin.remote(rollout_id, layout, oldest_version)
+        return begin.remote(rollout_id, layout, versions)
 
     def begin_evaluation(self, rollout_id: int) -> ray.ObjectRef:
         """To be: metrics ``eval/…``."""
@@ -321,6 +326,9 @@ class RolloutHandle:
 
     def forget(self, rollout_id: int) -> None:
         self._answer(self._actor.forget.remote(rollout_id), "forgetting what cannot be trained on")
+
+    def forget_newer(self, rollout_id: int, version: int) -> None:
+        self._answer(self._actor.forget_newer.remote(rollout_id, version), "forgetting what a broken push has touched")
 
     def save_source(self, rollout_id: int) -> dict[str, Any]:
         """The data position that training has reached, for the checkpoint of ``rollout_id``."""

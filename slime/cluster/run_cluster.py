@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -14,7 +15,7 @@ from slime.checkpoints.load_plan import going_on
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_turns import EngineMemory, GpuTurns
-from slime.cluster.launch import Clock, Generating, Launch
+from slime.cluster.launch import Clock, Generating, Launch, there
 from slime.cluster.placement import Slots
 from slime.cluster.ray_session import reserve, start_ray
 from slime.cluster.rollout_actor import RolloutHandle, RolloutResult
@@ -41,13 +42,13 @@ from slime.log import get_logger
 from slime.memory.check import check_memory_of_cluster
 from slime.placement import PlacementPlan, has_evaluation
 from slime.samples.batch import TrainLayout
+from slime.samples.types import ANY_VERSION, Versions
 from slime.weights.canary import Canary
 
 if TYPE_CHECKING:
     from slime.trainer.non_finite import FailedStep
 
 logger = get_logger(__name__)
-T = TypeVar("T")
 
 _POLITE_SECONDS, _HASTY_SECONDS = 5.0, 2.0  # for all processes together
 
@@ -94,7 +95,7 @@ class Cluster:
         self._watches: list[Watch] = []
         self._progress: Watch | None = None
         engine_seconds = engine_of(config).startup_seconds if self.plan.num_engines else 0.0
-        self._start_seconds = max(config.cluster.distributed_timeout_minutes * 60.0, engine_seconds)
+        self._limits = max(config.cluster.distributed_timeout_minutes * 60.0, engine_seconds), should_stop
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ class Cluster:
                 news.look()
 
             # the news of the start say more than a silence would
-            return wait_for(asked, what, self._start_seconds, self._should_stop, look, breaks_silence=False)
+            return wait_for(asked, what, *self._limits, look, breaks_silence=False)
 
         engines, trainers = self._make_engines(slots), self._make_trainers(slots, config)
         starting = engines.begin_start() if engines is not None else {}
@@ -161,7 +162,7 @@ class Cluster:
         """Set the data to where the checkpoint says; without one to where the launch began."""
         if start.saved_for is not None or is_again:
             state = start.extra_state.get("source", self._source_at_launch)
-            _there(self._rollout).load_source(config, start.saved_for, state, is_again=is_again)
+            there(self._rollout).load_source(config, start.saved_for, state, is_again=is_again)
 
     def _introduce(self, version: int) -> None:
         """Trainer and engines to each other, and both to the driver.
@@ -185,47 +186,51 @@ class Cluster:
     def restart_trainers(self, version: int) -> TrainerStart:
         """Start all trainer ranks again from the newest checkpoint; engines and rollout actor stay. What is being
         generated is waited for, while engines answer, and thrown away: the data stands where the checkpoint says, and
-        what was finished is in the journal. Raises as `launch`.
+        what was finished is in the journal. The ranks come up meanwhile, unless engines have their GPUs' memory then.
+        Raises as `launch`.
 
         Args: version: of the weights that the engines have, so that the numbers of pushes go on.
         Returns: the rollout to go on with, and what its checkpoint has besides the weights.
         """
-        config, slots = going_on(self.config), _there(self._slots)
-        _there(self._trainers).close(0.0)
+        config, slots = going_on(self.config), there(self._slots)
+        there(self._trainers).close(0.0)
         remove_stale()
         self._watches = [self._engines.watch()] if self._engines is not None else []
         if half_pushed := self._weights is not None and self._weights.is_pushing:
-            _there(self._engines).go_on()  # or what is under way would wait for ever
+            there(self._engines).go_on()  # or what is under way would wait for ever
+        pushed, takes_turns = version if half_pushed else None, self._turns is not None and self._turns.taken
+        if takes_turns:
+            self._end_rollouts(pushed)
+        trainers = there(self._make_trainers(slots, config))
+        if takes_turns:
+            there(self._turns).before_trainer()
+        setting_up = trainers.begin_setup(self._should_stop)
+        if not takes_turns:
+            self._end_rollouts(pushed)
+        look = partial(raise_failed, setting_up, "as the trainer came up again")
+        start = trainers.agreed_start(wait_for(setting_up, "setting up again", *self._limits, look))
+        self._load_source(config, start, is_again=True)
+        self._introduce(version)
+        return start
+
+    def _end_rollouts(self, pushed: int | None) -> None:
+        """Without trainers, as long as engines answer. What is called newer than what was ``pushed`` last, since a push
+        was under way that will not come to its end, is of no weights that ever were, and is forgotten."""
         self._lacks_trainers = True
         for generating in list(self._generating.values()):
             try:
                 self.collect(generating)
             except NobodyAnswers:
-                _there(self._rollout).give_up(self._generating.pop(generating.rollout_id).rollout_id)
-            if half_pushed:  # some of it is of no weights that have a version
-                _there(self._rollout).forget(generating.rollout_id)
+                there(self._rollout).give_up(self._generating.pop(generating.rollout_id).rollout_id)
+            if pushed is not None:
+                there(self._rollout).forget_newer(generating.rollout_id, pushed)
         self._lacks_trainers = False
-        trainers = self._make_trainers(slots, config)
-        assert trainers is not None
-        if self._turns is not None and self._turns.taken:
-            self._turns.before_trainer()
-        setting_up = trainers.begin_setup(self._should_stop)
-
-        def look() -> None:
-            raise_failed(setting_up, "while the trainer came up again")
-
-        found = wait_for(setting_up, "setting up again", self._start_seconds, self._should_stop, look)
-        start = trainers.agreed_start(found)
-        self._load_source(config, start, is_again=True)
-        self._introduce(version)
-        return start
 
     def _make_engines(self, slots: Slots) -> Engines | None:
         if not self.plan.has_engines:
             return None
         threads = threads_per_process(self.plan.num_engines, self.take_turns)
-        limits = self._start_seconds, self._should_stop
-        self._engines = Engines(self.config, self.plan, slots, self.run_path, threads, *limits)
+        self._engines = Engines(self.config, self.plan, slots, self.run_path, threads, *self._limits)
         return self._engines
 
     def _make_trainers(self, slots: Slots, config: Config) -> Trainers | None:
@@ -274,12 +279,12 @@ class Cluster:
     def has_trainers(self) -> bool:
         return self._trainers is not None
 
-    def start_generating(self, rollout_id: int, oldest_version: int = 0) -> Generating:
-        """Begin a rollout with samples of these weights or newer ones; collect it with `collect`."""
+    def start_generating(self, rollout_id: int, versions: Versions = ANY_VERSION) -> Generating:
+        """Begin a rollout with samples of these weights; collect it with `collect`."""
         if self._weights is not None:
             self._weights.wake_engines()
         layout = self._trainers.layout if self._trainers is not None else TrainLayout()
-        begun = Generating(rollout_id, _there(self._rollout).begin_rollout(rollout_id, layout, oldest_version))
+        begun = Generating(rollout_id, there(self._rollout).begin_rollout(rollout_id, layout, versions))
         self._generating[rollout_id] = begun
         return begun
 
@@ -293,7 +298,7 @@ class Cluster:
 
     def train(self, batch: RolloutResult) -> dict[str, float]:
         """Train on a rollout; afterwards its prompts count as consumed."""
-        rollout = _there(self._rollout)
+        rollout = there(self._rollout)
         if self._trainers is None:
             return rollout.mark_consumed(batch.rollout_id)
         with self._trainers_turn(), self._forgotten_on_failure(batch):
@@ -309,7 +314,7 @@ class Cluster:
         except Exception as error:
             if not isinstance(error, StopRequested) and not self.lost_trainers(error):
                 with contextlib.suppress(UserError):  # the error at hand is the one to tell
-                    _there(self._rollout).forget(batch.rollout_id)
+                    there(self._rollout).forget(batch.rollout_id)
             raise
 
     def turns(self) -> dict[str, float]:
@@ -335,8 +340,8 @@ class Cluster:
         """With the weights that the engines hold now; None when there is nothing to evaluate."""
         if self._engines is None or not has_evaluation(self.config):
             return None
-        _there(self._weights).wake_engines()
-        return Generating(rollout_id, _there(self._rollout).begin_evaluation(rollout_id))
+        there(self._weights).wake_engines()
+        return Generating(rollout_id, there(self._rollout).begin_evaluation(rollout_id))
 
     def collect_evaluation(self, evaluating: Generating) -> dict[str, float]:
         """Wait for an evaluation: metrics ``eval/…``. One that has ended is there, also after a SIGTERM."""
@@ -347,7 +352,7 @@ class Cluster:
     def save(self, rollout_id: int, pushes: Mapping[int, int], metrics: Mapping[str, float]) -> None:
         """Checkpoint after training ``rollout_id``, with the data position that training has reached, when each version
         was pushed, and the rollout's metrics, which are logged later."""
-        state = {"source": _there(self._rollout).save_source(rollout_id), "rollout_id": rollout_id}
+        state = {"source": there(self._rollout).save_source(rollout_id), "rollout_id": rollout_id}
         state |= {"weight_version": max(pushes, default=0), "pushes": dict(pushes), "metrics": dict(metrics)}
         if self._trainers is not None:
             with self._trainers_turn():
@@ -403,7 +408,7 @@ class Cluster:
             if not engines.table.those(State.SERVING):
                 raise NobodyAnswers
         elif self._trainers is None:  # the weights that engines start with are right
-            _there(self._weights).take_in()
+            there(self._weights).take_in()
             engines.admit()
         elif not engines.table.policy:
             metrics = self.update_weights()
@@ -424,7 +429,7 @@ class Cluster:
             if self._progress is not None:
                 self._progress.look()
 
-        rollout, limit = _there(self._rollout), self.config.rollout.rollout_timeout
+        rollout, limit = there(self._rollout), self.config.rollout.rollout_timeout
         rollout.shows_evaluation = what == "evaluating"
         signs = (lambda: rollout.counters), (lambda: rollout.waits)
         with self._explained():
@@ -443,8 +448,3 @@ class Cluster:
 
     def _explained(self) -> contextlib.AbstractContextManager[None]:
         return self._engines.explained() if self._engines is not None else contextlib.nullcontext()
-
-
-def _there(part: T | None) -> T:
-    assert part is not None, "launch comes first"
-    return part

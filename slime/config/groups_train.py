@@ -402,9 +402,9 @@ class SyncConfig:
         needs=_TRAINS,
         serves="driver",
     )
-    """Most rollouts finished or under way ahead of the trainer. 0 is lock step. A sample is trained on at most
-    async_buffer_size + update_weights_interval - 1 rollouts after its weights were pushed, less with --max-staleness.
-    Batches of supervised fine-tuning depend on no weights: the next one is made while the trainer trains."""
+    """Most rollouts finished or under way ahead of the trainer. 0 is lock step. What a rollout draws anew is trained on
+    at most async_buffer_size + update_weights_interval - 1 rollouts after its weights were pushed, less with
+    --max-staleness; what was put back may be older. Fine-tuning, whose data depend on no weights, makes one ahead."""
     update_weights_in_flight: bool = flag(
         False,
         needs=(

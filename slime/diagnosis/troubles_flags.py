@@ -86,7 +86,7 @@ STALE_WEIGHTS = Trouble(
     "stale-weights",
     "the policy diverges in asynchronous training",
     "Samples may be trained on many rollouts after the weights that made them: at most --async-buffer-size +"
-    " --update-weights-interval − 1.",
+    " --update-weights-interval − 1, more where groups are put back (over-sampling, --partial-rollout).",
     ("--async-buffer-size 2", "--update-weights-interval 1", "--max-staleness N", "--use-tis corrects for it"),
     "--update-weights-interval 5",
 )

@@ -2,7 +2,8 @@
 
     generate function ──► RolloutClient ──► router ──► engine
                            slots     at most concurrency × engines samples at once
-                           retries   lost connections and 5xx, with backoff, until ``retry_seconds`` have passed
+                           retries   lost connections and 5xx, with backoff, until ``retry_seconds`` have passed; at
+                                     least every second or so while some engine serves
                            deadline  one for each request, retries included
                            abort     of everything on every engine; requests made meanwhile come back as aborted
                            beside    a second client for what goes on at the same time, with requests of its own
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +32,9 @@ from slime.log import get_logger
 logger = get_logger(__name__)
 
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 5.0
+#: While some engine serves: what a dead one has lost goes to another as soon as the router has taken that one out.
+_LONGEST_WHILE_SERVED = 1.0
+_LOOK_SECONDS = 1.0
 _FIRST_POLL, _LONGEST_POLL = 0.02, 1.0
 _ABORT_SECONDS = 10.0
 _LOADS_SECONDS = 5.0
@@ -80,6 +85,14 @@ class Slots(asyncio.Semaphore):
             super().release()
 
 
+@dataclass
+class Served:
+    """Whether anybody serves, as the router said when it was asked last; of all clients beside each other."""
+
+    at: float = -math.inf
+    by_some: bool = True
+
+
 class RolloutClient:
     """Use as ``async with RolloutClient(url, max_concurrency=512) as client``, on one event loop.
 
@@ -123,6 +136,7 @@ class RolloutClient:
         self._policy_urls = {self.base_url, *urls}
         """The router's, and those of the engines that it has named so far."""
         self._next_key = 0
+        self._served = Served()
         self._company = [self]
         """The clients of what goes on at the same time, this one among them."""
 
@@ -252,9 +266,24 @@ class RolloutClient:
                 self.counters.retries += 1
                 request.attempt += 1
                 sleep = self._sleep_unless_aborting if ends_with_rollout else asyncio.sleep
+                if backoff > _LONGEST_WHILE_SERVED and ends_with_rollout and await self._some_engine_serves():
+                    backoff = _LONGEST_WHILE_SERVED
                 await sleep(backoff * random.uniform(0.8, 1.2))
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
             return None
+
+    async def _some_engine_serves(self) -> bool:
+        """By the router's list, looked at now and then; true as well where the router does not tell, since it may come
+        back any moment."""
+        served, now = self._served, time.monotonic()
+        if now - served.at >= _LOOK_SECONDS:
+            served.at = now
+            try:
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    served.by_some = any(worker.healthy for worker in await self._workers())
+            except (EngineError, TimeoutError):
+                served.by_some = True
+        return served.by_some
 
     async def _least_busy(self, request: InFlight) -> str:
         """URL of the healthy engine with the fewest other requests of ours.

@@ -240,10 +240,14 @@ def tool_text_trained(rows: Rows) -> list[Alarm]:
 
 def stale_samples(rows: Rows) -> list[Alarm]:
     values = _values(rows[-_FLAT_STEPS:], "rollout/staleness/num_too_old")
-    if not values or not all(values):
+    weighed = _values(rows[-1:], "train/tis")
+    if weighed or not values or not all(values):
         return []
-    detail = f"{values[-1]:.0f} samples of the last step are older than --max-staleness allows for"
-    fix = "raise --max-staleness, or pass --stale-samples correct with --use-tis, which weighs their tokens"
+    detail = (
+        f"{values[-1]:.0f} samples of the last step are older than --max-staleness allows for, or without it"
+        " --async-buffer-size and --update-weights-interval: earlier rollouts have put them back"
+    )
+    fix = "pass --use-tis, which weighs their tokens, or --max-staleness, which has such groups generated anew"
     return [Alarm("Samples are too old", detail, fix)]
 
 

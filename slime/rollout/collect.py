@@ -40,7 +40,6 @@ ABORT_SECONDS = 60.0
 #: For the runner's own code to end; users' has less (`slime.user_calls`).
 _CANCEL_SECONDS = 10.0
 
-
 #: --stale-samples → the metric that counts what became of groups.
 _BECAME = {
     "correct": "rollout/num_stale_corrected",
@@ -90,7 +89,7 @@ class Collector:
         max_failed_fraction: of ``target``; at least one group may fail.
         abort_timeout: seconds for engines and generate functions to stop at the end.
         journal: what it has of a drawn group takes its place, and what becomes of each is written there.
-        oldest_version: of weights; a group with tokens of older ones is stale.
+        oldest_version: of weights; a group with tokens of older ones is stale. newest_version: see `Journal.restore`.
         stale_samples: what becomes of such a group, see the flag.
     """
 
@@ -110,9 +109,11 @@ class Collector:
         abort_timeout: float = ABORT_SECONDS,
         journal: Journal | None = None,
         oldest_version: int = 0,
+        newest_version: int | None = None,
         stale_samples: str = "requeue",
     ) -> None:
         self._journal, self._oldest_version, self._stale_samples = journal, oldest_version, stale_samples
+        self._newest_version = None if deterministic else newest_version
         self._corrected: set[int] = set()  # by GroupRun.order
         self.runner, self.source, self.client = runner, source, runner.state.client
         self.target, self.draw_size, self.group_size = target, draw_size, group_size
@@ -126,8 +127,7 @@ class Collector:
         self.result = Collected([], [])
         self._certain: list[GroupRun] = []  # the batch as far as it is certain; may grow beyond the target
         self._next_certain = 0  # in deterministic mode: every group drawn before this one has its verdict
-        self._num_rejected = 0
-        self._drops_in_a_row = 0
+        self._num_rejected = self._drops_in_a_row = 0
         self._tasks: dict[asyncio.Task[None], GroupRun] = {}
         self._finished: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
 
@@ -218,8 +218,9 @@ class Collector:
         run = GroupRun.of(drawn, order=len(self.drawn))
         if self._journal is not None and drawn:
             key = drawn_as(drawn)
-            run = GroupRun.of(self._journal.restore(self._rollout_id, drawn, key), order=len(self.drawn))
-            run.drawn_as, run.is_noted = key, run.is_scored
+            found, is_noted = self._journal.restore(self._rollout_id, drawn, key, self._newest_version)
+            run = GroupRun.of(found, order=len(self.drawn))
+            run.drawn_as, run.is_noted = key, is_noted
         return run
 
     # -- too old -------------------------------------------------------------------------------------------
@@ -401,6 +402,8 @@ class Collector:
     def _rewind(self, run: GroupRun) -> None:
         """Into the state in which the next rollout can take it up."""
         if run.is_generated and not self.deterministic:
+            if run.order not in self.verdicts:  # it finished when there were enough: nobody has judged and noted it
+                self._note(Kind.FINISHED if run.is_scored else Kind.BEGUN, run)
             return
         if self.deterministic or not self.partial_rollout:
             if run.order in self.verdicts:

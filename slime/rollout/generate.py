@@ -56,6 +56,7 @@ class GenerateState:
         max_context_len: most tokens of prompt plus response, None for no limit but the engine's.
         deterministic: requests carry a seed made from ``rollout_seed`` and the sample's index.
         oldest_version: of weights; what older ones have begun is stale (--stale-samples).
+        newest_version: that training has reached, as it stands; None: not known.
         end_tokens: that end an answer unless ``ignore_eos`` is set.
         request_tokens: most new tokens to ask for in one request; a longer answer takes several.
         routed_experts: ask the engine which experts it used, for the trainer to use them again.
@@ -74,6 +75,7 @@ class GenerateState:
     deterministic: bool = False
     rollout_seed: int = 0
     oldest_version: int = 0
+    newest_version: int | None = None
     end_tokens: frozenset[int] = frozenset()
     request_tokens: int | None = None
     routed_experts: bool = False

@@ -7,7 +7,9 @@ indices and in the same order. What the journal has of such a group takes its pl
                              ├─ begun ────► goes on where it was (--partial-rollout)
                              └─ no ───────► generated
 
-Along the weights that survive, each finished group is trained on once, and none is generated twice.
+Along the weights that survive, each finished group is trained on once, and none is generated twice. Where timing
+decides which rollout draws a group, it may be an earlier one than in the life that finished it: what is of weights that
+training has reached counts there, too.
 
 A file per rollout, ``journal/rollout_000012.log``: records that are only ever appended,
 
@@ -147,34 +149,43 @@ class Journal:
                 file.truncate(file.tell())
         return 0
 
-    def restore(self, rollout_id: int, drawn: list[Sample], key: int) -> list[Sample]:
+    def restore(
+        self, rollout_id: int, drawn: list[Sample], key: int, newest_version: int | None = None
+    ) -> tuple[list[Sample], bool]:
         """What the journal has of a drawn group in the place of it, or ``drawn`` where it has nothing.
 
         Args:
-            rollout_id: that draws; what later rollouts have made of the group does not count yet.
+            rollout_id: that draws; what later rollouts have made of the group does not count yet. But in another order
+                of events one of them may have drawn what this one draws now:
+            newest_version: of weights that training has reached: what was generated with these or older ones counts,
+                whichever rollout did it. None: that of later ones never does (deterministic runs).
             key: `drawn_as` of it; where the journal has another, it is of other data.
+        Returns:
+            The group, and whether it is finished in the file of this rollout or a later one, which stays as long as
+            somebody may draw it again.
         """
         index = drawn[0].group_index
-        noted = self._places.get(index, ()) if index is not None else ()
-        places = [place for place in noted if place.rollout_id <= rollout_id]
-        if not places or places[-1].kind is Kind.FORGOTTEN or places[-1].drawn_as != key:
-            return drawn
-        found = self._read(places[-1])
-        if found is None:
-            return drawn
-        self.num_restored += places[-1].kind is Kind.FINISHED
-        return [Sample.from_dict(item) for item in found]
+        for place in reversed(self._places.get(index, ()) if index is not None else ()):
+            is_later = place.rollout_id > rollout_id
+            if is_later and newest_version is None:
+                continue
+            if place.kind is Kind.FORGOTTEN or place.drawn_as != key or (found := self._read(place)) is None:
+                break
+            if is_later and not _is_within(found, newest_version):
+                continue
+            self.num_restored += place.kind is Kind.FINISHED
+            return found, place.kind is Kind.FINISHED and place.rollout_id >= rollout_id
+        return drawn, False
 
-    def _read(self, place: _Place) -> list[dict[str, Any]] | None:
+    def _read(self, place: _Place) -> list[Sample] | None:
         try:
             with _path(self._folder, place.rollout_id).open("rb") as file:
                 file.seek(place.offset)
                 _, record = next(_records(file))
-            found: list[dict[str, Any]] = pickle.loads(record[3])
+            return [Sample.from_dict(item) for item in pickle.loads(record[3])]
         except Exception as problem:  # a disk, or a class of the user's that is not there any more
             logger.warning("a group of rollout %d cannot be read, it is generated again: %r", place.rollout_id, problem)
             return None
-        return found
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -220,6 +231,16 @@ class Journal:
         for index in group_indices:
             if places := self._places.get(index):
                 self.note(Kind.FORGOTTEN, rollout_id, places[-1].drawn_as, [Sample(group_index=index)])
+
+    def forget_newer(self, rollout_id: int, version: int) -> None:
+        """What a rollout has noted with tokens of newer weights than these, or of nobody knows which, is not to be
+        trained on."""
+        newer = []
+        for index, places in self._places.items():
+            of_it = [place for place in places if place.rollout_id == rollout_id and place.kind is not Kind.FORGOTTEN]
+            if of_it and not ((found := self._read(of_it[-1])) and _is_within(found, version)):
+                newer.append(index)
+        self.forget(rollout_id, newer)
 
     def _file(self, rollout_id: int) -> BinaryIO:
         if rollout_id not in self._files:
@@ -311,6 +332,13 @@ class Journal:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _is_within(samples: Sequence[Sample], newest_version: int | None) -> bool:
+    """Whether all that was generated of a group is of these weights or older ones; not if nobody knows of which."""
+    versions = [span.weight_version for sample in samples for span in sample.token_spans]
+    known = [version for version in versions if version is not None]
+    return newest_version is not None and bool(known) and max(known) <= newest_version
 
 
 # -- of a run ------------------------------------------------------------------------------------------------

@@ -227,18 +227,20 @@ class RolloutLoop:
 
     # -- training ------------------------------------------------------------------------------------------
 
-    async def generate_batch(self, rollout_id: int, oldest_version: int = 0) -> RolloutFnTrainOutput:
+    async def generate_batch(
+        self, rollout_id: int, oldest_version: int = 0, newest_version: int | None = None
+    ) -> RolloutFnTrainOutput:
         """``rollout_batch_size`` groups with rewards, sorted by sample index, and their metrics.
 
         Args:
-            oldest_version: of weights; what older ones have begun is stale (--stale-samples).
+            oldest_version, newest_version: of weights, see `GenerateState`.
         Raises:
             UserError: see `Collector.collect`; or what a custom rollout function returned does not fit.
         """
         custom = _custom_function(self.args.rollout_function_path) or replaced(f"{_OLD}generate_rollout")
         alone = custom is not None or self.config.rollout.deterministic
         async with self._session(alone=alone, oldest_version=oldest_version) as state:
-            started = time.monotonic()
+            started, state.newest_version = time.monotonic(), newest_version
             if custom is None:
                 output = await self.generate_built_in(rollout_id, state, self.source)
             else:
@@ -286,6 +288,7 @@ class RolloutLoop:
             stall_timeout=self.config.rollout.rollout_stall_timeout,
             journal=self._journal,
             oldest_version=state.oldest_version,
+            newest_version=state.newest_version,
             stale_samples=self.config.sync.stale_samples,
         )
         state.progress, state.waits = collector.progress, lambda: collector.watchdog.words

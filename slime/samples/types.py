@@ -12,7 +12,7 @@ import copy
 import dataclasses
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime.errors import UserError
 from slime.samples.routed_experts import decode_routed_experts
@@ -405,3 +405,19 @@ class Group:
         """Of all tokens that are trained on; None where none has one."""
         versions = [sample.oldest_weight_version() for sample in self.samples]
         return min((version for version in versions if version is not None), default=None)
+
+
+class Versions(NamedTuple):
+    """Of the weights that samples of a rollout may have.
+
+    Attributes:
+        oldest: what older ones have begun is stale.
+        newest: that training has reached; what an earlier life of the run has finished with newer ones does not count.
+            None: not known.
+    """
+
+    oldest: int = 0
+    newest: int | None = None
+
+
+ANY_VERSION = Versions()

@@ -195,6 +195,22 @@ def test_an_engine_that_is_stopped_is_replaced_before_that(world: World, start_h
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("phase", ["sleep", "update_weights", "paused"])
+def test_an_engine_that_is_stopped_around_a_push_is_replaced(
+    phase: str, world: World, start_held: StartHeld, hold: Path
+) -> None:
+    """Where no health check is under way: as it is to take memory, before it is paused, and before it gets weights."""
+    care = ["--use-fault-tolerance", "--rollout-health-check-timeout", 2, "--rollout-health-check-interval", 1]
+    name = f"cared-for-{phase}"
+    flags = flags_of(world, name, phase, *care)
+    driver, stopped, _ = stopped_at(phase, "engine", flags, world.outputs / name, start_held, hold)
+    (hold / f"hold-{phase}").unlink()
+    assert driver.end() == 0 and driver.steps() == [1, 2], driver.stderr[-3000:]
+    assert not stopped.is_running()
+    driver.leaves_nothing()
+
+
+@pytest.mark.full
 def test_a_reward_worker_that_is_stopped_is_replaced(world: World, start_held: StartHeld, hold: Path) -> None:
     """It has graded rollout 0, and does not come to rollout 1: its samples count as wrong."""
     (hold / "hold-request-1").touch()

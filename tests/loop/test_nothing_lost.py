@@ -129,17 +129,21 @@ VICTIMS = {
     "engine": "slime.engines.embedded",
     "rollout actor": "ray::RolloutActor",
     "router": "sglang::router",
+    "reward worker": "slime.rollout.rewards.math_grading",
     "raylet": "raylet/raylet",
     "GCS": "gcs_server",
 }
-_WORKER = {"reward worker": "slime.rollout.rewards.math_grading"}
+#: A reward that asks them.
+_GRADED = ("--custom-rm-path", "tests.support.hold.reward_by_worker", "--rm-num-workers", 1)
+#: For `broken`, which holds a run at its end.
+_HELD = ("--custom-megatron-init-path", "tests.support.hold.hold_phases")
 
 
 def strike(driver: Driver, victim: str, seconds: float = 0.0) -> bool:
     """Kill it, or stop it for so many seconds; false where it is not there."""
     found = [psutil.Process(driver.process.pid)] if victim in ("driver", "all") else []
     if victim != "driver":
-        found += driver.family((VICTIMS | _WORKER)[victim])
+        found += driver.family(VICTIMS[victim])
     driver.family("")  # from now on it is known, whoever dies
     for process in found:
         with suppress(psutil.NoSuchProcess):
@@ -157,25 +161,36 @@ def broken(
     num_rollouts: int,
     victims: list[str],
     dice: random.Random,
-    stops: bool = False,
+    longest_stop: float = 6.0,
 ) -> tuple[Driver, list[str]]:
-    """A run that is struck at random moments, and begun again when it has ended of it, until it is finished.
+    """A run that is struck at random moments, and begun again when it has ended of it, until it is finished. Every
+    other victim is stopped for a while instead of killed. The run cannot finish before all have been struck.
 
-    Args:
-        stops: every other one is stopped for a while instead of killed.
     Returns:
         Its last driver, and what was struck when, in words.
     """
-    driver, told = begin(), []
+    last = scores.folder / "hold-export"  # where the trainer waits before the model is written
+    last.touch()
+    driver, told, pace = begin(), [], num_rollouts // len(victims)
     for number, victim in enumerate(victims):
-        goal, delay = min(num_rollouts - 1, len(driver.steps()) + dice.randint(0, 2)), dice.uniform(0.0, 3.0)
-        seconds = dice.uniform(0.5, 6.0) if stops and number % 2 else 0.0
-        driver = reach(begin, driver, goal)
-        time.sleep(delay)
-        if driver.process.poll() is None and strike(driver, victim, seconds):
-            scores.kills.append(time.time())
-            told.append(f"{victim} at step {len(driver.steps())}" + (f", for {seconds:.1f} s" if seconds else ""))
+        goal, delay = pace * number + dice.randint(0, pace - 1), dice.uniform(0.0, 1.5)
+        seconds = dice.uniform(0.5, longest_stop) if number % 2 else 0.0
+        is_struck = False
+        while not is_struck:  # or the run had ended of what was before
+            driver = reach(begin, driver, goal)
+            time.sleep(delay)
+            wait_until(partial(_is_there_or_ended, driver, victim), f"a {victim} at step {goal}")
+            assert driver.process.poll() != 0, f"finished before a {victim} was struck, after {told}"
+            is_struck = driver.process.poll() is None and strike(driver, victim, seconds)
+        scores.kills.append(time.time())
+        told.append(f"{victim} at step {len(driver.steps())}" + (f", for {seconds:.1f} s" if seconds else ""))
+    last.unlink()
+    assert len(told) == len(victims)
     return reach(begin, driver, num_rollouts, to_its_end=True), told
+
+
+def _is_there_or_ended(driver: Driver, victim: str) -> bool:
+    return victim in ("driver", "all") or bool(driver.family(VICTIMS[victim])) or driver.process.poll() is not None
 
 
 def reach(begin: Callable[[], Driver], driver: Driver, step: int, *, to_its_end: bool = False) -> Driver:
@@ -200,6 +215,11 @@ def _has_reached(driver: Driver, step: int) -> bool:
     return len(driver.steps()) >= step or driver.process.poll() is not None
 
 
+def trained_indices(driver: Driver, num_rollouts: int) -> list[int]:
+    """Of all samples that were trained on, sorted; one that was trained on twice is there twice."""
+    return sorted(sample["index"] for samples in trained_on(driver, num_rollouts) for sample in samples)
+
+
 def trained_on(driver: Driver, num_rollouts: int) -> list[list[dict[str, Any]]]:
     """Of each rollout: the samples of its record."""
     files = [driver.path / "samples" / f"rollout_{number:06d}.jsonl" for number in range(num_rollouts)]
@@ -212,58 +232,78 @@ def unbroken() -> dict[tuple[object, ...], dict[str, torch.Tensor]]:
     return {}
 
 
+#: Strikes of a long run, and its rollouts for each: so many are done again after half of them.
+_STRIKES, _PACE = 12, 3
+#: Script → seeds of its long runs.
+_SEEDS = {"train.py": range(2, 11), "train_async.py": range(11, 20)}
+#: Script → victims of its short run: of those that cost a launch or a trainer as few as tell something.
+_SHORT = {
+    "train.py": ["engine", "reward worker", "all", "router", "engine"],
+    "train_async.py": ["router", "engine", "reward worker", "reward worker", "engine"],
+}
+
+
+def victims_of(script: str, seed: int, dice: random.Random) -> list[str]:
+    """In the order in which they are struck."""
+    if seed not in _SEEDS[script]:
+        return list(_SHORT[script])
+    return [dice.choice(list(VICTIMS)) for _ in range(_STRIKES)]
+
+
+def test_as_many_points_are_struck_as_are_promised() -> None:
+    """At least 200 in `make test-full` and 10 in `make test`, and everybody; `broken` leaves none out."""
+    runs = [victims_of(script, seed, random.Random(seed)) for script, seeds in _SEEDS.items() for seed in seeds]
+    assert sum(map(len, runs)) >= 200 and {victim for run in runs for victim in run} == set(VICTIMS)
+    killed, stopped = ({victim for run in runs for victim in run[half::2]} for half in (0, 1))
+    assert killed == stopped == set(VICTIMS)
+    assert sum(map(len, _SHORT.values())) >= 10 and set(_SHORT) == set(_SEEDS)
+
+
 @pytest.mark.parametrize(
-    ("script", "seed", "count"),
+    ("script", "seed"),
     [
-        ("train.py", 1, 5),
-        *(pytest.param("train.py", seed, 12, marks=pytest.mark.full) for seed in range(2, 11)),
-        *(pytest.param("train_async.py", seed, 12, marks=pytest.mark.full) for seed in range(11, 20)),
+        *((script, 1) for script in _SHORT),
+        *(pytest.param(script, seed, marks=pytest.mark.full) for script, seeds in _SEEDS.items() for seed in seeds),
     ],
 )
-def test_kills_at_random_leave_what_an_unbroken_run_leaves(
-    begin: Callable[..., Driver],
-    hold: Path,
-    unbroken: dict[tuple[object, ...], dict[str, torch.Tensor]],
-    script: str,
-    seed: int,
-    count: int,
+def test_kills_and_stops_at_random_leave_what_an_unbroken_run_leaves(
+    begin: Callable[..., Driver], hold: Path, unbroken: dict[Any, Any], script: str, seed: int
 ) -> None:
     dice = random.Random(seed)
-    num_rollouts = 2 * count
+    victims, is_short = victims_of(script, seed, dice), seed not in _SEEDS[script]
+    num_rollouts = (2 if is_short else _PACE) * len(victims)
     apart = ["--no-colocate"] if "async" in script else []
     flags: tuple[Any, ...] = ("--num-rollout", num_rollouts, "--save-interval", 3, "--use-fault-tolerance", *apart)
-    flags = (*flags, "--max-restarts", 99, "--rollout-shuffle")
-    victims = [dice.choice(list(VICTIMS)) for _ in range(count)]
+    flags = (*flags, *_GRADED, "--max-restarts", 99, "--rollout-shuffle", *_HELD)
     scores = Scores(hold)
     name = f"struck-{seed}-{script}"
-    driver, told = broken(lambda: begin(name, *flags, script=script), scores, num_rollouts, victims, dice)
+    start = partial(begin, name, *flags, script=script)
+    driver, told = broken(start, scores, num_rollouts, victims, dice, longest_stop=1.5 if is_short else 6.0)
+    assert driver.steps() == list(range(1, num_rollouts + 1)), told
     assert scores.generated_twice() == [], told
-    assert len(scores.by_group()) >= num_rollouts * _GROUPS
-    struck, steps = weights_of(driver), driver.steps()
-    assert steps == list(range(1, num_rollouts + 1)), told
-
-    if (script, count) not in unbroken:
+    assert trained_indices(driver, num_rollouts) == list(range(num_rollouts * _GROUPS * _SAMPLES)), told
+    if is_short and apart:
+        return  # a run to compare with would take another launch: the long ones have one
+    struck = weights_of(driver)
+    if (script, num_rollouts) not in unbroken:
         calm = begin(f"unbroken-{seed}-{script}", *flags, script=script)
         assert calm.end() == 0, calm.stderr
-        unbroken[script, count] = weights_of(calm)
-    expected = unbroken[script, count]
+        unbroken[script, num_rollouts] = weights_of(calm)
+    expected = unbroken[script, num_rollouts]
     assert all(torch.equal(struck[name], expected[name]) for name in expected), told
 
 
 #: Options → script, flags, who is struck two times of three.
 _OPTIONS: dict[str, tuple[str, tuple[object, ...], list[str]]] = {
-    "pieces": ("train.py", ("--rollout-request-tokens", 1), []),
+    "pieces": ("train.py", (*_GRADED, "--rollout-request-tokens", 1), []),
     "paced": (
         "train_async.py",
-        ("--no-colocate", "--async-buffer-size", 3, "--max-staleness", 1, "--rollout-request-tokens", 2),
+        (*_GRADED, "--no-colocate", "--async-buffer-size", 3, "--max-staleness", 1, "--rollout-request-tokens", 2),
         [],
     ),
-    "reward workers": (
-        "train_async.py",
-        ("--no-colocate", "--custom-rm-path", "tests.support.hold.reward_by_worker", "--rm-num-workers", 2),
-        ["reward worker"],
-    ),
+    "reward workers": ("train_async.py", ("--no-colocate", *_GRADED, "--rm-num-workers", 2), ["reward worker"]),
 }
+_FEWER = 6
 
 
 @pytest.mark.full
@@ -271,14 +311,14 @@ _OPTIONS: dict[str, tuple[str, tuple[object, ...], list[str]]] = {
 def test_options_that_kills_and_stops_must_not_change(
     begin: Callable[..., Driver], hold: Path, unbroken: dict[Any, Any], options: str, seed: int
 ) -> None:
-    """Every other one is stopped for a while instead of killed: who does not answer and then does is no one's loss."""
     script, flags, more = _OPTIONS[options]
-    dice, count = random.Random(seed), 6
-    flags = (*flags, "--num-rollout", 2 * count, "--save-interval", 3, "--use-fault-tolerance", "--max-restarts", 99)
-    victims = [dice.choice(more if more and number % 3 else list(VICTIMS)) for number in range(count)]
+    dice, num_rollouts = random.Random(seed), _PACE * _FEWER
+    flags = (*flags, "--num-rollout", num_rollouts, "--save-interval", 3, "--use-fault-tolerance", *_HELD)
+    flags = (*flags, "--max-restarts", 99)
+    victims = [dice.choice(more if more and number % 3 else list(VICTIMS)) for number in range(_FEWER)]
     name, scores = f"{options.replace(' ', '-')}-{seed}", Scores(hold)
-    driver, told = broken(lambda: begin(name, *flags, script=script), scores, 2 * count, victims, dice, stops=True)
-    assert driver.steps() == list(range(1, 2 * count + 1)), told
+    driver, told = broken(partial(begin, name, *flags, script=script), scores, num_rollouts, victims, dice)
+    assert driver.steps() == list(range(1, num_rollouts + 1)), told
     assert scores.generated_twice() == [], told
     struck = weights_of(driver)
     if options not in unbroken:
@@ -288,27 +328,66 @@ def test_options_that_kills_and_stops_must_not_change(
     assert all(torch.equal(struck[name], expected) for name, expected in unbroken[options].items()), told
 
 
+#: What depends on timing → its flags.
+_CHOOSING = {
+    "over-sampling": (),
+    "partial": ("--partial-rollout", "--rollout-request-tokens", 2, "--rollout-max-response-len", 24),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("options", "seed"), [(name, seed) for name in _CHOOSING for seed in (51, 52)])
+def test_groups_that_are_put_back_and_dropped_under_kills_and_stops(
+    begin: Callable[..., Driver], hold: Path, options: str, seed: int
+) -> None:
+    """Which groups a rollout takes depends on timing, in a second life, too. But each is trained on once, and none that
+    was finished is finished again with other tokens."""
+    dice, num_rollouts = random.Random(seed), _PACE * _FEWER
+    flags = ("--no-colocate", "--async-buffer-size", 2, "--over-sampling-batch-size", 6, "--no-deterministic-rollout")
+    flags = (*flags, "--dynamic-sampling-filter-path", "tests.support.hold.drop_every_third", *_HELD, *_GRADED)
+    flags = (*flags, *_CHOOSING[options], "--num-rollout", num_rollouts, "--save-interval", 3)
+    flags = (*flags, "--use-fault-tolerance", "--max-restarts", 99)
+    victims = [dice.choice(list(VICTIMS)) for _ in range(_FEWER)]
+    start = partial(begin, f"{options}-{seed}", *flags, script="train_async.py")
+    driver, told = broken(start, Scores(hold), num_rollouts, victims, dice)
+    assert driver.steps() == list(range(1, num_rollouts + 1)), told
+    indices = trained_indices(driver, num_rollouts)
+    assert len(indices) == len(set(indices)) == num_rollouts * _GROUPS * _SAMPLES, told
+    assert not any(index // _SAMPLES % 3 == 2 for index in indices), told
+    assert finished_differently(hold) == {}, told
+
+
+def finished_differently(hold: Path) -> dict[str, set[str]]:
+    """Groups that were finished more than once with other tokens or log-probs, by what `drop_every_third` wrote."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for line in (hold / "judged").read_text().splitlines():
+        index, content = line.split()
+        found[index].add(content)
+    return {index: contents for index, contents in found.items() if len(contents) > 1}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [41, 42])
-def test_pushes_in_flight_under_kills_and_stops(begin: Callable[..., Driver], hold: Path, seed: int) -> None:
+def test_pushes_in_flight_under_kills_and_stops(
+    begin: Callable[..., Driver], world: World, hold: Path, seed: int
+) -> None:
     """What is generated then depends on timing. But every group is trained on once, none is older than the bound, and
-    the versions of a sample's tokens never go back."""
-    dice, count = random.Random(seed), 6
+    the versions of a sample's tokens never go back. Evaluations go on beside it."""
+    dice, num_rollouts = random.Random(seed), _PACE * _FEWER
     flags = ("--no-colocate", "--update-weights-in-flight", "--async-buffer-size", 2, "--max-staleness", 1)
     flags = (*flags, "--rollout-request-tokens", 2, "--rollout-max-response-len", 24, "--no-deterministic-rollout")
-    flags = (*flags, "--num-rollout", 2 * count, "--save-interval", 3, "--use-fault-tolerance", "--max-restarts", 99)
-    victims = [dice.choice(list(VICTIMS)) for _ in range(count)]
-    driver, told = broken(
-        lambda: begin(f"flight-{seed}", *flags, script="train_async.py"),
-        Scores(hold), 2 * count, victims, dice, stops=True,
-    )  # fmt: skip
-    assert driver.steps() == list(range(1, 2 * count + 1)), told
+    flags = (*flags, "--eval-prompt-data", "sums", f"{world.inputs / 'train.jsonl'}@[0:4]", "--eval-interval", 4)
+    flags = (*flags, "--num-rollout", num_rollouts, "--save-interval", 3, "--use-fault-tolerance", *_HELD, *_GRADED)
+    flags = (*flags, "--max-restarts", 99)
+    victims = [dice.choice(list(VICTIMS)) for _ in range(_FEWER)]
+    start = partial(begin, f"flight-{seed}", *flags, script="train_async.py")
+    driver, told = broken(start, Scores(hold), num_rollouts, victims, dice)
+    assert driver.steps() == list(range(1, num_rollouts + 1)), told
     rows = [row for row in driver.rows() if "rollout/raw_reward" in row]
     assert [row["rollout/num_samples"] for row in rows] == [_GROUPS * _SAMPLES] * len(rows), told
     assert not any(row["rollout/staleness/num_too_old"] for row in rows), told
-    rollouts = trained_on(driver, 2 * count)
-    indices = [sample["index"] for samples in rollouts for sample in samples]
-    assert len(indices) == len(set(indices)) == 2 * count * _GROUPS * _SAMPLES, told
-    for sample in (sample for samples in rollouts for sample in samples):
+    indices = trained_indices(driver, num_rollouts)
+    assert len(indices) == len(set(indices)) == num_rollouts * _GROUPS * _SAMPLES, told
+    for sample in (sample for samples in trained_on(driver, num_rollouts) for sample in samples):
         versions = [version for _, _, version in sample["token_spans"]]
         assert versions == sorted(versions), (told, sample)

@@ -7,6 +7,7 @@ SLIME_TEST_HOLD=<folder>: rollout k waits (at most a minute) while <folder>/hold
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -121,9 +122,19 @@ async def reward_by_worker(args: Any, sample: Sample, **_: Any) -> float:
     """The reward of `reward_and_count`, if a reward worker can tell that 1 is 1: what it is asked must not be lost."""
     from slime.rollout.loop import current_loop
 
-    share = await asyncio.to_thread(reward_and_count, args, sample)
     grade = await current_loop().rewards._grading.grade("math", "1", "1", 60.0)
-    return share * grade.score
+    return grade.score * await asyncio.to_thread(reward_and_count, args, sample)  # counted where nothing is to come
+
+
+def drop_every_third(args: Any, samples: list[Sample], **_: Any) -> bool:
+    """--dynamic-sampling-filter-path: appends "group content" to <folder>/judged, where the content is a digest of what
+    was generated: a group that was finished twice is there with two of them."""
+    content = [[sample.tokens, sample.rollout_log_probs, sample.reward] for sample in samples]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    with open(Path(os.environ["SLIME_TEST_HOLD"]) / "judged", "ab", buffering=0) as file:
+        file.write(f"{samples[0].group_index} {digest}\n".encode())
+    assert samples[0].group_index is not None
+    return samples[0].group_index % 3 != 2
 
 
 # -- phases of the trainer ---------------------------------------------------------------------------------
@@ -132,7 +143,7 @@ async def reward_by_worker(args: Any, sample: Sample, **_: Any) -> float:
 def hold_phases(args: Any) -> None:
     """--custom-megatron-init-path: the trainer waits (a minute at most) where a phase begins while
     <folder>/hold-<phase> exists; then it has written <folder>/held-<phase>: launch, train, save, export, sleep,
-    update_weights, end."""
+    update_weights, paused (in a push), end."""
     from slime.trainer.megatron.backend import MegatronBackend
     from slime.weights.sync import WeightSync
 
@@ -142,6 +153,7 @@ def hold_phases(args: Any) -> None:
         (MegatronBackend, "export", "export"),
         (MegatronBackend, "sleep", "sleep"),
         (WeightSync, "push", "update_weights"),
+        (WeightSync, "_send", "paused"),
         (MegatronBackend, "close", "end"),
     ):
         setattr(owner, method, _held_at(phase, getattr(owner, method)))

@@ -192,6 +192,66 @@ def test_the_time_without_a_request_is_that_of_all_clients_together() -> None:
     run(test)
 
 
+class DyingEngine:
+    """Two engines behind a router, as a client's clock sees them: one is dead, and taken out after so many seconds.
+
+    Args:
+        others: engines that serve.
+    """
+
+    def __init__(self, client: RolloutClient, taken_out_after: float, others: int) -> None:
+        self.client, self.after, self.others = client, taken_out_after, others
+        self.slept, self.now = [0.0], 0.0
+        client._sleep_unless_aborting = self.sleep  # type: ignore[method-assign]
+        client.engine = self.connect  # type: ignore[method-assign, assignment]
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    async def connect(self, url: str = "") -> DyingEngine:
+        return self
+
+    async def request(self, *_: Any, **__: Any) -> dict[str, Any]:
+        if self.now < self.after:
+            raise EngineError("http://router", "connection refused", 502)
+        return {"text": "", "output_ids": [], "meta_info": {"finish_reason": {"type": "stop"}}}
+
+    async def get(self, path: str, timeout: float) -> dict[str, Any]:
+        dead = [] if self.now else [{"id": "0", "url": "http://dead", "is_healthy": True}]
+        there = [{"id": str(n), "url": f"http://{n}", "is_healthy": True} for n in range(1, self.others + 1)]
+        return {"workers": dead + there}
+
+    url = "http://router"
+
+
+@pytest.mark.parametrize("taken_out_after", [0.05, 0.5, 1.1, 1.5, 1.8])
+def test_what_a_dead_engine_has_lost_waits_three_seconds_at_most_for_another(
+    monkeypatch: pytest.MonkeyPatch, taken_out_after: float
+) -> None:
+    """By the longest sleeps that the client may ask for, where the router has lost the dead one within 1.8 s."""
+    monkeypatch.setattr(client_module, "_FIRST_BACKOFF", 0.1)
+    monkeypatch.setattr(client_module.random, "uniform", lambda least, most: most)
+
+    async def test(engine: FakeEngine, client: RolloutClient) -> None:
+        dying = DyingEngine(client, taken_out_after, others=1)
+        await client.generate([5], PARAMS)
+        assert sum(dying.slept) <= 3.0 and max(dying.slept) <= 1.2
+
+    run(test, request_timeout=1e6, retry_seconds=1e6)
+
+
+def test_without_an_engine_requests_come_back_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_FIRST_BACKOFF", 0.1)
+
+    async def test(engine: FakeEngine, client: RolloutClient) -> None:
+        dying = DyingEngine(client, 74.0, others=0)
+        await client.generate([5], PARAMS)
+        assert 4.0 <= max(dying.slept) <= 6.0 and len(dying.slept) < 30
+
+    run(test, request_timeout=1e6, retry_seconds=1e6)
+
+
 def test_abort_ends_the_wait_between_tries() -> None:
     async def test(engine: FakeEngine, client: RolloutClient) -> None:
         client_module._FIRST_BACKOFF = 20.0

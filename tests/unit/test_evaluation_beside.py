@@ -17,6 +17,7 @@ from slime.errors import UserError
 from slime.files import read_lines
 from slime.loop import train_on
 from slime.observe.run_data import merge_rows
+from slime.samples.types import Versions
 from slime.stopping import StopSignals
 
 LAST = 6
@@ -55,7 +56,7 @@ class Cluster:
     def turns(self) -> dict[str, float]:
         return {}
 
-    def start_generating(self, rollout_id: int, oldest_version: int) -> int:
+    def start_generating(self, rollout_id: int, versions: Versions) -> int:
         return rollout_id
 
     def collect(self, generating: int) -> Any:

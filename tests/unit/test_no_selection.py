@@ -55,6 +55,7 @@ class Session:
         self.client, self.source = SlowWhereLong(max_concurrency=64), FakeSource(GROUP_SIZE)
         self.trained: list[list[tuple[int, int]]] = []
         """(index, length) of the samples of each rollout."""
+        self.too_old = 0  # samples that were counted so
         self.loop = asyncio.new_event_loop()
 
     def run(self) -> list[list[tuple[int, int]]]:
@@ -94,7 +95,13 @@ class Session:
     def train(self, batch: Collected) -> dict[str, float]:
         samples = [sample for run in batch.chosen for sample in run.samples]
         versions = Counter(sample.oldest_weight_version() or 0 for sample in samples)
-        assert self.ages.metrics(versions, self.step).get("rollout/staleness/num_too_old", 0) == 0
+        behind = [self.step - self.ages.trained_when(version) for version in versions.elements()]
+        sync = self.config.sync
+        bound = sync.max_staleness if sync.max_staleness is not None else sync.staleness
+        told = self.ages.metrics(versions, self.step).get("rollout/staleness/num_too_old")
+        if sync.async_buffer_size or sync.max_staleness is not None:
+            assert told == sum(age > bound for age in behind)
+            self.too_old += int(told)
         self.trained.append([(sample.index or 0, sample.response_length) for sample in samples])
         self.loop.run_until_complete(_turns(self.train_turns))
         self.step += 1
@@ -135,7 +142,9 @@ def in_lock_step() -> list[list[tuple[int, int]]]:
 def test_what_is_trained_on_is_that_of_lock_step(ahead: int, interval: int, most: int | None, train_turns: int) -> None:
     """Rollout by rollout: every sample that was drawn, once, whatever time it took."""
     flags = {"async_buffer_size": ahead, "update_weights_interval": interval, "max_staleness": most}
-    trained = Session(train_turns=train_turns, **flags).run()
+    session = Session(train_turns=train_turns, **flags)
+    trained = session.run()
+    assert not session.too_old
     indices = [index for rollout in trained for index, _ in rollout]
     assert indices == list(range(ROLLOUTS * TARGET * GROUP_SIZE))
     assert trained == in_lock_step()
@@ -158,3 +167,14 @@ def test_with_over_sampling_the_long_ones_come_later_and_are_not_lost(
     trained = [index for rollout in session.run() for index, _ in rollout]
     left = [sample.index for group in session.source.buffer for sample in group]
     assert sorted([*trained, *left]) == list(range(session.source.drawn * GROUP_SIZE))
+    assert most is None or not session.too_old
+
+
+def test_what_was_put_back_may_be_older_than_the_launch_says_and_is_counted() -> None:
+    """Surplus of a rollout is trained on with a later one, and not generated again for that."""
+    session = Session(async_buffer_size=1, draw_size=3 * TARGET)
+    session.run()
+    assert session.too_old > 0 and session.config.sync.staleness == 1
+    bounded = Session(async_buffer_size=1, draw_size=3 * TARGET, max_staleness=1)
+    bounded.run()
+    assert not bounded.too_old and len(bounded.client.calls) > len(session.client.calls)

@@ -172,6 +172,32 @@ def test_samples_that_are_too_old_all_the_same_are_counted() -> None:
     assert ages.metrics({}, trained=2) == {}
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"async_buffer_size": 1}, 3.0),
+        ({"async_buffer_size": 1, "update_weights_interval": 2}, 0.0),
+        ({"async_buffer_size": 1, "max_staleness": 2}, 0.0),
+        ({}, None),  # lock step promises nothing of what was put back
+    ],
+)
+def test_without_max_staleness_the_bound_that_the_launch_says_is_checked(
+    flags: dict[str, Any], expected: float | None
+) -> None:
+    """Three samples were put back: they are two pushes old."""
+    ages = Ages(make_config(rollout_batch_size=1, **flags))
+    for version in (1, 2, 3):
+        ages.pushed(version, version - 1)
+    assert ages.metrics({3: 5, 2: 2, 1: 3}, trained=2).get("rollout/staleness/num_too_old") == expected
+
+
+def test_what_a_launch_says_of_groups_that_were_put_back() -> None:
+    assert "may be older, and are counted" in Ages(make_config(rollout_batch_size=4, entry="train_async")).of_put_back
+    said = {name: Ages(make_config(max_staleness=2, stale_samples=name)).of_put_back for name in ("requeue", "drop")}
+    assert said["requeue"].startswith("are generated anew when they are older than 2")
+    assert said["drop"].startswith("are passed over when they are older than 2")
+
+
 def test_no_sample_is_younger_than_its_training() -> None:
     """A run that began again has groups that were sampled with weights that it has not reached yet."""
     ages = Ages(make_config(rollout_batch_size=1))

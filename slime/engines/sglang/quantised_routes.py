@@ -134,14 +134,14 @@ def quantised_route(hf_config: Mapping[str, Any], engine: Mapping[str, Any], kin
             why=found.experts,
             fix=f"quantise it in blocks (slime convert hf-to-fp8 --block_size 128 128); or {_OTHERWISE}",
         )
-    for name, tried in found.needs:
+    for name, values in found.needs:
         argument = _ARGUMENTS[name]
         value = next((engine[key] for key in argument.keys if engine.get(key) is not None), argument.default)
-        if value not in tried:
+        if value not in values:
             raise UserError(
                 f"{what}, which cannot be pushed to SGLang with {name} {value}",
-                why=f"not tried: pushes in this format went to engines with {name} {_either(tried)} alone",
-                fix=f"{argument.fix.format(_either(tried))}; or {_OTHERWISE}",
+                why=f"not tried: pushes in this format went to engines with {name} {_either(values)} alone",
+                fix=f"{argument.fix.format(_either(values))}; or {_OTHERWISE}",
             )
     return found
 

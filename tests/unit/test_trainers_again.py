@@ -1,0 +1,85 @@
+"""Lost trainer ranks: the new ones come up while what is under way is generated to its end, where memory lets them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.cluster import run_cluster as module
+from slime.cluster.launch import Generating
+from slime.cluster.run_cluster import Cluster
+from slime.cluster.trainer_group import TrainerStart
+from slime.cluster.waiting import NobodyAnswers
+from slime.config import make_config
+
+
+class Told(Cluster):
+    """What `restart_trainers` does, in order, on parts that only say that they were asked."""
+
+    def __init__(self, path: Path, *, takes_turns: bool, half_pushed: bool = False, answers: bool = True) -> None:
+        super().__init__(make_config(rollout_batch_size=1, colocate=takes_turns), path)
+        self.done: list[str] = []
+        self._answers = answers
+        self._slots: Any = SimpleNamespace()
+        self._turns: Any = SimpleNamespace(taken=takes_turns, before_trainer=lambda: self.done.append("memory"))
+        self._weights: Any = SimpleNamespace(is_pushing=half_pushed)
+        self._engines: Any = SimpleNamespace(watch=lambda: None, go_on=lambda: self.done.append("go on"))
+        self._trainers: Any = SimpleNamespace(close=lambda seconds: self.done.append("close"))
+        self._rollout: Any = SimpleNamespace(
+            give_up=lambda rollout: self.done.append(f"give up {rollout}"),
+            forget_newer=lambda rollout, version: self.done.append(f"forget what {rollout} has beyond {version}"),
+        )
+        self._generating = {rollout: Generating(rollout, None) for rollout in (4, 5)}  # type: ignore[arg-type]
+
+    def collect(self, generating: Generating) -> Any:
+        assert self._lacks_trainers, "no engine is waited for that only a push brings back"
+        if not self._answers:
+            raise NobodyAnswers
+        self.done.append(f"collect {generating.rollout_id}")
+
+    def _make_trainers(self, *_: Any) -> Any:
+        started = TrainerStart(3, {"source": {}})
+        return SimpleNamespace(
+            begin_setup=lambda should_stop: self.done.append("set up"), agreed_start=lambda found: started
+        )
+
+    def _load_source(self, *_: Any) -> None:
+        self.done.append("load")
+
+    def _introduce(self, version: int) -> None:
+        self.done.append(f"introduce {version}")
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "going_on", lambda config: config)
+    monkeypatch.setattr(module, "wait_for", lambda *_: [])
+    monkeypatch.setattr(module, "remove_stale", lambda: None)
+
+
+def test_ranks_on_gpus_of_their_own_come_up_beside_what_is_under_way(tmp_path: Path) -> None:
+    cluster = Told(tmp_path, takes_turns=False)
+    cluster.restart_trainers(7)
+    assert cluster.done == ["close", "set up", "collect 4", "collect 5", "load", "introduce 7"]
+
+
+def test_ranks_that_share_their_gpus_wait_until_the_engines_give_memory_up(tmp_path: Path) -> None:
+    cluster = Told(tmp_path, takes_turns=True)
+    cluster.restart_trainers(7)
+    assert cluster.done == ["close", "collect 4", "collect 5", "memory", "set up", "load", "introduce 7"]
+
+
+def test_after_a_push_that_broke(tmp_path: Path) -> None:
+    """Engines go on with what they have, and what is called newer than the last push is forgotten; with no engine left,
+    rollouts are given up, and what they had finished before stays."""
+    cluster = Told(tmp_path, takes_turns=False, half_pushed=True, answers=False)
+    cluster.restart_trainers(7)
+    ended = [
+        f"{verb} {rollout}{more}"
+        for rollout in (4, 5)
+        for verb, more in (("give up", ""), ("forget what", " has beyond 7"))
+    ]
+    assert cluster.done == ["close", "go on", "set up", *ended, "load", "introduce 7"]
