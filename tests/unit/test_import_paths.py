@@ -4,6 +4,7 @@ place of a name is noticed."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import logging
@@ -25,12 +26,14 @@ GONE = [(module, rest[:-1]) for module, rest in PATHS if rest.endswith("!")]
 
 def resolve(module: str, name: str) -> Any:
     scope: dict[str, Any] = {}
+    name, *inner = name.split(".")
     exec(f"from {module} import {name} as found", scope)  # as plugins do
-    return scope["found"]
+    return functools.reduce(getattr, inner, scope["found"])
 
 
 def parameters(signature: str) -> list[inspect.Parameter]:
     """Those of ``name(a, b=1, *, c)``; a default of ANY may be any."""
+    signature = signature.partition(".")[2] if "." in signature.partition("(")[0] else signature
     (function,) = ast.parse(f"def {signature}: pass").body
     scope: dict[str, Any] = {"ANY": inspect.Parameter.empty}
     exec(compile(ast.Module([function], []), "<listed>", "exec"), scope)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,15 @@ def test_a_warning_says_which_default_holds(
         check_flags(of(tmp_path, OLD, output_dir=str(tmp_path)))
     assert "responses keep their special tokens and labels their type" in caplog.text
     assert "--rollout-skip-special-tokens and --label-type text" in caplog.text
+
+
+def test_counters_that_a_plugin_makes_itself_survive_dicts_and_pickles() -> None:
+    from slime.utils.types import Sample as OldSample
+
+    sample = OldSample(index=1, status=OldSample.Status.COMPLETED)
+    sample.spec_info = OldSample.SpecInfo(spec_accept_token_num=3, spec_draft_token_num=4)
+    sample.prefix_cache_info = OldSample.PrefixCacheInfo.from_dict({"cached_tokens": 1, "total_prompt_tokens": 2})
+    data = sample.to_dict()
+    assert data["spec_info"]["spec_accept_token_num"] == 3 and "SpecInfo" not in data
+    assert OldSample.from_dict(data) == sample == pickle.loads(pickle.dumps(sample))
+    assert [field.name for field in dataclasses.fields(OldSample) if "Info" in field.name] == []
