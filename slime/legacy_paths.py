@@ -281,7 +281,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if reason := NO_COUNTERPART.get(fullname):
-            raise ModuleNotFoundError(f"{fullname} has no counterpart in this version; use: {reason}", name=fullname)
+            # without a name: with its own, "from package import module" would drop it for "cannot import name"
+            raise ModuleNotFoundError(f"{fullname} has no counterpart in this version; use: {reason}")
         if fullname not in OLD_MODULES:
             return None
         is_package = any(name.startswith(fullname + ".") for name in OLD_MODULES)

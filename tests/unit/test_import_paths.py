@@ -73,6 +73,15 @@ def test_what_has_no_counterpart_says_what_to_use(module: str, name: str) -> Non
     assert reason in str(caught.value) and (name or module) in str(caught.value)
 
 
+@pytest.mark.parametrize("path", [path for path in NO_COUNTERPART if ":" not in path])
+@pytest.mark.parametrize("form", ["import {path}", "from {package} import {module}", "from {path} import anything"])
+def test_a_module_without_counterpart_says_what_to_use_however_it_is_imported(path: str, form: str) -> None:
+    package, _, module = path.rpartition(".")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        exec(form.format(path=path, package=package, module=module), {})
+    assert NO_COUNTERPART[path] in str(caught.value) and path in str(caught.value)
+
+
 def test_every_row_of_the_table_names_something() -> None:
     for module, names in OLD_MODULES.items():
         for name in names:
