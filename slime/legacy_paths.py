@@ -42,7 +42,7 @@ _TEXT = "slime.rollout.rewards.text"
 _TYPES = "slime.samples.types"
 _OLD = "slime.rollout.old_paths"
 _GENERATING, _GRADING, _DATA = f"{_OLD}.generating", f"{_OLD}.grading", f"{_OLD}.data"
-_CALLS, _TENSORS = f"{_OLD}.calls", f"{_OLD}.tensors"
+_CALLS, _TENSORS, _METRICS = f"{_OLD}.calls", f"{_OLD}.tensors", f"{_OLD}.metrics"
 
 
 def _same(module: str, *names: str) -> dict[str, str]:
@@ -66,13 +66,13 @@ OLD_MODULES: dict[str, dict[str, str]] = {
     "slime.utils.types": {**_same(_TYPES, "Sample"), "RolloutBatch": "builtins:dict"},
     "slime.utils.http_utils": {
         **_HTTP,
-        **_same(_CALLS, "init_http_client", "find_available_port", "is_port_available"),
+        **_same(_CALLS, "init_http_client", "find_available_port", "is_port_available", "get_host_info"),
     },
     "slime.utils.async_utils": _same(_CALLS, "run", "get_async_loop", "AsyncLoopThread"),
     "slime.utils.misc": {
         "load_function": "slime.hook_loading:load_function",
         "should_run_periodic_action": "slime.schedule:is_due",
-        **_same(_CALLS, "SingletonMeta", "get_free_port"),
+        **_same(_CALLS, "SingletonMeta", "get_free_port", "get_current_node_ip", "exec_command"),
     },
     "slime.utils.data": _same(_DATA, "Dataset", "read_file", "filter_long_prompt"),
     "slime.utils.mask_utils": _same(_DATA, "MultiTurnLossMaskGenerator", "get_response_lengths"),
@@ -85,6 +85,12 @@ OLD_MODULES: dict[str, dict[str, str]] = {
         *("get_advantages_and_returns", "get_advantages_and_returns_batch", "vanilla_gae", "chunked_gae"),
     ),
     "slime.utils.dp_schedule": _same(_TENSORS, "build_dp_schedule"),
+    "slime.utils.logging_utils": _same(_METRICS, "log"),
+    "slime.utils.tracking_utils": _same(_METRICS, "log"),
+    "slime.utils.metric_utils": {
+        **_same(_METRICS, "compute_rollout_step", "compute_statistics", "dict_add_prefix", "compute_pass_rate"),
+        "has_repetition": "slime.rollout.metrics:is_repetitive",
+    },
     "slime.utils.trace_utils": _same(_CALLS, "trace_span", "trace_function"),
     "slime.rollout.base_types": {**_OUTPUTS, **_same(_CALLS, "call_rollout_fn")},
     "slime.rollout.data_source": {
@@ -147,17 +153,15 @@ _NO_LOGITS = (
     "a function of --custom-loss-function-path finds batch['current_log_probs'], with gradient and over the whole "
     "vocabulary"
 )
+_TRACKERS = "--use-wandb and --use-tensorboard; the run starts them, and log(args, metrics, step_key) reaches them"
 _NO_WORKER = "rollouts overlap with training by themselves in train_async.py (docs/asynchronous.md)"
 
 #: "Module:name", or a module with all that is in it, that has no counterpart → what to use instead.
 NO_COUNTERPART: dict[str, str] = {
     "slime.utils.types:ParamInfo": "weights are described by slime.models.spec, and pushed by slime.weights",
     "slime.utils.types:MultimodalTypes": _NO_MEDIA,
-    "slime.utils.http_utils:get_host_info": "args.sglang_router_ip is the router's address; socket.gethostname() this",
     "slime.utils.http_utils:run_router": "the run starts its routers; slime.engines.router has their command line",
     "slime.utils.http_utils:terminate_process": "children die with their owner: slime.processes",
-    "slime.utils.misc:get_current_node_ip": "ray.util.get_node_ip_address()",
-    "slime.utils.misc:exec_command": "subprocess.run",
     "slime.utils.misc:Box": "batches go to the trainer as slime.samples.batch.TrainBatch",
     "slime.utils.data:process_rollout_data": "batches go to the trainer as slime.samples.batch.TrainBatch",
     "slime.utils.data:get_minimum_num_micro_batch_size": "slime.samples.packing.plan_steps",
@@ -181,16 +185,16 @@ NO_COUNTERPART: dict[str, str] = {
     "slime.rollout.sleep_rollout": "--debug-rollout-only keeps engines without a trainer; slime serve one model alone",
     "slime.rollout.forge_load": "--load-debug-rollout-data replays rollouts that --save-debug-rollout-data has kept",
     "slime.utils.arguments": "slime.config.parse_args and make_config",
-    "slime.utils.tracking_utils": "metrics of a rollout function's output, or of a log function's extra_metrics",
-    "slime.utils.wandb_utils": "metrics of a rollout function's output, or of a log function's extra_metrics",
-    "slime.utils.tensorboard_utils": "metrics of a rollout function's output, or of a log function's extra_metrics",
-    "slime.utils.metric_utils": "slime.rollout.metrics",
+    "slime.utils.tracking_utils:init_tracking": _TRACKERS,
+    "slime.utils.logging_utils:init_tracking": _TRACKERS,
+    "slime.utils.logging_utils:configure_logger": "logging.getLogger; what a hook logs is in the run's logs/ folder",
+    "slime.utils.wandb_utils": _TRACKERS,
+    "slime.utils.tensorboard_utils": _TRACKERS,
     "slime.utils.seqlen_balancing": "slime.samples.packing.plan_steps",
     "slime.utils.flops_utils": "slime.models.flops.sequence_cost",
     "slime.utils.routing_replay": "--use-routing-replay and --use-rollout-routing-replay do it",
     "slime.utils.timer": "slime.observe.trace.span; phases of a step are metrics by themselves (docs/metrics.md)",
     "slime.utils.memory_utils": "peaks of each phase are metrics by themselves (docs/memory.md)",
-    "slime.utils.logging_utils": "logging.getLogger; what a hook logs is in the run's logs/ folder",
     "slime.utils.health_monitor": "--use-fault-tolerance",
     "slime.ray": "processes are started by slime.cluster (docs/architecture.md)",
     "slime.backends": "training is slime.trainer, engines are slime.engines (docs/architecture.md)",
@@ -281,7 +285,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if reason := NO_COUNTERPART.get(fullname):
-            raise ModuleNotFoundError(f"{fullname} has no counterpart in this version; use: {reason}", name=fullname)
+            # without a name: with its own, "from package import module" would drop it for "cannot import name"
+            raise ModuleNotFoundError(f"{fullname} has no counterpart in this version; use: {reason}")
         if fullname not in OLD_MODULES:
             return None
         is_package = any(name.startswith(fullname + ".") for name in OLD_MODULES)

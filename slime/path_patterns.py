@@ -100,6 +100,25 @@ def names_rollout(pattern: str) -> bool:
     return ROLLOUT in _fields(pattern)
 
 
+def with_rollout(pattern: str) -> str:
+    """The same with the rollout in the file's name.
+
+    >>> with_rollout("dumps/data.pt"), with_rollout("d.d/data")
+    ('dumps/data_{rollout_id}.pt', 'd.d/data_{rollout_id}')
+    """
+    folder, slash, name = pattern.rpartition("/")
+    suffix = Path(name).suffix
+    return f"{folder}{slash}{name.removesuffix(suffix)}_{{{ROLLOUT}}}{suffix}"
+
+
+def has_fields(pattern: str) -> bool:
+    """Whether anything is to be filled in, or seems to be."""
+    try:
+        return any(True for _ in _fields(pattern))
+    except ValueError:  # a brace alone
+        return True
+
+
 def _fields(pattern: str) -> Iterator[str]:
     """Names of the fields, those within formats included."""
     for _, name, spec, _ in string.Formatter().parse(pattern):

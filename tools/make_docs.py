@@ -115,6 +115,8 @@ code, or a thin face of it in `slime/rollout/old_paths/`. New code takes the nam
 - **From any thread.** What a plugin awaits in a thread or on an event loop of its own is done on the run's. `post`,
   `get`, rewards, data sets and sources work where there is no run, too (tests of a plugin, say).
 - **`GenerateState(args)`** is one object per run: attributes set on it stay, and so do changes of `sampling_params`.
+- **`log(args, metrics, step_key)`** adds to the metrics of the rollout or evaluation that calls it, also where a log
+  function replaces the default ones; the step is that rollout's. In a trainer it warns, and they are lost.
 - As values of flags the paths work like any other; `slime.rollout.sglang_rollout.generate_rollout`,
   `slime.rollout.fully_async_rollout.generate_rollout_fully_async` (rollouts overlap with training in
   `train_async.py`), `slime.rollout.data_source.RolloutDataSourceWithBuffer` and `.pop_first` mean what is built in.

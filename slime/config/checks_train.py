@@ -37,12 +37,6 @@ def parallel(draft: Draft) -> None:
     experts = draft.values.get("num_experts")
     if expert > 1 and experts is not None and experts % expert:
         raise UserError(f"--num-experts {experts} cannot be divided by --expert-model-parallel-size {expert}")
-    if draft["sequence_parallel"] and tensor == 1:
-        raise UserError(
-            "--sequence-parallel needs --tensor-model-parallel-size of at least 2",
-            why="it splits what tensor parallelism leaves whole",
-            fix="remove --sequence-parallel, or raise --tensor-model-parallel-size",
-        )
     _context_exchange(draft)
     _virtual_stages(draft, pipeline)
 

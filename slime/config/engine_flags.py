@@ -63,9 +63,11 @@ SGLANG_RESERVED: dict[str, str] = {
     ),
 }
 
-#: Single values of SGLang's arguments that are refused. name -> value -> reason
-SGLANG_REFUSED_VALUES: dict[str, dict[str, str]] = {
-    "moe_a2a_backend": {"deepep": "DeepEP's exchange is not in this version"},
+#: Single values of SGLang's arguments that ask for speed alone. name -> value -> (what is taken, reason)
+SGLANG_INSTEAD: dict[str, dict[str, tuple[str, str]]] = {
+    "moe_a2a_backend": {
+        "deepep": ("none", "DeepEP's exchange is not in this version; experts give the same results by collectives")
+    },
 }
 
 _OWN_ROUTER = "the router is started here, with the engines of this run"
@@ -187,7 +189,7 @@ def with_prefix(prefix: str, arguments: list[ForeignArg], reserved: dict[str, st
             off="" if arg.negatable else "-",
             refused=reason,
             is_reserved=bool(reason),
-            refused_values=SGLANG_REFUSED_VALUES.get(arg.name, {}) if prefix == "sglang" else {},
+            instead=SGLANG_INSTEAD.get(arg.name, {}) if prefix == "sglang" else {},
             serves=("engine",) if prefix == "sglang" else ("router",),
         )
         specs[dest] = FlagSpec(

@@ -205,6 +205,7 @@ class FlagMeta:
         serves: the processes that read it; () is the group's.
         refused: why setting this flag is not supported in this version; empty when it works.
         refused_values: the same for single values of a flag that otherwise works.
+        instead: single values that ask for speed alone → what is taken in their place, with a warning, and why.
         is_reserved: refused at its default, too: this system sets it itself.
         no_effect: why setting this flag changes nothing, which is said in a warning; empty when it does.
     """
@@ -219,6 +220,7 @@ class FlagMeta:
     serves: tuple[Process, ...] = ()
     refused: str = ""
     refused_values: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    instead: Mapping[Any, tuple[Any, str]] = dataclasses.field(default_factory=dict)
     is_reserved: bool = False
     no_effect: str = ""
 

@@ -180,6 +180,7 @@ def status_text(spec: FlagSpec) -> str:
     if spec.meta.no_effect:
         return f"no effect: {spec.meta.no_effect}"
     values = [f"`{value}` refused: {reason}" for value, reason in spec.meta.refused_values.items()]
+    values += [f"`{value}` becomes `{taken}`: {why}" for value, (taken, why) in spec.meta.instead.items()]
     return "; ".join(["works", *values, *filter(None, [needs_text(spec)])])
 
 

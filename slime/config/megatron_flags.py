@@ -116,8 +116,9 @@ FIELDS: dict[str, FlagMeta] = {
     # values that are not there
     **_fields(
         "moe_token_dispatcher_type",
-        refused_values=dict.fromkeys(
-            ("allgather", "flex"), "experts exchange tokens by all-to-all, with splits of any size"
+        instead=dict.fromkeys(
+            ("allgather", "flex"),
+            ("alltoall", "ways of exchanging tokens differ in speed alone, and the one here has splits of any size"),
         ),
     ),
     # accepted with a warning: speed alone, or weights that are not used
@@ -125,7 +126,10 @@ FIELDS: dict[str, FlagMeta] = {
     **_fields("masked_softmax_fusion", no_effect=_OWN_ATTENTION),
     **_fields("persist_layer_norm memory_efficient_layer_norm", no_effect=_OWN_NORM),
     **_fields("async_tensor_model_parallel_allreduce gradient_reduce_div_fusion", no_effect=_NOT_READ),
-    **_fields("moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms", no_effect=_NO_DEEPEP),
+    **_fields(
+        "moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms",
+        no_effect=f"it is about speed alone: {_NO_DEEPEP}",
+    ),
     **_fields("barrier_with_L1_time", no_effect="Megatron's timers are not used; times are logged as perf/…"),
     **_fields("init_method_std embedding_init_method_std", no_effect=_LOADED),
     **_fields(
@@ -238,7 +242,6 @@ FIELDS: dict[str, FlagMeta] = {
         "moe_router_fusion",
         refused="the router is computed by operations of torch alone, with Transformer Engine too",
     ),
-    **_fields("moe_enable_deepep", refused=_NO_DEEPEP),
     **_fields("moe_shared_expert_overlap", refused="shared experts are computed after the routed ones"),
     **_fields("moe_input_jitter_eps", refused="log-probs would not be reproducible"),
     **_fields("moe_router_force_load_balancing", refused="it routes at random"),

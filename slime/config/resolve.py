@@ -32,6 +32,7 @@ def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", i
     """
     draft = Draft.of(given, specs, entry, is_run)
     for step in (
+        _speed_alone,
         _placement,
         _overlap,
         _run,
@@ -51,6 +52,22 @@ def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", i
     ):
         step(draft)
     return draft
+
+
+def _speed_alone(draft: Draft) -> None:
+    """What would change nothing here but speed, or nothing at all, does not keep a launch script from running."""
+    for dest in draft.given.values:
+        spec, value = draft.specs[dest], draft[dest]
+        if isinstance(value, str) and value in spec.meta.instead:
+            taken, why = spec.meta.instead[value]
+            draft.values[dest] = taken
+            draft.warnings.append(f"{spec.option} {value} has no effect, {taken} is taken: {why}")
+    if draft["sequence_parallel"] and draft["tensor_model_parallel_size"] == 1:
+        draft.values["sequence_parallel"] = False
+        draft.warnings.append(
+            "--sequence-parallel has no effect with --tensor-model-parallel-size 1: it splits what tensor parallelism"
+            " leaves whole"
+        )
 
 
 def _overlap(draft: Draft) -> None:
@@ -113,11 +130,23 @@ def _run_folder(draft: Draft) -> None:
 def _debug_dumps(draft: Draft) -> None:
     loading = draft["load_debug_rollout_data"] is not None
     draft.derive("debug_train_only", loading, "load_debug_rollout_data is set" if loading else "not loading dumps")
+    _name_rollouts(draft, "save_debug_rollout_data")
     folder = draft["dump_details"]
     if folder is not None:
         folder = path_patterns.literal(folder.rstrip("/"))
         draft.derive("save_debug_rollout_data", f"{folder}/rollout_data/{{rollout_id}}.pt", "dump_details")
         draft.derive("save_debug_train_data", f"{folder}/train_data/{{rollout_id}}.pt", "dump_details")
+
+
+def _name_rollouts(draft: Draft, dest: str) -> None:
+    """Each rollout gets a file of its own, also where the given path names one for all."""
+    given = draft[dest]
+    if given is not None and draft["num_rollout"] != 1 and not path_patterns.has_fields(given):
+        draft.values[dest] = path_patterns.with_rollout(given)
+        draft.warnings.append(
+            f"{option_of(dest)} {given} has no {{rollout_id}} in it, and each rollout would write over the last:"
+            f" {draft[dest]} is taken"
+        )
 
 
 def _precision_and_memory(draft: Draft) -> None:

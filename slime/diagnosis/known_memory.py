@@ -212,10 +212,11 @@ def _four_steps(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
     if graphs:
         second.append("with --sglang-disable-cuda-graph (graphs are on)")
     tried = "CUDA graphs are off already" if not graphs else "speculative decoding is off already"
-    deepep = [name for name in ("sglang_moe_a2a_backend", "sglang_enable_deepep_moe", "moe_enable_deepep") if
-              flags.get(name) in ("deepep", True)]  # fmt: skip
+    deepep = flags.get("sglang_speculative_moe_a2a_backend") == "deepep"  # for the main model it is never taken
     third = (
-        f"without DeepEP: leave --{deepep[0].replace('_', '-')} out" if deepep else "DeepEP is not in use by this run"
+        "without DeepEP: leave --sglang-speculative-moe-a2a-backend out"
+        if deepep
+        else "DeepEP is not in use by this run"
     )
     embedded = _is_embedded(flags)
     return (

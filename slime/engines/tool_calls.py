@@ -1,6 +1,7 @@
 """Calls of tools in what a model writes: one row per way of writing them, and what is text and what is a call.
 
->>> FORMATS["hermes"].read('Let me look.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', ["f"], ended=True)
+>>> text = 'Let me look.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+>>> FORMATS["hermes"].read(text, {"f": {}}, ended=True)
 Reply(text='Let me look.', calls=(Call(name='f', arguments='{"x": 1}'),))
 
 `ToolFormat.read` is a function of the text so far: as that grows, the reply's text only grows and its calls are only
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,10 @@ class Reply:
     calls: tuple[Call, ...] = ()
 
 
+#: What may be called: the JSON schemas of the arguments, by the tools' names. {} where a client gave none.
+Tools = Mapping[str, Mapping[str, Any]]
 #: The calls in a text that begins where the first of them does; ends with a ValueError where one is not complete.
-Parse = Callable[[str], Iterator[Call]]
+Parse = Callable[[str, Tools], Iterator[Call]]
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,12 @@ class ToolFormat:
     special_marks: bool = False
     text_arguments: bool = False
 
-    def read(self, text: str, tools: Collection[str], *, ended: bool) -> Reply:
+    def read(self, text: str, tools: Tools, *, ended: bool) -> Reply:
         """Text and complete calls of an answer, or of its beginning. What follows the first call is calls.
 
         Args:
-            tools: names that may be called. Without marks only an answer that begins with one of them is a call.
+            tools: that may be called. Without marks only an answer that begins with one of their names is a call;
+                and where values are written without quotes, the schemas tell which of them are text.
             ended: nothing will follow; until then, what may become a call is held back. What looked like a call and
                 cannot be read is text then.
         """
@@ -79,7 +83,7 @@ class ToolFormat:
         start = self._start(text, marks)
         if start is None:
             return Reply(text if ended else text[: len(text) - self._held(text, marks)])
-        calls = tuple(_until_broken(self.parse(text[start:])))
+        calls = tuple(_until_broken(self.parse(text[start:], tools)))
         if self.at_start and calls and calls[0].name not in tools:
             calls = ()
         return Reply(text if ended and not calls else text[:start].rstrip(), calls)
@@ -165,13 +169,13 @@ def _between(text: str, begin: str, end: str) -> Iterator[str]:
         at = stop + len(end)
 
 
-def _hermes(text: str) -> Iterator[Call]:
+def _hermes(text: str, _: Tools) -> Iterator[Call]:
     for inner in _between(text, "<tool_call>", "</tool_call>"):
         yield _call(_DECODER.decode(inner))
 
 
-def _glm45(text: str) -> Iterator[Call]:
-    """<tool_call>name <arg_key>k</arg_key><arg_value>v</arg_value> … </tool_call>; values are JSON, or else text."""
+def _glm45(text: str, tools: Tools) -> Iterator[Call]:
+    """<tool_call>name <arg_key>k</arg_key><arg_value>v</arg_value> … </tool_call>; see `_value`."""
     for inner in _between(text, "<tool_call>", "</tool_call>"):
         name = inner.partition("<arg_key>")[0].strip()
         values: dict[str, Any] = {}
@@ -179,18 +183,76 @@ def _glm45(text: str) -> Iterator[Call]:
             key, closed, rest = pair.partition("</arg_key>")
             before, opened, value = rest.partition("<arg_value>")
             if closed and opened and not before.strip():
-                values[key.strip()] = _json_or_text(value)
+                values[key.strip()] = _value(value, tools.get(name, {}), key.strip())
         yield Call(name, _arguments(values))
 
 
-def _json_or_text(value: str) -> Any:
+def _qwen3_coder(text: str, tools: Tools) -> Iterator[Call]:
+    """<function=name> <parameter=k>, the value on lines of its own, </parameter> … </function>; see `_value`."""
+    for inner in _between(text, "<tool_call>", "</tool_call>"):
+        functions = list(_between(inner, "<function=", "</function>"))
+        if not functions:
+            raise ValueError("no call")
+        for function in functions:
+            name, closed, body = function.partition(">")
+            values: dict[str, Any] = {}
+            for pair in _between(body, "<parameter=", "</parameter>"):
+                key, _, value = pair.partition(">")
+                value = value.removeprefix("\n").removesuffix("\n")  # the template's; further ones are the value's
+                values[key.strip()] = _value(value, tools.get(name.strip(), {}), key.strip())
+            if not closed:
+                raise ValueError("a call without the end of its name")
+            yield Call(name.strip(), _arguments(values))
+
+
+#: As Python writes them, and so templates that turn a value into text: {{ value | string }}.
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+def _value(written: str, schema: Mapping[str, Any], key: str) -> Any:
+    """An argument that is written without quotes: text where the tool wants text alone, even if it is JSON, too; else
+    JSON, or text where it is none.
+
+    >>> [_value("42", {"properties": {"x": {"type": kind}}}, "x") for kind in ("string", "integer")]
+    ['42', 42]
+    """
+    properties = schema.get("properties")
+    wanted = _types(properties.get(key) if isinstance(properties, Mapping) else None, schema)
+    if wanted == {"string"}:
+        return written
+    if wanted == {"string", "null"}:
+        return None if written.strip() in ("null", "None") else written
     try:
-        return _DECODER.decode(value)
+        return _DECODER.decode(written)
     except (ValueError, RecursionError):
-        return value
+        word = written.strip().lower()
+        meant = "boolean" if word in ("true", "false") else "null"
+        return _WORDS[word] if word in _WORDS and meant in wanted else written
 
 
-def _llama(text: str) -> Iterator[Call]:
+def _types(wanted: Any, schema: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """Types that a part of a schema allows, as far as it says so.
+
+    Args:
+        schema: all of it, for "$ref": "#/$defs/…".
+    """
+    if not isinstance(wanted, Mapping) or depth > 4:
+        return set()
+    kind = wanted.get("type")
+    if isinstance(kind, str | list):
+        return {kind} if isinstance(kind, str) else {str(one) for one in kind}
+    choices = wanted.get("enum", [wanted["const"]] if "const" in wanted else None)
+    if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+        return {"string"}
+    several = wanted.get("anyOf") or wanted.get("oneOf")
+    if isinstance(several, list):
+        return set().union(*(_types(one, schema, depth + 1) for one in several))
+    place, _, name = str(wanted.get("$ref", "")).rpartition("/")
+    defined = schema.get(place.removeprefix("#/")) if name else None
+    return _types(defined.get(name), schema, depth + 1) if isinstance(defined, Mapping) else set()
+
+
+def _llama(text: str, _: Tools) -> Iterator[Call]:
     """{"name": …, "parameters": {…}}, several parted by semicolons."""
     at = 0
     while text[at:].strip():
@@ -199,7 +261,7 @@ def _llama(text: str) -> Iterator[Call]:
         at += len(re.match(r"[\s;]*", text[at:]).group())  # type: ignore[union-attr]  # it matches nothing, too
 
 
-def _glm4(text: str) -> Iterator[Call]:
+def _glm4(text: str, _: Tools) -> Iterator[Call]:
     """The tool's name on a line of its own, its arguments below it."""
     name, found, rest = text.strip().partition("\n")
     if found and rest.strip():
@@ -207,7 +269,7 @@ def _glm4(text: str) -> Iterator[Call]:
         yield Call(name.strip(), _arguments(value))
 
 
-def _deepseek(text: str) -> Iterator[Call]:
+def _deepseek(text: str, _: Tools) -> Iterator[Call]:
     """V3: function<sep>name, then a block of JSON; V3.1: name<sep>{…}."""
     for inner in _between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"):
         kind, _, rest = inner.partition("<｜tool▁sep｜>")
@@ -218,7 +280,7 @@ def _deepseek(text: str) -> Iterator[Call]:
             yield Call(kind.strip(), _arguments(_DECODER.decode(rest)))
 
 
-def _mistral(text: str) -> Iterator[Call]:
+def _mistral(text: str, _: Tools) -> Iterator[Call]:
     """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or [TOOL_CALLS]name{…} for each, also with [ARGS] between."""
     for part in text.split("[TOOL_CALLS]")[1:]:
         name = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?", part)
@@ -233,6 +295,9 @@ _DEEPSEEK_BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>
 #: Where the marks of several are in a template, the first of them is meant.
 FORMATS: dict[str, ToolFormat] = {
     "glm45": ToolFormat(("<tool_call>",), _glm45, ("<tool_call>", "<arg_key>"), ("glm4_moe",), "glm45"),
+    "qwen3_coder": ToolFormat(
+        ("<tool_call>",), _qwen3_coder, ("<tool_call>", "<function="), (), "qwen3_coder"
+    ),
     "hermes": ToolFormat(("<tool_call>",), _hermes, ("<tool_call>",), ("qwen2", "qwen3", "qwen3_moe"), "qwen25"),
     "deepseek": ToolFormat(  # V3, R1
         _DEEPSEEK_BEGINS, _deepseek, ("<｜tool▁calls▁begin｜>", "```json"), ("deepseek_v3",),
@@ -280,7 +345,8 @@ def chat_template(directory: Path) -> str | None:
     return None if not found else found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 
 
-def tool_names(tools: list[Any]) -> list[str]:
-    """Names in ``tools`` of a request, of OpenAI's form or bare."""
-    functions = (tool.get("function", tool) for tool in tools)
-    return [str(function.get("name")) for function in functions if isinstance(function, Mapping)]
+def tool_schemas(tools: list[Any]) -> dict[str, Mapping[str, Any]]:
+    """``tools`` of a request, of OpenAI's form or bare, as `ToolFormat.read` wants them."""
+    functions = (tool.get("function", tool) for tool in tools if isinstance(tool, Mapping))
+    found = ((one.get("name"), one.get("parameters")) for one in functions if isinstance(one, Mapping))
+    return {str(name): schema if isinstance(schema, Mapping) else {} for name, schema in found}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from slime.config.config import Config
@@ -12,9 +14,30 @@ from slime.hook_loading import call_user_function
 from slime.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.path_patterns import Evaluation
 from slime.rollout.debug_data import save_rollout
+from slime.rollout.generate import current_state, is_in_run
 from slime.samples.types import Sample
 
 Metrics = dict[str, float]
+
+_LOGGED: contextvars.ContextVar[Metrics] = contextvars.ContextVar("slime_logged_metrics")
+"""Of the log function that runs, also where no engine has generated (SFT)."""
+
+
+def logged_metrics() -> Metrics | None:
+    """Metrics of the rollout or evaluation that this code runs in, for users' functions to add to; None where there is
+    none."""
+    found = _LOGGED.get(None)
+    return current_state().logged if found is None and is_in_run() else found
+
+
+@contextlib.contextmanager
+def _collecting() -> Iterator[Metrics]:
+    logged = logged_metrics()
+    token = _LOGGED.set({} if logged is None else logged)
+    try:
+        yield _LOGGED.get()
+    finally:
+        _LOGGED.reset(token)
 
 
 async def finish_rollout(
@@ -25,7 +48,8 @@ async def finish_rollout(
     seconds: float,
     measure: Callable[[list[Sample]], Metrics] | None = None,
 ) -> RolloutFnTrainOutput:
-    """Dump the samples; the output with all its metrics, or with none where the user's log function takes over.
+    """Dump the samples; the output with all its metrics, or with those alone that the user's log function adds
+    (`logged_metrics`) where it takes over.
 
     Args:
         seconds: that the rollout took.
@@ -36,9 +60,11 @@ async def finish_rollout(
     metrics = dict(output.metrics or {})
     path = config.rollout.custom_rollout_log_function_path
     limit = config.rollout.rollout_stall_timeout
-    if path and await call_user_function(path, rollout_id, args, samples, metrics, seconds, limit=limit):
-        return RolloutFnTrainOutput(output.samples, {})
-    return RolloutFnTrainOutput(output.samples, (measure(samples) if measure is not None else {}) | metrics)
+    with _collecting() as logged:
+        if path and await call_user_function(path, rollout_id, args, samples, metrics, seconds, limit=limit):
+            return RolloutFnTrainOutput(output.samples, dict(logged))
+    measured = measure(samples) if measure is not None else {}
+    return RolloutFnTrainOutput(output.samples, measured | metrics | logged)
 
 
 async def finish_evaluation(
@@ -70,9 +96,10 @@ async def finish_evaluation(
     await _dump(config, Evaluation(None if before_training else rollout_id), samples)
     path = config.rollout.custom_eval_rollout_log_function_path
     limit = config.rollout.rollout_stall_timeout
-    if path and await call_user_function(path, rollout_id, args, output.data, metrics, limit=limit):
-        return RolloutFnEvalOutput(output.data, {})
-    return RolloutFnEvalOutput(output.data, metrics | {"perf/eval_time": seconds})
+    with _collecting() as logged:
+        if path and await call_user_function(path, rollout_id, args, output.data, metrics, limit=limit):
+            return RolloutFnEvalOutput(output.data, dict(logged))
+    return RolloutFnEvalOutput(output.data, metrics | {"perf/eval_time": seconds} | logged)
 
 
 async def _dump(config: Config, rollout_id: int | Evaluation, samples: list[Sample]) -> None:

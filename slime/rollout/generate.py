@@ -64,6 +64,7 @@ class GenerateState:
         loop: the event loop that everything runs on.
         processor: of images and other media; always None in this version, plugins look for it.
         counts: events worth a metric, e.g. "prompt_too_long".
+        logged: metrics that users' functions have added to those of this rollout.
         progress, waits: see `slime.rollout.loop.RolloutLoop`; a rollout function of the user's own tells nothing.
     """
 
@@ -83,6 +84,7 @@ class GenerateState:
     loop: asyncio.AbstractEventLoop | None = None
     processor: Any = None
     counts: Counter[str] = field(default_factory=Counter)
+    logged: dict[str, float] = field(default_factory=dict)
     progress: Callable[[], dict[str, float]] = dict
     waits: Callable[[], str] = str
 

@@ -112,6 +112,10 @@ class PrefixCacheInfo:
         return PrefixCacheInfo(**data)
 
 
+_SpecInfo = SpecInfo  # a class body cannot name what it hides
+_PrefixCacheInfo = PrefixCacheInfo
+
+
 @dataclass
 class Sample:
     """One prompt with (at most) one response.
@@ -128,6 +132,8 @@ class Sample:
     """
 
     Status = SampleStatus
+    SpecInfo = _SpecInfo
+    PrefixCacheInfo = _PrefixCacheInfo
 
     group_index: int | None = None
     """Counter of prompt draws: all samples of one group share it."""

@@ -8,6 +8,8 @@ import copy
 import threading
 from typing import Any
 
+import numpy as np
+
 from slime.engines.client import RequestRefused
 from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.rollout.generate import current_state, generate
@@ -170,6 +172,30 @@ def see_all(args: Any, all_groups: list[list[Sample]], data_source: Any) -> None
 def log_rollout(rollout_id: int, args: Any, samples: list[Sample], extra: dict[str, Any], seconds: float) -> bool:
     calls.append(("log_rollout", (rollout_id, len(samples), sorted(extra), seconds >= 0)))
     return True
+
+
+def log_as_plugins_do(rollout_id: int, args: Any, samples: list[Sample], extra: dict[str, Any], seconds: float) -> bool:
+    from slime.utils import logging_utils, metric_utils
+
+    own = metric_utils.dict_add_prefix(metric_utils.compute_statistics([s.reward for s in samples]), "mine/reward_")
+    own |= {"rollout/step": metric_utils.compute_rollout_step(args, rollout_id), "mine/name": "no number"}
+    logging_utils.log(args, own, step_key="rollout/step")
+    return True
+
+
+async def logs_while_it_generates(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    from slime.utils.tracking_utils import log
+
+    logged = current_state().logged
+    log(args, {"mine/answers": logged.get("mine/answers", 0) + 1}, step_key="rollout/step")
+    return await generate(args, sample, sampling_params)
+
+
+def log_eval_as_plugins_do(rollout_id: int, args: Any, data: dict[str, Any], extra: dict[str, Any]) -> bool:
+    from slime.utils import tracking_utils
+
+    tracking_utils.log(args, {"eval/step": rollout_id, "eval/mine": np.float32(0.5)}, step_key="eval/step")
+    return False
 
 
 def log_eval(rollout_id: int, args: Any, data: dict[str, Any], extra: dict[str, Any]) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -74,3 +76,71 @@ def test_who_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert ended(mark)
+
+
+DETACHED = {
+    "a session of its own": f"{CHILD[:-1]}, start_new_session=True)",
+    "a double fork": """
+import os, sys
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]])
+    os._exit(0)
+os.wait()
+""",
+}
+#: Until its child is what it is to become.
+SEES_IT = """
+import psutil, sys, time
+while sum(sys.argv[1] in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])) < 2: time.sleep(0.01)
+print("started", flush=True)
+"""
+
+
+@pytest.mark.parametrize("way", DETACHED)
+@pytest.mark.parametrize("how", ["by itself", "when it is cancelled"])
+def test_what_has_left_its_process_group_ends_with_it_and_is_named(
+    tmp_path: Path, way: str, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
+    monkeypatch.setattr(programs, "_leaves_behind", set())
+    mark = str(tmp_path / "detached")
+    code = DETACHED[way] + SEES_IT + ("" if how == "by itself" else "time.sleep(600)")
+
+    async def run() -> None:
+        running = asyncio.create_task(run_program([sys.executable, "-c", code, mark], {}))
+        if how == "by itself":
+            assert await running == Finished(0, "started\n")
+            return
+        while len(left(mark)) < 2:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(run())
+    assert ended(mark)
+    assert f"ended with {sys.executable}, which had left them behind" in caplog.text
+    assert "time.sleep(600)" in caplog.text
+
+
+def test_what_has_left_its_process_group_ends_with_the_rollout(tmp_path: Path) -> None:
+    mark = str(tmp_path / "detached")
+    code = f"{DETACHED['a session of its own']}; import time; time.sleep(600)"
+    run = "from slime.rollout.agents.programs import run_program; import asyncio, sys\n"
+    run += f"asyncio.run(run_program([sys.executable, '-c', {code!r}, {mark!r}], {{}}))"
+    rollout = psutil.Popen([sys.executable, "-c", run])
+    while len(left(mark)) < 2:
+        assert rollout.poll() is None
+        time.sleep(0.01)
+    rollout.kill()
+    assert ended(mark)
+    rollout.wait()
+
+
+def test_what_cannot_be_started_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        asyncio.run(run_program(["no-such-program"], {}))
+    with pytest.raises(PermissionError):
+        asyncio.run(run_program([tmp_path], {}))

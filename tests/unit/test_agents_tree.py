@@ -3,82 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import copy
-import sys
 from typing import Any
 
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.reasoning import FORMATS, THINK, Thought, reasoning_format
 from slime.prompts.chat_template import _PAST_PROBE, _PROBE, Messages, between_turns
-from slime.rollout.agents.conversation import Ask, Speech, clean, key_of
-from slime.rollout.agents.endpoint import AgentEndpoint, AgentError
-from slime.rollout.agents.session import AgentSession, Refusal
+from slime.rollout.agents.conversation import Ask, clean, key_of
 from slime.rollout.agents.turns import Turn, samples_of
-from slime.rollout.generate import bind_state
-from slime.samples.types import Sample, SampleStatus
-from tests.support.agent_clients import openai_of
+from slime.samples.types import SampleStatus
+from tests.support.agent_sessions import check, session_of, talk, user
 from tests.support.agents import Play, tokenizer
 from tests.support.embedded_models import EOS
 
 SYSTEM = {"role": "system", "content": "Be short."}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>'
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def session_of(play: Play, **options: Any) -> AgentSession:
-    speech = Speech.of(play.model.tokenizer, None, play.state.end_tokens)
-
-    def in_a_rollout() -> AgentSession:
-        bind_state(play.state)
-        return AgentSession(play.state, play.sample, play.state.params_for(play.sample), speech, **options)
-
-    return contextvars.copy_context().run(in_a_rollout)
-
-
-def talk(play: Play, *conversations: Messages | Ask, **options: Any) -> AgentSession:
-    """Ask one after the other. A message that is a number stands for what was said in that turn."""
-    session = session_of(play, **options)
-
-    async def run() -> None:
-        for asked in conversations:
-            ask = asked if isinstance(asked, Ask) else Ask([])
-            messages = ask.messages if isinstance(asked, Ask) else asked
-            said = [session.book.turns[m].reading.message() if isinstance(m, int) else m for m in messages]
-            await session.answer(Ask(**{**vars(ask), "messages": clean(said)}))
-
-    asyncio.run(run())
-    return session
-
-
-def samples(session: AgentSession) -> list[Sample]:
-    return samples_of(session.sample, session.book.branches())
-
-
-def check(play: Play, session: AgentSession) -> list[Sample]:
-    """What holds for any tree; its samples."""
-    found = samples(session)
-    for turn, asked, said in zip(session.book.turns, play.model.asked, play.model.said, strict=True):
-        assert turn.tokens() == asked + said
-    for end, sample in zip(session.book.branches(), found, strict=True):
-        sample.validate()
-        assert sample.tokens == end.tokens()
-    trained = [
-        log_prob
-        for sample in found
-        for log_prob, counts in zip(sample.rollout_log_probs or [], sample.loss_mask or [], strict=True)
-        if counts
-    ]
-    assert sorted(trained, reverse=True) == [-1.0 - i for i in range(sum(map(len, play.model.said)))]
-    return found
 
 
 # -- what continues ------------------------------------------------------------------------------------------------
@@ -307,101 +249,3 @@ def _next_ask(what: str, which: int, number: int, base: Turn | None) -> Ask:
 
 def _holds(tokens: list[int], part: list[int]) -> bool:
     return any(tokens[i : i + len(part)] == part for i in range(len(tokens)))
-
-
-# -- limits, ends and seeds ----------------------------------------------------------------------------------------
-
-
-def test_a_full_context_refuses_and_its_branch_is_truncated() -> None:
-    play = Play(["a<|im_end|>", "b<|im_end|>"], max_context_len=60)
-    session = session_of(play)
-
-    async def run() -> None:
-        turn = await session.answer(Ask(clean([user("1")])))
-        with pytest.raises(Refusal, match="too long") as refused:
-            await session.answer(Ask(clean([user("1"), turn.reading.message(), user("2" * 60)])))
-        assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
-
-    asyncio.run(run())
-    (sample,) = check(play, session)
-    assert sample.status is SampleStatus.TRUNCATED
-
-
-def test_who_asks_the_same_twice_gets_two_seeds() -> None:
-    play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
-    talk(play, [user("1")], [user("1")], [user("2")])
-    seeds = [call["params"]["sampling_seed"] for call in play.model.calls]
-    assert seeds[1] == seeds[0] + 1 and seeds[2] == seeds[0]
-
-
-def test_of_a_clients_sampling_only_fewer_tokens_and_more_stops_count() -> None:
-    play = Play(["abc", "x STOP y"], max_new_tokens=50)
-    session = talk(play, Ask([user("1")], max_tokens=2), Ask([user("1")], max_tokens=900, stop=("STOP",)))
-    first, second = (call["params"] for call in play.model.calls)
-    assert first["max_new_tokens"] == 2 and second["max_new_tokens"] == 50 and second["stop"] == ["STOP"]
-    assert session.book.turns[1].reading.text == "x " and session.book.turns[1].reading.stop == "STOP"
-
-
-def test_an_agent_that_asks_for_nothing_fails_its_sample() -> None:
-    async def nothing(endpoint: AgentEndpoint) -> None: ...
-
-    with pytest.raises(AgentError, match="has asked for none"):
-        Play([]).run(nothing).samples()
-
-
-def test_an_agent_that_got_nothing_says_why() -> None:
-    async def wrong(endpoint: AgentEndpoint) -> None:
-        async with openai_of(endpoint, max_retries=0) as client:
-            with pytest.raises(openai.BadRequestError):
-                await client.chat.completions.create(model="m", messages=[])
-
-    async def broken(endpoint: AgentEndpoint) -> None:
-        await endpoint.run([sys.executable, "-c", "raise SystemExit('no key')"])
-
-    with pytest.raises(AgentError, match=r"its last request was refused: .*messages"):
-        Play([]).run(wrong).samples()
-    with pytest.raises(AgentError, match=r"ended with 1; its last line: no key"):
-        Play([]).run(broken).samples()
-
-
-def test_a_reward_of_the_execution_is_that_of_all_its_samples() -> None:
-    play = Play(["a<|im_end|>", "b<|im_end|>"])
-    session = talk(play, [user("1")], [user("2")])
-    session.sample.reward = 0.5
-    assert [sample.reward for sample in samples(session)] == [0.5, 0.5]
-
-
-# -- reasoning -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "opened", "thought"),
-    [
-        ("4", False, Thought(None, "4")),
-        ("<think>\na\n</think>\n\n4", False, Thought("a", "4")),
-        ("<think>\n\n</think>\n\n4", False, Thought("", "4")),
-        ("a\n</think>\n4", True, Thought("a", "4")),
-        ("a", True, Thought("a", "")),
-        ("so <think> is a word", False, Thought(None, "so <think> is a word")),
-    ],
-)
-def test_reasoning_and_answer(text: str, opened: bool, thought: Thought) -> None:
-    assert THINK.split(text, opened=opened) == thought
-
-
-def test_the_template_tells_how_a_model_thinks() -> None:
-    assert reasoning_format("{{ m.content.split('</think>')[-1] }}") is THINK
-    assert reasoning_format("[THINK]{{ x }}[/THINK]") is FORMATS[1] and reasoning_format("{{ m.content }}") is None
-    assert THINK.opens("assistant\n<think>\n") and not THINK.opens("<think>\n\n</think>\n\n")
-
-
-def test_a_prompt_that_opens_reasoning_is_seen() -> None:
-    play = Play(["hm\n</think>\n\nYes<|im_end|>"])
-    play.model.tokenizer = copy.copy(play.model.tokenizer)
-    play.model.tokenizer.chat_template += '{% if add_generation_prompt %}{{ "<think>\\n" }}{% endif %}'
-    session = talk(play, [user("1")])
-    assert session.book.turns[0].reading.message() == {
-        "role": "assistant",
-        "content": "Yes",
-        "reasoning_content": "hm",
-    }

@@ -39,7 +39,7 @@ CODE: dict[str, tuple[str, ...]] = {
 WORKING = {
     dest: spec
     for dest, spec in own_flags().items()
-    if not spec.meta.refused and len(set(spec.choices) - set(spec.meta.refused_values)) != 1
+    if not spec.meta.refused and len(set(spec.choices) - {*spec.meta.refused_values, *spec.meta.instead}) != 1
 }
 
 
@@ -136,11 +136,16 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
 }  # fmt: skip
 
 
+def not_taken(spec: FlagSpec) -> set[Any]:
+    """Values that are refused, or another one is taken instead."""
+    return {*spec.meta.refused_values, *spec.meta.instead}
+
+
 def other_than_default(spec: FlagSpec) -> Any:
     if spec.kind == "bool":
         return not spec.default
     if spec.choices:
-        value = next(c for c in spec.choices if c not in ("auto", spec.default, *spec.meta.refused_values))
+        value = next(c for c in spec.choices if c not in ("auto", spec.default, *not_taken(spec)))
         return (value,) if spec.many else value
     if spec.dest == "rollout_external_engine_addrs":
         return ("host:7",)
@@ -158,7 +163,7 @@ def options(need: Need) -> Iterator[tuple[str, Any]]:
         if not setting.negated:
             yield setting.dest, setting.values[0] if setting.values else given_value(setting.dest)
         elif setting.values:
-            allowed = [c for c in spec.choices if c not in (*setting.values, *spec.meta.refused_values, spec.default)]
+            allowed = [c for c in spec.choices if c not in (*setting.values, *not_taken(spec), spec.default)]
             yield from ((setting.dest, choice) for choice in allowed)
         else:
             yield setting.dest, False

@@ -136,7 +136,7 @@ SCRIPTS: dict[str, tuple[str, str, dict[str, str]]] = {
     "glm4.5-air": ("zai-org/GLM-4.5-Air", EIGHT, {"GRPO_ARGS": GSPO, "OPTIMIZER_ARGS": OFFLOAD}),
     "glm4.5": (
         "zai-org/GLM-4.5",
-        "--actor-num-nodes 8 --actor-num-gpus-per-node 8 --colocate",
+        "--actor-num-nodes 8 --actor-num-gpus-per-node 8 --colocate --save-debug-rollout-data /x/data.pt",
         {
             "ROLLOUT_ARGS": DAPO,
             "GRPO_ARGS": GSPO,
@@ -169,7 +169,8 @@ SCRIPTS: dict[str, tuple[str, str, dict[str, str]]] = {
             " --decoder-last-pipeline-num-layers 13 --use-dynamic-batch-size --max-tokens-per-gpu 16384",
             "SGLANG_ARGS": "--rollout-num-gpus-per-engine 64 --sglang-enable-dp-attention --sglang-dp-size 8"
             " --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head --sglang-disable-radix-cache"
-            " --sglang-server-concurrency 1024",
+            " --sglang-moe-a2a-backend deepep --sglang-deepep-mode auto --sglang-server-concurrency 1024",
+            "MISC_ARGS": ARRAYS["MISC_ARGS"] + " --moe-enable-deepep --moe-token-dispatcher-type flex",
         },
     ),
     "moonlight-16B": ("moonshotai/Moonlight-16B-A3B", EIGHT, {"OPTIMIZER_ARGS": OFFLOAD}),
@@ -183,9 +184,7 @@ SCRIPTS: dict[str, tuple[str, str, dict[str, str]]] = {
             "SGLANG_ARGS": "",
             "OPTIMIZER_ARGS": "--optimizer adam --lr 1e-5 --lr-decay-style cosine --min-lr 1e-6"
             " --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95",
-            "PERF_ARGS": ARRAYS["PERF_ARGS"].replace(
-                "--tensor-model-parallel-size 2 --sequence-parallel", "--tensor-model-parallel-size 1"
-            ),  # a rank alone has nothing to split: --sequence-parallel beside it is refused by name
+            "PERF_ARGS": ARRAYS["PERF_ARGS"].replace("parallel-size 2", "parallel-size 1"),
         },
     ),
 }
@@ -229,6 +228,29 @@ def test_model_args_of_another_model_are_named(name: str) -> None:
         compare(name, vocab_size=1111)
     assert re.search(r"--vocab-size \d+, but it is 1111", caught.value.why)
     assert "leave the flags that describe the model out" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen3-4B-sft", ["--sequence-parallel has no effect with --tensor-model-parallel-size 1"]),
+        (
+            "glm4.5",
+            ["--save-debug-rollout-data /x/data.pt has no {rollout_id} in it", "/x/data_{rollout_id}.pt is taken"],
+        ),
+        (
+            "deepseek-r1",
+            [
+                "--moe-enable-deepep has no effect",
+                "--moe-token-dispatcher-type flex has no effect, alltoall is taken",
+                "--sglang-moe-a2a-backend deepep has no effect, none is taken",
+            ],
+        ),
+    ],
+)
+def test_words_that_ask_for_nothing_here_are_warned_of(name: str, said: list[str]) -> None:
+    warnings = " ".join(parsed(name).warnings)
+    assert [words for words in said if words not in warnings] == []
 
 
 def test_a_kl_type_without_its_loss_is_warned_of() -> None:

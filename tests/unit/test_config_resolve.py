@@ -329,7 +329,13 @@ def test_dumps() -> None:
     assert config.debug.save_debug_train_data == "d/train_data/{rollout_id}.pt"
     assert make_config(load_debug_rollout_data="x_{rollout_id}.pt").debug.debug_train_only
     refused("are both x.pt", save_debug_rollout_data="x.pt", save_debug_train_data="x.pt", num_rollout=1)
-    refused("has no {rollout_id} in it", save_debug_rollout_data="a.pt", num_rollout=3)
+    for asked, taken in (("d.d/a.pt", "d.d/a_{rollout_id}.pt"), ("a", "a_{rollout_id}")):
+        config = make_config(save_debug_rollout_data=asked, num_rollout=3)
+        (said,) = [warning for warning in config.warnings if "--save-debug-rollout-data" in warning]
+        assert config.debug.save_debug_rollout_data == taken and f"{taken} is taken" in said
+    assert make_config(save_debug_rollout_data="a.pt", num_rollout=1).debug.save_debug_rollout_data == "a.pt"
+    refused("there is no {rolloutid}", save_debug_rollout_data="{rolloutid}.pt", num_rollout=3)
+    refused("cannot be filled in", save_debug_rollout_data="{.pt", num_rollout=3)
     assert make_config(save_debug_train_data="{rollout_id:04d}_{rank:02d}.pt", num_rollout=3)
     assert make_config(save_debug_rollout_data="d/{rollout_id:04d}.pt", save_hf="hf", num_rollout=3)
     both = {"save_debug_rollout_data": "a_{rollout_id}.pt", "save_debug_train_data": "a_{rank}.pt"}
@@ -414,6 +420,36 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.train.attention_backend == "fused"
 
 
+# -- what would change speed alone, or nothing -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "section", "taken"),
+    [
+        ({"moe_token_dispatcher_type": "flex"}, "transformer", {"moe_token_dispatcher_type": "alltoall"}),
+        ({"moe_token_dispatcher_type": "allgather"}, "transformer", {"moe_token_dispatcher_type": "alltoall"}),
+        ({"sglang_moe_a2a_backend": "deepep"}, "sglang", {"moe_a2a_backend": "none"}),
+    ],
+)
+def test_a_value_for_speed_alone_is_warned_of_and_another_taken(
+    flags: dict[str, Any], section: str, taken: dict[str, Any]
+) -> None:
+    config = make_config(**flags, rollout_engine="sglang")
+    ((name, value),) = flags.items()
+    assert f"--{name.replace('_', '-')} {value} has no effect, {next(iter(taken.values()))} is taken" in " ".join(
+        config.warnings
+    )
+    assert (config.engine.sglang if section == "sglang" else config.megatron.transformer).items() >= taken.items()
+
+
+def test_deepep_and_sequence_parallel_without_tensor_parallel_are_warned_of() -> None:
+    config = make_config(moe_enable_deepep=True, sequence_parallel=True)
+    said = " ".join(config.warnings)
+    assert "--moe-enable-deepep has no effect: it is about speed alone" in said
+    assert "--sequence-parallel has no effect with --tensor-model-parallel-size 1" in said
+    assert not config.megatron.sequence_parallel
+
+
 # -- contradictions ----------------------------------------------------------------------------------------
 
 
@@ -422,7 +458,6 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size", {"max_tokens_per_gpu": 10}),
         ("--max-tokens-per-gpu 512", {"use_dynamic_batch_size": True, "rollout_max_response_len": 512}),
-        ("--sequence-parallel needs --tensor-model-parallel-size", {"sequence_parallel": True}),
         ("--cp-comm-type p2p needs Transformer Engine", {"cp_comm_type": "p2p"}),
         ("1 trainer GPUs cannot be divided by 2", {"tensor_model_parallel_size": 2}),
         ("4 × 1 × 1 = 4", {"tensor_model_parallel_size": 4, "actor_num_gpus_per_node": 6}),

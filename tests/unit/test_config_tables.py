@@ -41,7 +41,7 @@ def test_flags_of_the_guides_work_and_are_in_the_help(capsys: pytest.CaptureFixt
     words = set(capsys.readouterr().out.replace(",", " ").replace("]", " ").split())
     missing = [name for name in OF_GUIDES if f"--{name}" not in words]
     refused = [name for name in OF_GUIDES if (spec := spellings()[name].spec) is not None and spec.meta.refused]
-    assert missing == refused == ["moe-enable-deepep"]  # which the guides name as something to switch off
+    assert missing == refused == []
 
 
 def test_every_flag_of_ours_has_a_sentence_of_help() -> None:

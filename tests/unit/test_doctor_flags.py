@@ -46,7 +46,6 @@ WRONG: list[tuple[str, str]] = [
     ("batch-equation", "--num-steps-per-rollout 3"),
     ("batch-equation", "-max-tokens-per-gpu"),
     ("parallel-layout", "--tensor-model-parallel-size 2"),
-    ("parallel-layout", "--sequence-parallel"),
     ("parallel-layout", "--actor-num-gpus-per-node 8 --tensor-model-parallel-size 8 --rollout-num-gpus 8"),
     ("context-length", "--rollout-max-prompt-len 64"),
     ("context-length", "--seq-length 32"),

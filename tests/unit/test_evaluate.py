@@ -172,6 +172,9 @@ def test_a_custom_evaluation_and_its_log_function(tmp_path: Path) -> None:
     assert rollout_hooks.calls == [("log_eval", (3, ["own"]))]
     output, _ = evaluate(**data, eval_function_path="tests.support.rollout_hooks.async_rollout")
     assert output.metrics["eval/own"] == 0.75
+    path = "tests.support.rollout_hooks.log_eval_as_plugins_do"
+    output, _ = evaluate(**data, custom_eval_rollout_log_function_path=path)
+    assert output.metrics["eval/mine"] == 0.5 and "eval/own" in output.metrics and "eval/step" not in output.metrics
 
 
 def test_a_custom_evaluation_needs_rewards_and_no_samples(tmp_path: Path) -> None:

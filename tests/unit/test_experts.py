@@ -489,7 +489,6 @@ def test_fused_permutation_is_accepted_and_changes_no_bit(ranks: Pools, model: P
     [
         ("moe_router_fusion", True, "Transformer Engine too"),
         ("moe_expert_capacity_factor", 1.0, "never dropped"),
-        ("moe_token_dispatcher_type", "flex", "all-to-all"),
     ],
 )
 def test_what_the_experts_here_do_not_have_is_refused_when_flags_are_read(flag: str, value: Any, said: str) -> None:

@@ -162,10 +162,10 @@ def test_an_illegal_memory_access_without_graphs_and_with_deepep(tmp_path: Path)
         "illegal-memory-access-engine-0",
         sglang_disable_cuda_graph=True,
         sglang_speculative_algorithm="EAGLE",
-        sglang_moe_a2a_backend="deepep",
+        sglang_speculative_moe_a2a_backend="deepep",
     )
     assert "CUDA graphs are off already" in told and "--sglang-disable-cuda-graph" not in told
-    assert "leave --sglang-moe-a2a-backend out" in told
+    assert "leave --sglang-speculative-moe-a2a-backend out" in told
 
 
 @pytest.mark.parametrize(

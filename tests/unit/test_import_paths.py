@@ -4,6 +4,7 @@ place of a name is noticed."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import logging
@@ -25,12 +26,14 @@ GONE = [(module, rest[:-1]) for module, rest in PATHS if rest.endswith("!")]
 
 def resolve(module: str, name: str) -> Any:
     scope: dict[str, Any] = {}
+    name, *inner = name.split(".")
     exec(f"from {module} import {name} as found", scope)  # as plugins do
-    return scope["found"]
+    return functools.reduce(getattr, inner, scope["found"])
 
 
 def parameters(signature: str) -> list[inspect.Parameter]:
     """Those of ``name(a, b=1, *, c)``; a default of ANY may be any."""
+    signature = signature.partition(".")[2] if "." in signature.partition("(")[0] else signature
     (function,) = ast.parse(f"def {signature}: pass").body
     scope: dict[str, Any] = {"ANY": inspect.Parameter.empty}
     exec(compile(ast.Module([function], []), "<listed>", "exec"), scope)
@@ -68,6 +71,15 @@ def test_what_has_no_counterpart_says_what_to_use(module: str, name: str) -> Non
         resolve(module, name) if name else importlib.import_module(module)
     reason = NO_COUNTERPART[f"{module}:{name}" if name else module]
     assert reason in str(caught.value) and (name or module) in str(caught.value)
+
+
+@pytest.mark.parametrize("path", [path for path in NO_COUNTERPART if ":" not in path])
+@pytest.mark.parametrize("form", ["import {path}", "from {package} import {module}", "from {path} import anything"])
+def test_a_module_without_counterpart_says_what_to_use_however_it_is_imported(path: str, form: str) -> None:
+    package, _, module = path.rpartition(".")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        exec(form.format(path=path, package=package, module=module), {})
+    assert NO_COUNTERPART[path] in str(caught.value) and path in str(caught.value)
 
 
 def test_every_row_of_the_table_names_something() -> None:

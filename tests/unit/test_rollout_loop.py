@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import importlib
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,10 @@ from slime.config import make_config
 from slime.errors import UserError
 from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.rollout.debug_data import load_rollout, load_samples
+from slime.rollout.finish import finish_rollout
 from slime.rollout.generate import sample_seed
 from slime.rollout.loop import RolloutLoop
-from slime.samples.types import Sample, SampleStatus
+from slime.samples.types import Group, Sample, SampleStatus
 from tests.support import rollout_hooks
 from tests.support.fake_engine import FakeEngine, answer
 from tests.support.fake_rollout import FakeSource, FakeTokenizer
@@ -286,6 +290,32 @@ def test_the_log_function_gets_its_arguments_and_replaces_the_default_log() -> N
     [(name, (rollout_id, num_samples, extra, _))] = rollout_hooks.calls
     assert (name, rollout_id, num_samples) == ("log_rollout", 3, 8) and "rollout/retries" in extra
     assert output.metrics == {}
+
+
+def test_what_a_plugins_log_function_logs_are_the_rollouts_metrics() -> None:
+    """Also without engines, where there is no state of a rollout."""
+    own = {"mine/reward_mean": 0.5, "mine/reward_median": 0.5, "mine/reward_max": 1.0, "mine/reward_min": 0.0}
+    path = HOOKS + "log_as_plugins_do"
+    output = generate(3, custom_rollout_log_function_path=path)
+    assert output.metrics == own
+    config = make_config(custom_rollout_log_function_path=path, num_rollout=1)
+    group = Group(0, [[Sample(index=0, reward=1.0)], [Sample(index=1, reward=0.0)]])
+    ready = RolloutFnTrainOutput([group], {"rollout/other": 1.0})
+    assert asyncio.run(finish_rollout(config, config.flat(), 4, ready, 0.1)).metrics == own
+
+
+def test_what_a_plugin_logs_while_it_generates_is_added_to_the_metrics() -> None:
+    output = generate(3, custom_generate_function_path=HOOKS + "logs_while_it_generates")
+    assert output.metrics is not None and output.metrics["mine/answers"] == 8 and "rollout/retries" in output.metrics
+
+
+def test_metrics_that_are_logged_where_no_rollout_runs_are_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
+    monkeypatch.setattr("slime.rollout.generate._newest", [])
+    contextvars.Context().run(importlib.import_module("slime.utils.logging_utils").log, None, {"a/b": 1}, "a/step")
+    assert "metrics that were logged outside of a rollout are lost: a/b" in caplog.text
 
 
 def test_a_sync_rollout_function_can_call_the_built_in_one() -> None:

@@ -22,51 +22,10 @@ from slime.engines.embedded.openai_request import OpenAIRequest, parse_chat, ren
 from slime.engines.embedded.openai_routes import _chat_choice, _chat_chunks
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.request_fields import BadRequest
-from slime.engines.tool_calls import FORMATS, Call, Reply, tool_format
+from slime.engines.tool_calls import FORMATS, Call, Reply, tool_format, tool_schemas
 from slime.models import FAMILIES
 from tests.support.embedded_models import EOS, VOCAB, byte_tokenizer
-
-TOOLS = ["weather", "add"]
-WEATHER = Call("weather", '{"city": "Zürich", "days": 2}')
-ADD = Call("add", '{"a": [1, 2]}')
-_DEEPSEEK_V3 = (
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
-    '{"city": "Zürich", "days": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n'
-    '{"a": [1, 2]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
-)
-_DEEPSEEK_V31 = (
-    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Zürich", "days": 2}<｜tool▁call▁end｜>'
-    '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": [1, 2]}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
-)
-#: (format, what a model writes: text before, then both calls)
-WRITTEN = [
-    (
-        "hermes",
-        'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "add", "arguments": {"a": [1, 2]}}\n</tool_call>',
-    ),
-    (
-        "glm45",
-        "Let me look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n"
-        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n"
-        "<tool_call>add\n<arg_key>a</arg_key><arg_value>[1, 2]</arg_value></tool_call>",
-    ),
-    ("deepseek", f"Let me look.{_DEEPSEEK_V3}"),
-    ("deepseek", f"Let me look.{_DEEPSEEK_V31}"),
-    ("deepseek31", f"Let me look.{_DEEPSEEK_V3}"),
-    ("deepseek31", f"Let me look.{_DEEPSEEK_V31}"),
-    (
-        "mistral",
-        'Let me look.[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}, '
-        '{"name": "add", "arguments": {"a": [1, 2]}}]',
-    ),
-    ("mistral", 'Let me look.[TOOL_CALLS]weather[ARGS]{"city": "Zürich", "days": 2}[TOOL_CALLS]add{"a": [1, 2]}'),
-    (
-        "llama",
-        '{"name": "weather", "parameters": {"city": "Zürich", "days": 2}}; '
-        '{"name": "add", "parameters": {"a": [1, 2]}}',
-    ),
-]
+from tests.support.written_calls import ADD, TOOLS, WEATHER, WRITTEN, written_as
 
 
 @pytest.mark.parametrize(("name", "text"), WRITTEN)
@@ -91,6 +50,9 @@ def test_glm4_writes_one_call_without_marks() -> None:
         ("llama", 'Use {"name": "weather", "parameters": {}}'),
         ("glm4", "wea"),
         ("mistral", "[TOOL_CALLS]nothing"),
+        ("qwen3_coder", "<tool_call>\n<function=weather\n</function></tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>"),
+        ("qwen3_coder", '<tool_call>{"name": "add"}</tool_call>'),
     ],
 )
 def test_what_is_no_call_is_text_to_the_last_character(name: str, text: str) -> None:
@@ -100,6 +62,7 @@ def test_what_is_no_call_is_text_to_the_last_character(name: str, text: str) -> 
 _CALL = '{"name": "add", "arguments": {"a": 1}}'
 _PIECES = (
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<function=", "<function=add>", "</function>", "<parameter=a>", "</parameter>", ">"),
     *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "[TOOL_CALLS]", "[ARGS]"),
     *("function", "add", "weather", "text", "1", ";", ",", "{", "}", "\n```json\n", "\n```", "\n", " "),
     *('{"a": 1}', _CALL, f"[{_CALL}]"),
@@ -150,6 +113,65 @@ def test_a_call_with_arguments_that_not_everybody_can_read_is_text(arguments: st
     text = f"<tool_call>add<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
     for call in FORMATS["glm45"].read(text, TOOLS, ended=True).calls:
         assert orjson.loads(call.arguments) == {"a": value}
+    text = f"<tool_call><function=add><parameter=a>{value}</parameter></function></tool_call>"
+    for call in FORMATS["qwen3_coder"].read(text, TOOLS, ended=True).calls:
+        assert orjson.loads(call.arguments) == {"a": value}
+
+
+def argument(name: str, value: str, wanted: Any, **schema: Any) -> Any:
+    tools = {"run": {"type": "object", "properties": {"x": wanted}, **schema}}
+    (call,) = FORMATS[name].read(written_as(name, value), tools, ended=True).calls
+    return json.loads(call.arguments)["x"]
+
+
+STRINGS = [
+    {"type": "string"},
+    {"enum": ["42", "true"]},
+    {"const": "42"},
+    {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"type": ["string", "null"]},
+    {"$ref": "#/$defs/Code"},
+]
+
+
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder"])
+@pytest.mark.parametrize("value", ['{"a": 1}', "42", "true", "[1]", '"quoted"', "x = 1\n\n  y = 2", " two ", ""])
+def test_a_value_stays_text_where_the_tool_wants_text(name: str, value: str) -> None:
+    for wanted in STRINGS:
+        assert argument(name, value, wanted, **{"$defs": {"Code": {"type": "string"}}}) == value, wanted
+
+
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder"])
+@pytest.mark.parametrize(
+    ("value", "wanted", "read"),
+    [
+        ("42", {"type": "integer"}, 42),
+        ("0.5", {"type": "number"}, 0.5),
+        ('{"a": 1}', {"type": "object"}, {"a": 1}),
+        ("true", {"type": "boolean"}, True),
+        ("False", {"type": "boolean"}, False),  # Qwen3-Coder's template writes former calls as Python does
+        ("None", {"type": ["string", "null"]}, None),
+        ("None", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None),
+        ("None", {}, "None"),
+        ("many", {"type": "integer"}, "many"),  # the tool says what is wrong with it
+        ("42", {}, 42),
+        ("42", {"$ref": "#/$defs/Missing"}, 42),
+        ("42", "no schema", 42),
+    ],
+)
+def test_other_values_are_read_as_the_tool_wants_them(name: str, value: str, wanted: Any, read: Any) -> None:
+    assert argument(name, value, wanted) == read
+
+
+def test_a_schema_that_never_ends_and_one_of_no_form_say_nothing() -> None:
+    assert argument("glm45", "42", {"$ref": "#/$defs/A"}, **{"$defs": {"A": {"$ref": "#/$defs/A"}}}) == 42
+    for schema in ({}, {"properties": None}, {"properties": {"x": {"type": {}}}}):
+        (call,) = FORMATS["glm45"].read(written_as("glm45", "42"), {"run": schema}, ended=True).calls
+        assert json.loads(call.arguments) == {"x": 42}
+    assert tool_schemas([{"function": {"name": "f"}}, {"name": "g", "parameters": {"type": "object"}}, 1]) == {
+        "f": {},
+        "g": {"type": "object"},
+    }
 
 
 def test_a_name_that_is_half_a_character_is_text() -> None:
@@ -172,6 +194,8 @@ def test_every_family_has_a_format_and_templates_decide_first(tmp_path: Path) ->
     assert tool_format(tmp_path) is FORMATS["hermes"]
     (tmp_path / "chat_template.jinja").write_text("… <tool_call>name<arg_key> …")
     assert tool_format(tmp_path) is FORMATS["glm45"]
+    (tmp_path / "chat_template.jinja").write_text("… <tool_call>\\n<function=' + name …")
+    assert tool_format(tmp_path) is FORMATS["qwen3_coder"]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +259,7 @@ async def collect(chunks: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any]]
     return [chunk async for chunk in chunks]
 
 
-SCHEMAS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in TOOLS]
+SCHEMAS = [{"type": "function", "function": {"name": name, "parameters": TOOLS[name]}} for name in TOOLS]
 
 
 @pytest.mark.parametrize(("name", "text"), WRITTEN)

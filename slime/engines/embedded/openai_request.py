@@ -6,7 +6,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
@@ -30,7 +30,7 @@ from slime.engines.request_fields import (
     number,
     optional,
 )
-from slime.engines.tool_calls import ToolFormat, tool_names
+from slime.engines.tool_calls import ToolFormat, Tools, tool_schemas
 
 #: OpenAI's words for sampling parameters that have another name here.
 _RENAMED = {
@@ -68,7 +68,7 @@ class OpenAIRequest:
         include_usage, continuous_usage: whether a stream ends with the usage, and whether every chunk carries it.
         logprobs: whether the answer carries log-probs.
         echo: whether the text of a completion begins with its prompt.
-        tools: names that the model may call, where its calls can be read.
+        tools: that the model may call, where its calls can be read.
     """
 
     id: str
@@ -79,7 +79,7 @@ class OpenAIRequest:
     continuous_usage: bool
     logprobs: bool
     echo: bool = False
-    tools: tuple[str, ...] = ()
+    tools: Tools = field(default_factory=dict)
 
 
 def parse_chat(
@@ -101,7 +101,7 @@ def parse_chat(
         "top_logprobs_num": optional(body, "top_logprobs", integer(0, limits.vocab_size), 0) if wants else 0,
     }
     defaults: dict[str, Any] = {"max_new_tokens": None}
-    tools = tuple(tool_names(read_tools(body) or [])) if calls is not None else ()
+    tools = tool_schemas(read_tools(body) or []) if calls is not None else {}
     if tools and calls is not None and calls.special_marks:
         defaults["skip_special_tokens"] = False
     request = _finish(body, asked, defaults, limits, "chatcmpl", model, wants)

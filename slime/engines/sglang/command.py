@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.constants import HF_HOME
 
-from slime.config.engine_flags import SGLANG_REFUSED_VALUES, SGLANG_RESERVED, sglang_args
+from slime.config.engine_flags import SGLANG_INSTEAD, SGLANG_RESERVED, sglang_args
 from slime.config.foreign import to_argv
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
@@ -141,9 +141,8 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
 def _check_override(name: str, value: Any) -> None:
     if name in SGLANG_RESERVED:
         raise UserError(f"cannot override {name}", why=SGLANG_RESERVED[name])
-    reason = SGLANG_REFUSED_VALUES.get(name, {}).get(str(value))
-    if reason:
-        raise UserError(f"cannot set {name} to {value}", why=reason)
+    if instead := SGLANG_INSTEAD.get(name, {}).get(str(value)):
+        raise UserError(f"cannot set {name} to {value}", why=instead[1], fix=f"leave it out, or set {instead[0]}")
     version, arguments = sglang_args()
     if name not in {argument.name for argument in arguments}:
         raise UserError(f"overrides {name}, which SGLang {version} does not have")

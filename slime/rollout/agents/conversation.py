@@ -18,7 +18,7 @@ from slime.engines.chat_answers import tool_call
 from slime.engines.chat_messages import shows_tools, with_objects
 from slime.engines.reasoning import ReasoningFormat, reasoning_format
 from slime.engines.request_fields import LIST, TEXT, BadRequest, optional
-from slime.engines.tool_calls import Reply, ToolFormat, tool_format, tool_names
+from slime.engines.tool_calls import Reply, ToolFormat, tool_format, tool_schemas
 from slime.errors import UserError
 from slime.prompts.chat_template import (
     Messages,
@@ -252,8 +252,8 @@ class Speech:
             opened: see `opens_reasoning`.
             stop: strings that may have ended it.
         """
-        names = tool_names(ask.tools or [])
-        keep = self._thinks_in_special or bool(names and self.calls is not None and self.calls.special_marks)
+        tools = tool_schemas(ask.tools or [])
+        keep = self._thinks_in_special or bool(tools and self.calls is not None and self.calls.special_marks)
         text = self._text(tokens, keep_special=keep)
         reasoning, rest = None, text
         if self.reasoning is not None:
@@ -261,8 +261,8 @@ class Speech:
             reasoning, rest = thought.reasoning, thought.rest
         at, matched = min(((rest.find(one), one) for one in stop if one in rest), default=(len(rest), ""))
         reply = Reply(rest[:at])
-        if names and self.calls is not None:
-            reply = self.calls.read(rest[:at], names, ended=True)
+        if tools and self.calls is not None:
+            reply = self.calls.read(rest[:at], tools, ended=True)
         return Reading(reply.text, reasoning, tuple(tool_call(call) for call in reply.calls), matched)
 
     def _text(self, tokens: Sequence[int], *, keep_special: bool) -> str:

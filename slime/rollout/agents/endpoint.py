@@ -144,7 +144,7 @@ class AgentEndpoint:
             raise AgentError(f"the agent has got no answer of the model{self._why_nothing()}")
         if reward is not None:
             session.sample.reward = reward
-        return samples_of(session.sample, ends)
+        return samples_of(session.sample, ends, session.cut_short(ends))
 
     def _why_nothing(self) -> str:
         if self._session.refused:
@@ -213,7 +213,7 @@ def agent_endpoint(
         dropped_reasoning: what becomes of a conversation whose client leaves out what the model had thought:
             "branch": the model does not see it any more, as without training, and a branch begins; "continue": the
             answer stays as it was written.
-        max_turns: more requests are refused.
+        max_turns: more requests are refused. One that the chat template refuses does not count.
     Raises:
         UserError: called outside a rollout, or for a model without chat template.
     """

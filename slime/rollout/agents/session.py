@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ class AgentSession:
         sample: as it was drawn; its index, session and trace go with every turn.
         sampling_params: the rollout's. Of a client's own only a lower ``max_tokens`` and further stop strings count:
             log-probs are of the run's distribution.
-        max_turns: more requests are refused.
+        max_turns: more requests are refused. One that the chat template refuses does not count.
 
     Attributes:
         failure: of an engine, which the agent was told of as status 503.
@@ -68,6 +68,7 @@ class AgentSession:
         self.was_cut, self.refused = False, ""
         self._is_over = False
         self._started = 0
+        self._full: Place | None = None  # of a request that the context had no room for, if none was answered since
         self._context = contextvars.copy_context()  # the generate function's: its state, and its span of the trace
         self._waiting: set[asyncio.Task[Any]] = set()
         self._busy, self._since = 0.0, 0.0
@@ -94,9 +95,9 @@ class AgentSession:
             raise Refusal(f"this sample has failed: {self.failure}", 400, "invalid_request_error", "sample_failed")
         if self.max_turns is not None and self._started >= self.max_turns:
             raise Refusal(f"this agent may take {self.max_turns} turns", 400, "invalid_request_error", "max_turns")
-        self._started += 1
-        ask = self.with_kwargs(ask)
+        ask, full_before = self.with_kwargs(ask), self._full
         place = self.book.place(ask)
+        self._started += 1  # a request that the template refuses is no turn
         sample = Sample(
             index=self.sample.index,
             group_index=self.sample.group_index,
@@ -112,7 +113,11 @@ class AgentSession:
             self.was_cut = True
             raise Refusal("the rollout ends: this sample will be begun anew", 503, "unavailable")
         if not sample.response_length:
-            raise self._full(place)
+            self._full = place
+            said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
+            raise Refusal(said, 400, "invalid_request_error", "context_length_exceeded")
+        if self._full is full_before:  # the agent has gone on with less; one refused meanwhile has not yet
+            self._full = None
         output = sample.tokens[sample.prompt_length :]
         opened = self.book.speech.opens_reasoning(place.prompt)
         reading = self.book.speech.read(output, ask, opened=opened, stop=params.get("stop") or ())
@@ -132,18 +137,20 @@ class AgentSession:
         params = dict(self.params)
         if ask.max_tokens is not None:
             params["max_new_tokens"] = min(params["max_new_tokens"], ask.max_tokens)
-        if ask.stop:
-            own = params.get("stop") or []
-            params["stop"] = list(dict.fromkeys([*([own] if isinstance(own, str) else own), *ask.stop]))
+        own = params.get("stop") or []
+        if stops := list(dict.fromkeys([*([own] if isinstance(own, str) else own), *ask.stop])):
+            params["stop"] = stops
         if params.get("sampling_seed") is not None:  # whoever asks the same twice wants two answers
             params["sampling_seed"] = (params["sampling_seed"] + place.twin) & _LARGEST_SEED
         return params
 
-    def _full(self, place: Place) -> Refusal:
-        if place.parent is not None:
-            place.parent.cut_short = True
-        said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
-        return Refusal(said, 400, "invalid_request_error", "context_length_exceeded")
+    def cut_short(self, ends: Sequence[Turn]) -> Turn | None:
+        """Of branches, the one that the agent would have gone on with, had its last request not been too long."""
+        if self._full is None:
+            return None
+        if self._full.parent in self.book.branches():
+            return self._full.parent if self._full.parent in ends else None
+        return max(ends, key=self.book.turns.index, default=None)  # it was rewritten: most likely of the last one
 
     # -- time ----------------------------------------------------------------------------------------------
 

@@ -41,7 +41,6 @@ class Turn:
         output, log_probs: the answer's tokens, the one that ended it included, and a log-prob for each.
         weight_runs: [[first token, weight version], …] of the answer.
         said: the texts between the parent's answer and this one.
-        cut_short: the client asked for more than the context holds after this turn.
         length: tokens up to the answer's end, the parents' included.
     """
 
@@ -59,7 +58,6 @@ class Turn:
     cache: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
     speculation: SpecInfo = field(default_factory=SpecInfo)
     routed_experts: Any = None
-    cut_short: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     length: int = 0
 
@@ -273,10 +271,13 @@ def _meant(turns: list[Turn], message: dict[str, Any]) -> Turn:
 # -- samples -------------------------------------------------------------------------------------------------------
 
 
-def samples_of(drawn: Sample, ends: Sequence[Turn]) -> list[Sample]:
+def samples_of(drawn: Sample, ends: Sequence[Turn], cut_short: Turn | None = None) -> list[Sample]:
     """A sample for each branch, named by its last turn; turns that several share are trained in the first of them.
 
     The first is ``drawn`` itself; the others are copies without its trace. All have its reward, if it has one.
+
+    Args:
+        cut_short: of ``ends`` the one that the context had no room to go on with; it is TRUNCATED.
     """
     samples, trained = [], set[int]()
     for number, end in enumerate(ends):
@@ -287,6 +288,8 @@ def samples_of(drawn: Sample, ends: Sequence[Turn]) -> list[Sample]:
         path = end.path()
         own = [turn for turn in path if id(turn) not in trained]
         _fill(sample, path, trained)
+        if end is cut_short:
+            sample.status = SampleStatus.TRUNCATED
         sample.metadata["agent"] = {
             "branch": number,
             "branches": len(ends),
@@ -327,7 +330,7 @@ def _fill(sample: Sample, path: list[Turn], trained: set[int]) -> None:
         sample.weight_versions += turn.weight_versions
     end = path[-1]
     sample.rollout_routed_experts = end.routed_experts
-    sample.status = SampleStatus.TRUNCATED if end.cut_short else end.status
+    sample.status = end.status
 
 
 def _sum(one: Any, other: Any) -> Any:

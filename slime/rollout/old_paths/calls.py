@@ -7,6 +7,8 @@ import contextlib
 import functools
 import inspect
 import itertools
+import socket
+import subprocess
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, ClassVar, TypeVar
@@ -15,12 +17,15 @@ from slime.errors import UserError
 from slime.hook_loading import failures_of
 from slime.hooks import DynamicFilterOutput
 from slime.host import PortReservation, reserve_port
+from slime.log import get_logger
 from slime.observe.trace import Span, span
 from slime.rollout import loop
 from slime.rollout.filters import verdict_of
 from slime.rollout.generate import current_state, is_in_run
 from slime.rollout.user_rollouts import wrapped
 from slime.samples.types import Sample
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -100,6 +105,8 @@ class SingletonMeta(type):
 
 # -- hosts -----------------------------------------------------------------------------------------------------------
 
+_ELSEWHERE = ("192.0.2.1", 9)
+"""An address that is nobody's (RFC 5737)."""
 _held: list[PortReservation] = []
 """What this process was given, until it ends."""
 
@@ -127,6 +134,30 @@ def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
     """The first of ``consecutive`` free ports, from ``start_port`` on."""
     starts = itertools.count(start_port)
     return next(start for start in starts if all(is_port_available(start + i) for i in range(consecutive)))
+
+
+def get_current_node_ip() -> str:
+    """The address of this host on the way to others: no packet is sent. Where there is no way, its loopback's."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect(_ELSEWHERE)
+        return str(asked.getsockname()[0])
+    return "127.0.0.1"
+
+
+def get_host_info() -> tuple[str, str]:
+    """This host's name and address."""
+    return socket.gethostname(), get_current_node_ip()
+
+
+def exec_command(cmd: str, capture_output: bool = False) -> str | None:
+    """Run a line of bash, as long as it takes; what it wrote, if that is captured.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    logger.info("runs: %s", cmd)
+    done = subprocess.run(["bash", "-c", cmd], check=True, text=True, capture_output=capture_output)
+    return done.stdout if capture_output else None
 
 
 # -- traces ----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ _told_to_end = False
 
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
-    walls.control(_SUBREAPER, 1)  # what the program leaves behind becomes a child of this process
+    adopt_orphans()
     signal.signal(signal.SIGTERM, _end)
     walls.die_with(request["owner"], signal.SIGTERM)
     result: dict[str, Any] = {}
@@ -287,6 +287,11 @@ class Keeper:
 
 
 # -- all that came of this process -----------------------------------------------------------------------------------
+
+
+def adopt_orphans() -> None:
+    """From now on, what loses its parent among them becomes a child of this process."""
+    walls.control(_SUBREAPER, 1)
 
 
 def descendants() -> list[int]:
