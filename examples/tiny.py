@@ -44,18 +44,21 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def write_model(folder: Path, lesson: Callable[[random.Random], Chat], steps: int = 100, seed: int = 0) -> None:
+def write_model(
+    folder: Path, lesson: Callable[[random.Random], Chat], steps: int = 100, seed: int = 0, template: str = TEMPLATE
+) -> None:
     """A Hugging Face directory of a model that speaks as in ``lesson``, which makes one conversation at a time.
 
     Args:
         steps: of 64 conversations each, in which the words of the assistant are learned.
+        template: for chats; one that writes what is in a lesson as `TEMPLATE` does.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     rng = random.Random(seed)
     chats = [lesson(rng) for _ in range(steps * BATCH)]
-    tokenizer = make_tokenizer(message["content"] for chat in chats for message in chat)
+    tokenizer = make_tokenizer((message["content"] for chat in chats for message in chat), template)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN,
@@ -88,7 +91,7 @@ def write_model(folder: Path, lesson: Callable[[random.Random], Chat], steps: in
     tokenizer.save_pretrained(folder)
 
 
-def make_tokenizer(texts: Iterable[str]) -> Any:
+def make_tokenizer(texts: Iterable[str], template: str = TEMPLATE) -> Any:
     """Of words, digits and signs, each a token; blanks are tokens, too."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -101,7 +104,7 @@ def make_tokenizer(texts: Iterable[str]) -> Any:
     tokenizer.pre_tokenizer, tokenizer.decoder = split, decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=UNKNOWN)
     fast.add_special_tokens({"additional_special_tokens": special[3:]})
-    fast.chat_template = TEMPLATE
+    fast.chat_template = template
     return fast
 
 

@@ -169,7 +169,7 @@ def _between(text: str, begin: str, end: str) -> Iterator[str]:
         at = stop + len(end)
 
 
-def _hermes(text: str, _: Tools) -> Iterator[Call]:
+def _hermes(text: str, tools: Tools) -> Iterator[Call]:
     for inner in _between(text, "<tool_call>", "</tool_call>"):
         yield _call(_DECODER.decode(inner))
 
@@ -252,7 +252,7 @@ def _types(wanted: Any, schema: Mapping[str, Any], depth: int = 0) -> set[str]:
     return _types(defined.get(name), schema, depth + 1) if isinstance(defined, Mapping) else set()
 
 
-def _llama(text: str, _: Tools) -> Iterator[Call]:
+def _llama(text: str, tools: Tools) -> Iterator[Call]:
     """{"name": …, "parameters": {…}}, several parted by semicolons."""
     at = 0
     while text[at:].strip():
@@ -261,7 +261,7 @@ def _llama(text: str, _: Tools) -> Iterator[Call]:
         at += len(re.match(r"[\s;]*", text[at:]).group())  # type: ignore[union-attr]  # it matches nothing, too
 
 
-def _glm4(text: str, _: Tools) -> Iterator[Call]:
+def _glm4(text: str, tools: Tools) -> Iterator[Call]:
     """The tool's name on a line of its own, its arguments below it."""
     name, found, rest = text.strip().partition("\n")
     if found and rest.strip():
@@ -269,7 +269,7 @@ def _glm4(text: str, _: Tools) -> Iterator[Call]:
         yield Call(name.strip(), _arguments(value))
 
 
-def _deepseek(text: str, _: Tools) -> Iterator[Call]:
+def _deepseek(text: str, tools: Tools) -> Iterator[Call]:
     """V3: function<sep>name, then a block of JSON; V3.1: name<sep>{…}."""
     for inner in _between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"):
         kind, _, rest = inner.partition("<｜tool▁sep｜>")
@@ -280,7 +280,7 @@ def _deepseek(text: str, _: Tools) -> Iterator[Call]:
             yield Call(kind.strip(), _arguments(_DECODER.decode(rest)))
 
 
-def _mistral(text: str, _: Tools) -> Iterator[Call]:
+def _mistral(text: str, tools: Tools) -> Iterator[Call]:
     """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or [TOOL_CALLS]name{…} for each, also with [ARGS] between."""
     for part in text.split("[TOOL_CALLS]")[1:]:
         name = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?", part)

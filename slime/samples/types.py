@@ -12,7 +12,7 @@ import copy
 import dataclasses
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from slime.errors import UserError
 from slime.samples.routed_experts import decode_routed_experts
@@ -132,8 +132,8 @@ class Sample:
     """
 
     Status = SampleStatus
-    SpecInfo = _SpecInfo
-    PrefixCacheInfo = _PrefixCacheInfo
+    SpecInfo: ClassVar[type[_SpecInfo]] = _SpecInfo
+    PrefixCacheInfo: ClassVar[type[_PrefixCacheInfo]] = _PrefixCacheInfo
 
     group_index: int | None = None
     """Counter of prompt draws: all samples of one group share it."""
@@ -172,8 +172,8 @@ class Sample:
     session_id: str | None = None
     non_generation_time: float = 0.0
     """Seconds spent in tools and environments."""
-    spec_info: SpecInfo = field(default_factory=SpecInfo)
-    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    spec_info: _SpecInfo = field(default_factory=_SpecInfo)
+    prefix_cache_info: _PrefixCacheInfo = field(default_factory=_PrefixCacheInfo)
     token_spans: list[TokenSpan] = field(default_factory=list)
     """Origin of the response tokens, in order; see `TokenSpan`."""
     trace: dict[str, Any] | None = None

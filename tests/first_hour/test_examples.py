@@ -65,7 +65,8 @@ def test_the_notebook(
 
 @pytest.mark.full
 def test_a_model_in_boxes_of_tasks(tmp_path: Path, environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "examples.environments.train", "harbor", "1"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    command = ["sh", str(ROOT / "examples" / "environments" / "run.sh"), "harbor", "1"]
+    env = {**environment, "PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "score, step by step: [0." in done.stdout

@@ -38,7 +38,7 @@ QUESTIONS = [
 ]
 BOTH = ("data", "reward")
 #: Examples whose rewards nobody can try on the first rows: of games, of another model, for made-up prompts.
-REWARDED_ELSEWHERE = ("self_play", "judge", "curriculum")
+REWARDED_ELSEWHERE = ("self_play", "judge", "curriculum", "api_agent")
 #: What a directory of a published model has here: config.json and a tokenizer.
 WITHOUT_WEIGHTS = [check for check in CHECKS if check.name not in ("weights", "device")]
 

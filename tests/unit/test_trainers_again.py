@@ -46,7 +46,7 @@ class Told(Cluster):
             begin_setup=lambda should_stop: self.done.append("set up"), agreed_start=lambda found: started
         )
 
-    def _load_source(self, *_: Any) -> None:
+    def _load_source(self, *_: Any, **__: Any) -> None:
         self.done.append("load")
 
     def _introduce(self, version: int) -> None:

@@ -106,7 +106,7 @@ async def _minded(request: dict[str, Any], timeout: float | None) -> dict[str, A
             hears.cancel()
         came = _heard(hears)
         _name(request["command"][0], came.get("left", []))
-    if not came and minder.returncode > 0:
+    if not came and (minder.returncode or 0) > 0:
         raise RuntimeError(f"the process that minds {request['command'][0]} ended with status {minder.returncode}")
     return came
 

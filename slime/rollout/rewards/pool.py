@@ -80,7 +80,8 @@ def check_rm_type(rm_type: str) -> None:
         raise UserError(
             "--rm-type ifbench is not built in",
             why="its checkers come from a repository that installs packages when imported",
-            fix="install IFBench yourself and call it from a function named by --custom-rm-path",
+            fix="call its checkers from a function named by --custom-rm-path: if-verifiable of PyPI has them, and"
+            " fetches NLTK's data when it is imported",
         )
     near = difflib.get_close_matches(name, RM_TYPES, n=1)
     raise UserError(
