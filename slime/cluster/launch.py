@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
+
+from slime.errors import RunFailed
+
+if TYPE_CHECKING:
+    from slime.cluster.engines import Engines
+    from slime.cluster.rollout_actor import RolloutHandle
 
 T = TypeVar("T")
 
@@ -58,3 +64,20 @@ def there(part: T | None) -> T:
     """A part of a cluster that has been launched."""
     assert part is not None, "launch comes first"
     return part
+
+
+def connect(rollout: RolloutHandle, engines: Engines, *, tolerant: bool) -> None:
+    """The rollout actor to the router, which may die in the launch, too.
+
+    Args:
+        tolerant: it is started again then (--use-fault-tolerance), as soon as it is heard of.
+    Raises:
+        RunFailed: the router died, or does not answer.
+    """
+    for is_last in (not tolerant, True):
+        try:
+            with engines.explained("connecting to the router"):
+                return rollout.connect(engines.routers.url, engines.routers.urls, engines.keys)
+        except RunFailed:
+            if is_last:
+                raise

@@ -15,7 +15,7 @@ from slime.checkpoints.load_plan import going_on
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_turns import EngineMemory, GpuTurns
-from slime.cluster.launch import Clock, Generating, Launch, there
+from slime.cluster.launch import Clock, Generating, Launch, connect, there
 from slime.cluster.placement import Slots
 from slime.cluster.ray_session import reserve, start_ray
 from slime.cluster.rollout_actor import RolloutHandle, RolloutResult
@@ -148,7 +148,7 @@ class Cluster:
             if not engines.routers.urls:
                 engines.put_routers_in_front(wait(starting, "starting"))
                 clock.lap("engines")
-            rollout.connect(engines.routers.url, engines.routers.urls, engines.keys)
+            connect(rollout, engines, tolerant=config.fault_tolerance.use_fault_tolerance)
         self._load_source(config, start)
         if config.fault_tolerance.max_restarts:
             self._source_at_launch = rollout.source_state()

@@ -131,10 +131,10 @@ class RolloutLoop:
 
     async def _start(self) -> None:
         config, loop = self.config, asyncio.get_running_loop()
-        self._watched = watch_loop(loop, self._blocking_limit, lambda said: self.lost(said))
         policy = config.engine.router.get("policy") or "cache_aware"
         async with EngineClient(self.base_url) as router:
             engine_urls = [worker.url for worker in await list_workers(router)]
+        self._watched = watch_loop(loop, self._blocking_limit, lambda said: self.lost(said))
         self._rewards = RewardPool(config, self.args)
         self._eval_sets = await asyncio.to_thread(self._read_eval_sets)
         self._client = RolloutClient(

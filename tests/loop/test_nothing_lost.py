@@ -135,8 +135,6 @@ VICTIMS = {
 }
 #: A reward that asks them.
 _GRADED = ("--custom-rm-path", "tests.support.hold.reward_by_worker", "--rm-num-workers", 1)
-#: For `broken`, which holds a run at its end.
-_HELD = ("--custom-megatron-init-path", "tests.support.hold.hold_phases")
 
 
 def strike(driver: Driver, victim: str, seconds: float = 0.0) -> bool:
@@ -162,19 +160,27 @@ def broken(
     victims: list[str],
     dice: random.Random,
     longest_stop: float = 6.0,
+    first: int = 0,
+    drawn: int = _GROUPS,
 ) -> tuple[Driver, list[str]]:
     """A run that is struck at random moments, and begun again when it has ended of it, until it is finished. Every
-    other victim is stopped for a while instead of killed. The run cannot finish before all have been struck.
+    other victim is stopped for a while instead of killed. Rollouts wait for their rewards (`_GRADED`) before they come
+    so far that not all can be struck.
 
+    Args:
+        num_rollouts: `length_of` a run for so many victims.
+        first: step before which nothing is struck; 0 strikes launches, too.
+        drawn: groups of a rollout, those that a filter drops among them.
     Returns:
         Its last driver, and what was struck when, in words.
     """
-    last = scores.folder / "hold-export"  # where the trainer waits before the model is written
-    last.touch()
-    driver, told, pace = begin(), [], num_rollouts // len(victims)
+    pace, told = (num_rollouts - _AHEAD) // len(victims), list[str]()
+    _let_through(scores.folder, 0)
+    driver = begin()
     for number, victim in enumerate(victims):
-        goal, delay = pace * number + dice.randint(0, pace - 1), dice.uniform(0.0, 1.5)
+        goal, delay = first + pace * number + dice.randint(0, pace - 1), dice.uniform(0.0, 1.0)
         seconds = dice.uniform(0.5, longest_stop) if number % 2 else 0.0
+        _let_through(scores.folder, drawn * (goal + _AHEAD - 1))
         is_struck = False
         while not is_struck:  # or the run had ended of what was before
             driver = reach(begin, driver, goal)
@@ -184,9 +190,24 @@ def broken(
             is_struck = driver.process.poll() is None and strike(driver, victim, seconds)
         scores.kills.append(time.time())
         told.append(f"{victim} at step {len(driver.steps())}" + (f", for {seconds:.1f} s" if seconds else ""))
-    last.unlink()
+    (scores.folder / "hold-groups-from").unlink()
     assert len(told) == len(victims)
     return reach(begin, driver, num_rollouts, to_its_end=True), told
+
+
+#: Rollouts beyond the step at which a victim is to be struck that go on, so that it is struck in their midst.
+_AHEAD = 4
+
+
+def length_of(num_victims: int, pace: int) -> int:
+    """Rollouts of a run in which so many are struck, about one in ``pace`` rollouts."""
+    return pace * num_victims + _AHEAD
+
+
+def _let_through(folder: Path, groups: int) -> None:
+    """So many groups get a reward; the others wait."""
+    (folder / "hold-groups-from.new").write_text(str(groups))
+    (folder / "hold-groups-from.new").rename(folder / "hold-groups-from")
 
 
 def _is_there_or_ended(driver: Driver, victim: str) -> bool:
@@ -238,8 +259,8 @@ _STRIKES, _PACE = 12, 3
 _SEEDS = {"train.py": range(2, 11), "train_async.py": range(11, 20)}
 #: Script → victims of its short run: of those that cost a launch or a trainer as few as tell something.
 _SHORT = {
-    "train.py": ["engine", "reward worker", "all", "router", "engine"],
-    "train_async.py": ["router", "engine", "reward worker", "reward worker", "engine"],
+    "train.py": ["reward worker", "router", "all", "engine", "reward worker"],
+    "train_async.py": ["engine", "router", "reward worker", "engine", "router"],
 }
 
 
@@ -271,14 +292,15 @@ def test_kills_and_stops_at_random_leave_what_an_unbroken_run_leaves(
 ) -> None:
     dice = random.Random(seed)
     victims, is_short = victims_of(script, seed, dice), seed not in _SEEDS[script]
-    num_rollouts = (2 if is_short else _PACE) * len(victims)
+    num_rollouts = length_of(len(victims), 1 if is_short else _PACE)
     apart = ["--no-colocate"] if "async" in script else []
     flags: tuple[Any, ...] = ("--num-rollout", num_rollouts, "--save-interval", 3, "--use-fault-tolerance", *apart)
-    flags = (*flags, *_GRADED, "--max-restarts", 99, "--rollout-shuffle", *_HELD)
+    flags = (*flags, *_GRADED, "--max-restarts", 99, "--rollout-shuffle")
     scores = Scores(hold)
     name = f"struck-{seed}-{script}"
     start = partial(begin, name, *flags, script=script)
-    driver, told = broken(start, scores, num_rollouts, victims, dice, longest_stop=1.5 if is_short else 6.0)
+    cheap: dict[str, Any] = {"longest_stop": 1.5, "first": 1} if is_short else {}
+    driver, told = broken(start, scores, num_rollouts, victims, dice, **cheap)
     assert driver.steps() == list(range(1, num_rollouts + 1)), told
     assert scores.generated_twice() == [], told
     assert trained_indices(driver, num_rollouts) == list(range(num_rollouts * _GROUPS * _SAMPLES)), told
@@ -312,8 +334,8 @@ def test_options_that_kills_and_stops_must_not_change(
     begin: Callable[..., Driver], hold: Path, unbroken: dict[Any, Any], options: str, seed: int
 ) -> None:
     script, flags, more = _OPTIONS[options]
-    dice, num_rollouts = random.Random(seed), _PACE * _FEWER
-    flags = (*flags, "--num-rollout", num_rollouts, "--save-interval", 3, "--use-fault-tolerance", *_HELD)
+    dice, num_rollouts = random.Random(seed), length_of(_FEWER, _PACE)
+    flags = (*flags, "--num-rollout", num_rollouts, "--save-interval", 3, "--use-fault-tolerance")
     flags = (*flags, "--max-restarts", 99)
     victims = [dice.choice(more if more and number % 3 else list(VICTIMS)) for number in range(_FEWER)]
     name, scores = f"{options.replace(' ', '-')}-{seed}", Scores(hold)
@@ -342,14 +364,14 @@ def test_groups_that_are_put_back_and_dropped_under_kills_and_stops(
 ) -> None:
     """Which groups a rollout takes depends on timing, in a second life, too. But each is trained on once, and none that
     was finished is finished again with other tokens."""
-    dice, num_rollouts = random.Random(seed), _PACE * _FEWER
+    dice, num_rollouts = random.Random(seed), length_of(_FEWER, _PACE)
     flags = ("--no-colocate", "--async-buffer-size", 2, "--over-sampling-batch-size", 6, "--no-deterministic-rollout")
-    flags = (*flags, "--dynamic-sampling-filter-path", "tests.support.hold.drop_every_third", *_HELD, *_GRADED)
+    flags = (*flags, "--dynamic-sampling-filter-path", "tests.support.hold.drop_every_third", *_GRADED)
     flags = (*flags, *_CHOOSING[options], "--num-rollout", num_rollouts, "--save-interval", 3)
     flags = (*flags, "--use-fault-tolerance", "--max-restarts", 99)
     victims = [dice.choice(list(VICTIMS)) for _ in range(_FEWER)]
     start = partial(begin, f"{options}-{seed}", *flags, script="train_async.py")
-    driver, told = broken(start, Scores(hold), num_rollouts, victims, dice)
+    driver, told = broken(start, Scores(hold), num_rollouts, victims, dice, drawn=6)
     assert driver.steps() == list(range(1, num_rollouts + 1)), told
     indices = trained_indices(driver, num_rollouts)
     assert len(indices) == len(set(indices)) == num_rollouts * _GROUPS * _SAMPLES, told
@@ -373,11 +395,11 @@ def test_pushes_in_flight_under_kills_and_stops(
 ) -> None:
     """What is generated then depends on timing. But every group is trained on once, none is older than the bound, and
     the versions of a sample's tokens never go back. Evaluations go on beside it."""
-    dice, num_rollouts = random.Random(seed), _PACE * _FEWER
+    dice, num_rollouts = random.Random(seed), length_of(_FEWER, _PACE)
     flags = ("--no-colocate", "--update-weights-in-flight", "--async-buffer-size", 2, "--max-staleness", 1)
     flags = (*flags, "--rollout-request-tokens", 2, "--rollout-max-response-len", 24, "--no-deterministic-rollout")
     flags = (*flags, "--eval-prompt-data", "sums", f"{world.inputs / 'train.jsonl'}@[0:4]", "--eval-interval", 4)
-    flags = (*flags, "--num-rollout", num_rollouts, "--save-interval", 3, "--use-fault-tolerance", *_HELD, *_GRADED)
+    flags = (*flags, "--num-rollout", num_rollouts, "--save-interval", 3, "--use-fault-tolerance", *_GRADED)
     flags = (*flags, "--max-restarts", 99)
     victims = [dice.choice(list(VICTIMS)) for _ in range(_FEWER)]
     start = partial(begin, f"flight-{seed}", *flags, script="train_async.py")

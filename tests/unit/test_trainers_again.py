@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 import pytest
 
 from slime.cluster import run_cluster as module
-from slime.cluster.launch import Generating
+from slime.cluster.launch import Generating, connect
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.trainer_group import TrainerStart
 from slime.cluster.waiting import NobodyAnswers
 from slime.config import make_config
+from slime.engines.api import EngineError
+from slime.errors import RunFailed
 
 
 class Told(Cluster):
@@ -83,3 +87,36 @@ def test_after_a_push_that_broke(tmp_path: Path) -> None:
         for verb, more in (("give up", ""), ("forget what", " has beyond 7"))
     ]
     assert cluster.done == ["close", "go on", "set up", *ended, "load", "introduce 7"]
+
+
+# -- a router that dies as the run comes up --------------------------------------------------------------------
+
+
+class DyingRouter:
+    """It answers after so many tries; engines as far as `connect` knows them."""
+
+    def __init__(self, tries: int) -> None:
+        self.tries, self.asked = tries, 0
+        self.routers, self.keys = SimpleNamespace(url="http://router", urls={}), None
+
+    def connect(self, *_: Any) -> None:
+        self.asked += 1
+        if self.asked < self.tries:
+            raise EngineError("http://router", "connection refused")
+
+    @contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as error:
+            raise RunFailed(f"{what}: {error}") from error
+
+
+@pytest.mark.parametrize(("tolerant", "tries", "works"), [(True, 2, True), (True, 3, False), (False, 2, False)])
+def test_a_router_that_dies_in_the_launch_is_asked_again_where_it_is_started_again(
+    tolerant: bool, tries: int, works: bool
+) -> None:
+    router: Any = DyingRouter(tries)
+    with nullcontext() if works else pytest.raises(RunFailed, match="connecting to the router"):
+        connect(router, router, tolerant=tolerant)
+    assert router.asked == 1 + tolerant
