@@ -13,7 +13,8 @@ from pathlib import Path
 
 from slime import path_patterns
 from slime.config.draft import Draft, Given
-from slime.config.flag import GENERATES, SAMPLES, FlagSpec, option_of
+from slime.config.flag import SAMPLES, FlagSpec, option_of
+from slime.config.parts import absent
 from slime.errors import UserError
 from slime.host import num_cpus, num_gpus
 
@@ -206,7 +207,8 @@ def _references(draft: Draft) -> None:
 def _checkpoints(draft: Draft) -> None:
     if draft["save"] is not None and draft["save_interval"] is None:
         draft.derive("save_retain", 2, "2, as --save-interval is not given: the newest, and one to go back to")
-    draft.derive("journal", draft["save"] is not None and SAMPLES.holds(draft.values), "on with save")
+    fills = draft["save"] is not None and SAMPLES.holds(draft.values) and not draft["debug_rollout_only"]
+    draft.derive("journal", fills, "on with save" if fills else "nothing is generated that waits for a checkpoint")
 
 
 def _engine(draft: Draft) -> None:
@@ -217,16 +219,10 @@ def _engine(draft: Draft) -> None:
         draft.values["rollout_engine"] = None
     draft.derive("rollout_engine", chosen, why)
     given = [draft.specs[dest] for dest in draft.given.values]
-    if not GENERATES.holds(draft.values):
-        _left_out(draft, given, ("sglang", "router"), "there is no engine, as nothing is generated")
-    elif draft["rollout_engine"] != "sglang":
-        _left_out(draft, given, ("sglang",), "the embedded engine does not have SGLang's options")
-
-
-def _left_out(draft: Draft, given: list[FlagSpec], passed_to: tuple[str, ...], why: str) -> None:
-    ignored = [spec.option for spec in given if set(spec.sections) & set(passed_to)]
-    if ignored:
-        draft.warnings.append(f"{why}; left out: {', '.join(sorted(ignored))}")
+    ignored = [spec.option for spec in given if "sglang" in spec.sections]
+    if ignored and draft["rollout_engine"] != "sglang" and "engine" not in absent(draft.values):
+        options = ", ".join(sorted(ignored))
+        draft.warnings.append(f"the embedded engine does not have SGLang's options; left out: {options}")
 
 
 def derive_batch_sizes(draft: Draft) -> None:
