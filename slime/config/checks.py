@@ -14,6 +14,7 @@ from slime import path_patterns
 from slime.config import checks_train
 from slime.config.addresses import engine_url
 from slime.config.draft import Draft, Given
+from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.flag import GENERATES, FlagSpec, option_of
 from slime.config.resolve import GROUP_RELATIVE, resolve
 from slime.config.values import check_number
@@ -180,7 +181,7 @@ def _placement(draft: Draft) -> None:
         )
     per_node = draft["num_gpus_per_node"]
     if has_engines and draft.is_given("num_gpus_per_node") and per_engine > per_node:
-        if draft["rollout_engine"] != "sglang":
+        if not ENGINE_OPTIONS[draft["rollout_engine"]].spans_nodes:
             raise UserError(
                 f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {per_node}",
                 why="the embedded engine does not reach over nodes",

@@ -320,7 +320,6 @@ class EngineConfig:
     rollout_engine: Literal["auto", "sglang", "embedded"] = derived(
         "auto: sglang where this host has a GPU and SGLang is installed, else embedded",
         needs=ENGINES,
-        serves=("push", "engine"),
     )
     """Engine implementation."""
     embedded_dtype: Literal["auto", "bfloat16", "float32"] = flag(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slime import path_patterns
 from slime.config.draft import Draft, Given
+from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.flag import SAMPLES, FlagSpec, option_of
 from slime.config.parts import absent
 from slime.errors import UserError
@@ -219,10 +220,11 @@ def _engine(draft: Draft) -> None:
         draft.values["rollout_engine"] = None
     draft.derive("rollout_engine", chosen, why)
     given = [draft.specs[dest] for dest in draft.given.values]
-    ignored = [spec.option for spec in given if "sglang" in spec.sections]
-    if ignored and draft["rollout_engine"] != "sglang" and "engine" not in absent(draft.values):
-        options = ", ".join(sorted(ignored))
-        draft.warnings.append(f"the embedded engine does not have SGLang's options; left out: {options}")
+    engine = draft["rollout_engine"]
+    others = {options.section for options in ENGINE_OPTIONS.values()} - {ENGINE_OPTIONS[engine].section}
+    ignored = ", ".join(sorted(spec.option for spec in given if set(spec.sections) & others))
+    if ignored and "engine" not in absent(draft.values):
+        draft.warnings.append(f"the {engine} engine does not have SGLang's options; left out: {ignored}")
 
 
 def derive_batch_sizes(draft: Draft) -> None:

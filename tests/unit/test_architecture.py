@@ -203,6 +203,51 @@ def made_in(path: Path) -> set[str]:
     return made
 
 
+#: Of these a run's flags say nothing: engines of others are what they answer.
+ASK_A_LIVE_ENGINE = ("cluster.engine_fit", "weights.canary", "weights.route")
+
+
+def asked_which_engine(tree: ast.AST) -> Iterator[int]:
+    """Lines that compare ``rollout_engine``, or one of its values, with something."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Compare, ast.Match)):
+            words = ast.unparse(node)
+            if "rollout_engine" in words.replace("'rollout_engine'] == 'auto'", "") or any(
+                isinstance(part, ast.Constant) and part.value in ("embedded", "sglang") for part in operands(node)
+            ):
+                yield node.lineno
+
+
+def operands(node: ast.AST) -> list[ast.AST]:
+    return [node.left, *node.comparators] if isinstance(node, ast.Compare) else list(ast.walk(node))
+
+
+def test_the_record_of_an_engine_is_asked_and_never_its_name() -> None:
+    """What depends on the engine is a field of `slime.engines.kinds`, or of its options in the configuration."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in FILES
+        if module_name(path) not in ("engines.kinds", "config.engine_flags")
+        for line in asked_which_engine(tree_of(path))
+    ]
+    assert found == []
+    asks = {name for name, path in ((module_name(path), path) for path in FILES) if " is_embedded" in path.read_text()}
+    assert asks - {"engines.api"} == set(ASK_A_LIVE_ENGINE)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "config.engine.rollout_engine != 'sglang'",
+        "flags.get('rollout_engine') in ('embedded',)",
+        "draft['rollout_engine'] == kind",
+        "name == 'embedded'",
+    ],
+)
+def test_a_question_which_engine_it_is_is_found(code: str) -> None:
+    assert list(asked_which_engine(ast.parse(code))) == [1]
+
+
 def test_files_are_short() -> None:
     lengths = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in FILES}
     assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
