@@ -1,11 +1,13 @@
 """The group about the algorithm: loss, advantages, and corrections."""
 
+# ruff: noqa: RUF009 -- flag() makes a dataclass field
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from slime.config.estimators import EstimatorName, those_where
 from slime.config.flag import (
     POLICY_LOSS,
     SAMPLES,
@@ -45,9 +47,9 @@ class AlgorithmConfig:
     """policy_loss for RL, sft_loss for supervised fine-tuning, custom_loss for a function of your own."""
     custom_loss_function_path: str | None = flag(None, needs=on("loss_type", "custom_loss"))
     """Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), with --loss-type custom_loss."""
-    advantage_estimator: Literal[
-        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
-    ] = flag("grpo", refused_values={"ppo": NO_CRITIC}, needs=SAMPLES, serves=("samples", "training"))
+    advantage_estimator: EstimatorName = flag(
+        "grpo", refused_values={"ppo": NO_CRITIC}, needs=SAMPLES, serves=("samples", "training")
+    )
     """How rewards become advantages."""
     disable_compute_advantages_and_returns: bool = flag(
         False,
@@ -70,7 +72,11 @@ class AlgorithmConfig:
         needs=(
             SAMPLES,
             _CUSTOM_MAY_READ,
-            unless("advantage_estimator", "cispo", why="CISPO clips the importance weight, not the loss"),
+            unless(
+                "advantage_estimator",
+                *those_where("clips_twice", False),
+                why="it clips the importance weight, not the loss",
+            ),
         ),
     )
     """Bound of dual-clip PPO, > 1."""
@@ -83,9 +89,7 @@ class AlgorithmConfig:
             SAMPLES,
             unless(
                 "advantage_estimator",
-                "grpo",
-                "gspo",
-                "cispo",
+                *those_where("takes_token_kl", False),
                 why="its advantage is the group-normalised reward alone; use --use-kl-loss"
                 " --kl-loss-coef 0.01 --kl-loss-type low_var_kl",
             ),
@@ -112,10 +116,11 @@ class AlgorithmConfig:
     gamma: float = flag(
         1.0,
         range=Interval(0, 1, what="a discount; above 1 returns would grow with the length"),
-        needs=on("advantage_estimator", "reinforce_plus_plus")
+        needs=on("advantage_estimator", *those_where("discounts"))
         | on(
             "custom_advantage_function_path",
-            why="every token of a sample has the sample's own reward; only reinforce_plus_plus discounts",
+            why="every token of a sample has the sample's own reward; only"
+            f" {' and '.join(those_where('discounts'))} discounts",
         ),
     )
     """Discount per token (REINFORCE++)."""
@@ -127,7 +132,11 @@ class AlgorithmConfig:
         False,
         needs=(
             SAMPLES,
-            on("advantage_estimator", "grpo", "gspo", "cispo", why="the other estimators do not divide by it"),
+            on(
+                "advantage_estimator",
+                *those_where("divides_by_deviation"),
+                why="the other estimators do not divide by it",
+            ),
             _OWN_REWARDS,
             _OWN_COLUMNS,
         ),

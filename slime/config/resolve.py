@@ -14,6 +14,7 @@ from pathlib import Path
 from slime import path_patterns
 from slime.config.draft import Draft, Given
 from slime.config.engine_flags import ENGINE_OPTIONS
+from slime.config.estimators import FACTS
 from slime.config.flag import SAMPLES, FlagSpec, option_of
 from slime.config.parts import absent
 from slime.errors import UserError
@@ -193,10 +194,11 @@ def _algorithm(draft: Draft) -> None:
     )
     draft.copy("balance_data", "balance_by_flops")
     draft.copy("use_routing_replay", "use_rollout_routing_replay")
-    if draft["advantage_estimator"] == "cispo" and draft["eps_clip"] < 1:
+    estimator = draft["advantage_estimator"]
+    if FACTS[estimator].clips_weight and draft["eps_clip"] < 1:
         draft.warnings.append(
-            f"--advantage-estimator cispo with --eps-clip {draft['eps_clip']:g}: CISPO clips the importance weight "
-            "from above only; its lower clip is off when --eps-clip is 1 or more"
+            f"--advantage-estimator {estimator} with --eps-clip {draft['eps_clip']:g}: {estimator.upper()} clips the "
+            "importance weight from above only; its lower clip is off when --eps-clip is 1 or more"
         )
 
 
@@ -277,13 +279,11 @@ def _samples(draft: Draft) -> tuple[int, str]:
         if draft[dest] == value if value is not None else draft[dest]:
             return 1, f"1, with {dest}{f' {value}' if value else ''}"
     estimator = draft["advantage_estimator"]
-    if estimator not in GROUP_RELATIVE:
+    if not FACTS[estimator].compares_group:
         return 1, f"1, with advantage_estimator {estimator}"
     return DEFAULT_SAMPLES, f"{DEFAULT_SAMPLES}, as --advantage-estimator {estimator} compares them"
 
 
-#: Estimators that take a sample's reward relative to those of its group.
-GROUP_RELATIVE = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
 #: Settings (a value, or None for any) under which nothing that is built in compares the samples of a prompt, and under
 #: which scripts that leave --n-samples-per-prompt out get one, as in the reference system.
 _SINGLE_SAMPLES: tuple[tuple[str, str | None], ...] = (

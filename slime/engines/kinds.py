@@ -4,7 +4,7 @@ To add an engine, whose server speaks the protocol of `slime.engines.api`:
 
 1. ``slime/engines/<name>/command.py``: its command line (`EngineKind.command`) and what it holds (`EngineFootprint`).
 2. Here: its row in `ENGINES`. The flag ``--rollout-engine`` takes it once its name is among the values of the field
-   (`slime.config.groups_rollout`); a test compares the two.
+   (`slime.config.groups_rollout`) and in `ENGINE_OPTIONS` (`slime.config.engine_flags`); a test compares them.
 
 Placement, launch, health checks, the router, memory hand-over and the memory plan read the record and ask no further;
 ``tests/contracts`` shows whether its server keeps the protocol.
