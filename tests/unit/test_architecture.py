@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -130,6 +130,29 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         for name in ends:
             del left[name]
     assert sorted(left) == []  # these, or what imports them
+
+
+#: Modules on the longest chain of imports from the loop: who follows a fact from there to its ground passes so many.
+MAX_CHAIN = 18
+
+
+def test_the_longest_chain_of_imports_from_the_loop_is_short() -> None:
+    chain = longest_chain(imports_of_modules(), "loop")
+    assert len(chain) <= MAX_CHAIN, " → ".join(chain)
+
+
+def longest_chain(imports: Mapping[str, set[str]], start: str) -> tuple[str, ...]:
+    """Of modules without a circle; the first by name of those that are equally long."""
+
+    @cache
+    def below(name: str) -> tuple[str, ...]:
+        return (name, *max((below(target) for target in sorted(imports[name])), key=len, default=()))
+
+    return below(start)
+
+
+def test_the_longest_chain_is_found() -> None:
+    assert longest_chain({"a": {"b", "c"}, "b": {"d"}, "c": {"b"}, "d": set()}, "a") == ("a", "c", "b", "d")
 
 
 @cache
