@@ -125,7 +125,7 @@ def test_imports_lead_downwards() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    left = imports_of_modules()
+    left = dict(imports_of_modules())
     while ends := [name for name, targets in left.items() if not targets & left.keys()]:
         for name in ends:
             del left[name]
