@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "slime"
-FILES = sorted(PACKAGE.rglob("*.py"))
+from tests.support.import_graph import (
+    FACE,
+    FILES,
+    ROOT,
+    imported_modules,
+    imports_of_modules,
+    in_circles,
+    longest_chain,
+    module_name,
+    tree_of,
+)
+
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
 
@@ -63,8 +71,6 @@ FLOORS = (
     ),
     "__main__",
 )
-#: Of these everything may import, and they import nothing that is imported at once: names of the package itself.
-FACE = ("__init__", "legacy_paths")
 #: Library → the only modules that import it.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "ray": ("cluster",),
@@ -77,32 +83,6 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 #: Never imported at run time by these (a quick `--help`, cheap supports).
 LIGHT = ("config", "observe", "errors", "hooks", "hook_loading", "__main__")
 HEAVY_LIBRARIES = ("torch", "ray", "transformers", "megatron", "sglang", "datasets")
-
-
-def module_name(path: Path) -> str:
-    """Name below ``slime``: "rollout.engines.api"; packages by their folder, the root as "__init__"."""
-    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
-    if parts[-1] == "__init__" and len(parts) > 1:
-        parts.pop()
-    return ".".join(parts)
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
-def imported_modules(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """(module, line) of every import; ``from slime.x import y`` is slime.x.y where y is a module, else slime.x."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: relative import"
-            module = node.module or ""
-            for alias in node.names:
-                is_module = module == "slime" or (ROOT / module.replace(".", "/") / f"{alias.name}.py").exists()
-                yield (f"{module}.{alias.name}" if is_module else module), node.lineno
 
 
 def is_within(module: str, prefixes: tuple[str, ...]) -> bool:
@@ -125,11 +105,7 @@ def test_imports_lead_downwards() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    left = dict(imports_of_modules())
-    while ends := [name for name, targets in left.items() if not targets & left.keys()]:
-        for name in ends:
-            del left[name]
-    assert sorted(left) == []  # these, or what imports them
+    assert in_circles(imports_of_modules()) == []  # these, or what imports them
 
 
 #: Modules on the longest chain of imports from the loop: who follows a fact from there to its ground passes so many.
@@ -141,29 +117,8 @@ def test_the_longest_chain_of_imports_from_the_loop_is_short() -> None:
     assert len(chain) <= MAX_CHAIN, " → ".join(chain)
 
 
-def longest_chain(imports: Mapping[str, set[str]], start: str) -> tuple[str, ...]:
-    """Of modules without a circle; the first by name of those that are equally long."""
-
-    @cache
-    def below(name: str) -> tuple[str, ...]:
-        return (name, *max((below(target) for target in sorted(imports[name])), key=len, default=()))
-
-    return below(start)
-
-
 def test_the_longest_chain_is_found() -> None:
     assert longest_chain({"a": {"b", "c"}, "b": {"d"}, "c": {"b"}, "d": set()}, "a") == ("a", "c", "b", "d")
-
-
-@cache
-def imports_of_modules() -> dict[str, set[str]]:
-    """Module below slime → modules below slime that it imports, inside functions and for types alone included."""
-    names = {module_name(path) for path in FILES}
-    found = {}
-    for path in FILES:
-        targets = {module.removeprefix("slime.") for module, _ in imported_modules(tree_of(path)) if "slime." in module}
-        found[module_name(path)] = (targets & names) - {module_name(path), *FACE}
-    return found
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
