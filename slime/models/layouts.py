@@ -1,6 +1,6 @@
 """How one Megatron parameter is made of Hugging Face tensors, and how it is cut over tensor-parallel ranks.
 
-A `Layout` works in both directions and per rank:
+A `ParamMapping` works in both directions and per rank:
 
     Hugging Face tensors ── load(sources, shard) ──► this rank's piece of the Megatron parameter
     all ranks' pieces    ── export(pieces) ───────► Hugging Face tensors
@@ -52,7 +52,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """Which piece of a parameter: piece ``rank`` of ``size`` along the layout's tensor-parallel axis."""
+    """Which piece of a parameter: piece ``rank`` of ``size`` along the mapping's tensor-parallel axis."""
 
     rank: int = 0
     size: int = 1
@@ -65,7 +65,7 @@ class Shard:
         return self.rank * step, (self.rank + 1) * step
 
 
-class Layout(ABC):
+class ParamMapping(ABC):
     """One kind of correspondence. Stateless; what depends on the model comes from its sizes.
 
     Attributes:
@@ -86,7 +86,7 @@ class Layout(ABC):
         """
 
 
-class Replicated(Layout):
+class Replicated(ParamMapping):
     """The same tensor on every rank (norms, routers, biases added after a row-parallel product)."""
 
     def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
@@ -96,7 +96,7 @@ class Replicated(Layout):
         return [pieces[0]]
 
 
-class ColumnParallel(Layout):
+class ColumnParallel(ParamMapping):
     """Output features over ranks: rows of [out, in], entries of a bias [out]."""
 
     tp_axis = 0
@@ -113,7 +113,7 @@ class Latent(ColumnParallel):
     """As `ColumnParallel` in the trainer; engines keep what makes the latents of multi-latent attention whole."""
 
 
-class RowParallel(Layout):
+class RowParallel(ParamMapping):
     """Input features over ranks: columns of [out, in]."""
 
     tp_axis = 1
@@ -126,7 +126,7 @@ class RowParallel(Layout):
         return [_joined(pieces, 1)]
 
 
-class VocabParallel(Layout):
+class VocabParallel(ParamMapping):
     """Embedding or output layer: rows over ranks after padding with zero rows to ``spec.padded_vocab_size``."""
 
     tp_axis = 0
@@ -144,7 +144,7 @@ class VocabParallel(Layout):
         return [_joined(pieces, 0)[: spec.vocab_size]]
 
 
-class FusedQKV(Layout):
+class FusedQKV(ParamMapping):
     """Query, key and value in one parameter, interleaved by query group as Megatron's attention unpacks it.
 
     With H heads of size D in G groups, the rows are, group after group, H/G query heads, one key head, one value
@@ -182,7 +182,7 @@ class FusedQKV(Layout):
         return [part.reshape(-1, *rest) for part in parts]
 
 
-class GateUp(Layout):
+class GateUp(ParamMapping):
     """Gate and up projection in one parameter; every rank holds [its gate rows; its up rows]."""
 
     tp_axis = 0
@@ -199,7 +199,7 @@ class GateUp(Layout):
         return [_joined([half[0] for half in halves], 0), _joined([half[1] for half in halves], 0)]
 
 
-class StackedGateUp(Layout):
+class StackedGateUp(ParamMapping):
     """As `GateUp`, from one Hugging Face tensor [2·I, …] that has all gate rows above all up rows (GLM-4)."""
 
     tp_axis = 0
