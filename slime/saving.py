@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
 from slime.checkpoints.run_models import newest_model
-from slime.cluster.run_cluster import Cluster
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.host import slime_command
@@ -27,6 +27,21 @@ _SETTLE_SECONDS = 600.0
 _AGAIN_SECONDS = 1800.0
 
 
+class Saves(Protocol):
+    """What is asked of the cluster (`slime.cluster.run_cluster.Cluster`), whose ranks write."""
+
+    @property
+    def has_trainers(self) -> bool: ...
+
+    def save(self, rollout_id: int, weight_version: int, metrics: Mapping[str, float]) -> None: ...
+
+    def export(self, directory: Path) -> None: ...
+
+    def finish_saving(self) -> None: ...
+
+    def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None: ...
+
+
 class Saving:
     """Of one run.
 
@@ -35,7 +50,7 @@ class Saving:
         model: the newest Hugging Face directory of this launch.
     """
 
-    def __init__(self, config: Config, run: RunFolder, sinks: Sinks, cluster: Cluster, schedule: Schedule) -> None:
+    def __init__(self, config: Config, run: RunFolder, sinks: Sinks, cluster: Saves, schedule: Schedule) -> None:
         self._flags, self._run, self._sinks, self._cluster = config.checkpoint, run, sinks, cluster
         self._schedule = schedule
         self._begun: int | None = None

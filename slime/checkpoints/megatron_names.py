@@ -33,7 +33,6 @@ class Placement:
     tp_size: int = 1
     tp_group: torch.distributed.ProcessGroup | None = None
     pp_rank: int = 0
-    pp_size: int = 1
     pp_group: torch.distributed.ProcessGroup | None = None
     ep_rank: int = 0
     ep_size: int = 1
@@ -55,9 +54,11 @@ class Placement:
         def place(group: torch.distributed.ProcessGroup) -> tuple[int, int, torch.distributed.ProcessGroup | None]:
             return group.rank(), group.size(), group if group.size() > 1 else None
 
+        pipeline = ps.get_pipeline_model_parallel_group()
         return Placement(
             *place(ps.get_tensor_model_parallel_group()),
-            *place(ps.get_pipeline_model_parallel_group()),
+            pipeline.rank(),
+            pipeline if pipeline.size() > 1 else None,
             *place(ps.get_expert_model_parallel_group()),
             *place(ps.get_expert_tensor_parallel_group()),
         )

@@ -31,7 +31,7 @@ from slime.errors import UserError
 from slime.files import write_atomically
 from slime.log import get_logger
 from slime.models import family_of, read_hf_config
-from slime.models.ignore_list import Findings, Matrix, examine, idle_among, matrices
+from slime.models.ignore_list import Matrix, examine, idle_among, matrices
 from slime.models.quantised import NIBBLES, Quantisation
 
 logger = get_logger(__name__)
@@ -66,12 +66,6 @@ class Converted:
             f"wrote {self.directory}: {self.quantised} weights converted, {self.tensors} tensors,"
             f" {self.nbytes / 1e9:.2f} GB in {self.files} file(s){kept}\nverified: {self.counts}"
         )
-
-
-def examine_directory(source: Path, quantisation: Quantisation, model_name: str | None = None) -> Findings:
-    """What a list of rules means for the weights of a plain directory, after its shards and names were verified."""
-    _, weights = plain_weights(source, model_name)
-    return examine(weights, quantisation)
 
 
 def plain_weights(source: Path, model_name: str | None = None) -> tuple[dict[str, Table], list[Matrix]]:

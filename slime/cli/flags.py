@@ -8,17 +8,21 @@ from pathlib import Path
 
 from slime.cli.arguments import Arguments
 from slime.config.config import Config
-from slime.config.flag import FlagSpec
+from slime.config.flag import FlagSpec, Part
 from slime.config.flags import all_flags, nearest, own_flags, spellings
 from slime.config.help import default_text, flags_page, metavar, range_text, status_text
 from slime.errors import UserError
 from slime.files import without_secrets
 
-_READERS = {
+_READERS: dict[Part, str] = {
     "config": "the configuration itself: other flags follow from it",
     "driver": "the driver",
-    "rollout": "the rollout process",
+    "collection": "the rollout process, as it draws prompts and collects what is trained on",
+    "generation": "the rollout process, as it generates and evaluates",
+    "samples": "the rollout process, as it makes batches of samples",
     "trainer": "the trainer's processes",
+    "training": "the trainer's processes, as they take steps and save",
+    "push": "the push of weights from trainer to engines",
     "engine": "the engines",
     "router": "the router",
 }
@@ -71,7 +75,7 @@ def _lines(spec: FlagSpec, config: Config | None) -> list[str]:
         "default": default_text(spec),
         "range": range_text(spec),
         "status": status_text(spec).replace("`", ""),
-        "read by": ", ".join(_READERS[process] for process in spec.meta.serves),
+        "read by": "; ".join(_READERS[part] for part in spec.meta.serves),
         "of": spec.origin,
     }
     if config is not None:

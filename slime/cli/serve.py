@@ -28,7 +28,7 @@ from slime.cli.model_source import model_directory, model_name
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.config import make_config
 from slime.engines.keys import VARIABLE, key_of, know
-from slime.engines.kinds import ENGINES, engine_of
+from slime.engines.kinds import ENGINES, EngineKind, engine_of
 from slime.engines.launch import ONE_GPU
 from slime.engines.tool_calls import tool_format
 from slime.errors import RunFailed
@@ -111,7 +111,7 @@ def serving(
     precision = PRECISIONS.get(named_dtype(read_hf_config(directory)), "bf16")
     flags: dict[str, Any] = {"hf_checkpoint": str(directory), "rollout_engine": engine, precision: True}
     config = make_config(**flags)
-    kind, record = config.engine.rollout_engine, engine_of(config)
+    record = engine_of(config)
     record.check_installed()
     reservation = None if port else reserve_port(host)
     if reservation is not None:
@@ -121,9 +121,9 @@ def serving(
     spec = record.command(config, str(directory), host, port, ONE_GPU)
     log = Path(tempfile.mkdtemp(prefix="slime-serve-")) / "engine.log"
     url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-    spec = replace(spec, argv=[*spec.argv, *more_words(kind, name, directory), *(extra or [])])
+    spec = replace(spec, argv=[*spec.argv, *more_words(record, name, directory), *(extra or [])])
     know(url, os.environ.get(VARIABLE, ""))
-    server = ServerProcess(f"the {kind} engine", spec, url, log)
+    server = ServerProcess(f"the {config.engine.rollout_engine} engine", spec, url, log)
     try:
         server.start()
         server.wait_ready()
@@ -141,12 +141,12 @@ def serving(
             reservation.release()
 
 
-def more_words(kind: str, name: str, directory: Path) -> list[str]:
-    """What a server has on its command line beyond that of an engine of a run: the name that clients use, and how
-    SGLang is to read calls of tools, which the embedded engine finds out itself."""
+def more_words(record: EngineKind, name: str, directory: Path) -> list[str]:
+    """What a server has on its command line beyond that of an engine of a run: the name that clients use, and how it is
+    to read calls of tools, where it does not find that out itself."""
     words, found = ["--served-model-name", name], tool_format(directory)
-    if kind == "sglang" and found is not None and found.sglang_parser:
-        words += ["--tool-call-parser", found.sglang_parser]
+    if found is not None and found.sglang_parser:
+        words += record.tool_call_words(found.sglang_parser)
     return words
 
 

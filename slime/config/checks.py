@@ -14,8 +14,10 @@ from slime import path_patterns
 from slime.config import checks_train
 from slime.config.addresses import engine_url
 from slime.config.draft import Draft, Given
+from slime.config.engine_flags import ENGINE_OPTIONS
+from slime.config.estimators import FACTS
 from slime.config.flag import GENERATES, FlagSpec, option_of
-from slime.config.resolve import GROUP_RELATIVE, resolve
+from slime.config.resolve import resolve
 from slime.config.values import check_number
 from slime.errors import UserError
 from slime.host import num_gpus
@@ -180,7 +182,7 @@ def _placement(draft: Draft) -> None:
         )
     per_node = draft["num_gpus_per_node"]
     if has_engines and draft.is_given("num_gpus_per_node") and per_engine > per_node:
-        if draft["rollout_engine"] != "sglang":
+        if not ENGINE_OPTIONS[draft["rollout_engine"]].spans_nodes:
             raise UserError(
                 f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {per_node}",
                 why="the embedded engine does not reach over nodes",
@@ -308,7 +310,7 @@ def _check_signal(draft: Draft) -> None:
     own = any(draft[dest] for dest in _OWN_SIGNAL) or not draft["rewards_normalization"]
     by_equation = draft.is_given("rollout_batch_size") and draft.is_given("global_batch_size")
     asked = draft.is_given("n_samples_per_prompt") or by_equation
-    if estimator in GROUP_RELATIVE and draft["n_samples_per_prompt"] == 1 and asked and not own:
+    if FACTS[estimator].compares_group and draft["n_samples_per_prompt"] == 1 and asked and not own:
         raise UserError(
             f"--advantage-estimator {estimator} learns nothing from one sample per prompt",
             why="a reward counts relative to those of the other samples of its prompt, so every advantage would be 0",

@@ -6,6 +6,7 @@ import os
 import re
 
 from slime.config.draft import Draft
+from slime.config.estimators import FACTS
 from slime.config.flag import option_of
 from slime.errors import UserError
 
@@ -108,7 +109,7 @@ def _algorithm(draft: Draft) -> None:
         raise UserError(
             "--kl-coef and --kl-loss-coef are both set", fix="choose the penalty in the reward or in the loss"
         )
-    if estimator.startswith("reinforce_plus_plus") and not draft["normalize_advantages"]:
+    if FACTS[estimator].needs_whitening and not draft["normalize_advantages"]:
         raise UserError(f"--advantage-estimator {estimator} needs --normalize-advantages")
     if draft["use_rollout_logprobs"] and draft["use_tis"]:
         raise UserError(

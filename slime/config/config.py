@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.flags import GROUPS, all_flags, own_flags
+from slime.config.groups_algorithm import AlgorithmConfig
 from slime.config.groups_megatron import MegatronConfig
 from slime.config.groups_quantised import QuantisedConfig
 from slime.config.groups_rollout import DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
 from slime.config.groups_run import ClusterConfig, DebugConfig, FaultToleranceConfig, ObserveConfig
-from slime.config.groups_train import AlgorithmConfig, CheckpointConfig, SyncConfig, TrainConfig
+from slime.config.groups_train import CheckpointConfig, SyncConfig, TrainConfig
 from slime.errors import UserError
 from slime.files import is_secret, is_secret_variable, without_secrets, write_atomically
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,24 @@ from slime.config.foreign import ForeignArg, SourceReader
 TABLE = Path(__file__).with_name("sglang_flags.json")
 
 _PER_ENGINE = "it is chosen for each engine"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the flags must know of an engine, before anything of it is imported; the rest is `slime.engines.kinds`.
+
+    Attributes:
+        section: of the flags that are its own options; "" where its options are flags like all others.
+        spans_nodes: one engine may have GPUs of several nodes.
+    """
+
+    section: str = ""
+    spans_nodes: bool = False
+
+
+#: By the name of ``--rollout-engine``.
+ENGINE_OPTIONS = {"embedded": EngineOptions(), "sglang": EngineOptions("sglang", spans_nodes=True)}
+
 _PORTS = "ports are reserved for each engine"
 _OWN_KEY = "each run makes a key of its own, which its engines and routers ask for (docs/security.md)"
 _PAST_KEY = "a gRPC listener would answer without the run's key"

@@ -30,8 +30,20 @@ _KEY = "slime_flag"
 
 Kind = Literal["bool", "int", "float", "str", "json", "int_or_list"]
 
-#: Who reads a flag. "config": it is worked into other flags when a configuration is resolved.
-Process = Literal["config", "driver", "rollout", "trainer", "engine", "router"]
+#: Who reads a flag: the parts of a run, of which it may lack some (`slime.config.parts`). Memory plan and launch checks
+#: look ahead for them all and are none.
+Part = Literal[
+    "config",  # worked into other flags when a configuration is resolved
+    "driver",
+    "collection",  # the rollout process, as it draws prompts and collects what is trained on
+    "generation",  # the same, as it asks engines and rewards, for evaluations too
+    "samples",  # the same, as it makes batches of samples
+    "trainer",  # its ranks, whatever they do
+    "training",  # the same, as they take steps and save
+    "push",  # weights, from trainer to engines
+    "engine",
+    "router",
+]
 
 
 def option_of(dest: str) -> str:
@@ -202,7 +214,7 @@ class FlagMeta:
         derived: formula of the default that `resolve` computes; empty when the default is a constant.
         range: of a number, or of each number of a list.
         needs: when it acts: all of these.
-        serves: the processes that read it; () is the group's.
+        serves: the parts of a run that read it; () is the group's.
         refused: why setting this flag is not supported in this version; empty when it works.
         refused_values: the same for single values of a flag that otherwise works.
         instead: single values that ask for speed alone → what is taken in their place, with a warning, and why.
@@ -217,7 +229,7 @@ class FlagMeta:
     derived: str = ""
     range: Interval | None = None
     needs: tuple[Need, ...] = ()
-    serves: tuple[Process, ...] = ()
+    serves: tuple[Part, ...] = ()
     refused: str = ""
     refused_values: Mapping[Any, str] = dataclasses.field(default_factory=dict)
     instead: Mapping[Any, tuple[Any, str]] = dataclasses.field(default_factory=dict)
@@ -228,7 +240,7 @@ class FlagMeta:
 NO_META = FlagMeta()
 
 
-def flag(default: Any, *, needs: Need | tuple[Need, ...] = (), serves: Process | tuple[Process, ...] = (),
+def flag(default: Any, *, needs: Need | tuple[Need, ...] = (), serves: Part | tuple[Part, ...] = (),
          **meta: Any) -> Any:  # fmt: skip
     """A dataclass field that is a flag with a constant default; see `FlagMeta` for the keywords."""
     needed = (needs,) if isinstance(needs, Need) else needs

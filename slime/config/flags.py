@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config import groups_megatron, groups_quantised, groups_rollout, groups_run, groups_train
+from slime.config import groups_algorithm, groups_megatron, groups_quantised, groups_rollout, groups_run, groups_train
 from slime.config.engine_flags import router_flags, sglang_flags, sglang_that_has
 from slime.config.flag import FlagSpec, specs_of
 from slime.config.megatron_flags import SHORTHANDS, lm_flags, native_flags
@@ -25,7 +25,7 @@ GROUPS: dict[str, type] = {
     "rollout": groups_rollout.RolloutConfig,
     "reward": groups_rollout.RewardConfig,
     "eval": groups_rollout.EvalConfig,
-    "algorithm": groups_train.AlgorithmConfig,
+    "algorithm": groups_algorithm.AlgorithmConfig,
     "train": groups_train.TrainConfig,
     "megatron": groups_megatron.MegatronConfig,
     "checkpoint": groups_train.CheckpointConfig,

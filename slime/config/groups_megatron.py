@@ -10,7 +10,7 @@ from slime.config.flag import (
     NONE_OR_SOME,
     SOME,
     Interval,
-    Process,
+    Part,
     at_least,
     derived,
     finite,
@@ -41,29 +41,29 @@ class MegatronConfig:
             passed on, only checked against the Hugging Face config.
     """
 
-    SERVES: ClassVar[tuple[Process, ...]] = ("trainer",)
+    SERVES: ClassVar[tuple[Part, ...]] = ("training",)
 
-    tensor_model_parallel_size: int = flag(1, range=SOME)
+    tensor_model_parallel_size: int = flag(1, range=SOME, serves="trainer")
     """GPUs over which each layer's matrices are split."""
-    pipeline_model_parallel_size: int = flag(1, range=SOME)
+    pipeline_model_parallel_size: int = flag(1, range=SOME, serves="trainer")
     """Pipeline stages."""
-    num_layers_per_virtual_pipeline_stage: int | None = flag(None, range=SOME)
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, range=SOME, serves="trainer")
     """Layers per virtual pipeline stage (interleaved schedule)."""
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, range=SOME)
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, range=SOME, serves="trainer")
     """Virtual stages per pipeline rank; an alternative to the flag above."""
-    context_parallel_size: int = flag(1, range=SOME)
+    context_parallel_size: int = flag(1, range=SOME, serves="trainer")
     """GPUs over which each sequence is split."""
-    expert_model_parallel_size: int = flag(1, range=SOME)
+    expert_model_parallel_size: int = flag(1, range=SOME, serves="trainer")
     """GPUs over which experts are spread."""
-    expert_tensor_parallel_size: int | None = flag(None, range=SOME)
+    expert_tensor_parallel_size: int | None = flag(None, range=SOME, serves="trainer")
     """GPUs over which each expert's matrices are split; unset: the tensor-parallel size."""
-    sequence_parallel: bool = flag(False)
+    sequence_parallel: bool = flag(False, serves="trainer")
     """Split activations of norms and dropout along the sequence; needs tensor parallelism."""
-    bf16: bool = derived("true unless fp16 or fp32")
+    bf16: bool = derived("true unless fp16 or fp32", serves="trainer")
     """Train in bfloat16 with float32 master weights."""
-    fp16: bool = flag(False)
+    fp16: bool = flag(False, serves=("trainer", "training", "engine"))
     """Train in float16 with loss scaling."""
-    fp32: bool = flag(False)
+    fp32: bool = flag(False, serves=("trainer", "push", "engine"))
     """Train in float32."""
     recompute_activations: bool = flag(False, serves="config")
     """Recompute activations in the backward pass: less memory, about a third more computation."""
@@ -81,7 +81,7 @@ class MegatronConfig:
         Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"], ...
     ] = flag((), needs=on("recompute_granularity", "selective"))
     """Modules recomputed with selective granularity."""
-    optimizer_name: Literal["adam", "sgd"] = flag("adam", name="optimizer")
+    optimizer_name: Literal["adam", "sgd"] = flag("adam", name="optimizer", serves="trainer")
     """Optimizer."""
     lr: float = flag(1e-6, range=finite(0))
     """Learning rate."""
@@ -133,23 +133,25 @@ class MegatronConfig:
     """Largest global gradient norm; 0: no clipping."""
     check_for_nan_in_loss_and_grad: bool = flag(True)
     """Stop on NaN or Inf; off: the step is skipped and counted."""
-    use_distributed_optimizer: bool = flag(True)
+    use_distributed_optimizer: bool = flag(True, serves="trainer")
     """Shard optimizer states over data-parallel ranks."""
-    use_precision_aware_optimizer: bool = flag(False, needs=_SHARDED)
+    use_precision_aware_optimizer: bool = flag(False, needs=_SHARDED, serves="trainer")
     """Optimizer states in lower precision (needs Transformer Engine)."""
-    optimizer_cpu_offload: bool = flag(False)
+    optimizer_cpu_offload: bool = flag(False, serves="trainer")
     """Run the optimizer step on the CPU, with its states in host memory."""
-    offload_optimizer_states: bool = flag(False)
+    offload_optimizer_states: bool = flag(False, serves="trainer")
     """Optimizer states live in host memory while the engines hold the GPU."""
     overlap_grad_reduce: bool = flag(False)
     """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = flag(False, needs=(on("overlap_grad_reduce"), *_SHARDED))
     """Overlap gathering of parameters with the forward pass."""
-    accumulate_allreduce_grads_in_fp32: bool = derived("true unless fp32 is the training precision anyway")
+    accumulate_allreduce_grads_in_fp32: bool = derived(
+        "true unless fp32 is the training precision anyway", serves="trainer"
+    )
     """Accumulate and reduce gradients in float32."""
     use_checkpoint_opt_param_scheduler: bool = flag(False, needs=on("load"))
     """On resume, take the settings of schedule and optimizer (learning rate, betas, …) from the checkpoint."""
-    override_opt_param_scheduler: bool = flag(False, serves="config")
+    override_opt_param_scheduler: bool = flag(False, serves=("config", "training"))
     """On resume, take the schedule's settings from the flags; they are unless the checkpoint is asked for."""
     padded_vocab_size: int | None = flag(
         None, refused="the vocabulary is padded to a multiple of --tensor-model-parallel-size"

@@ -19,7 +19,7 @@ from slime.config.flag import (
     SOME,
     TOP_K,
     Interval,
-    Process,
+    Part,
     at_least,
     derived,
     finite,
@@ -40,7 +40,7 @@ _SFT_PATH = "slime.rollout.sft_rollout.generate_rollout"
 class DataConfig:
     """The prompt data set and how its rows become prompts."""
 
-    SERVES: ClassVar[tuple[Process, ...]] = ("rollout",)
+    SERVES: ClassVar[tuple[Part, ...]] = ("collection",)
 
     prompt_data: str | None = flag(None)
     """JSONL, Parquet or CSV file, directory, Hugging Face data set, or org/name on the hub; `path@[a:b]` takes a slice
@@ -49,20 +49,20 @@ class DataConfig:
     """Column of the prompt: text, chat messages, or token ids."""
     label_key: str | None = flag(None)
     """Column of the expected answer, handed to the reward function as sample.label."""
-    label_type: Literal["text", "raw"] = flag("text")
+    label_type: Literal["text", "raw"] = flag("text", serves=("collection", "generation"))
     """text: numbers and booleans among the labels become text, so that they compare with a response (22 is "22", lists
     and dicts stay); raw: as they are in the data, and where a hook is written for import paths of earlier versions."""
-    metadata_key: str = flag("metadata")
+    metadata_key: str = flag("metadata", serves=("collection", "generation"))
     """Column of a dict that becomes sample.metadata."""
     tool_key: str = flag("tools")
     """Column of the tool schemas for the chat template."""
     multimodal_keys: dict[str, Any] | None = flag(None, refused="vision-language models are not in this version")
     """Columns of images and other media, as JSON."""
-    apply_chat_template: bool = flag(False)
+    apply_chat_template: bool = flag(False, serves=("collection", "generation"))
     """Render chat messages with the tokenizer's chat template."""
-    apply_chat_template_kwargs: dict[str, Any] = flag({})
+    apply_chat_template_kwargs: dict[str, Any] = flag({}, serves=("collection", "generation"))
     """Keyword arguments of the chat template, as JSON."""
-    num_epoch: int | None = flag(None, range=SOME)
+    num_epoch: int | None = flag(None, range=SOME, serves=("driver", "collection"))
     """Passes over the data; sets num_rollout when that is unset."""
     rollout_shuffle: bool = derived(
         "on; off with streaming_data, data_source_path or rollout_function_path, and for a resume of a run without"
@@ -80,7 +80,9 @@ class DataConfig:
     """Dotted path of a class that replaces the prompt source."""
     rollout_global_dataset: bool = flag(True, off="disable-rollout-global-dataset")
     """Draw prompts from --prompt-data; off: the rollout function brings its own."""
-    rollout_max_prompt_len: int | None = derived("rollout_max_context_len − 1 when that is set", range=SOME)
+    rollout_max_prompt_len: int | None = derived(
+        "rollout_max_context_len − 1 when that is set", range=SOME, serves=("driver", "collection")
+    )
     """Prompts longer than this many tokens are left out."""
 
 
@@ -88,12 +90,14 @@ class DataConfig:
 class RolloutConfig:
     """Sampling: how many, how, and the functions that users may put in."""
 
-    SERVES: ClassVar[tuple[Process, ...]] = ("rollout",)
+    SERVES: ClassVar[tuple[Part, ...]] = ("generation",)
 
-    num_rollout: int | None = flag(None, range=NONE_OR_SOME)
+    num_rollout: int | None = flag(None, range=NONE_OR_SOME, serves=("driver", "samples", "training"))
     """Rollouts (steps of the loop) in the whole run; 0 only evaluates. Required unless --num-epoch is given."""
     rollout_batch_size: int = derived(
-        "global_batch_size × num_steps_per_rollout ÷ n_samples_per_prompt when the first is set, else 32", range=SOME
+        "global_batch_size × num_steps_per_rollout ÷ n_samples_per_prompt when the first is set, else 32",
+        range=SOME,
+        serves="collection",
     )
     """Prompts per rollout."""
     n_samples_per_prompt: int = derived(
@@ -101,11 +105,17 @@ class RolloutConfig:
         " in compares the samples of a prompt (SFT, reinforce_plus_plus, your own loss, advantages, reward"
         " normalisation, conversion, rollout or data source)",
         range=SOME,
+        serves="collection",
     )
     """Samples per prompt: the size of a group."""
     start_rollout_id: int | None = flag(None, range=NONE_OR_SOME, serves=("driver", "trainer"))
     """First rollout id; unset: taken from the checkpoint, 0 for a fresh start."""
-    rollout_temperature: float = flag(1.0, range=finite(0, "log-probs are divided by it", above=True), needs=GENERATES)
+    rollout_temperature: float = flag(
+        1.0,
+        range=finite(0, "log-probs are divided by it", above=True),
+        needs=GENERATES,
+        serves=("generation", "training"),
+    )
     """Sampling temperature, > 0; log-probs are of the tempered distribution."""
     rollout_top_p: float = flag(1.0, range=PROBABILITY, needs=GENERATES)
     """Nucleus sampling: smallest set of tokens with this probability."""
@@ -113,10 +123,14 @@ class RolloutConfig:
     """Sample among the k most probable tokens; -1: all."""
     rollout_min_p: float = flag(0.0, range=Interval(0, 1, what="a fraction of a probability"), needs=GENERATES)
     """Leave out tokens less probable than this fraction of the most probable."""
-    rollout_max_context_len: int | None = flag(None, range=at_least(2, "a prompt token and a response token"))
+    rollout_max_context_len: int | None = flag(
+        None,
+        range=at_least(2, "a prompt token and a response token"),
+        serves=("driver", "collection", "generation", "push", "engine"),
+    )
     """Most tokens of prompt plus response."""
     rollout_max_response_len: int = derived(
-        "rollout_max_context_len or seq_length minus 1 when set, else 1024", range=SOME
+        "rollout_max_context_len or seq_length minus 1 when set, else 1024", range=SOME, serves=("driver", "generation")
     )
     """Most new tokens per sample."""
     rollout_request_tokens: int | None = derived(
@@ -133,27 +147,29 @@ class RolloutConfig:
     """Strings that end a response."""
     rollout_stop_token_ids: tuple[int, ...] = flag((), range=NONE_OR_SOME, needs=GENERATES)
     """Token ids that end a response."""
-    rollout_seed: int = flag(42, range=SEED)
+    rollout_seed: int = flag(42, range=SEED, serves=("collection", "generation", "engine"))
     """Seed of the prompt order and, in deterministic mode, of sampling."""
     rollout_timeout: float = flag(14400.0, range=POSITIVE, needs=GENERATES, serves="driver")
     """Seconds after which the generation of one rollout batch, or one evaluation, is given up."""
-    deterministic: bool = flag(False, name="deterministic-rollout", needs=GENERATES)
+    deterministic: bool = flag(False, name="deterministic-rollout", needs=GENERATES, serves=("generation", "engine"))
     """Seed every request by its sample, so that tokens do not depend on how requests are batched together."""
-    over_sampling_batch_size: int = derived("rollout_batch_size", range=SOME, needs=SAMPLES)
+    over_sampling_batch_size: int = derived("rollout_batch_size", range=SOME, needs=SAMPLES, serves="collection")
     """Prompts drawn at a time while a dynamic filter drops groups; at least rollout_batch_size."""
-    dynamic_sampling_filter_path: str | None = flag(None, needs=SAMPLES)
+    dynamic_sampling_filter_path: str | None = flag(None, needs=SAMPLES, serves="collection")
     """Function (args, samples) -> bool that decides whether a finished group is kept."""
-    partial_rollout: bool = flag(False, needs=SAMPLES)
+    partial_rollout: bool = flag(False, needs=SAMPLES, serves="collection")
     """Keep samples that were under way when the batch was full, and finish them in the next rollout."""
-    mask_offpolicy_in_partial_rollout: bool = flag(False, needs=on("partial_rollout"))
+    mask_offpolicy_in_partial_rollout: bool = flag(False, needs=on("partial_rollout"), serves="collection")
     """Do not train on tokens that an earlier policy sampled."""
-    rollout_max_failed_fraction: float = flag(0.1, range=FRACTION, needs=GENERATES)
+    rollout_max_failed_fraction: float = flag(0.1, range=FRACTION, needs=GENERATES, serves="collection")
     """Fraction of a rollout's prompts that may fail for good (others replace them) before the run stops; see
     docs/hooks.md."""
     rollout_stall_timeout: float = flag(600.0, range=POSITIVE, needs=GENERATES)
     """Seconds without any sign of progress after which functions of yours that hang are given up, each with its sample;
     where none does, the rollout stops and reports who waits for whom."""
-    rollout_function_path: str | None = flag(None, needs=SAMPLES | on("rollout_function_path", _SFT_PATH))
+    rollout_function_path: str | None = flag(
+        None, needs=SAMPLES | on("rollout_function_path", _SFT_PATH), serves="collection"
+    )
     """Function (args, rollout_id, data_source, evaluation) that replaces the whole rollout loop."""
     custom_generate_function_path: str | None = flag(None, needs=GENERATES)
     """Async function (args, sample, sampling_params) that replaces the generation of one sample."""
@@ -164,17 +180,17 @@ class RolloutConfig:
     """Port of the same; 0: a free one."""
     rollout_sample_hook_path: tuple[str, ...] = flag((), append=True, needs=GENERATES)
     """Function (args, sample) run on each generated sample before its reward; may be repeated."""
-    buffer_filter_path: str | None = flag(None, needs=SAMPLES)
+    buffer_filter_path: str | None = flag(None, needs=SAMPLES, serves="collection")
     """Function (args, rollout_id, buffer, num_samples) that picks groups out of the buffer."""
-    rollout_sample_filter_path: str | None = flag(None, needs=SAMPLES)
+    rollout_sample_filter_path: str | None = flag(None, needs=SAMPLES, serves="collection")
     """Function (args, groups) run at the end of a rollout; sets sample.remove_sample."""
-    rollout_all_samples_process_path: str | None = flag(None, needs=SAMPLES)
+    rollout_all_samples_process_path: str | None = flag(None, needs=SAMPLES, serves="collection")
     """Function (args, all_groups, data_source) run at the end of a rollout, filtered groups included."""
-    custom_rollout_log_function_path: str | None = flag(None)
+    custom_rollout_log_function_path: str | None = flag(None, serves="collection")
     """Function that logs a rollout; returns true to skip the default log."""
     custom_eval_rollout_log_function_path: str | None = flag(None, needs=EVALUATES)
     """Function that logs an evaluation; returns true to skip the default log."""
-    rollout_data_postprocess_path: str | None = flag(None, serves="trainer")
+    rollout_data_postprocess_path: str | None = flag(None, serves="training")
     """Function (args, rollout_id, rollout_data) run in the trainer after the advantages are known."""
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = flag(
         "qwen", refused="the loss mask of chat data is found through the model's own chat template"
@@ -198,7 +214,7 @@ class RolloutConfig:
 class RewardConfig:
     """Reward functions."""
 
-    SERVES: ClassVar[tuple[Process, ...]] = ("rollout",)
+    SERVES: ClassVar[tuple[Part, ...]] = ("generation",)
 
     rm_type: str | None = flag(
         None,
@@ -212,7 +228,7 @@ class RewardConfig:
         False, needs=on("custom_rm_path") | on("eval_config", why="built-in rewards judge one sample at a time")
     )
     """Call the reward function once per group, with the list of its samples."""
-    reward_key: str | None = flag(None, needs=GENERATES)
+    reward_key: str | None = flag(None, needs=GENERATES, serves=("generation", "samples"))
     """Key of the number to train on, when rewards are dicts."""
     eval_reward_key: str | None = derived("reward_key", needs=EVALUATES)
     """The same for evaluation."""
@@ -237,9 +253,10 @@ class RewardConfig:
         None,
         needs=SAMPLES
         & unless("custom_convert_samples_to_train_data_path", why="the conversion is yours, its rewards included"),
+        serves="samples",
     )
     """Function (args, samples) -> (raw_rewards, rewards) that replaces group normalisation."""
-    custom_convert_samples_to_train_data_path: str | None = flag(None)
+    custom_convert_samples_to_train_data_path: str | None = flag(None, serves="samples")
     """Function (args, samples) -> dict that replaces the conversion to training data."""
 
 
@@ -247,9 +264,9 @@ class RewardConfig:
 class EvalConfig:
     """Evaluation during the run."""
 
-    SERVES: ClassVar[tuple[Process, ...]] = ("rollout",)
+    SERVES: ClassVar[tuple[Part, ...]] = ("generation",)
 
-    eval_interval: int | None = flag(None, range=SOME, needs=EVALUATES, serves="driver")
+    eval_interval: int | None = flag(None, range=SOME, needs=EVALUATES)
     """Evaluate every so many rollouts; in any case before the first, at the end of each epoch and after the last."""
     eval_prompt_data: tuple[str, ...] = flag(
         (), needs=(unless("eval_config", why="that file names the sets"), _HAS_ENGINES)
@@ -258,7 +275,7 @@ class EvalConfig:
     that is called after its file."""
     eval_config: str | None = flag(None, needs=_HAS_ENGINES)
     """YAML file of evaluation sets with settings of their own; takes the place of --eval-prompt-data."""
-    skip_eval_before_train: bool = flag(False, needs=EVALUATES, serves="driver")
+    skip_eval_before_train: bool = flag(False, needs=EVALUATES)
     """No evaluation before the first step."""
     eval_function_path: str | None = derived("rollout_function_path", needs=EVALUATES)
     """Function that replaces the whole evaluation."""
@@ -298,10 +315,11 @@ class EngineConfig:
     `slime.config.foreign.to_argv`: ``router["policy"]`` is --router-policy, for example.
     """
 
-    SERVES: ClassVar[tuple[Process, ...]] = ("engine",)
+    SERVES: ClassVar[tuple[Part, ...]] = ("engine",)
 
     rollout_engine: Literal["auto", "sglang", "embedded"] = derived(
-        "auto: sglang where this host has a GPU and SGLang is installed, else embedded", needs=ENGINES
+        "auto: sglang where this host has a GPU and SGLang is installed, else embedded",
+        needs=ENGINES,
     )
     """Engine implementation."""
     embedded_dtype: Literal["auto", "bfloat16", "float32"] = flag(
@@ -310,16 +328,16 @@ class EngineConfig:
     """Weights of the embedded engine; auto: as the trainer's."""
     embedded_max_slots: int = flag(64, range=SOME, needs=on("rollout_engine", "embedded") & ENGINES)
     """Requests that the embedded engine decodes at once; more wait in its queue."""
-    rollout_external_engine_addrs: tuple[str, ...] = flag((), needs=ENGINES, serves="driver")
+    rollout_external_engine_addrs: tuple[str, ...] = flag((), needs=ENGINES)
     """HOST:PORT of engines that somebody else has started, which get every push and requests but are never started or
     ended here; beside those of --rollout-num-gpus, or instead of them."""
-    sglang_server_concurrency: int = flag(512, range=SOME, needs=GENERATES, serves="rollout")
+    sglang_server_concurrency: int = flag(512, range=SOME, needs=GENERATES, serves="generation")
     """Most requests in flight per engine."""
     sglang_router_ip: str | None = flag(None, refused=_OWN_ROUTER)
     """Address of the router, as hooks read it."""
     sglang_router_port: int | None = flag(None, refused=_OWN_ROUTER)
     """Port of the router, as hooks read it."""
-    sglang_router_request_timeout_secs: int = flag(14400, range=SOME, needs=GENERATES)
+    sglang_router_request_timeout_secs: int = flag(14400, range=SOME, needs=GENERATES, serves=("generation", "router"))
     """Seconds after which the router gives a request up."""
     sglang_config: str | None = flag(None, needs=ENGINES)
     """YAML file of server groups, and of models beside the policy; also for embedded engines."""

@@ -14,7 +14,7 @@ from slime.config.flag import (
     SAMPLES,
     SOME,
     Interval,
-    Process,
+    Part,
     derived,
     finite,
     flag,
@@ -32,39 +32,52 @@ class ClusterConfig:
     On a host without a GPU, a "GPU" is one CPU process slot. `Config.placement` has the numbers that follow.
     """
 
-    SERVES: ClassVar[tuple[Process, ...]] = ("driver",)
+    SERVES: ClassVar[tuple[Part, ...]] = ("driver",)
 
-    actor_num_nodes: int = flag(1, range=SOME)
+    actor_num_nodes: int = flag(1, range=SOME, serves="trainer")
     """Nodes of the trainer."""
-    actor_num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)
+    actor_num_gpus_per_node: int = derived(
+        "GPUs of this host (at most 8), 1 without a GPU", range=SOME, serves="trainer"
+    )
     """GPUs of the trainer on each of its nodes."""
     rollout_num_gpus: int = derived(
         "0 with external engines, actor_num_nodes × actor_num_gpus_per_node with colocate, else one engine",
         range=NONE_OR_SOME,
         needs=ENGINES,
+        serves=("generation", "engine"),
     )
     """GPUs of all engines together that the run starts. 0: none."""
-    rollout_num_gpus_per_engine: int = flag(1, range=SOME, needs=ENGINES)
+    rollout_num_gpus_per_engine: int = flag(1, range=SOME, needs=ENGINES, serves="engine")
     """GPUs of one engine (its tensor-parallel times pipeline-parallel size)."""
     num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)
     """GPUs of a node, as what the other flags ask of nodes is checked against it; processes go where Ray finds GPUs. An
     SGLang engine of more reaches over several nodes; an embedded one cannot."""
-    colocate: bool = flag(False, needs=ENGINES)
+    colocate: bool = flag(False, needs=ENGINES, serves=("trainer", "push", "engine"))
     """Trainer and engines share the same GPUs and take turns."""
     offload: bool = flag(False, needs=on("colocate", why="trainer and engines have GPUs of their own"), serves="config")
     """Short for --offload-train --offload-rollout."""
-    offload_train: bool = derived("colocate", needs=on("colocate", why="trainer and engines have GPUs of their own"))
+    offload_train: bool = derived(
+        "colocate", needs=on("colocate", why="trainer and engines have GPUs of their own"), serves="trainer"
+    )
     """Free the trainer's GPU memory while the engines generate."""
-    offload_rollout: bool = derived("colocate", needs=on("colocate", why="trainer and engines have GPUs of their own"))
+    offload_rollout: bool = derived(
+        "colocate", needs=on("colocate", why="trainer and engines have GPUs of their own"), serves="engine"
+    )
     """Free the engines' GPU memory while the trainer trains."""
-    distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", serves="config")
+    distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", serves=("config", "trainer"))
     """torch.distributed backend of the trainer's process groups; auto: nccl where the trainer has GPUs, else gloo."""
-    distributed_timeout_minutes: float = derived("NCCL_TIMEOUT / 60 when that variable is set, else 10", range=POSITIVE)
+    distributed_timeout_minutes: float = derived(
+        "NCCL_TIMEOUT / 60 when that variable is set, else 10",
+        range=POSITIVE,
+        serves=("driver", "samples", "trainer", "push", "engine"),
+    )
     """Time-out of every process group but that of checkpoints, and of every step of a launch (docs/deadlines.md)."""
-    train_env_vars: dict[str, Any] = flag({})
+    train_env_vars: dict[str, Any] = flag({}, serves="trainer")
     """Environment variables of the trainer's processes, as JSON."""
     listen_on_network: bool = flag(
-        False, needs=unless("ray_address", why="the processes of a cluster listen on the addresses of its nodes")
+        False,
+        needs=unless("ray_address", why="the processes of a cluster listen on the addresses of its nodes"),
+        serves=("driver", "generation"),
     )
     """Of a run that starts its own Ray: engines, router and Ray listen on the host's network address, for agents in
     containers or on other hosts, instead of on loopback alone (docs/security.md)."""
@@ -91,21 +104,25 @@ class ClusterConfig:
 class FaultToleranceConfig:
     """Watching engines and replacing dead ones."""
 
-    SERVES: ClassVar[tuple[Process, ...]] = ("driver",)
+    SERVES: ClassVar[tuple[Part, ...]] = ("engine",)
 
-    use_fault_tolerance: bool = flag(False, needs=GENERATES)
+    use_fault_tolerance: bool = flag(False, needs=GENERATES, serves=("generation", "push", "engine"))
     """Engines that die or hang are started again and come back with the next weight push; others take over their
     requests. Without it the death of an engine ends the run."""
     rollout_health_check_interval: float = flag(30.0, range=POSITIVE, needs=on("use_fault_tolerance"))
     """Seconds between two health checks of an engine while it generates, with --use-fault-tolerance."""
-    rollout_health_check_timeout: float = flag(30.0, range=POSITIVE, needs=on("use_fault_tolerance"))
+    rollout_health_check_timeout: float = flag(
+        30.0, range=POSITIVE, needs=on("use_fault_tolerance"), serves=("push", "engine")
+    )
     """Seconds without a good answer to a health check after which an engine counts as hung, and is killed."""
     rollout_health_check_first_wait: float = flag(0.0, range=finite(0), needs=on("use_fault_tolerance"))
     """Seconds before the first health check of each rollout, for engines that compile on first use."""
-    max_restarts: int = flag(0, range=finite(0), needs=on("save"))
+    max_restarts: int = flag(0, range=finite(0), needs=on("save"), serves="training")
     """Times that trainer ranks which died, or answer no more, are started again from the newest checkpoint, while the
     engines stay; the steps since then are done again. Without it that ends the run."""
-    journal: bool = derived("on with save", needs=(on("save"), SAMPLES), serves="rollout")
+    journal: bool = derived(
+        "on with save, where something is trained", needs=(on("save"), SAMPLES), serves="collection"
+    )
     """Keep what is generated in the run folder until checkpoints have passed it, so that a run that goes on after a
     crash generates nothing twice."""
 
@@ -114,15 +131,17 @@ class FaultToleranceConfig:
 class ObserveConfig:
     """The run folder, logs and metrics."""
 
-    SERVES: ClassVar[tuple[Process, ...]] = ("driver",)
+    SERVES: ClassVar[tuple[Part, ...]] = ("driver",)
 
     output_dir: str = flag("outputs")
     """Directory of run folders; `tensorboard --logdir` reads it."""
     run_name: str = derived("<model>-<YYYYMMDD-HHMMSS>")
     """Name of the run folder inside --output-dir."""
-    stage: str | None = flag(None)
+    stage: str | None = flag(None, serves=("driver", "samples"))
     """Name of this stage, when several runs (SFT, then RL) share one run folder and its metrics.jsonl."""
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = derived("DEBUG when SLIME_DEBUG=1, else INFO")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = derived(
+        "DEBUG when SLIME_DEBUG=1, else INFO", serves=("driver", "samples", "trainer", "engine")
+    )
     """Verbosity of the logs."""
     trace: bool = flag(True)
     """Record the spans of every sample (queue, prefill and decode, reward) for Perfetto."""
@@ -154,13 +173,13 @@ class ObserveConfig:
     """Leave the group name as given, without a random suffix."""
     wandb_always_use_train_step: bool = flag(False, refused="all metrics share one axis, the rollouts trained on")
     """Use the count of optimizer steps as the x axis of rollout and eval metrics too."""
-    log_multi_turn: bool = flag(False, needs=GENERATES, serves="rollout")
+    log_multi_turn: bool = flag(False, needs=GENERATES, serves="collection")
     """Log the number of turns and their lengths."""
-    log_passrate: bool = flag(False, needs=GENERATES, serves="rollout")
+    log_passrate: bool = flag(False, needs=GENERATES, serves="collection")
     """Log pass@k of the training samples."""
-    log_reward_category: str | None = flag(None, needs=GENERATES, serves="rollout")
+    log_reward_category: str | None = flag(None, needs=GENERATES, serves="collection")
     """Key of the reward dict whose values are counted per category."""
-    log_correct_samples: bool = flag(False, needs=GENERATES, serves="rollout")
+    log_correct_samples: bool = flag(False, needs=GENERATES, serves="collection")
     """Log the lengths of correct samples separately."""
 
 
@@ -168,7 +187,7 @@ class ObserveConfig:
 class DebugConfig:
     """Configuration files, dry runs, and running one half of the loop alone."""
 
-    SERVES: ClassVar[tuple[Process, ...]] = ("driver",)
+    SERVES: ClassVar[tuple[Part, ...]] = ("driver",)
 
     config: str | None = flag(None, serves="config")
     """YAML file that sets flags by name (with dashes or underscores); flags on the command line win."""
@@ -176,29 +195,32 @@ class DebugConfig:
     """YAML file of names that are set on `args` for hooks; names that are flags set the flag."""
     dry_run: bool = flag(False)
     """Resolve, plan placement and memory, print, and start nothing."""
-    debug_rollout_only: bool = flag(False)
+    debug_rollout_only: bool = flag(False, serves=("driver", "engine"))
     """Start the engines only, no trainer."""
     debug_train_only: bool = derived("true when load_debug_rollout_data is set")
     """Start the trainer only, no engines."""
     save_debug_rollout_data: str | None = derived(
         "<dump_details>/rollout_data/{rollout_id}.pt with --dump-details",
         needs=unless("load_debug_rollout_data", why="samples that were loaded are not written again", warns=True),
+        serves=("collection", "generation"),
     )
     """Write every rollout's samples to this path: {rollout_id}, with a format where wanted ({rollout_id:04d}), is the
     rollout, eval_ and its number for an evaluation; {run} is the run folder."""
-    load_debug_rollout_data: str | None = flag(None)
+    load_debug_rollout_data: str | None = flag(None, serves=("driver", "collection", "samples"))
     """Train on samples written by --save-debug-rollout-data, whose pattern this is, instead of generating; implies
     --debug-train-only."""
     load_debug_rollout_data_subsample: float | None = flag(
-        None, range=Interval(0, 1, above=True, what="a fraction"), needs=on("load_debug_rollout_data"), serves="rollout"
+        None, range=Interval(0, 1, above=True, what="a fraction"), needs=on("load_debug_rollout_data"), serves="samples"
     )
     """Fraction of the loaded samples to keep."""
     load_forge_rollout_data: str | None = flag(None, refused="replaying dumps while engines live is not supported")
     """Replay dumps while the engines stay live."""
-    save_debug_train_data: str | None = derived("<dump_details>/train_data/{rollout_id}.pt with --dump-details")
+    save_debug_train_data: str | None = derived(
+        "<dump_details>/train_data/{rollout_id}.pt with --dump-details", serves="training"
+    )
     """Write every rollout's training tensors to this path, with {rollout_id} as in --save-debug-rollout-data. One file
     holds those of all ranks: {rank}, which scripts may have in it, is 0."""
-    dump_details: str | None = flag(None, serves=("config", "rollout"))
+    dump_details: str | None = flag(None, serves=("config", "samples"))
     """Directory for the samples and training tensors of all rollouts, and the tokenizer."""
     memory_snapshot_dir: str = flag(".", refused=_NO_PROFILER)
     """Directory of GPU memory snapshots."""
@@ -218,9 +240,9 @@ class DebugConfig:
         ("train_overall",), append=True, refused=_NO_PROFILER
     )
     """What the profiler covers."""
-    check_weight_update_equal: bool = flag(False, needs=GENERATES, serves="trainer")
+    check_weight_update_equal: bool = flag(False, needs=GENERATES, serves="push")
     """Verify every weight on the engines after the first sync."""
-    check_canary: bool = flag(True)
+    check_canary: bool = flag(True, serves="push")
     """Compare trainer's and engines' log-probs of a few fixed tokens after every weight push and wake."""
     ci_test: bool = flag(False, refused="assertions live in the test suite, not in the product")
     """Assertions of the reference system's CI."""

@@ -1,261 +1,95 @@
-"""Groups about training: algorithm, batches, checkpoints, weight sync."""
+"""Groups about training: batches, checkpoints, weight sync."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from slime.config.flag import (
     GENERATES,
     NONE_OR_SOME,
-    POLICY_LOSS,
     SAMPLES,
     SEED,
     SOME,
     Interval,
-    Process,
+    Part,
     at_least,
     derived,
-    finite,
     flag,
     on,
     unless,
 )
+from slime.config.groups_algorithm import NO_CRITIC
 
-_NO_CRITIC = "the PPO critic is not in this version"
-_NO_OPD = "on-policy distillation is not in this version"
 _NO_DELTA = "delta weight updates are not in this version; leave --update-weight-mode at full"
 _NO_DEEPGEMM = "the DeepGEMM alignment kernels are not in this version"
 _NO_TEACHER_SERVER = "the Megatron teacher server is not in this version"
 _NO_OLD_ACTOR = "a lagged copy of the policy is not in this version; the old log-probs are those of the trained weights"
-
-_PENALTY = finite(0, "a penalty; below 0 it would reward leaving the reference model")
-_CLIP = at_least(0, "a distance from the ratio 1")
-_OWN_REWARDS = unless("custom_reward_post_process_path", why="it replaces the group's statistics")
-_OWN_COLUMNS = unless(
-    "custom_convert_samples_to_train_data_path",
-    why="only that function can read it: the rewards are its own",
-    warns=True,
-)
-_CUSTOM_MAY_READ = unless("loss_type", "custom_loss", why="only the custom loss function can read it", warns=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
-    """Loss, advantages, and corrections between the sampling and the trained policy."""
-
-    SERVES: ClassVar[tuple[Process, ...]] = ("trainer",)
-
-    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag(
-        "policy_loss", serves=("driver", "rollout", "trainer")
-    )
-    """policy_loss for RL, sft_loss for supervised fine-tuning, custom_loss for a function of your own."""
-    custom_loss_function_path: str | None = flag(None, needs=on("loss_type", "custom_loss"))
-    """Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), with --loss-type custom_loss."""
-    advantage_estimator: Literal[
-        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
-    ] = flag("grpo", refused_values={"ppo": _NO_CRITIC}, needs=SAMPLES)
-    """How rewards become advantages."""
-    disable_compute_advantages_and_returns: bool = flag(
-        False,
-        needs=(
-            unless("loss_type", "policy_loss", why="the policy loss weighs tokens by their advantages"),
-            unless("custom_advantage_function_path", why="it computes them"),
-        ),
-    )
-    """Train without advantages (SFT, custom losses)."""
-    custom_advantage_function_path: str | None = flag(None, needs=SAMPLES)
-    """Function (args, rollout_data) that sets advantages and returns."""
-    eps_clip: float = flag(0.2, range=_CLIP, needs=(SAMPLES, _CUSTOM_MAY_READ))
-    """Lower clip range of the policy ratio."""
-    eps_clip_high: float = derived("eps_clip", range=_CLIP, needs=(SAMPLES, _CUSTOM_MAY_READ))
-    """Upper clip range of the policy ratio."""
-    eps_clip_c: float | None = flag(
-        None,
-        range=Interval(1, above=True, what="a ratio beyond the clip range"),
-        needs=(
-            SAMPLES,
-            _CUSTOM_MAY_READ,
-            unless("advantage_estimator", "cispo", why="CISPO clips the importance weight, not the loss"),
-        ),
-    )
-    """Bound of dual-clip PPO, > 1."""
-    value_clip: float = flag(0.2, refused=_NO_CRITIC)
-    """Clip range of the value loss."""
-    kl_coef: float = flag(
-        0.0,
-        range=_PENALTY,
-        needs=(
-            SAMPLES,
-            unless(
-                "advantage_estimator",
-                "grpo",
-                "gspo",
-                "cispo",
-                why="its advantage is the group-normalised reward alone; use --use-kl-loss"
-                " --kl-loss-coef 0.01 --kl-loss-type low_var_kl",
-            ),
-        ),
-    )
-    """Coefficient of the KL penalty in the reward."""
-    use_kl_loss: bool = flag(False, needs=SAMPLES)
-    """Add a KL loss against the reference model (--ref-load)."""
-    kl_loss_coef: float = flag(0.0, range=_PENALTY, needs=(on("use_kl_loss"), _CUSTOM_MAY_READ))
-    """Coefficient of the KL loss."""
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
-        "k1", needs=on("use_kl_loss", why="launch scripts keep it without the loss", warns=True) | on("kl_coef")
-    )
-    """KL estimator (Schulman, http://joschu.net/blog/kl-approx.html). In the loss, k1 pulls nowhere on policy: the
-    expectation of its gradient is 0 there; use low_var_kl (k3, clamped) or k2."""
-    use_unbiased_kl: bool = flag(False, needs=(on("use_kl_loss"), _CUSTOM_MAY_READ))
-    """Weight the KL estimator by the importance ratio."""
-    entropy_coef: float = flag(
-        0.0,
-        range=Interval(-math.inf, below=True, above=True, what="a bonus, or a penalty below 0"),
-        needs=(SAMPLES, _CUSTOM_MAY_READ),
-    )
-    """Coefficient of the entropy bonus."""
-    gamma: float = flag(
-        1.0,
-        range=Interval(0, 1, what="a discount; above 1 returns would grow with the length"),
-        needs=on("advantage_estimator", "reinforce_plus_plus")
-        | on(
-            "custom_advantage_function_path",
-            why="every token of a sample has the sample's own reward; only reinforce_plus_plus discounts",
-        ),
-    )
-    """Discount per token (REINFORCE++)."""
-    lambd: float = flag(1.0, refused=_NO_CRITIC)
-    """Lambda of generalised advantage estimation."""
-    normalize_advantages: bool = flag(False, needs=SAMPLES & unless("disable_compute_advantages_and_returns"))
-    """Whiten advantages over the batch."""
-    disable_grpo_std_normalization: bool = flag(
-        False,
-        needs=(
-            SAMPLES,
-            on("advantage_estimator", "grpo", "gspo", "cispo", why="the other estimators do not divide by it"),
-            _OWN_REWARDS,
-            _OWN_COLUMNS,
-        ),
-        serves="config",
-    )
-    """Do not divide by the group's standard deviation (Dr. GRPO)."""
-    grpo_std_normalization: bool = derived(
-        "not disable_grpo_std_normalization, and n_samples_per_prompt > 1", serves="rollout"
-    )
-    """The opposite of --disable-grpo-std-normalization, as hooks read it."""
-    disable_rewards_normalization: bool = flag(False, needs=(SAMPLES, _OWN_REWARDS, _OWN_COLUMNS), serves="config")
-    """Use raw rewards, without the group mean."""
-    rewards_normalization: bool = derived("not disable_rewards_normalization", serves="rollout")
-    """The opposite of --disable-rewards-normalization, as hooks read it."""
-    use_rollout_entropy: bool = flag(
-        False, refused="there is no metric rollout/entropy; train/entropy_loss is the entropy of the same tokens"
-    )
-    """Log the entropy of the rollout tokens."""
-    use_rollout_logprobs: bool = flag(False, needs=SAMPLES)
-    """Take the engine's log-probs as the old policy's, instead of recomputing them."""
-    use_tis: bool = flag(False, needs=POLICY_LOSS)
-    """Truncated importance sampling between the engine's and the trainer's policy."""
-    tis_clip: float = flag(
-        2.0,
-        range=Interval(0, above=True, what="an importance weight"),
-        needs=on("use_tis") | on("get_mismatch_metrics"),
-    )
-    """Upper bound of the importance weight."""
-    tis_clip_low: float = flag(
-        0.0, range=finite(0, "an importance weight"), needs=on("use_tis") | on("get_mismatch_metrics")
-    )
-    """Lower bound of the importance weight."""
-    tis_mode: Literal["truncate", "icepop"] = flag(
-        "truncate", needs=(on("use_tis"), unless("custom_tis_function_path", why="it replaces both"))
-    )
-    """A weight outside the bounds: truncate takes the bound, icepop leaves the token out (published with 0.5 and 5)."""
-    custom_tis_function_path: str | None = flag(None, needs=on("use_tis") | on("get_mismatch_metrics"))
-    """Function that replaces truncated importance sampling."""
-    get_mismatch_metrics: bool = flag(False, needs=POLICY_LOSS)
-    """Log the mismatch between engine and trainer as --custom-tis-function-path measures it, without correcting."""
-    custom_pg_loss_reducer_function_path: str | None = flag(None, needs=POLICY_LOSS)
-    """Function that makes the reducer of the policy loss."""
-    calculate_per_token_loss: bool = flag(False)
-    """Average the loss over tokens instead of over rollouts."""
-    use_opsm: bool = flag(False, needs=POLICY_LOSS)
-    """Off-policy sequence masking."""
-    opsm_delta: float = flag(1e-4, range=at_least(0, "a KL divergence"), needs=on("use_opsm"))
-    """Sequence KL above which a sample of negative advantage is masked."""
-    use_opd: bool = flag(False, refused=_NO_OPD)
-    """On-policy distillation."""
-    opd_type: Literal["sglang", "megatron"] | None = flag(None, refused=_NO_OPD)
-    """Where the teacher runs."""
-    opd_kl_coef: float = flag(1.0, refused=_NO_OPD)
-    """Coefficient of the distillation term."""
-    opd_teacher_load: str | None = flag(None, refused=_NO_OPD)
-    """Checkpoint of the teacher."""
-    opd_teacher_ckpt_step: int | None = flag(None, refused=_NO_OPD)
-    """Iteration of the teacher's checkpoint."""
-    num_critic_only_steps: int = flag(0, refused=_NO_CRITIC)
-    """Steps that train the critic alone."""
-
-    @property
-    def needs_reference(self) -> bool:
-        """Something compares the policy with the reference model: the KL loss, or the KL penalty in the reward."""
-        return self.loss_type != "sft_loss" and (self.use_kl_loss or self.kl_coef != 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Batches, packing, what is trained, and hooks of the trainer."""
 
-    SERVES: ClassVar[tuple[Process, ...]] = ("trainer",)
+    SERVES: ClassVar[tuple[Part, ...]] = ("training",)
 
-    seed: int = flag(1234, range=SEED)
+    seed: int = flag(1234, range=SEED, serves="trainer")
     """Seed of the trainer."""
-    global_batch_size: int = derived("rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout", range=SOME)
+    global_batch_size: int = derived(
+        "rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout", range=SOME, serves=("samples", "training")
+    )
     """Samples (executions) per optimizer step, over all data-parallel ranks."""
     num_steps_per_rollout: int = derived("rollout_batch_size × n_samples_per_prompt ÷ global_batch_size", range=SOME)
     """Optimizer steps per rollout."""
     micro_batch_size: int = flag(
-        1, range=SOME, needs=unless("use_dynamic_batch_size", why="micro-batches are packed by tokens")
+        1,
+        range=SOME,
+        needs=unless("use_dynamic_batch_size", why="micro-batches are packed by tokens"),
+        serves="samples",
     )
     """Samples per micro-batch, when batches are not dynamic."""
-    use_dynamic_batch_size: bool = flag(False)
+    use_dynamic_batch_size: bool = flag(False, serves="samples")
     """Pack micro-batches by tokens, up to --max-tokens-per-gpu."""
-    max_tokens_per_gpu: int | None = flag(None, range=SOME, needs=on("use_dynamic_batch_size"))
+    max_tokens_per_gpu: int | None = flag(None, range=SOME, needs=on("use_dynamic_batch_size"), serves="samples")
     """Most tokens of a micro-batch on one GPU, with --use-dynamic-batch-size."""
     log_probs_max_tokens_per_gpu: int | None = flag(
         None, refused="one packing serves all passes over a batch; use --max-tokens-per-gpu"
     )
     """The same for passes that only compute log-probs."""
-    balance_data: bool = derived("balance_by_flops")
+    balance_data: bool = derived("balance_by_flops", serves="samples")
     """Spread samples over data-parallel ranks so that each has the same work."""
-    balance_by_flops: bool = flag(False, needs=on("use_dynamic_batch_size"))
+    balance_by_flops: bool = flag(False, needs=on("use_dynamic_batch_size"), serves="samples")
     """Balance by floating-point operations instead of tokens."""
-    data_pad_size_multiplier: int = flag(128, range=SOME)
+    data_pad_size_multiplier: int = flag(128, range=SOME, serves="trainer")
     """Packed micro-batches are padded to a multiple of this many tokens times the tensor-parallel size."""
     log_probs_chunk_size: int = flag(
-        -1, range=Interval(1, or_minus_one=True, what="-1 leaves the choice to the program")
+        -1, range=Interval(1, or_minus_one=True, what="-1 leaves the choice to the program"), serves="trainer"
     )
     """Rows of logits computed at a time for log-probs; -1: chosen from the vocabulary size."""
     recompute_loss_function: bool = flag(
         False, refused="log-probs are always computed in chunks that keep no logits; see --log-probs-chunk-size"
     )
     """Recompute the loss in the backward pass instead of keeping its intermediates."""
-    seq_length: int | None = flag(None, range=at_least(2, "a prompt token and a response token"))
+    seq_length: int | None = flag(
+        None,
+        range=at_least(2, "a prompt token and a response token"),
+        serves=("driver", "collection", "generation", "samples"),
+    )
     """Hard cap of prompt plus response: generation is limited to it, longer samples are refused."""
-    only_train_params_name_list: tuple[str, ...] = flag(())
+    only_train_params_name_list: tuple[str, ...] = flag((), serves="trainer")
     """Regular expressions (re.search) of the parameters to train; all others are frozen."""
-    freeze_params_name_list: tuple[str, ...] = flag(())
+    freeze_params_name_list: tuple[str, ...] = flag((), serves="trainer")
     """Regular expressions (re.search) of the parameters to freeze."""
     keep_old_actor: bool = flag(False, refused=_NO_OLD_ACTOR)
     """Take the old policy from a lagged copy of the weights."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = flag("auto")
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = flag("auto", serves="trainer")
     """Layer implementation; auto is local. transformer_engine needs it installed (2.9 to 2.11)."""
-    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag("auto")
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag("auto", serves="trainer")
     """Attention kernel, with or without Transformer Engine; one that is not there is refused by name. On GPUs auto is
     flash-attn-4 where it is installed (SGLang brings it) and knows the GPU, else, like flash, torch's packed kernel."""
-    custom_model_provider_path: str | None = flag(None)
+    custom_model_provider_path: str | None = flag(None, serves="trainer")
     """Function (pre_process, post_process, vp_stage) -> GPTModel that builds the model."""
-    custom_megatron_init_path: str | None = flag(None)
+    custom_megatron_init_path: str | None = flag(None, serves="trainer")
     """Function (args) run after Megatron is initialised."""
     custom_megatron_before_log_prob_hook_path: str | None = flag(None, needs=SAMPLES)
     """Function (args, model, store_prefix) run before each forward-only pass."""
@@ -263,7 +97,7 @@ class TrainConfig:
     """Function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler) run before each step's passes."""
     use_routing_replay: bool = derived("use_rollout_routing_replay")
     """Experts of the old-policy pass are used again in training, their weights computed anew."""
-    use_rollout_routing_replay: bool = flag(False, needs=SAMPLES)
+    use_rollout_routing_replay: bool = flag(False, needs=SAMPLES, serves=("generation", "training", "engine"))
     """Experts that the engine chose (rollout_routed_experts of the samples) are used in the old-policy pass and in
     training; implies --use-routing-replay."""
     enable_mtp_training: bool = flag(False, refused="training of multi-token-prediction layers is not here")
@@ -274,7 +108,7 @@ class TrainConfig:
     """Freeze the indexer of DeepSeek sparse attention."""
     allgather_cp: bool = flag(False, refused="DeepSeek sparse attention is not in this version")
     """Contiguous context parallelism for DeepSeek sparse attention."""
-    megatron_config_path: str | None = flag(None, refused=_NO_CRITIC + ", and so are role files")
+    megatron_config_path: str | None = flag(None, refused=NO_CRITIC + ", and so are role files")
     """YAML file of settings per role."""
     megatron_deepgemm_forward_layers: tuple[int, ...] = flag((), refused=_NO_DEEPGEMM)
     """Layers that use DeepGEMM in the forward pass."""
@@ -306,38 +140,42 @@ class TrainConfig:
 class CheckpointConfig:
     """What is loaded and what is saved."""
 
-    SERVES: ClassVar[tuple[Process, ...]] = ("trainer",)
+    SERVES: ClassVar[tuple[Part, ...]] = ("trainer",)
 
-    hf_checkpoint: str | None = flag(None)
+    hf_checkpoint: str | None = flag(
+        None, serves=("driver", "collection", "generation", "samples", "trainer", "training", "push", "engine")
+    )
     """Hugging Face directory, or org/name on the hub: tokenizer, config, engine weights, and the trainer's weights for
     a fresh start."""
-    model_name: str | None = flag(None)
+    model_name: str | None = flag(None, serves=("generation", "samples", "trainer", "push"))
     """Model family of the weight converter; unset: found from the Hugging Face config."""
     load: str | None = flag(None)
     """Checkpoint to start from; equal to --save: resume, or start fresh when there is nothing yet. Unset: start
     from --ref-load or --hf-checkpoint."""
     ckpt_step: int | None = flag(None, range=NONE_OR_SOME, needs=on("load"))
     """Iteration of --load; unset: the latest."""
-    save: str | None = flag(None)
+    save: str | None = flag(None, serves="training")
     """Directory of the run's own checkpoints; {run} in it, in --load and in --save-hf is the run folder:
     --save {run}/checkpoints. Without it and --save-hf nothing of the training is kept."""
-    save_interval: int | None = flag(None, range=SOME, needs=on("save") | on("save_hf"), serves="driver")
+    save_interval: int | None = flag(None, range=SOME, needs=on("save") | on("save_hf"), serves="training")
     """Save every so many rollouts, and after the last. Unset: with --save every tenth of the run, or half an hour where
     that is sooner, of which --save-retain keeps 2; with --save-hf alone after the last."""
-    save_retain: int | None = derived("2 with --save and no --save-interval, else all", range=SOME, needs=on("save"))
+    save_retain: int | None = derived(
+        "2 with --save and no --save-interval, else all", range=SOME, needs=on("save"), serves="training"
+    )
     """Keep only the last N checkpoints."""
-    save_hf: str | None = flag(None)
+    save_hf: str | None = flag(None, serves="training")
     """Also write a Hugging Face directory with each checkpoint: {rollout_id} in it, with a format where wanted
     ({rollout_id:04d}), is the rollout; without it each replaces the last."""
-    export_model: bool = flag(True, needs=on("save"), serves="driver")
+    export_model: bool = flag(True, needs=on("save"), serves="training")
     """With --save and no --save-hf: when the run ends, write its model into the run folder (model/) as a Hugging Face
     directory, to load, chat with or train on. 2 bytes per parameter; of a model of 30B that takes minutes
     (--no-export-model: none, `slime convert megatron-to-hf` makes it from a checkpoint)."""
-    async_save: bool = flag(False, needs=on("save"))
+    async_save: bool = flag(False, needs=on("save"), serves="training")
     """Copy a checkpoint to host memory and write it behind training."""
-    no_save_optim: bool = flag(False, needs=on("save"))
+    no_save_optim: bool = flag(False, needs=on("save"), serves="training")
     """Leave the optimizer out of checkpoints."""
-    no_save_rng: bool = flag(False, needs=on("save"))
+    no_save_rng: bool = flag(False, needs=on("save"), serves="training")
     """Leave the random number generators out of checkpoints."""
     no_load_optim: bool = flag(False, needs=on("load"))
     """Do not load the optimizer."""
@@ -350,10 +188,13 @@ class CheckpointConfig:
     ref_ckpt_step: int | None = flag(None, range=NONE_OR_SOME, needs=on("ref_load"))
     """Iteration of --ref-load."""
     ref_update_interval: int | None = flag(
-        None, range=SOME, needs=(SAMPLES, on("use_kl_loss") | on("kl_coef", why="no reference model is loaded"))
+        None,
+        range=SOME,
+        needs=(SAMPLES, on("use_kl_loss") | on("kl_coef", why="no reference model is loaded")),
+        serves="training",
     )
     """Copy the trained weights into the reference model every so many rollouts."""
-    reset_optimizer_states: bool = flag(False)
+    reset_optimizer_states: bool = flag(False, serves="training")
     """Reset Adam's moments at each rollout."""
     use_stateless_adam: bool = flag(False, refused="stateless Adam is not in this version")
     """Adam without kept moments."""
@@ -386,21 +227,21 @@ class SyncConfig:
             f" by which it would be {self._staleness_unpaced}"
         )
 
-    SERVES: ClassVar[tuple[Process, ...]] = ("trainer",)
+    SERVES: ClassVar[tuple[Part, ...]] = ("push",)
 
     update_weight_mode: Literal["full", "delta"] = flag("full", refused_values={"delta": _NO_DELTA}, serves="config")
     """Push all weights, or only what changed."""
-    update_weight_transport: Literal["nccl", "disk"] = flag("nccl")
+    update_weight_transport: Literal["nccl", "disk"] = flag("nccl", serves=("push", "engine"))
     """nccl: by memory or network (IPC or shared memory when colocated, NCCL or gloo else); disk: a directory."""
     update_weight_buffer_size: int = flag(512 * 1024 * 1024, range=SOME)
     """Bytes per bucket."""
-    update_weights_interval: int = flag(1, range=SOME, needs=GENERATES, serves=("driver", "engine"))
+    update_weights_interval: int = flag(1, range=SOME, needs=GENERATES, serves=("push", "engine"))
     """Push the weights every so many rollouts."""
     async_buffer_size: int = derived(
         "0 for train, 1 for train-async and for supervised fine-tuning",
         range=NONE_OR_SOME,
         needs=_TRAINS,
-        serves="driver",
+        serves=("collection", "samples"),
     )
     """Most rollouts finished or under way ahead of the trainer. 0 is lock step. What a rollout draws anew is trained on
     at most async_buffer_size + update_weights_interval - 1 rollouts after its weights were pushed, less with
@@ -413,7 +254,6 @@ class SyncConfig:
             on("async_buffer_size", why="in lock step nothing is generated while weights are pushed"),
             unless("deterministic_rollout", why="which token is the first of new weights depends on timing"),
         ),
-        serves="driver",
     )
     """Push the weights while answers are being generated, which go on with them, instead of waiting until the rollouts
     under way have ended. Every token keeps the version that sampled it."""
@@ -421,7 +261,7 @@ class SyncConfig:
         None,
         range=NONE_OR_SOME,
         needs=(SAMPLES, unless("debug_rollout_only", why="nothing is trained")),
-        serves="driver",
+        serves="collection",
     )
     """Most rollouts that the trainer may have trained on since it pushed the weights that sampled a sample's first
     token. Where async_buffer_size and update_weights_interval allow for more, a rollout begins only after the push that
@@ -430,7 +270,7 @@ class SyncConfig:
     stale_samples: Literal["correct", "requeue", "drop"] = derived(
         "correct with mask_offpolicy_in_partial_rollout, else requeue",
         needs=on("max_staleness"),
-        serves=("driver", "rollout"),
+        serves="collection",
     )
     """What becomes of groups with tokens older than --max-staleness: those that earlier rollouts, or an earlier life of
     the run, had begun or finished and put back, and what a generate function of your own brings. correct: they are

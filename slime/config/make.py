@@ -12,6 +12,7 @@ from slime.config.config import Config, build
 from slime.config.draft import Draft, Given
 from slime.config.flags import all_flags
 from slime.config.parse import given_by_name, read_argv, read_config_file, read_custom_config
+from slime.config.parts import left_out
 from slime.config.resolve import resolve
 from slime.errors import UserError
 
@@ -115,4 +116,4 @@ def _draft(flags: Given, entry: str, is_run: bool) -> Draft:
 
 
 def _finish(draft: Draft) -> Config:
-    return build(draft.values, draft.origins, draft.given.extra, tuple(draft.warnings))
+    return build(draft.values, draft.origins, draft.given.extra, (*draft.warnings, *left_out(draft)))

@@ -13,7 +13,10 @@ from pathlib import Path
 
 from slime import path_patterns
 from slime.config.draft import Draft, Given
-from slime.config.flag import GENERATES, SAMPLES, FlagSpec, option_of
+from slime.config.engine_flags import ENGINE_OPTIONS
+from slime.config.estimators import FACTS
+from slime.config.flag import SAMPLES, FlagSpec, option_of
+from slime.config.parts import absent
 from slime.errors import UserError
 from slime.host import num_cpus, num_gpus
 
@@ -220,10 +223,11 @@ def _algorithm(draft: Draft) -> None:
     )
     draft.copy("balance_data", "balance_by_flops")
     draft.copy("use_routing_replay", "use_rollout_routing_replay")
-    if draft["advantage_estimator"] == "cispo" and draft["eps_clip"] < 1:
+    estimator = draft["advantage_estimator"]
+    if FACTS[estimator].clips_weight and draft["eps_clip"] < 1:
         draft.warnings.append(
-            f"--advantage-estimator cispo with --eps-clip {draft['eps_clip']:g}: CISPO clips the importance weight "
-            "from above only; its lower clip is off when --eps-clip is 1 or more"
+            f"--advantage-estimator {estimator} with --eps-clip {draft['eps_clip']:g}: {estimator.upper()} clips the "
+            "importance weight from above only; its lower clip is off when --eps-clip is 1 or more"
         )
 
 
@@ -235,7 +239,8 @@ def _references(draft: Draft) -> None:
 def _checkpoints(draft: Draft) -> None:
     if draft["save"] is not None and draft["save_interval"] is None:
         draft.derive("save_retain", 2, "2, as --save-interval is not given: the newest, and one to go back to")
-    draft.derive("journal", draft["save"] is not None and SAMPLES.holds(draft.values), "on with save")
+    fills = draft["save"] is not None and SAMPLES.holds(draft.values) and not draft["debug_rollout_only"]
+    draft.derive("journal", fills, "on with save" if fills else "nothing is generated that waits for a checkpoint")
 
 
 def _engine(draft: Draft) -> None:
@@ -246,16 +251,11 @@ def _engine(draft: Draft) -> None:
         draft.values["rollout_engine"] = None
     draft.derive("rollout_engine", chosen, why)
     given = [draft.specs[dest] for dest in draft.given.values]
-    if not GENERATES.holds(draft.values):
-        _left_out(draft, given, ("sglang", "router"), "there is no engine, as nothing is generated")
-    elif draft["rollout_engine"] != "sglang":
-        _left_out(draft, given, ("sglang",), "the embedded engine does not have SGLang's options")
-
-
-def _left_out(draft: Draft, given: list[FlagSpec], passed_to: tuple[str, ...], why: str) -> None:
-    ignored = [spec.option for spec in given if set(spec.sections) & set(passed_to)]
-    if ignored:
-        draft.warnings.append(f"{why}; left out: {', '.join(sorted(ignored))}")
+    engine = draft["rollout_engine"]
+    others = {options.section for options in ENGINE_OPTIONS.values()} - {ENGINE_OPTIONS[engine].section}
+    ignored = ", ".join(sorted(spec.option for spec in given if set(spec.sections) & others))
+    if ignored and "engine" not in absent(draft.values):
+        draft.warnings.append(f"the {engine} engine does not have SGLang's options; left out: {ignored}")
 
 
 def derive_batch_sizes(draft: Draft) -> None:
@@ -308,13 +308,11 @@ def _samples(draft: Draft) -> tuple[int, str]:
         if draft[dest] == value if value is not None else draft[dest]:
             return 1, f"1, with {dest}{f' {value}' if value else ''}"
     estimator = draft["advantage_estimator"]
-    if estimator not in GROUP_RELATIVE:
+    if not FACTS[estimator].compares_group:
         return 1, f"1, with advantage_estimator {estimator}"
     return DEFAULT_SAMPLES, f"{DEFAULT_SAMPLES}, as --advantage-estimator {estimator} compares them"
 
 
-#: Estimators that take a sample's reward relative to those of its group.
-GROUP_RELATIVE = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
 #: Settings (a value, or None for any) under which nothing that is built in compares the samples of a prompt, and under
 #: which scripts that leave --n-samples-per-prompt out get one, as in the reference system.
 _SINGLE_SAMPLES: tuple[tuple[str, str | None], ...] = (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from slime.diagnosis.record import Trouble
-from slime.diagnosis.signatures import Flags, Form, Signature, now
+from slime.diagnosis.signatures import Flags, Form, Signature, now, with_value
+from slime.engines.kinds import engine_named
 
 _FRACTION = "--sglang-mem-fraction-static"
 _TRAINERS = ("trainer", "traceback")
@@ -19,22 +20,9 @@ def _fraction(flags: Flags, factor: float) -> str:
     return f"{_FRACTION} {value:g} → {min(0.95, round(value * factor, 2)):g}"
 
 
-def _is_embedded(flags: Flags) -> bool:
-    return flags.get("rollout_engine") == "embedded"
-
-
 def _smaller_engine(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
-    if _is_embedded(flags):
-        return (
-            f"a smaller --embedded-max-slots{now(flags, 'embedded_max_slots')}",
-            f"a smaller --rollout-max-context-len{now(flags, 'rollout_max_context_len')}",
-        )
-    return (
-        _fraction(flags, 0.85),
-        f"a smaller --sglang-server-concurrency{now(flags, 'sglang_server_concurrency')}",
-        f"a smaller --sglang-cuda-graph-max-bs{now(flags, 'sglang_cuda_graph_max_bs')}",
-        f"a smaller --rollout-batch-size{now(flags, 'rollout_batch_size')}",
-    )
+    words = engine_named(flags).if_out_of_memory
+    return tuple(_fraction(flags, 0.85) if _FRACTION in one else with_value(flags, one) for one in words)
 
 
 def _larger_cache(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
@@ -218,7 +206,6 @@ def _four_steps(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
         if deepep
         else "DeepEP is not in use by this run"
     )
-    embedded = _is_embedded(flags)
     return (
         "1. CUDA_LAUNCH_BLOCKING=1 in the environment: the traceback then names the kernel",
         f"2. {', then '.join(second) or 'with CUDA graphs and speculative decoding, which are off'}; see whether"
@@ -227,7 +214,7 @@ def _four_steps(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
         f"3. {third}",
         "4. CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 CUDA_COREDUMP_FILE=/tmp/core_%p: cuda-gdb shows the kernel of the"
         " core dump",
-        *(() if embedded else (f"it may be memory that ran out: {_fraction(flags, 0.85)}",)),
+        *((f"it may be memory that ran out: {_fraction(flags, 0.85)}",) if engine_named(flags).memory_fraction else ()),
     )
 
 

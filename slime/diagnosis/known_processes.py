@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from slime.diagnosis.record import Trouble
-from slime.diagnosis.signatures import Flags, Form, Level, Signature, now
+from slime.diagnosis.signatures import Flags, Form, Level, Signature, flag_in, with_value
+from slime.engines.kinds import engine_named
 
 PORT_CLASH = Signature(
     Trouble(
@@ -242,14 +243,9 @@ NATIVE_CRASH = Signature(
 
 def _engine_died(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
     tolerance = () if flags.get("use_fault_tolerance") else ("--use-fault-tolerance: it is then started again",)
-    if flags.get("rollout_engine") == "embedded":
-        return (*tolerance, f"a smaller --embedded-max-slots{now(flags, 'embedded_max_slots')}")
-    return (
-        *tolerance,
-        f"a higher --sglang-mem-fraction-static{now(flags, 'sglang_mem_fraction_static')}",
-        f"a smaller --rollout-batch-size{now(flags, 'rollout_batch_size')}",
-        *(() if flags.get("sglang_disable_cuda_graph") else ("--sglang-disable-cuda-graph, to find the cause",)),
-    )
+    engine = engine_named(flags)
+    untried = [way for way in engine.to_find_the_cause if not flags.get(flag_in(way))]
+    return (*tolerance, *(with_value(flags, way) for way in engine.if_killed), *untried)
 
 
 ENGINE_DIED = Signature(

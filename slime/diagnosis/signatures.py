@@ -19,10 +19,25 @@ from slime.diagnosis.record import Trouble
 Flags = Mapping[str, Any]
 
 
+_OPTION = re.compile(r"--([a-z][a-z-]*[a-z])")
+
+
 def now(flags: Flags, name: str) -> str:
     """What a flag is in this run, in brackets: " (now 0.8)"; " (not set)"."""
     value = flags.get(name)
     return " (not set)" if value is None else f" (now {value})"
+
+
+def flag_in(words: str) -> str:
+    """``rollout_batch_size`` of "a smaller --rollout-batch-size"."""
+    found = _OPTION.search(words)
+    assert found is not None, words
+    return found[1].replace("-", "_")
+
+
+def with_value(flags: Flags, words: str) -> str:
+    """The same words, with what their flag is in this run behind it."""
+    return _OPTION.sub(lambda found: found[0] + now(flags, flag_in(found[0])), words, count=1)
 
 
 class Level(enum.IntEnum):

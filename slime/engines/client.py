@@ -26,7 +26,7 @@ from typing import Any
 
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError, GenerateResult
 from slime.engines.client_counts import BusyClock, ClientCounters
-from slime.engines.router import ROUTING_KEY_HEADER, Worker, list_workers
+from slime.engines.workers import ROUTING_KEY_HEADER, Worker, list_workers
 from slime.log import get_logger
 
 logger = get_logger(__name__)

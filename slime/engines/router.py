@@ -16,13 +16,13 @@ import asyncio
 import dataclasses
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.foreign import to_argv
 from slime.engines import keys
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.launch import LaunchSpec
+from slime.engines.workers import EXTERNAL, LIST_SECONDS, list_workers
 from slime.errors import UserError
 from slime.host import free_port
 
@@ -41,19 +41,11 @@ POLICIES = {
     "consistent_hashing": "manual",
 }
 
-#: Requests of one session carry the same value; the ``manual`` policy sends them to the same engine.
-ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
-
 #: Answers 200 as long as the router itself is well, whatever its workers are.
 LIVENESS_PATH = "/liveness"
 
 _LARGEST_PAYLOAD = 4 << 30  # the router's own limit of 512 MiB is too small for requests with many images
 
-#: What the router is told, and tells, of an engine that somebody else has started.
-_EXTERNAL = {"slime": "external"}
-
-#: Seconds in which the router says which workers it has: generation has hours, this must not hang with it.
-_LIST_SECONDS = 30.0
 STARTUP_SECONDS = 60.0
 
 
@@ -91,7 +83,7 @@ def started_with(name: str, worker_urls: list[str]) -> list[str]:
 
 
 def wants_routing_key(name: str) -> bool:
-    """Whether requests must carry `ROUTING_KEY_HEADER` under this policy."""
+    """Whether requests must carry `slime.engines.workers.ROUTING_KEY_HEADER` under this policy."""
     return router_policy(name) == "manual"
 
 
@@ -144,42 +136,6 @@ def disaggregated_router_command(
 # -- its workers -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Worker:
-    """One engine behind the router. (The router's own count of its load is 0 under most policies: ask the engine.)
-
-    Attributes:
-        is_external: somebody else has started it.
-    """
-
-    id: str
-    url: str
-    healthy: bool
-    is_external: bool = False
-
-
-async def list_workers(router: EngineClient) -> list[Worker]:
-    """The workers that the router knows, whose keys are known from then on; a bare engine in the router's place counts
-    as its own only worker.
-
-    Raises:
-        EngineError: no answer.
-    """
-    try:
-        body = await router.get("/workers", timeout=_LIST_SECONDS)
-    except EngineError as error:
-        if error.status != 404:
-            raise
-        return [Worker("", router.url, healthy=True)]
-    workers = [
-        Worker(item["id"], item["url"], bool(item["is_healthy"]), _EXTERNAL.items() <= item.get("metadata", {}).items())
-        for item in body["workers"]
-    ]
-    for worker in workers if keys.key_of(router.url) else ():
-        (keys.external if worker.is_external else keys.own)(worker.url)
-    return workers
-
-
 async def register_workers(
     router_url: str, worker_urls: list[str], timeout: float, policy: str = "cache_aware"
 ) -> None:
@@ -194,12 +150,12 @@ async def register_workers(
         EngineError: the router refused one, or one is not healthy in time; names which.
     """
     end = time.monotonic() + timeout
-    async with EngineClient(router_url, timeout=min(timeout, _LIST_SECONDS)) as router:
+    async with EngineClient(router_url, timeout=min(timeout, LIST_SECONDS)) as router:
         known = {worker.url for worker in await list_workers(router)}
         known |= set(started_with(policy, worker_urls))
         for url in worker_urls:
             if url not in known:
-                labels = _EXTERNAL if keys.is_external(url) else {}
+                labels = EXTERNAL if keys.is_external(url) else {}
                 body = {"url": url, "api_key": keys.key_of(url) or keys.NO_KEY, "labels": labels}
                 await router.request("POST", "/workers", body)
         while True:

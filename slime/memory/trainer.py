@@ -158,7 +158,7 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParameter:
     """What a rank holds of a parameter: ``numel`` entries."""
 
     parameter: Parameter
@@ -169,12 +169,12 @@ class Held:
         return self.parameter.is_expert
 
 
-def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> list[Held]:
+def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> list[RankParameter]:
     """What each rank of pipeline stage ``stage`` holds. ``spec`` has the vocabulary padded for the layout. Exact."""
     cuts = {"none": 1, "tensor": layout.tensor, "expert": layout.expert * layout.expert_tensor}
     layers = layout.layers_of(stage, spec.num_layers)
     whole = table_of(spec).parameters(spec, layers, first=stage == 0, last=stage == layout.pipeline - 1)
-    return [Held(parameter, parameter.numel // cuts[parameter.cut]) for parameter in whole]
+    return [RankParameter(parameter, parameter.numel // cuts[parameter.cut]) for parameter in whole]
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class StageMemory:
     number: int
 
     @cached_property
-    def parameters(self) -> list[Held]:
+    def parameters(self) -> list[RankParameter]:
         return rank_parameters(self.settings.spec, self.settings.layout, self.number)
 
     @cached_property

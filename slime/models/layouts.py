@@ -1,6 +1,6 @@
 """How one Megatron parameter is made of Hugging Face tensors, and how it is cut over tensor-parallel ranks.
 
-A `Layout` works in both directions and per rank:
+A `ParamMapping` works in both directions and per rank:
 
     Hugging Face tensors ── load(sources, shard) ──► this rank's piece of the Megatron parameter
     all ranks' pieces    ── export(pieces) ───────► Hugging Face tensors
@@ -18,10 +18,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slime.models.spec import ModelSpec
-
 if TYPE_CHECKING:
     import torch
+
+
+class ModelSizes(Protocol):
+    """What layouts read of a model (`slime.models.spec.ModelSpec`)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def padded_vocab_size(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_query_groups(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
 
 
 class Source(Protocol):
@@ -35,7 +52,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """Which piece of a parameter: piece ``rank`` of ``size`` along the layout's tensor-parallel axis."""
+    """Which piece of a parameter: piece ``rank`` of ``size`` along the mapping's tensor-parallel axis."""
 
     rank: int = 0
     size: int = 1
@@ -48,8 +65,8 @@ class Shard:
         return self.rank * step, (self.rank + 1) * step
 
 
-class Layout(ABC):
-    """One kind of correspondence. Stateless; what depends on the model comes from the `ModelSpec`.
+class ParamMapping(ABC):
+    """One kind of correspondence. Stateless; what depends on the model comes from its sizes.
 
     Attributes:
         tp_axis: axis along which tensor parallelism cuts the Megatron parameter; None when every rank has it whole.
@@ -58,37 +75,37 @@ class Layout(ABC):
     tp_axis: int | None = None
 
     @abstractmethod
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         """This rank's piece. ValueError when a source has a shape that cannot be right."""
 
     @abstractmethod
-    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
         """The Hugging Face tensors from the pieces of all tensor-parallel ranks, in rank order.
 
         With one piece the results are views of it where the layout allows; otherwise copies.
         """
 
 
-class Replicated(Layout):
+class Replicated(ParamMapping):
     """The same tensor on every rank (norms, routers, biases added after a row-parallel product)."""
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         return sources[0][:]
 
-    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
         return [pieces[0]]
 
 
-class ColumnParallel(Layout):
+class ColumnParallel(ParamMapping):
     """Output features over ranks: rows of [out, in], entries of a bias [out]."""
 
     tp_axis = 0
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         start, end = shard.bounds(sources[0].shape[0], "output features")
         return sources[0][start:end]
 
-    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
         return [_joined(pieces, 0)]
 
 
@@ -96,25 +113,25 @@ class Latent(ColumnParallel):
     """As `ColumnParallel` in the trainer; engines keep what makes the latents of multi-latent attention whole."""
 
 
-class RowParallel(Layout):
+class RowParallel(ParamMapping):
     """Input features over ranks: columns of [out, in]."""
 
     tp_axis = 1
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         start, end = shard.bounds(sources[0].shape[1], "input features")
         return sources[0][:, start:end]
 
-    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
         return [_joined(pieces, 1)]
 
 
-class VocabParallel(Layout):
+class VocabParallel(ParamMapping):
     """Embedding or output layer: rows over ranks after padding with zero rows to ``spec.padded_vocab_size``."""
 
     tp_axis = 0
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         (rows, *rest), padded = sources[0].shape, spec.padded_vocab_size
         if rows != spec.vocab_size:
             raise ValueError(f"it has {rows} rows, the config says vocab_size {spec.vocab_size}")
@@ -123,11 +140,11 @@ class VocabParallel(Layout):
         missing = (end - start) - present.shape[0]
         return _joined([present, present.new_zeros(missing, *rest)], 0) if missing else present
 
-    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
         return [_joined(pieces, 0)[: spec.vocab_size]]
 
 
-class FusedQKV(Layout):
+class FusedQKV(ParamMapping):
     """Query, key and value in one parameter, interleaved by query group as Megatron's attention unpacks it.
 
     With H heads of size D in G groups, the rows are, group after group, H/G query heads, one key head, one value
@@ -138,7 +155,7 @@ class FusedQKV(Layout):
 
     tp_axis = 0
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         groups, per_group = spec.num_query_groups, spec.num_heads // spec.num_query_groups
         heads_of = (per_group, 1, 1)
         for source, heads, name in zip(sources, heads_of, "qkv", strict=True):
@@ -156,7 +173,7 @@ class FusedQKV(Layout):
         rows = _joined(parts, 1).reshape(count * group_rows, *rest)
         return rows[start - first * group_rows : end - first * group_rows]
 
-    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
         groups, per_group = spec.num_query_groups, spec.num_heads // spec.num_query_groups
         fused = _joined(pieces, 0)
         rest = fused.shape[1:]
@@ -165,29 +182,29 @@ class FusedQKV(Layout):
         return [part.reshape(-1, *rest) for part in parts]
 
 
-class GateUp(Layout):
+class GateUp(ParamMapping):
     """Gate and up projection in one parameter; every rank holds [its gate rows; its up rows]."""
 
     tp_axis = 0
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         gate, up = sources
         if tuple(gate.shape) != tuple(up.shape):
             raise ValueError(f"gate has shape {list(gate.shape)}, up has {list(up.shape)}")
         start, end = shard.bounds(gate.shape[0], "intermediate features")
         return _joined([gate[start:end], up[start:end]], 0)
 
-    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
         halves = [piece.chunk(2, dim=0) for piece in pieces]
         return [_joined([half[0] for half in halves], 0), _joined([half[1] for half in halves], 0)]
 
 
-class StackedGateUp(Layout):
+class StackedGateUp(ParamMapping):
     """As `GateUp`, from one Hugging Face tensor [2·I, …] that has all gate rows above all up rows (GLM-4)."""
 
     tp_axis = 0
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSpec) -> torch.Tensor:
+    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         (stacked,) = sources
         half, rest = divmod(stacked.shape[0], 2)
         if rest:
@@ -195,7 +212,7 @@ class StackedGateUp(Layout):
         start, end = shard.bounds(half, "intermediate features")
         return _joined([stacked[start:end], stacked[half + start : half + end]], 0)
 
-    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
         if len(pieces) == 1:
             return list(pieces)
         return [_joined(GATE_UP.export(pieces, spec), 0)]

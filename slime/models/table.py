@@ -28,7 +28,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
-from slime.models.layouts import GATE_UP, QKV, REPLICATED, ROW, VOCAB, Layout, VocabParallel
+from slime.models.layouts import GATE_UP, QKV, REPLICATED, ROW, VOCAB, ParamMapping, VocabParallel
 from slime.models.spec import HfConfig, ModelSpec, Width, check_trainable, read_hf_config
 
 _PLACEHOLDERS = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)"}
@@ -63,7 +63,7 @@ class Rule:
 
     megatron: str | tuple[str, ...]
     hf: str | tuple[str, ...]
-    layout: Layout
+    layout: ParamMapping
     rows: Width | tuple[Width, ...] = "hidden"
     columns: Width | None = None
     when: LayerCondition | None = None

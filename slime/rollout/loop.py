@@ -23,7 +23,8 @@ from slime.config.config import Config
 from slime.engines.api import EngineClient
 from slime.engines.client import RolloutClient
 from slime.engines.keys import key_of
-from slime.engines.router import list_workers, wants_routing_key
+from slime.engines.router import wants_routing_key
+from slime.engines.workers import list_workers
 from slime.errors import UserError
 from slime.hook_loading import call_user_function, load_function
 from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, check_hooks

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from slime.config.resolve import GROUP_RELATIVE
+from slime.config.estimators import those_where
 from slime.samples.types import Group, Sample, SampleStatus
 
 _REPETITION_WINDOW = 10_000
@@ -66,7 +66,7 @@ def _compares_samples(args: Any) -> bool:
     """Whether equal rewards of a group's samples mean that none of them teaches anything."""
     own = ("custom_reward_post_process_path", "custom_advantage_function_path")
     return (
-        getattr(args, "advantage_estimator", "grpo") in GROUP_RELATIVE
+        getattr(args, "advantage_estimator", "grpo") in those_where("compares_group")
         and getattr(args, "rewards_normalization", True)
         and not any(getattr(args, dest, None) for dest in own)
     )

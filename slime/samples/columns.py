@@ -189,7 +189,7 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
         trainable.group_ids,
         trainable.execution_ids,
         baseline=estimator.baseline if config.algorithm.rewards_normalization else None,
-        scale=estimator.divides_by_deviation and config.algorithm.grpo_std_normalization,
+        scale=estimator.facts.divides_by_deviation and config.algorithm.grpo_std_normalization,
     )
     return [_raw_reward(sample, reward) for sample, reward in zip(samples, rewards)], normalised
 

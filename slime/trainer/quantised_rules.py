@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from slime.config.config import Config
+from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.models import family_of, ignore_list
@@ -39,8 +40,8 @@ def check_quantised_library(config: Config) -> None:
     path = config.checkpoint.hf_checkpoint
     assert path is not None
     quantisation = Quantisation.read(read_hf_config(path))
-    sglang_alone = config.debug.debug_rollout_only and config.engine.rollout_engine == "sglang"
-    if quantisation is None or sglang_alone or joined_cluster(config) is not None:
+    computes_elsewhere = config.debug.debug_rollout_only and not engine_of(config).computed_here
+    if quantisation is None or computes_elsewhere or joined_cluster(config) is not None:
         return
     from slime.engines.wire.quantised import require_library  # which needs torch, as other models do not
 

@@ -142,8 +142,8 @@ def reuses_log_probs(config: Config, batch: TrainBatch) -> bool:
         or flags.custom_advantage_function_path
         or config.rollout.rollout_data_postprocess_path
     )
-    estimator = ESTIMATORS[flags.advantage_estimator]
-    return len(batch.steps) == 1 and loss.takes_own_log_probs and estimator.takes_own_log_probs and not wanted_before
+    facts = ESTIMATORS[flags.advantage_estimator].facts
+    return len(batch.steps) == 1 and loss.takes_own_log_probs and facts.takes_own_log_probs and not wanted_before
 
 
 def records_routing(config: Config) -> bool:

@@ -25,7 +25,7 @@ def check_route(config: Config) -> None:
     assert flags.hf_checkpoint is not None
     hf_config, version = read_hf_config(flags.hf_checkpoint), installed_version()
     quantisation = Quantisation.read(hf_config)
-    if config.engine.rollout_engine != "sglang" or not needs_engines(config) or quantisation is None:
+    if engine_of(config).computed_here or not needs_engines(config) or quantisation is None:
         return
     _check_output_layer(flags.hf_checkpoint, flags.model_name, quantisation)
     if config.debug.debug_rollout_only or version is None:

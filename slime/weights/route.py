@@ -16,9 +16,8 @@ import torch.distributed as dist
 from slime.checkpoints.megatron_names import Placement
 from slime.config.config import Config
 from slime.engines.api import WEIGHT_LOADER, is_embedded
-from slime.engines.embedded.command import dtype_of as embedded_dtype
 from slime.engines.fleet import EngineFleet, is_local
-from slime.engines.sglang.command import dtype_of as sglang_dtype
+from slime.engines.kinds import engine_of
 from slime.engines.sglang.quantised_routes import QuantisedRoute, quantised_route
 from slime.engines.wire.buckets import dtype_name, dtype_of
 from slime.errors import UserError
@@ -160,7 +159,7 @@ def open_transport(
 
 
 def are_embedded(infos: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether the engines are embedded ones, or SGLang.
+    """Whether the engines are embedded ones, or SGLang, as they say: those of others need not be what the flags name.
 
     Args:
         infos: engine URL → its ``/server_info``.
@@ -244,9 +243,7 @@ def check_experts(infos: Mapping[str, Mapping[str, Any]]) -> None:
 
 def flag_dtype(config: Config, hf_config: HfConfig) -> torch.dtype:
     """The dtype of the engines' weights as the run's flags have it; "auto" means the model config's."""
-    is_embedded = config.engine.rollout_engine == "embedded"
-    named = embedded_dtype(config) if is_embedded else sglang_dtype(config)
-    return engine_dtype({"--sglang-dtype": {"dtype": named}}, hf_config)
+    return engine_dtype({"--sglang-dtype": {"dtype": engine_of(config).weights_dtype(config)}}, hf_config)
 
 
 def engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) -> torch.dtype:

@@ -342,10 +342,3 @@ def test_a_kl_loss_that_pulls_nowhere_is_warned_of(words: str, is_warned: bool) 
 
     config = parse_args([*RUN, "--use-kl-loss", "--kl-loss-coef", "0.1", "--n-samples-per-prompt", "2", *words.split()])
     assert any("--kl-loss-type low_var_kl" in warning for warning in config.warnings) == is_warned
-
-
-def test_the_estimators_that_need_groups_are_those_with_a_baseline() -> None:
-    from slime.algorithms.estimators import ESTIMATORS
-    from slime.config.resolve import GROUP_RELATIVE
-
-    assert {name for name, row in ESTIMATORS.items() if row.baseline is not None} == GROUP_RELATIVE

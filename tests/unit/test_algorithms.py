@@ -24,6 +24,7 @@ from slime.algorithms.losses import (
     truncated_importance_sampling,
 )
 from slime.algorithms.reduce import sequence_mean, token_weights, weighted_sum
+from slime.config.estimators import FACTS, EstimatorFacts
 from slime.config.flags import own_flags
 from slime.errors import UserError
 from slime.trainer.loss import LOSS_TYPES
@@ -259,18 +260,25 @@ def test_a_row_that_leaves_a_fact_out_cannot_be_made(fact: str) -> None:
         Estimator(**told)
 
 
+@pytest.mark.parametrize("fact", [field.name for field in dataclasses.fields(EstimatorFacts)])
+def test_a_record_that_leaves_a_fact_out_cannot_be_made(fact: str) -> None:
+    told = {name: value for name, value in vars(FACTS["grpo"]).items() if name != fact}
+    with pytest.raises(TypeError, match=fact):
+        EstimatorFacts(**told)
+
+
 def test_every_name_that_the_flags_take_has_its_row() -> None:
     estimator, kl, loss = (own_flags()[name] for name in ("advantage_estimator", "kl_loss_type", "loss_type"))
     assert estimator.choices is not None
-    assert set(estimator.choices) - set(estimator.meta.refused_values) == set(ESTIMATORS)
+    assert set(estimator.choices) - set(estimator.meta.refused_values) == set(ESTIMATORS) == set(FACTS)
     assert (set(kl.choices or ()), set(loss.choices or ())) == (set(KL_KINDS), set(LOSS_TYPES))
-    assert all(row.name == name for name, row in ESTIMATORS.items())
+    assert all(row.facts is FACTS[name] for name, row in ESTIMATORS.items())
 
 
 def accepts(estimator: str, **flags: Any) -> bool:
     row = ESTIMATORS[estimator]
     try:
-        trainer_config(**{"advantage_estimator": estimator, "normalize_advantages": row.needs_whitening, **flags})
+        trainer_config(**{"advantage_estimator": estimator, "normalize_advantages": row.facts.needs_whitening, **flags})
     except UserError as error:
         assert "advantage-estimator" in str(error), error
         return False
@@ -281,24 +289,25 @@ def accepts(estimator: str, **flags: Any) -> bool:
 def test_flags_are_refused_exactly_where_they_would_do_nothing(name: str) -> None:
     row = ESTIMATORS[name]
     assert accepts(name)
-    assert accepts(name, normalize_advantages=False) is not row.needs_whitening
-    assert accepts(name, kl_coef=0.1) is row.takes_token_kl
-    assert accepts(name, gamma=0.9) is row.discounts
-    assert accepts(name, eps_clip_c=3.0) is row.clips_twice
+    assert accepts(name, normalize_advantages=False) is not row.facts.needs_whitening
+    assert accepts(name, kl_coef=0.1) is row.facts.takes_token_kl
+    assert accepts(name, gamma=0.9) is row.facts.discounts
+    assert accepts(name, eps_clip_c=3.0) is row.facts.clips_twice
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_what_a_row_says_of_its_functions_is_so(name: str) -> None:
     row, masks = ESTIMATORS[name], [torch.ones(3)]
+    assert (row.baseline is not None) is row.facts.compares_group
 
     def advantages(**changes: Any) -> list[float]:
         return row.advantages(AdvantageInputs([1.0], [torch.tensor([0.5, 0.1, 0.2])], masks, **changes))[0][0].tolist()
 
-    assert (advantages() != advantages(kl_coef=0.1)) is row.takes_token_kl
-    assert (advantages() != advantages(gamma=0.5)) is row.discounts
+    assert (advantages() != advantages(kl_coef=0.1)) is row.facts.takes_token_kl
+    assert (advantages() != advantages(gamma=0.5)) is row.facts.discounts
 
     def loss(**changes: float) -> list[float]:
         far = torch.tensor([3.0, 0.0])
         return row.loss(PolicyInputs(far, -far, -far, torch.ones(2), torch.tensor([2]), **changes)).loss.tolist()
 
-    assert (loss() != loss(eps_clip_c=1.5)) is row.clips_twice
+    assert (loss() != loss(eps_clip_c=1.5)) is row.facts.clips_twice

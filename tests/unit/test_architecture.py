@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "slime"
-FILES = sorted(PACKAGE.rglob("*.py"))
+from tests.support.import_graph import (
+    FACE,
+    FILES,
+    ROOT,
+    imported_modules,
+    imports_of_modules,
+    in_circles,
+    longest_chain,
+    module_name,
+    tree_of,
+)
+
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
 
@@ -64,8 +72,6 @@ FLOORS = (
     ),
     "__main__",
 )
-#: Of these everything may import, and they import nothing that is imported at once: names of the package itself.
-FACE = ("__init__", "legacy_paths")
 #: Library → the only modules that import it.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "ray": ("cluster",),
@@ -78,32 +84,6 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 #: Never imported at run time by these (a quick `--help`, cheap supports).
 LIGHT = ("config", "observe", "errors", "hooks", "hook_loading", "__main__")
 HEAVY_LIBRARIES = ("torch", "ray", "transformers", "megatron", "sglang", "datasets")
-
-
-def module_name(path: Path) -> str:
-    """Name below ``slime``: "rollout.engines.api"; packages by their folder, the root as "__init__"."""
-    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
-    if parts[-1] == "__init__" and len(parts) > 1:
-        parts.pop()
-    return ".".join(parts)
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
-def imported_modules(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """(module, line) of every import; ``from slime.x import y`` is slime.x.y where y is a module, else slime.x."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: relative import"
-            module = node.module or ""
-            for alias in node.names:
-                is_module = module == "slime" or (ROOT / module.replace(".", "/") / f"{alias.name}.py").exists()
-                yield (f"{module}.{alias.name}" if is_module else module), node.lineno
 
 
 def is_within(module: str, prefixes: tuple[str, ...]) -> bool:
@@ -126,22 +106,20 @@ def test_imports_lead_downwards() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    left = imports_of_modules()
-    while ends := [name for name, targets in left.items() if not targets & left.keys()]:
-        for name in ends:
-            del left[name]
-    assert sorted(left) == []  # these, or what imports them
+    assert in_circles(imports_of_modules()) == []  # these, or what imports them
 
 
-@cache
-def imports_of_modules() -> dict[str, set[str]]:
-    """Module below slime → modules below slime that it imports, inside functions and for types alone included."""
-    names = {module_name(path) for path in FILES}
-    found = {}
-    for path in FILES:
-        targets = {module.removeprefix("slime.") for module, _ in imported_modules(tree_of(path)) if "slime." in module}
-        found[module_name(path)] = (targets & names) - {module_name(path), *FACE}
-    return found
+#: Modules on the longest chain of imports from the loop: who follows a fact from there to its ground passes so many.
+MAX_CHAIN = 18
+
+
+def test_the_longest_chain_of_imports_from_the_loop_is_short() -> None:
+    chain = longest_chain(imports_of_modules(), "loop")
+    assert len(chain) <= MAX_CHAIN, " → ".join(chain)
+
+
+def test_the_longest_chain_is_found() -> None:
+    assert longest_chain({"a": {"b", "c"}, "b": {"d"}, "c": {"b"}, "d": set()}, "a") == ("a", "c", "b", "d")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -202,6 +180,51 @@ def made_in(path: Path) -> set[str]:
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             made |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and type(part.ctx) is ast.Store}
     return made
+
+
+#: Of these a run's flags say nothing: engines of others are what they answer.
+ASK_A_LIVE_ENGINE = ("cluster.engine_fit", "weights.canary", "weights.route")
+
+
+def asked_which_engine(tree: ast.AST) -> Iterator[int]:
+    """Lines that compare ``rollout_engine``, or one of its values, with something."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Compare, ast.Match)):
+            words = ast.unparse(node)
+            if "rollout_engine" in words.replace("'rollout_engine'] == 'auto'", "") or any(
+                isinstance(part, ast.Constant) and part.value in ("embedded", "sglang") for part in operands(node)
+            ):
+                yield node.lineno
+
+
+def operands(node: ast.AST) -> list[ast.AST]:
+    return [node.left, *node.comparators] if isinstance(node, ast.Compare) else list(ast.walk(node))
+
+
+def test_the_record_of_an_engine_is_asked_and_never_its_name() -> None:
+    """What depends on the engine is a field of `slime.engines.kinds`, or of its options in the configuration."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in FILES
+        if module_name(path) not in ("engines.kinds", "config.engine_flags")
+        for line in asked_which_engine(tree_of(path))
+    ]
+    assert found == []
+    asks = {name for name, path in ((module_name(path), path) for path in FILES) if " is_embedded" in path.read_text()}
+    assert asks - {"engines.api"} == set(ASK_A_LIVE_ENGINE)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "config.engine.rollout_engine != 'sglang'",
+        "flags.get('rollout_engine') in ('embedded',)",
+        "draft['rollout_engine'] == kind",
+        "name == 'embedded'",
+    ],
+)
+def test_a_question_which_engine_it_is_is_found(code: str) -> None:
+    assert list(asked_which_engine(ast.parse(code))) == [1]
 
 
 def test_files_are_short() -> None:

@@ -277,7 +277,7 @@ def test_a_flag_is_shown_with_its_declaration_and_its_value_in_a_run(
         "default: 0.0001",
         "range: at least 0",
         "status: works; refused without --use-opsm",
-        "read by: the trainer's processes",
+        "read by: the trainer's processes, as they take steps and save",
         "of: slime",
     ]
     flags = {"use_opsm": True, "opsm_delta": 0.5, "use_wandb": True, "wandb_key": "hidden"}

@@ -15,14 +15,8 @@ from slime.engines import client as client_module
 from slime.engines.api import EngineClient, EngineError, GenerateResult
 from slime.engines.client import InFlight, RequestRefused, RolloutClient, Slots, num_requests
 from slime.engines.client_counts import BusyClock
-from slime.engines.router import (
-    Worker,
-    list_workers,
-    register_workers,
-    remove_worker,
-    router_policy,
-    wants_routing_key,
-)
+from slime.engines.router import register_workers, remove_worker, router_policy, wants_routing_key
+from slime.engines.workers import Worker, list_workers
 from slime.errors import UserError
 from tests.support.fake_engine import FakeEngine, answer
 from tests.support.router_server import router_process
@@ -293,7 +287,7 @@ def test_a_dead_engine_does_not_hold_up_an_abort_unless_requests_wait_for_it() -
 
 
 def test_a_router_that_does_not_answer_holds_up_no_abort(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.engines.router._LIST_SECONDS", 0.05)
+    monkeypatch.setattr("slime.engines.workers.LIST_SECONDS", 0.05)
 
     async def never(request: web.Request) -> web.Response:
         await asyncio.sleep(3600)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-import itertools
+import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -12,9 +13,12 @@ from typing import Any
 import pytest
 
 from slime.config import Config, make_config
-from slime.config.flag import FlagSpec, Need
+from slime.config.flag import FlagSpec, Need, Part, option_of
 from slime.config.flags import GROUPS, all_flags, own_flags
 from slime.config.foreign import to_argv
+from slime.config.parse import given_by_name
+from slime.config.parts import left_out
+from slime.config.resolve import resolve
 from slime.engines.launch import ONE_GPU
 from slime.engines.router import router_command
 from slime.engines.sglang.command import sglang_options
@@ -22,18 +26,48 @@ from slime.errors import UserError
 
 ROOT = Path(__file__).parents[2] / "slime"
 
-#: Where the code of each process is, below slime/; several processes share some of it.
-CODE: dict[str, tuple[str, ...]] = {
-    "config": ("config/resolve.py", "config/checks.py", "config/checks_train.py", "config/make.py"),
-    "driver": (
-        "cli", "cluster", "engines/health.py", "memory", "observe", "checkpoints/load_plan.py", "loop.py",
-        "placement.py", "preflight.py", "saving.py", "schedule.py", "session.py",
-    ),
-    "rollout": ("cluster/rollout_actor.py", "rollout", "prompts", "samples", "observe/recorder.py"),
-    "trainer": ("trainer", "weights", "checkpoints", "models", "samples"),
-    "engine": ("engines", "cluster/engine_actor.py", "cluster/placement.py"),
-    "router": ("engines", "cluster/engine_actor.py"),
-}  # fmt: skip
+#: For whom the code in each place reads flags, below slime/; the longest that fits says it. Where several are named, it
+#: reads a flag for one of them at least.
+PLACES: dict[str, tuple[Part, ...]] = {
+    "checkpoints": ("trainer",),
+    "checkpoints/load_plan.py": ("trainer", "training"),
+    "cluster": ("driver",),
+    "cluster/engine_actor.py": ("engine",),
+    "cluster/engines.py": ("engine",),
+    "cluster/external_engines.py": ("engine",),
+    "cluster/rollout_actor.py": ("collection", "generation", "samples", "training"),  # told of the trainer's saves
+    "cluster/routers.py": ("engine", "router"),
+    "cluster/trainer_group.py": ("trainer",),
+    "cluster/weight_push.py": ("push",),
+    "engines": ("engine",),
+    "engines/client.py": ("generation",),
+    "engines/router.py": ("router",),
+    "models": ("trainer",),
+    "observe": ("driver",),
+    "observe/recorder.py": ("driver", "samples"),
+    "prompts": ("collection", "generation"),
+    "prompts/source.py": ("collection", "generation", "training", "trainer"),  # saved and loaded with them
+    "rollout": ("generation",),
+    "rollout/debug_data.py": ("samples", "trainer"),
+    "rollout/finish.py": ("collection", "generation"),
+    "rollout/journal.py": ("collection", "generation"),
+    "rollout/loop.py": ("collection", "generation"),
+    "rollout/metrics.py": ("collection", "samples"),
+    "rollout/rewards/pool.py": ("collection", "generation"),
+    "rollout/sft.py": ("collection", "generation"),
+    "samples": ("samples",),
+    "trainer": ("training",),
+    "trainer/megatron": ("trainer", "training"),
+    "trainer/megatron/parallel.py": ("trainer",),
+    "trainer/megatron/te_layers.py": ("trainer",),
+    "weights": ("push",),
+}
+#: Plan and launch checks look ahead for all parts, the driver drives them all; a flag that these alone read serves any.
+FOR_ALL = (
+    "cli", "cluster/engine_fit.py", "cluster/run_cluster.py", "diagnosis", "legacy_paths.py", "loop.py", "memory",
+    "placement.py", "preflight.py", "rollout/old_paths", "saving.py", "schedule.py", "session.py",
+    "trainer/quantised_rules.py", "weights/quantised_launch.py",
+)  # fmt: skip
 
 #: A flag of which one value works asks for nothing.
 WORKING = {
@@ -84,33 +118,79 @@ def reads_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
             yield from (("args", arg.value) for arg in node.args if isinstance(arg, ast.Constant))
 
 
+def parts_of(file: str) -> tuple[Part, ...] | None:
+    """For whom the code of a file below slime/ reads flags; None: for all."""
+
+    def fits(place: str) -> bool:
+        return file == place or file.startswith(f"{place}/")
+
+    if any(map(fits, FOR_ALL)):
+        return None
+    return PLACES[max(filter(fits, PLACES), key=len)]
+
+
 @cache
-def reads(process: str) -> frozenset[tuple[str, str]]:
-    files = itertools.chain.from_iterable(
-        [ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("*.py") for place in CODE[process]
-    )
+def readers() -> dict[tuple[str, str], set[str]]:
+    """(group, field), or ("args", name), → the files outside the configuration that read it."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        file = str(path.relative_to(ROOT))
+        if not file.startswith("config/"):
+            for read in reads_of(ast.parse(path.read_text(encoding="utf-8"))):
+                found.setdefault(read, set()).add(file)
+    return found
+
+
+@cache
+def worked_into_others() -> frozenset[tuple[str, str]]:
+    """What the configuration itself reads."""
+    files = [ROOT / "config" / name for name in ("resolve.py", "checks.py", "checks_train.py", "make.py")]
     return frozenset(read for file in files for read in reads_of(ast.parse(file.read_text(encoding="utf-8"))))
 
 
 def unread(specs: Iterable[FlagSpec]) -> list[str]:
-    """ "flag: process" for each process that a flag claims to serve and that does not read it."""
+    """ "flag: part" for each part that a flag claims to serve and that does not read it."""
+    found = []
+    for spec in specs:
+        reads = {(spec.group, spec.attribute), ("args", spec.dest)}
+        files = set().union(*(readers().get(read, set()) for read in reads))
+        if "config" in spec.meta.serves:  # what follows from it may serve the others
+            found += [] if reads & worked_into_others() else [f"{spec.dest}: config"]
+            continue
+        found += [
+            f"{spec.dest}: {part}"
+            for part in spec.meta.serves
+            if not any(parts is None or part in parts for parts in map(parts_of, files))
+        ]
+    return found
+
+
+def undeclared(specs: Iterable[FlagSpec]) -> list[str]:
+    """ "flag: file" for each file that reads a flag for none of those whom it claims to serve."""
     return [
-        f"{spec.dest}: {process}"
+        f"{spec.dest}: {file}"
         for spec in specs
-        for process in spec.meta.serves
-        if not {(spec.group, spec.attribute), ("args", spec.dest)} & reads(process)
+        for file in sorted(readers().get((spec.group, spec.attribute), set()))
+        if not set(spec.meta.serves) & set(parts_of(file) or spec.meta.serves)
     ]
 
 
-def test_a_flag_is_read_by_whom_it_serves() -> None:
+def test_a_flag_is_read_by_whom_it_serves_and_by_nobody_else() -> None:
     assert unread(WORKING.values()) == []
+    assert undeclared(WORKING.values()) == []
 
 
 def test_a_flag_that_nobody_reads_is_found() -> None:
-    read = own_flags()["trace"]
+    read = own_flags()["use_wandb"]
     nobody = FlagSpec("brand_new", "observe", "brand_new", "bool", False, meta=read.meta)
     elsewhere = FlagSpec("seed", "observe", "seed", "int", 0, meta=read.meta)  # config.train.seed is another one
     assert unread([read, nobody, elsewhere]) == ["brand_new: driver", "seed: driver"]
+
+
+def test_a_reader_that_a_flag_does_not_name_is_found() -> None:
+    learning_rate = own_flags()["lr"]
+    told = dataclasses.replace(learning_rate, meta=dataclasses.replace(learning_rate.meta, serves=("engine",)))
+    assert undeclared([learning_rate, told]) == ["lr: trainer/megatron/optimizer.py"]
 
 
 # -- where a flag does nothing -------------------------------------------------------------------------------
@@ -258,6 +338,100 @@ def test_a_value_that_would_be_derived_anyway_is_no_request() -> None:
     assert make_config(eval_top_p=1.0, offload_train=False).warnings == ()
     with pytest.raises(UserError, match="--eval-top-p has no effect"):
         make_config(eval_top_p=0.9)
+
+
+# -- where a run lacks the part that reads a flag ----------------------------------------------------------------
+
+_EVALUATION = ("eval_prompt_data", "eval_config")
+_ENGINES: set[Part] = {"generation", "engine", "router", "push"}
+#: Runs that are not whole: what makes them so, and the parts that they lack.
+HALVES: dict[str, tuple[dict[str, Any], set[Part]]] = {
+    "rollout alone": ({"debug_rollout_only": True}, {"trainer", "training", "push"}),
+    "samples loaded": ({"load_debug_rollout_data": "{rollout_id}.pt"}, {*_ENGINES, "collection"}),
+    "training alone": ({"debug_train_only": True, "loss_type": "sft_loss"}, _ENGINES),
+    "answers of the data": ({"loss_type": "sft_loss"}, _ENGINES),
+    "evaluation alone": (
+        {"num_rollout": 0, "eval_prompt_data": ("a", "a.jsonl")}, {"training", "collection", "samples"},
+    ),
+}  # fmt: skip
+
+
+def completed_within(mode: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with what they need, or alone where that would make another kind of run of it."""
+    try:
+        whole = completed(settings)
+    except StopIteration:  # the need is against what makes the run such a one
+        return settings
+    return settings if set(_EVALUATION) & set(whole) - set(mode) else whole
+
+
+def acts_through_another(config: Config, dest: str, lacking: set[Part]) -> bool:
+    """A flag that a part reads which is there was derived from this one."""
+    return any(
+        set(all_flags()[other].meta.serves) - lacking - {"config"}
+        for other, origin in config.origins.items()
+        if origin.startswith("derived: ") and re.search(rf"\b{dest}\b", origin)
+    )
+
+
+def left_out_of(config: Config) -> set[str]:
+    """The options that warnings say do nothing."""
+    words = [
+        w.split("; left out: ")[-1] if "; left out: " in w else w.split(" has no effect")[0] for w in config.warnings
+    ]
+    return {option for said in words for option in said.split(", ")}
+
+
+@pytest.mark.parametrize("dest", sorted(WORKING))
+def test_a_flag_that_no_part_of_the_run_reads_is_refused_or_warned_of(dest: str) -> None:
+    spec = WORKING[dest]
+    readers_of_it = set(spec.meta.serves) - {"config"}
+    for half, (mode, lacking) in HALVES.items():
+        if dest in mode or (dest in _EVALUATION and "answers" in half):
+            continue  # of another kind
+        try:
+            config = make_config(**completed_within(mode, {**mode, dest: other_than_default(spec)}))
+        except UserError:
+            continue
+        if readers_of_it and readers_of_it <= lacking and not acts_through_another(config, dest, lacking):
+            assert spec.option in left_out_of(config), (half, config.warnings)
+        elif readers_of_it and not spec.meta.needs:
+            assert not any(spec.option in w for w in config.warnings if "; left out: " in w), half
+
+
+@pytest.mark.parametrize(("half", "part"), [("rollout alone", "trainer"), ("samples loaded", "engine")])
+def test_what_megatron_and_sglang_declare_is_warned_of_too(half: str, part: Part) -> None:
+    mode, _ = HALVES[half]
+    switches = {
+        dest: not spec.default
+        for dest, spec in ALL_WORKING.items()
+        if spec.sections and part in spec.meta.serves and spec.kind == "bool" and not spec.meta.needs
+    }
+    assert len(switches) > 20
+    draft = resolve(given_by_name({**mode, **switches}), all_flags())
+    (warning,) = left_out(draft)
+    assert {all_flags()[dest].option for dest in switches} <= set(warning.split("; left out: ")[1].split(", "))
+
+
+def test_flags_of_a_whole_run_are_told_in_one_warning() -> None:
+    (warning,) = make_config(debug_rollout_only=True, save="checkpoints", lr=1e-4, use_tis=True).warnings
+    assert warning == "no trainer is started (--debug-rollout-only); left out: --lr, --save, --use-tis"
+    mode = {"num_rollout": 0, "eval_prompt_data": ("a", "a.jsonl")}
+    (warning,) = make_config(**mode, save="checkpoints", lr=1e-4, use_tis=True).warnings
+    assert warning == "nothing is trained (--num-rollout 0); left out: --lr, --save, --use-tis"
+    (warning,) = make_config(load_debug_rollout_data="{rollout_id}.pt", rollout_temperature=0.5, rm_type="f1").warnings
+    assert warning.endswith("(--load-debug-rollout-data); left out: --rm-type, --rollout-temperature")
+    pushed = {"update_weight_transport": "disk", "update_weight_disk_dir": "d", "update_weight_buffer_size": 7}
+    (warning,) = make_config(loss_type="sft_loss", **pushed, check_canary=False).warnings
+    assert all(option_of(dest) in warning for dest in (*pushed, "check_canary"))
+
+
+def test_what_acts_through_another_flag_is_not_left_out() -> None:
+    """The engines have the trainer's GPUs, evaluations the column of the labels."""
+    assert make_config(debug_rollout_only=True, colocate=True, actor_num_gpus_per_node=2).warnings == ()
+    mode = {"num_rollout": 0, "eval_prompt_data": ("a", "a.jsonl")}
+    assert make_config(**mode, label_key="answer").warnings == ()
+    assert "--label-key" in make_config(**mode, label_key="answer", eval_label_key="label").warnings[0]
 
 
 # -- what is passed on to engines and router -------------------------------------------------------------------

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from slime.algorithms.baseline import normalise_rewards
 from slime.algorithms.estimators import ESTIMATORS
 from slime.config import make_config
+from slime.config.estimators import FACTS
 from slime.errors import UserError
 from slime.hook_loading import load_function
 from slime.samples.batch import TrainBatch, TrainLayout
@@ -127,7 +128,8 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
 
 
 def test_an_estimator_with_a_baseline_of_its_own_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = dataclasses.replace(ESTIMATORS["grpo"], baseline=leave_one_out, divides_by_deviation=False)
+    facts = dataclasses.replace(FACTS["grpo"], divides_by_deviation=False)
+    row = dataclasses.replace(ESTIMATORS["grpo"], baseline=leave_one_out, facts=facts)
     monkeypatch.setitem(ESTIMATORS, "grpo", row)
     assert convert(make_groups([3.0, 1.0, 2.0]))[0].rewards == pytest.approx([1.5, -1.5, 0.0])
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slime.engines.embedded.scheduler import Scheduler
-from slime.engines.embedded.sequence import Phase, Sequence
+from slime.engines.embedded.sequence import Sequence, SequenceStatus
 from tests.support.embedded_models import (
     experts_of,
     make_scheduler,
@@ -107,7 +107,7 @@ def test_aborts_at_any_time(directory: Path) -> None:
     steps(scheduler, 2)
     scheduler.submit([leader, follower, waiting])
     scheduler.step()
-    assert [s.phase for s in (leader, waiting)] == [Phase.PREFILL, Phase.WAITING]
+    assert [s.status for s in (leader, waiting)] == [SequenceStatus.PREFILL, SequenceStatus.WAITING]
     scheduler.abort([leader, waiting, running], "enough")
     run(scheduler, [])
     assert_right(directory, [follower, running])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slime.engines.embedded.kv_cache import common_prefix
 from slime.engines.embedded.scheduler import Scheduler
-from slime.engines.embedded.sequence import Phase, Sequence
+from slime.engines.embedded.sequence import Sequence, SequenceStatus
 from tests.support.embedded_models import make_scheduler, make_sequence, run, save_tiny_model, torch_threads
 
 PROMPTS = [[3, 1, 4, 1, 5], list(range(60, 100)), [7] * 70, [250, 2], list(range(60, 130)), [9, 8, 7, 6], [3, 1, 4, 1]]
@@ -272,7 +272,7 @@ def check_invariants(scheduler: Scheduler, submitted: list[Sequence]) -> None:
     assert scheduler.num_active <= scheduler.cache.max_slots
     places = [*scheduler.slots.running, *scheduler.prefilling, *scheduler.waiting]
     assert len(set(places)) == len(places)
-    assert set(places) == {s for s in submitted if s.phase is not Phase.FINISHED}
+    assert set(places) == {s for s in submitted if s.status is not SequenceStatus.FINISHED}
     for sequence in scheduler.slots.running:
         assert sequence.num_computed == sequence.length - 1
 

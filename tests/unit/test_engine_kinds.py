@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 from sglang_router.launch_router import parse_router_args
 
 from slime.cluster.placement import Place, Slots, engine_parts
 from slime.cluster.server_process import ServerProcess
 from slime.cluster.trainer_group import trainer_environment
 from slime.config import Config, make_config
+from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.groups_rollout import EngineConfig
+from slime.diagnosis.known_processes import ENGINE_DIED
 from slime.engines.health import HealthChecks
 from slime.engines.kinds import ENGINES, EngineKind, engine_of
 from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec
@@ -26,6 +30,7 @@ from slime.memory.engine import EngineSettings
 from slime.models import family_of
 from slime.placement import PlacementPlan
 from slime.preflight import check_engine, check_engine_flags
+from slime.weights.route import flag_dtype
 
 PUBLISHED = Path(__file__).parents[1] / "support" / "model_configs.json"
 _SERVER = """
@@ -65,6 +70,8 @@ def third(monkeypatch: pytest.MonkeyPatch) -> EngineKind:
         third_command,
         third_footprint,
         startup_seconds=60.0,
+        weights_dtype=lambda config: "float32",
+        if_killed=("a smaller --rollout-batch-size",),
         health_path="/ready",
         check_flags=refuse_seven,
         trainer_environment={"THIRD_NEEDS": "1"},
@@ -127,7 +134,14 @@ def test_the_memory_plan_is_made_of_what_the_record_says(third: EngineKind) -> N
     assert one.weights == pytest.approx(8.04e9, rel=0.01)
 
 
+def test_what_a_third_engine_holds_and_needs_is_not_taken_for_another_ones(third: EngineKind) -> None:
+    assert flag_dtype(config_of(), {"torch_dtype": "bfloat16"}) is torch.float32
+    flags = {"rollout_engine": "third", "rollout_batch_size": 8, "use_fault_tolerance": True}
+    assert ENGINE_DIED.exact(flags, re.match("", "") or pytest.fail()) == ("a smaller --rollout-batch-size (now 8)",)
+
+
 def test_the_flag_takes_every_engine_that_has_a_record() -> None:
+    assert ENGINES.keys() == ENGINE_OPTIONS.keys()
     assert {"auto", *ENGINES} == set(get_args(get_type_hints(EngineConfig)["rollout_engine"]))
 
 

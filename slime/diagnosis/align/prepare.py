@@ -23,6 +23,7 @@ from slime.diagnosis.align.trainer_here import TrainerHere
 from slime.diagnosis.look import LeftOut
 from slime.diagnosis.one_round import goes_round, how_it_failed, launch
 from slime.engines.embedded.command import dtype_of
+from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.models import read_hf_config
 from slime.models.quantised import Quantisation
@@ -141,7 +142,7 @@ def case_of(config: Config, samples: list[Scored], wish: Wish, engine: AskableEn
         case.tokenizer = load_tokenizer(str(wish.model))
     except UserError:
         case.tokenizer = None
-    if engine is None and _embedded(config):
+    if engine is None and engine_of(config).computed_here:
         case.engine = _engine_here(config, wish.model, samples)
     return case
 
@@ -153,10 +154,6 @@ def _stored(config: Config) -> Quantisation | None:
     return Quantisation.read(read_hf_config(path)) if path is not None and path.is_file() else None
 
 
-def _embedded(config: Config) -> bool:
-    return config.engine.rollout_engine == "embedded"
-
-
 def _engine_here(config: Config, model: Path, samples: Sequence[Scored]) -> EngineHere:
     longest = max(int(sample.tokens.numel()) for sample in samples) + 1
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -166,12 +163,14 @@ def _engine_here(config: Config, model: Path, samples: Sequence[Scored]) -> Engi
 
 
 def _facts(config: Config, model: Path | None) -> dict[str, Any]:
+    kind, named = engine_of(config), config.values().get("sglang_dtype")
+    reads = kind.reads_generation_config
     facts: dict[str, Any] = {
         "apply_chat_template": config.data.apply_chat_template,
-        "generation_config": generation_config_of(str(model)) if model is not None and not _embedded(config) else {},
+        "generation_config": generation_config_of(str(model)) if reads and model is not None else {},
         "quantization": config.values().get("sglang_quantization"),
     }
-    engine = dtype_of(config) if _embedded(config) else config.values().get("sglang_dtype")
+    engine = kind.weights_dtype(config) if kind.computed_here else named
     facts["dtypes"] = f"the trainer computes in {str(parameter_dtype(config)).removeprefix('torch.')}" + (
         f", the engine in {engine}" if engine else ""
     )
@@ -209,7 +208,7 @@ def _compare_parts(config: Config, case: Case, result: Result) -> None:
             shown[name] = watcher.seen
         rounded = shown["rounded"] if model.as_the_run().rounded else None
         result.parts = compare(trainer.parts(sample), engine.parts(sample.tokens), shown["exact"], rounded)
-        if not _embedded(config):
+        if not engine_of(config).computed_here:
             result.notes.append(_NO_HIDDEN_STATES)
         if case.is_recorded:
             here = trainer.log_probs([sample], case.sampling.temperature)[0]

@@ -23,7 +23,7 @@ _READ_STEP = 16
 
 
 @dataclass(frozen=True)
-class Span:
+class PrefillChunk:
     """Consecutive new tokens of one sequence in a packed prefill.
 
     Attributes:
@@ -154,7 +154,7 @@ class PrefillAttention:
             in every batch and however its prompt is cut.
     """
 
-    def __init__(self, cache: KVCache, spans: list[Span], fixed_shapes: bool) -> None:
+    def __init__(self, cache: KVCache, spans: list[PrefillChunk], fixed_shapes: bool) -> None:
         self._cache, self._spans, self._fixed_shapes = cache, spans, fixed_shapes
         slots = np.concatenate([np.full(span.count, span.slot) for span in spans])
         positions = np.concatenate([np.arange(span.start, span.start + span.count) for span in spans])
@@ -176,7 +176,7 @@ class PrefillAttention:
                 output[rows] = _sdpa(queries[rows], *self._cache.read(layer, span.slot, span.start + span.count), mask)
         return output.view(queries.shape[0], -1)
 
-    def _in_fixed_blocks(self, layer: int, span: Span, queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    def _in_fixed_blocks(self, layer: int, span: PrefillChunk, queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
         heads, head_dim = queries.shape[1:]
         group, end = heads // kv_heads, span.start + span.count
         pieces = []
@@ -205,7 +205,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor 
     return result.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
 
 
-def _causal_mask(span: Span, device: torch.device) -> torch.Tensor:
+def _causal_mask(span: PrefillChunk, device: torch.device) -> torch.Tensor:
     """bool [count, start + count]: which keys each new token sees."""
     positions = torch.arange(span.start, span.start + span.count, device=device)
     return torch.arange(span.start + span.count, device=device) <= positions[:, None]

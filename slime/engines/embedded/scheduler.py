@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slime.engines.embedded.attention import DecodeAttention, PrefillAttention, Span
+from slime.engines.embedded.attention import DecodeAttention, PrefillAttention, PrefillChunk
 from slime.engines.embedded.kv_cache import KVCache, SlotTable, common_prefix
 from slime.engines.embedded.model import Attend
 from slime.engines.embedded.sampler import sample, token_logprobs
-from slime.engines.embedded.sequence import Phase, RoutedExperts, Sequence, rows_of
+from slime.engines.embedded.sequence import RoutedExperts, Sequence, SequenceStatus, rows_of
 from slime.engines.embedded.weights import WeightStore
 
 #: A sequence waits for another's prefill when they share at least this many tokens.
@@ -104,7 +104,7 @@ class Scheduler:
     def abort(self, chosen: Iterable[Sequence], message: str) -> None:
         """End sequences with what they have; they are part of the next step's output."""
         for sequence in chosen:
-            if sequence.phase is Phase.FINISHED:
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
             self._remove(sequence)
             sequence.abort(message)
@@ -191,7 +191,7 @@ class Scheduler:
         self.slots.acquire(sequence, source, length, epoch)
         sequence.num_computed = length
         self._count_cached(sequence, length)
-        sequence.phase = Phase.PREFILL
+        sequence.status = SequenceStatus.PREFILL
         self.prefilling.append(sequence)
 
     def _prefill(self) -> None:
@@ -200,7 +200,7 @@ class Scheduler:
         slots = [self.slots.slot_of(sequence) for sequence, _ in chunks]
         spans, offset = [], 0
         for (sequence, count), slot in zip(chunks, slots):
-            spans.append(Span(slot, sequence.num_computed, count, offset))
+            spans.append(PrefillChunk(slot, sequence.num_computed, count, offset))
             offset += count
         hidden = self._forward_prefill(chunks, spans)
         seconds = time.monotonic() - begin
@@ -231,7 +231,7 @@ class Scheduler:
                 budget -= count
         return chunks
 
-    def _forward_prefill(self, chunks: list[tuple[Sequence, int]], spans: list[Span]) -> torch.Tensor:
+    def _forward_prefill(self, chunks: list[tuple[Sequence, int]], spans: list[PrefillChunk]) -> torch.Tensor:
         device = self.cache.device
         ids = torch.cat([torch.from_numpy(s.tokens()[s.num_computed : s.num_computed + count]) for s, count in chunks])
         positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])
@@ -243,7 +243,7 @@ class Scheduler:
         """Sample the first token of sequences whose prefill is complete, and let them decode."""
         for sequence in sequences:
             self.prefilling.remove(sequence)
-            sequence.phase = Phase.RUNNING
+            sequence.status = SequenceStatus.RUNNING
             self.slots.start_running(sequence)
         wanting = [row for row, s in enumerate(sequences) if s.max_new_tokens > len(s.output_ids)]
         for sequence in sequences:
@@ -295,12 +295,12 @@ class Scheduler:
                 sequence.append(token, logprob, version)
             else:
                 sequence.abort(f"the model gave logits that are not finite (weight version {version})")
-            if sequence.phase is Phase.FINISHED:
+            if sequence.status is SequenceStatus.FINISHED:
                 self._leave(sequence, clean=finite)
 
     # -- parts of the step -----------------------------------------------------------------------------
 
-    def _collect_input_logprobs(self, sequence: Sequence, span: Span, hidden: torch.Tensor) -> None:
+    def _collect_input_logprobs(self, sequence: Sequence, span: PrefillChunk, hidden: torch.Tensor) -> None:
         """Log-probs of prompt tokens that this chunk's hidden states predict and the request wants."""
         if sequence.logprob_start is None:
             return
@@ -346,10 +346,10 @@ class Scheduler:
 
     def _remove(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is."""
-        if sequence.phase is Phase.WAITING:
+        if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
             return
-        if sequence.phase is Phase.PREFILL:
+        if sequence.status is SequenceStatus.PREFILL:
             self.prefilling.remove(sequence)
             self._promote_follower(sequence)
             for group in self._followers.values():
@@ -373,7 +373,7 @@ class Scheduler:
 
     def _retract(self, sequence: Sequence) -> None:
         self._remove(sequence)
-        sequence.phase = Phase.WAITING
+        sequence.status = SequenceStatus.WAITING
         sequence.num_computed = 0
         sequence.num_retractions += 1
         self.waiting.appendleft(sequence)

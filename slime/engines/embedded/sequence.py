@@ -20,7 +20,7 @@ UNKNOWN = -1
 _EXPERT_DTYPE = np.int16
 
 
-class Phase(Enum):
+class SequenceStatus(Enum):
     """WAITING has no slot; PREFILL has one and is not complete; RUNNING decodes; FINISHED is out of the scheduler."""
 
     WAITING = auto()
@@ -73,7 +73,7 @@ class Sequence:
         self.max_new_tokens = max_new_tokens
         self.logprob_start, self.num_top_logprobs, self.stream = logprob_start, num_top_logprobs, stream
         self.times = Times()
-        self.phase = Phase.WAITING
+        self.status = SequenceStatus.WAITING
         self.output_ids: list[int] = []
         self.output_logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[float, int]]] = []
@@ -127,7 +127,7 @@ class Sequence:
 
     def finish(self, reason: dict[str, Any]) -> None:
         self.finish_reason = reason
-        self.phase = Phase.FINISHED
+        self.status = SequenceStatus.FINISHED
         self.times.finished = time.monotonic()
 
     def abort(self, message: str) -> None:

@@ -1,0 +1,111 @@
+"""What the flags must know of each ``--advantage-estimator``: one record each, from which the needs of the flags around
+it, the checks and the defaults follow. What an estimator computes is its row in `slime.algorithms.estimators`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+#: The values of the flag. "ppo" is refused: its critic is not here.
+EstimatorName = Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorFacts:
+    """Which flags act on an estimator, and what it asks for. Every fact has to be told.
+
+    Attributes:
+        compares_group: a reward counts relative to those of the other samples of its prompt.
+        divides_by_deviation: centred rewards are divided by the standard deviation of their group.
+        takes_own_log_probs: with one optimizer step per rollout the training pass's log-probs may serve as the old
+            policy's, which saves a pass.
+        takes_token_kl: ``--kl-coef`` acts: the KL to the reference is a part of each token's reward.
+        discounts: ``--gamma`` acts.
+        needs_whitening: advantages have to be normalised over the batch (``--normalize-advantages``).
+        clips_twice: ``--eps-clip-c`` acts.
+        clips_weight: ``--eps-clip`` bounds the importance weight instead of the loss; as published from above alone.
+    """
+
+    name: EstimatorName
+    compares_group: bool
+    divides_by_deviation: bool
+    takes_own_log_probs: bool
+    takes_token_kl: bool
+    discounts: bool
+    needs_whitening: bool
+    clips_twice: bool
+    clips_weight: bool
+
+
+FACTS: dict[str, EstimatorFacts] = {
+    facts.name: facts
+    for facts in (
+        EstimatorFacts(
+            name="grpo",
+            compares_group=True,
+            divides_by_deviation=True,
+            takes_own_log_probs=True,
+            takes_token_kl=False,
+            discounts=False,
+            needs_whitening=False,
+            clips_twice=True,
+            clips_weight=False,
+        ),
+        EstimatorFacts(
+            name="gspo",
+            compares_group=True,
+            divides_by_deviation=True,
+            takes_own_log_probs=False,
+            takes_token_kl=False,
+            discounts=False,
+            needs_whitening=False,
+            clips_twice=True,
+            clips_weight=False,
+        ),
+        EstimatorFacts(
+            name="cispo",
+            compares_group=True,
+            divides_by_deviation=True,
+            takes_own_log_probs=True,
+            takes_token_kl=False,
+            discounts=False,
+            needs_whitening=False,
+            clips_twice=False,
+            clips_weight=True,
+        ),
+        EstimatorFacts(
+            name="reinforce_plus_plus",
+            compares_group=False,
+            divides_by_deviation=False,
+            takes_own_log_probs=True,
+            takes_token_kl=True,
+            discounts=True,
+            needs_whitening=True,
+            clips_twice=True,
+            clips_weight=False,
+        ),
+        EstimatorFacts(
+            name="reinforce_plus_plus_baseline",
+            compares_group=True,
+            divides_by_deviation=False,
+            takes_own_log_probs=True,
+            takes_token_kl=True,
+            discounts=False,
+            needs_whitening=True,
+            clips_twice=True,
+            clips_weight=False,
+        ),
+    )
+}
+
+
+def those_where(fact: str, is_so: bool = True) -> tuple[str, ...]:
+    """Names of the estimators of which a fact is true, or false.
+
+    Example:
+        >>> those_where("discounts")
+        ('reinforce_plus_plus',)
+    """
+    assert fact in {field.name for field in fields(EstimatorFacts)}, fact
+    return tuple(name for name, facts in FACTS.items() if getattr(facts, fact) is is_so)

@@ -1,0 +1,204 @@
+"""The group about the algorithm: loss, advantages, and corrections."""
+
+# ruff: noqa: RUF009 -- flag() makes a dataclass field
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from slime.config.estimators import EstimatorName, those_where
+from slime.config.flag import (
+    POLICY_LOSS,
+    SAMPLES,
+    Interval,
+    Part,
+    at_least,
+    derived,
+    finite,
+    flag,
+    on,
+    unless,
+)
+
+NO_CRITIC = "the PPO critic is not in this version"
+_NO_OPD = "on-policy distillation is not in this version"
+
+_PENALTY = finite(0, "a penalty; below 0 it would reward leaving the reference model")
+_CLIP = at_least(0, "a distance from the ratio 1")
+_OWN_REWARDS = unless("custom_reward_post_process_path", why="it replaces the group's statistics")
+_OWN_COLUMNS = unless(
+    "custom_convert_samples_to_train_data_path",
+    why="only that function can read it: the rewards are its own",
+    warns=True,
+)
+_CUSTOM_MAY_READ = unless("loss_type", "custom_loss", why="only the custom loss function can read it", warns=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """Loss, advantages, and corrections between the sampling and the trained policy."""
+
+    SERVES: ClassVar[tuple[Part, ...]] = ("training",)
+
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag(
+        "policy_loss", serves=("driver", "collection", "samples", "training")
+    )
+    """policy_loss for RL, sft_loss for supervised fine-tuning, custom_loss for a function of your own."""
+    custom_loss_function_path: str | None = flag(None, needs=on("loss_type", "custom_loss"))
+    """Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), with --loss-type custom_loss."""
+    advantage_estimator: EstimatorName = flag(
+        "grpo", refused_values={"ppo": NO_CRITIC}, needs=SAMPLES, serves=("samples", "training")
+    )
+    """How rewards become advantages."""
+    disable_compute_advantages_and_returns: bool = flag(
+        False,
+        needs=(
+            unless("loss_type", "policy_loss", why="the policy loss weighs tokens by their advantages"),
+            unless("custom_advantage_function_path", why="it computes them"),
+            unless("loss_type", "sft_loss", why="supervised fine-tuning has none", warns=True),
+        ),
+    )
+    """Train without advantages (SFT, custom losses)."""
+    custom_advantage_function_path: str | None = flag(None, needs=SAMPLES)
+    """Function (args, rollout_data) that sets advantages and returns."""
+    eps_clip: float = flag(0.2, range=_CLIP, needs=(SAMPLES, _CUSTOM_MAY_READ))
+    """Lower clip range of the policy ratio."""
+    eps_clip_high: float = derived("eps_clip", range=_CLIP, needs=(SAMPLES, _CUSTOM_MAY_READ))
+    """Upper clip range of the policy ratio."""
+    eps_clip_c: float | None = flag(
+        None,
+        range=Interval(1, above=True, what="a ratio beyond the clip range"),
+        needs=(
+            SAMPLES,
+            _CUSTOM_MAY_READ,
+            unless(
+                "advantage_estimator",
+                *those_where("clips_twice", False),
+                why="it clips the importance weight, not the loss",
+            ),
+        ),
+    )
+    """Bound of dual-clip PPO, > 1."""
+    value_clip: float = flag(0.2, refused=NO_CRITIC)
+    """Clip range of the value loss."""
+    kl_coef: float = flag(
+        0.0,
+        range=_PENALTY,
+        needs=(
+            SAMPLES,
+            unless(
+                "advantage_estimator",
+                *those_where("takes_token_kl", False),
+                why="its advantage is the group-normalised reward alone; use --use-kl-loss"
+                " --kl-loss-coef 0.01 --kl-loss-type low_var_kl",
+            ),
+        ),
+    )
+    """Coefficient of the KL penalty in the reward."""
+    use_kl_loss: bool = flag(False, needs=SAMPLES)
+    """Add a KL loss against the reference model (--ref-load)."""
+    kl_loss_coef: float = flag(0.0, range=_PENALTY, needs=(on("use_kl_loss"), _CUSTOM_MAY_READ))
+    """Coefficient of the KL loss."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
+        "k1", needs=on("use_kl_loss", why="launch scripts keep it without the loss", warns=True) | on("kl_coef")
+    )
+    """KL estimator (Schulman, http://joschu.net/blog/kl-approx.html). In the loss, k1 pulls nowhere on policy: the
+    expectation of its gradient is 0 there; use low_var_kl (k3, clamped) or k2."""
+    use_unbiased_kl: bool = flag(False, needs=(on("use_kl_loss"), _CUSTOM_MAY_READ))
+    """Weight the KL estimator by the importance ratio."""
+    entropy_coef: float = flag(
+        0.0,
+        range=Interval(-math.inf, below=True, above=True, what="a bonus, or a penalty below 0"),
+        needs=(SAMPLES, _CUSTOM_MAY_READ),
+    )
+    """Coefficient of the entropy bonus."""
+    gamma: float = flag(
+        1.0,
+        range=Interval(0, 1, what="a discount; above 1 returns would grow with the length"),
+        needs=on("advantage_estimator", *those_where("discounts"))
+        | on(
+            "custom_advantage_function_path",
+            why="every token of a sample has the sample's own reward; only"
+            f" {' and '.join(those_where('discounts'))} discounts",
+        ),
+    )
+    """Discount per token (REINFORCE++)."""
+    lambd: float = flag(1.0, refused=NO_CRITIC)
+    """Lambda of generalised advantage estimation."""
+    normalize_advantages: bool = flag(False, needs=SAMPLES & unless("disable_compute_advantages_and_returns"))
+    """Whiten advantages over the batch."""
+    disable_grpo_std_normalization: bool = flag(
+        False,
+        needs=(
+            SAMPLES,
+            on(
+                "advantage_estimator",
+                *those_where("divides_by_deviation"),
+                why="the other estimators do not divide by it",
+            ),
+            _OWN_REWARDS,
+            _OWN_COLUMNS,
+        ),
+        serves="config",
+    )
+    """Do not divide by the group's standard deviation (Dr. GRPO)."""
+    grpo_std_normalization: bool = derived(
+        "not disable_grpo_std_normalization, and n_samples_per_prompt > 1", serves="samples"
+    )
+    """The opposite of --disable-grpo-std-normalization, as hooks read it."""
+    disable_rewards_normalization: bool = flag(False, needs=(SAMPLES, _OWN_REWARDS, _OWN_COLUMNS), serves="config")
+    """Use raw rewards, without the group mean."""
+    rewards_normalization: bool = derived("not disable_rewards_normalization", serves="samples")
+    """The opposite of --disable-rewards-normalization, as hooks read it."""
+    use_rollout_entropy: bool = flag(
+        False, refused="there is no metric rollout/entropy; train/entropy_loss is the entropy of the same tokens"
+    )
+    """Log the entropy of the rollout tokens."""
+    use_rollout_logprobs: bool = flag(False, needs=SAMPLES)
+    """Take the engine's log-probs as the old policy's, instead of recomputing them."""
+    use_tis: bool = flag(False, needs=POLICY_LOSS)
+    """Truncated importance sampling between the engine's and the trainer's policy."""
+    tis_clip: float = flag(
+        2.0,
+        range=Interval(0, above=True, what="an importance weight"),
+        needs=on("use_tis") | on("get_mismatch_metrics"),
+    )
+    """Upper bound of the importance weight."""
+    tis_clip_low: float = flag(
+        0.0, range=finite(0, "an importance weight"), needs=on("use_tis") | on("get_mismatch_metrics")
+    )
+    """Lower bound of the importance weight."""
+    tis_mode: Literal["truncate", "icepop"] = flag(
+        "truncate", needs=(on("use_tis"), unless("custom_tis_function_path", why="it replaces both"))
+    )
+    """A weight outside the bounds: truncate takes the bound, icepop leaves the token out (published with 0.5 and 5)."""
+    custom_tis_function_path: str | None = flag(None, needs=on("use_tis") | on("get_mismatch_metrics"))
+    """Function that replaces truncated importance sampling."""
+    get_mismatch_metrics: bool = flag(False, needs=POLICY_LOSS)
+    """Log the mismatch between engine and trainer as --custom-tis-function-path measures it, without correcting."""
+    custom_pg_loss_reducer_function_path: str | None = flag(None, needs=POLICY_LOSS)
+    """Function that makes the reducer of the policy loss."""
+    calculate_per_token_loss: bool = flag(False)
+    """Average the loss over tokens instead of over rollouts."""
+    use_opsm: bool = flag(False, needs=POLICY_LOSS)
+    """Off-policy sequence masking."""
+    opsm_delta: float = flag(1e-4, range=at_least(0, "a KL divergence"), needs=on("use_opsm"))
+    """Sequence KL above which a sample of negative advantage is masked."""
+    use_opd: bool = flag(False, refused=_NO_OPD)
+    """On-policy distillation."""
+    opd_type: Literal["sglang", "megatron"] | None = flag(None, refused=_NO_OPD)
+    """Where the teacher runs."""
+    opd_kl_coef: float = flag(1.0, refused=_NO_OPD)
+    """Coefficient of the distillation term."""
+    opd_teacher_load: str | None = flag(None, refused=_NO_OPD)
+    """Checkpoint of the teacher."""
+    opd_teacher_ckpt_step: int | None = flag(None, refused=_NO_OPD)
+    """Iteration of the teacher's checkpoint."""
+    num_critic_only_steps: int = flag(0, refused=NO_CRITIC)
+    """Steps that train the critic alone."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Something compares the policy with the reference model: the KL loss, or the KL penalty in the reward."""
+        return self.loss_type != "sft_loss" and (self.use_kl_loss or self.kl_coef != 0)

@@ -1,0 +1,98 @@
+"""Which parts a run lacks, and what flags ask of these alone: of halves of the loop that run on their own, evaluations
+without training, supervised fine-tuning without engines. Their scripts have the flags of a whole run, so that it is
+a warning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from slime.config.draft import Draft
+from slime.config.flag import EVALUATES, GENERATES, SAMPLES, FlagSpec, Part
+
+_ENGINES: tuple[Part, ...] = ("generation", "engine", "router", "push")
+
+
+def absent(values: Mapping[str, Any]) -> dict[Part, str]:
+    """The parts that a run of these values lacks, and why.
+
+    Example:
+        >>> absent({**make_config().flat().__dict__, "debug_rollout_only": True})["trainer"]
+        'no trainer is started (--debug-rollout-only)'
+    """
+    found: dict[Part, str] = {}
+
+    def lacks(parts: Iterable[Part], why: str) -> None:
+        for part in parts:
+            found.setdefault(part, why)
+
+    if values["load_debug_rollout_data"] is not None:
+        why = "samples are loaded, and no engine is started (--load-debug-rollout-data)"
+        lacks(_ENGINES, why)
+        if values["num_epoch"] is None:  # else the length of the data is that of the run
+            lacks(("collection",), why)
+    if values["debug_train_only"]:
+        lacks(_ENGINES, "no engine is started (--debug-train-only)")
+    if not GENERATES.holds(values):
+        lacks(_ENGINES, "there is no engine, as nothing is generated")
+    if values["debug_rollout_only"]:
+        lacks(("trainer", "training", "push"), "no trainer is started (--debug-rollout-only)")
+    if values["num_rollout"] == 0:
+        lacks(("training", "collection", "samples"), "nothing is trained (--num-rollout 0)")
+    return found
+
+
+def left_out(draft: Draft) -> list[str]:
+    """A warning that names what the user asked for and the run has no part for; [] where there is nothing.
+
+    What a need of its own refuses or warns of is not named again, nor what a part that is there gets through another
+    flag, which follows from it.
+    """
+    missing = absent(draft.values)
+    if not missing:
+        return []
+    ignored: dict[str, str] = {}
+    for dest in draft.given.values:
+        spec = draft.specs[dest]
+        if not _is_asked(draft, spec) or not all(need.holds(draft.values) for need in spec.meta.needs):
+            continue
+        if why := _why_left_out(draft, spec, missing):
+            ignored[spec.option] = why
+    if not ignored:
+        return []
+    reasons = " and ".join(dict.fromkeys(ignored.values()))
+    return [f"{reasons}; left out: {', '.join(sorted(ignored))}"]
+
+
+def _is_asked(draft: Draft, spec: FlagSpec) -> bool:
+    """Something else than the default; a switch that is off anyway is no request."""
+    if spec.meta.refused or spec.meta.no_effect:
+        return False
+    return draft.differs(spec.dest) and not (spec.meta.derived and draft[spec.dest] is False)
+
+
+def _why_left_out(draft: Draft, spec: FlagSpec, missing: Mapping[Part, str]) -> str:
+    """Why nobody who is there reads it; "" where somebody does."""
+    needs = spec.meta.needs
+    if SAMPLES in needs and "collection" in missing and "samples" in missing:
+        return missing["samples"]
+    if (GENERATES in needs or EVALUATES in needs) and "generation" in missing:
+        return missing["generation"]
+    readers = [part for dest in _with_followers(draft, spec.dest) for part in draft.specs[dest].meta.serves]
+    readers = [part for part in readers if part != "config"]
+    return missing[readers[0]] if readers and all(part in missing for part in readers) else ""
+
+
+def _with_followers(draft: Draft, dest: str) -> list[str]:
+    """A flag, and those whose value was derived from it, as their formula says, and from these."""
+    found = [dest]
+    for one in found:
+        name = re.compile(rf"\b{one}\b")
+        found += [
+            other
+            for other, origin in draft.origins.items()
+            if other not in found and origin.startswith("derived: ") and name.search(origin)
+        ]
+    return found
