@@ -30,10 +30,10 @@ from slime.config import make_config
 from slime.engines.keys import VARIABLE, key_of, know
 from slime.engines.kinds import ENGINES, EngineKind, engine_of
 from slime.engines.launch import ONE_GPU
-from slime.engines.tool_calls import tool_format
+from slime.engines.tool_calls import chat_template, tool_format
 from slime.errors import RunFailed
 from slime.host import bind, reserve_port
-from slime.models import read_hf_config
+from slime.models import family_name, read_hf_config
 from slime.models.spec import named_dtype
 
 _LOOK_SECONDS = 0.5
@@ -144,7 +144,7 @@ def serving(
 def more_words(record: EngineKind, name: str, directory: Path) -> list[str]:
     """What a server has on its command line beyond that of an engine of a run: the name that clients use, and how it is
     to read calls of tools, where it does not find that out itself."""
-    words, found = ["--served-model-name", name], tool_format(directory)
+    words, found = ["--served-model-name", name], tool_format(chat_template(directory), family_name(directory))
     if found is not None and found.sglang_parser:
         words += record.tool_call_words(found.sglang_parser)
     return words

@@ -20,9 +20,6 @@ from typing import Any
 
 import orjson
 
-from slime.errors import UserError
-from slime.models import family_of, read_hf_config
-
 
 @dataclass(frozen=True)
 class Call:
@@ -318,20 +315,16 @@ FORMATS: dict[str, ToolFormat] = {
 }  # fmt: skip
 
 
-def tool_format(directory: Path, template: str | None = None) -> ToolFormat | None:
+def tool_format(template: str | None, family: str) -> ToolFormat | None:
     """How a model writes calls, by its chat template, else by its family; None where neither tells.
 
     Args:
-        template: instead of the directory's own.
+        template: None for a model that has none, and so no turns and no tools.
+        family: of `slime.models.family_name`.
     """
-    template = template or chat_template(directory)
     if template is None:
         return None
     taught = (found for found in FORMATS.values() if all(mark in template for mark in found.in_template))
-    try:
-        family = family_of(read_hf_config(directory)).name
-    except UserError:  # a model that only another engine knows
-        family = ""
     return next(taught, None) or next((found for found in FORMATS.values() if family in found.families), None)
 
 

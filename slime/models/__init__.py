@@ -32,6 +32,14 @@ def table_of(spec: ModelSpec) -> ModelFamily:
     return next(family for family in FAMILIES if family.name == spec.family)
 
 
+def family_name(hf_config: HfConfig) -> str:
+    """Of a model's table; "" for a model that only another engine knows."""
+    try:
+        return family_of(hf_config).name
+    except UserError:
+        return ""
+
+
 def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily:
     """The table for a model: by model_type, else by architecture, else by ``model_name``, which must not contradict.
 

@@ -20,7 +20,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 def session_of(play: Play, **options: Any) -> AgentSession:
-    speech = Speech.of(play.model.tokenizer, None, play.state.end_tokens)
+    speech = Speech.of(play.model.tokenizer, "", play.state.end_tokens)
 
     def in_a_rollout() -> AgentSession:
         bind_state(play.state)

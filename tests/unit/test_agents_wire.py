@@ -139,6 +139,6 @@ def test_a_template_tells_whether_it_takes_any_order() -> None:
     found = copy.copy(tokenizer())
     taken = []
     for found.chat_template in (TEMPLATE, STRICT, GATHERED):
-        Speech.of(found, None, {EOS})
+        Speech.of(found, "", {EOS})
         taken.append(takes_any_order(found))
     assert taken == [True, False, False]

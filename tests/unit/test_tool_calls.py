@@ -22,8 +22,8 @@ from slime.engines.embedded.openai_request import OpenAIRequest, parse_chat, ren
 from slime.engines.embedded.openai_routes import _chat_choice, _chat_chunks
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.request_fields import BadRequest
-from slime.engines.tool_calls import FORMATS, Call, Reply, tool_format, tool_schemas
-from slime.models import FAMILIES
+from slime.engines.tool_calls import FORMATS, Call, Reply, ToolFormat, chat_template, tool_format, tool_schemas
+from slime.models import FAMILIES, family_name
 from tests.support.embedded_models import EOS, VOCAB, byte_tokenizer
 from tests.support.written_calls import ADD, TOOLS, WEATHER, WRITTEN, written_as
 
@@ -184,18 +184,22 @@ def test_a_value_may_hold_the_marks_of_another_format() -> None:
     assert FORMATS["glm45"].read(text, TOOLS, ended=True).calls == (Call("add", '{"a": "x</arg_key>[TOOL_CALLS]"}'),)
 
 
+def format_of(directory: Path) -> ToolFormat | None:
+    return tool_format(chat_template(directory), family_name(directory))
+
+
 def test_every_family_has_a_format_and_templates_decide_first(tmp_path: Path) -> None:
     assert {family for row in FORMATS.values() for family in row.families} == {family.name for family in FAMILIES}
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert tool_format(tmp_path) is None  # without a chat template there are no turns, and no tools
+    assert format_of(tmp_path) is None  # without a chat template there are no turns, and no tools
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    assert tool_format(tmp_path) is FORMATS["llama"]
+    assert format_of(tmp_path) is FORMATS["llama"]
     (tmp_path / "chat_template.jinja").write_text("… <tool_call></tool_call> …")
-    assert tool_format(tmp_path) is FORMATS["hermes"]
+    assert format_of(tmp_path) is FORMATS["hermes"]
     (tmp_path / "chat_template.jinja").write_text("… <tool_call>name<arg_key> …")
-    assert tool_format(tmp_path) is FORMATS["glm45"]
+    assert format_of(tmp_path) is FORMATS["glm45"]
     (tmp_path / "chat_template.jinja").write_text("… <tool_call>\\n<function=' + name …")
-    assert tool_format(tmp_path) is FORMATS["qwen3_coder"]
+    assert format_of(tmp_path) is FORMATS["qwen3_coder"]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +222,7 @@ def test_deepseek_v3_and_v31_are_told_apart_by_their_templates(tmp_path: Path, c
     )
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": taught}))
-    found = tool_format(tmp_path)
+    found = format_of(tmp_path)
     assert found is not None and found.sglang_parser == parser and found.special_marks
 
 

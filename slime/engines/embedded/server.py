@@ -27,9 +27,10 @@ from slime.engines.embedded.quantised_weights import import_library_for
 from slime.engines.embedded.weight_update import WeightUpdater
 from slime.engines.keys import VARIABLE, admits
 from slime.engines.request_fields import BadRequest
-from slime.engines.tool_calls import tool_format
+from slime.engines.tool_calls import chat_template, tool_format
 from slime.errors import UserError
 from slime.log import get_logger
+from slime.models import family_name
 from slime.processes import follow_parent
 
 logger = get_logger(__name__)
@@ -109,7 +110,9 @@ async def _load(options: EngineOptions, loop: asyncio.AbstractEventLoop, stoppin
         limits=limits,
         tokenizer=tokenizer,
         model_name=options.served_model_name or Path(options.model_path).name,
-        tool_format=tool_format(Path(options.model_path)) if tokenizer is not None else None,
+        tool_format=tool_format(chat_template(Path(options.model_path)), family_name(options.model_path))
+        if tokenizer is not None
+        else None,
         architectures=list(config.get("architectures") or []),
         updates=ThreadPoolExecutor(8, thread_name_prefix="update"),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -182,13 +181,13 @@ class Speech:
         self._thinks_in_special = reasoning is not None and reasoning.end in special
 
     @staticmethod
-    def of(tokenizer: Any, model: str | None, end_tokens: Collection[int]) -> Speech:
+    def of(tokenizer: Any, family: str, end_tokens: Collection[int]) -> Speech:
         """Args:
-        model: its Hugging Face directory, which tells how it writes calls of tools.
+        family: `slime.models.family_name`, which tells how it writes calls of tools where the template does not.
         """
         found = getattr(tokenizer, "chat_template", None)
         template = "\n".join(found.values()) if isinstance(found, dict) else found
-        calls = tool_format(Path(model or ""), template) if template else None
+        calls = tool_format(template or None, family)
         return Speech(tokenizer, calls, reasoning_format(template), end_tokens)
 
     # -- messages to tokens --

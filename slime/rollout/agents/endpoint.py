@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.host import own_addresses, past_proxies
+from slime.models import family_name
 from slime.rollout.agents.conversation import Speech
 from slime.rollout.agents.programs import Finished, run_program
 from slime.rollout.agents.server import AgentServer, shared_server
@@ -226,7 +227,7 @@ def agent_endpoint(
 @lru_cache(maxsize=4)
 def _speech_of(tokenizer: Any, model: str | None, end_tokens: frozenset[int]) -> Speech:
     """Chat template and marks of a model, read once."""
-    return Speech.of(tokenizer, model, end_tokens)
+    return Speech.of(tokenizer, family_name(model) if model else "", end_tokens)
 
 
 def _address(state: GenerateState) -> str:
