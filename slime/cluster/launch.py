@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import ray
 
 from slime.errors import RunFailed
-
-if TYPE_CHECKING:
-    from slime.cluster.engines import Engines
-    from slime.cluster.rollout_actor import RolloutHandle
 
 T = TypeVar("T")
 
@@ -66,18 +64,22 @@ def there(part: T | None) -> T:
     return part
 
 
-def connect(rollout: RolloutHandle, engines: Engines, *, tolerant: bool) -> None:
+def connect(
+    ask: Callable[[], None], explained: Callable[[str], AbstractContextManager[None]], *, tolerant: bool
+) -> None:
     """The rollout actor to the router, which may die in the launch, too.
 
     Args:
+        ask: the rollout actor to do it, with the router's address of that moment.
+        explained: `Engines.explained`.
         tolerant: it is started again then (--use-fault-tolerance), as soon as it is heard of.
     Raises:
         RunFailed: the router died, or does not answer.
     """
     for is_last in (not tolerant, True):
         try:
-            with engines.explained("connecting to the router"):
-                return rollout.connect(engines.routers.url, engines.routers.urls, engines.keys)
+            with explained("connecting to the router"):
+                return ask()
         except RunFailed:
             if is_last:
                 raise

@@ -148,7 +148,8 @@ class Cluster:
             if not engines.routers.urls:
                 engines.put_routers_in_front(wait(starting, "starting"))
                 clock.lap("engines")
-            connect(rollout, engines, tolerant=config.fault_tolerance.use_fault_tolerance)
+            tell, front, tolerant = rollout.connect, engines.routers, config.fault_tolerance.use_fault_tolerance
+            connect(lambda: tell(front.url, front.urls, engines.keys), engines.explained, tolerant=tolerant)
         self._load_source(config, start)
         if config.fault_tolerance.max_restarts:
             self._source_at_launch = rollout.source_state()
@@ -185,11 +186,10 @@ class Cluster:
 
     def restart_trainers(self, version: int) -> TrainerStart:
         """Start all trainer ranks again from the newest checkpoint; engines and rollout actor stay. What is being
-        generated is waited for, while engines answer, and thrown away: the data stands where the checkpoint says, and
-        what was finished is in the journal. The ranks come up meanwhile, unless engines have their GPUs' memory then.
-        Raises as `launch`.
+        generated is waited for, while engines answer, and thrown away: what was finished is in the journal. The ranks
+        come up meanwhile, unless engines have their GPUs' memory then. Raises as `launch`.
 
-        Args: version: of the weights that the engines have, so that the numbers of pushes go on.
+        Args: version: of the engines' weights, so that the numbers of pushes go on.
         Returns: the rollout to go on with, and what its checkpoint has besides the weights.
         """
         config, slots = going_on(self.config), there(self._slots)

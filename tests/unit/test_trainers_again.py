@@ -93,13 +93,12 @@ def test_after_a_push_that_broke(tmp_path: Path) -> None:
 
 
 class DyingRouter:
-    """It answers after so many tries; engines as far as `connect` knows them."""
+    """It answers after so many tries."""
 
     def __init__(self, tries: int) -> None:
         self.tries, self.asked = tries, 0
-        self.routers, self.keys = SimpleNamespace(url="http://router", urls={}), None
 
-    def connect(self, *_: Any) -> None:
+    def connect(self) -> None:
         self.asked += 1
         if self.asked < self.tries:
             raise EngineError("http://router", "connection refused")
@@ -118,5 +117,5 @@ def test_a_router_that_dies_in_the_launch_is_asked_again_where_it_is_started_aga
 ) -> None:
     router: Any = DyingRouter(tries)
     with nullcontext() if works else pytest.raises(RunFailed, match="connecting to the router"):
-        connect(router, router, tolerant=tolerant)
+        connect(router.connect, router.explained, tolerant=tolerant)
     assert router.asked == 1 + tolerant
