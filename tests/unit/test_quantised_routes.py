@@ -49,16 +49,23 @@ def test_plain_weights_need_no_route() -> None:
 def test_what_was_measured_goes_into_open_layers(config: dict[str, Any]) -> None:
     route = quantised_route({"model_type": "qwen3", **config}, TRITON, "ipc")
     assert route is not None and route.opens
-    assert quantised_route(config, TRITON, "broadcast") == quantised_route(config, TRITON, "disk") == route
     by_flag = {"version": "0.5.16", "fp8_gemm_backend": "triton", "tp_size": 1}
     assert quantised_route(config, by_flag, "ipc") == route
 
 
+@pytest.mark.parametrize("config", [BLOCKS, groups(128)], ids=["blocks", "INT4"])
+def test_engines_on_gpus_of_their_own_take_what_was_measured(config: dict[str, Any]) -> None:
+    route = quantised_route(config, TRITON, "broadcast")
+    assert route is not None and route.opens
+
+
 @pytest.mark.parametrize(("config", "engine", "kind", "said"), [
+    (TENSORS, TRITON, "broadcast", r"by broadcast(.|\n)*not tried(.|\n)*by handles \(--colocate\) alone"),
+    (BLOCKS, TRITON, "disk", r"by --update-weight-transport disk(.|\n)*not tried"),
     (BLOCKS, {"version": "0.5.15"}, "ipc", r"FP8 in blocks of 128×128, quant(.|\n)*0\.5\.15(.|\n)*other versions"),
     (BLOCKS, {"version": "0.5.16"}, "ipc", r"fp8_gemm_backend auto(.|\n)*--sglang-fp8-gemm-backend triton"),
     (TENSORS, {**TRITON, "fp8_gemm_runner_backend": "deep_gemm"}, "ipc", "fp8_gemm_backend deep_gemm"),
-    (groups(128), {"version": "0.5.16", "tp_size": 4}, "ipc", r"tp_size 4(.|\n)*--rollout-num-gpus-per-engine 1 or 2"),
+    (groups(128), {"version": "0.5.16", "tp_size": 4}, "ipc", r"tp_size 4(.|\n)*--rollout-num-gpus-per-engine 1"),
     ({**TENSORS, "num_experts": 8}, TRITON, "ipc", r"and experts(.|\n)*a second time(.|\n)*--block_size 128 128"),
     (groups(32), TRITON, "ipc", r"INT4 in groups of 32, symmetric(.|\n)*not tried"),
     (groups(128, symmetric=False), TRITON, "ipc", r"INT4 in groups of 128, asymmetric(.|\n)*not tried"),
@@ -85,7 +92,7 @@ def test_engines_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("flags", "said"), [
     ({"colocate": True}, "--sglang-fp8-gemm-backend triton"),
-    ({"sglang_fp8_gemm_backend": "triton"}, None),
+    ({"sglang_fp8_gemm_backend": "triton"}, r"by broadcast(.|\n)*--colocate(.|\n)*--rollout-engine embedded"),
     ({"colocate": True, "sglang_fp8_gemm_backend": "triton", "rollout_num_gpus_per_engine": 4,
       "actor_num_gpus_per_node": 4}, "tp_size 4"),
     ({"colocate": True, "sglang_fp8_gemm_backend": "triton"}, None),

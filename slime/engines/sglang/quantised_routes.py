@@ -1,8 +1,8 @@
 """Which way quantised weights go into SGLang, by version and format: one table, with the reason where there is none.
 
 A way stands here when an experiment has shown it: engines that were pushed to hold, bit for bit, what engines hold that
-were started with the same weights (`benchmarks/gpu/quantised.py`; rows in docs/measurements/quantised-h200.jsonl). A
-change of what an entry needs wants such an experiment. Imports no SGLang.
+were started with the same weights (`benchmarks/gpu/quantised.py`, `benchmarks/gpu/weight_sync.py --served`; rows in
+docs/measurements). A change of what an entry needs wants such an experiment. Imports no SGLang.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class QuantisedRoute:
     """
 
     opens: bool
-    kinds: tuple[str, ...] = ("ipc", "broadcast", "disk")
-    needs: tuple[tuple[str, tuple[Any, ...]], ...] = (("tp_size", (1, 2)),)
+    kinds: tuple[str, ...] = ("ipc", "broadcast")
+    needs: tuple[tuple[str, tuple[Any, ...]], ...] = (("tp_size", (1,)),)
     experts: str = ""
 
 
@@ -60,8 +60,7 @@ _KINDS = {
     "ipc": "handles (--colocate)", "broadcast": "broadcast (engines on GPUs of their own)",
     "disk": "--update-weight-transport disk",
 }  # fmt: skip
-_FP8_NEEDS = (("tp_size", (1, 2)), ("fp8_gemm_backend", ("triton", "deep_gemm")))
-_TENSOR_NEEDS = (("tp_size", (1, 2)), ("fp8_gemm_backend", ("triton",)))
+_FP8_NEEDS = (("tp_size", (1,)), ("fp8_gemm_backend", ("triton",)))
 _TWICE_ROUNDED = (
     "SGLang computes gate and up of an expert with the larger of their two scales, for which it rounds one of them a"
     " second time: engines would hold other weights than a push brought, and than --fake-quantisation computes with"
@@ -78,7 +77,7 @@ ROUTES: dict[str, dict[str, QuantisedRoute | str]] = {
     "0.5.16": {
         "INT4 in groups of 128, symmetric": QuantisedRoute(opens=True),
         "FP8 in blocks of 128×128": QuantisedRoute(opens=True, needs=_FP8_NEEDS),
-        "FP8 by tensor": QuantisedRoute(opens=True, needs=_TENSOR_NEEDS, experts=_TWICE_ROUNDED),
+        "FP8 by tensor": QuantisedRoute(opens=True, kinds=("ipc",), needs=_FP8_NEEDS, experts=_TWICE_ROUNDED),
     },
 }
 
