@@ -33,6 +33,7 @@ from slime.errors import UserError
 from slime.files import json_safe
 
 _SEAL, _SEAL_BYTES = "sha256", 32
+_HEARD = "heard"  # how many ranks have a round's outcome
 
 
 class StageError(Exception):
@@ -68,6 +69,7 @@ class TrainerRanks:
         self.rank = rank
         self.sources: Sequence[int] = (0,)
         self._store: Any = None  # torch's stubs know neither its bytes nor clone()
+        self._others = world_size - 1
         if world_size > 1:
             name, key = broadcast([secrets.token_hex(4), secrets.token_hex(32)])
             self._key = bytes.fromhex(key)
@@ -75,6 +77,7 @@ class TrainerRanks:
             default: Any = _get_default_store()
             self._store = dist.PrefixStore(f"weight-sync-{name}", default.clone())
         self._round = 0
+        self._unheard: list[int] = []  # rounds whose words are in the store; rank 0
         self._own_report: Any = None
         self._reported = False
 
@@ -96,7 +99,7 @@ class TrainerRanks:
         """
         self._round, self._reported = self._round + 1, False
         outcome, failure = Outcome(), None
-        self._forget(self._round - 2)
+        self._forget()
         try:
             yield outcome
         except Exception as error:
@@ -111,6 +114,8 @@ class TrainerRanks:
             self._say("outcome", None, outcome.value)
             return
         said, outcome.value = self._hear("outcome", 0, limit)
+        with suppress(dist.DistError):  # whatever comes next says that the store is gone
+            self._store.add(f"{self._round}/{_HEARD}", 1)
         if said is not None:
             raise UserError(f"{what} failed on trainer rank 0", why=said) from failure
         if failure is not None:
@@ -207,8 +212,15 @@ class TrainerRanks:
         """Of what is said under this name: it holds for no other."""
         return hmac.digest(self._key, name.encode() + b"\0" + word, _SEAL)
 
-    def _forget(self, number: int) -> None:
-        """Rank 0 removes what was said in a round that every rank has left."""
-        if self._store is not None and self.rank == 0:
-            for key in ("outcome", *(f"report-{stage}" for stage in range(len(self.sources)))):
+    def _forget(self) -> None:
+        """Rank 0 removes what was said in rounds that every rank has left. It may be rounds ahead of one that has a word
+        yet to fetch, for not every round waits for all."""
+        if self._store is None or self.rank != 0:
+            return
+        for number in self._unheard[:]:
+            if self._store.add(f"{number}/{_HEARD}", 0) < self._others:
+                continue
+            self._unheard.remove(number)
+            for key in (_HEARD, "outcome", *(f"report-{stage}" for stage in range(len(self.sources)))):
                 self._store.delete_key(f"{number}/{key}")
+        self._unheard.append(self._round)

@@ -171,6 +171,33 @@ def hear_a_stranger(info: Any, trace: Path) -> str:
     return "nothing"
 
 
+def hear_late(info: Any, rounds: int) -> tuple[list[int], list[str]]:
+    """Rank 1 fetches its first word when rank 0 has been through all rounds.
+
+    Returns:
+        What each round had for this rank, and what is left in the store at the end.
+    """
+    from slime.trainer.megatron.parallel import initialise  # megatron is imported once it can run on a CPU
+
+    initialise(info, trainer_config(actor_num_gpus_per_node=info.world_size))
+    ranks, heard = TrainerRanks(info.rank, info.world_size), []
+    store = ranks._store
+    if info.rank == 1:
+        hear: Any = ranks._hear
+        later: Any = lambda *words: store.wait(["ahead"]) or hear(*words)  # noqa: E731
+        ranks._hear = later
+    for number in range(rounds):
+        with ranks.round("words", 30) as outcome:
+            outcome.value = number if info.rank == 0 else None
+        heard.append(outcome.value)
+    if info.rank == 0:
+        store.set("ahead", "yes")
+    dist.barrier()
+    with ranks.round("the last", 30):
+        pass
+    return heard, sorted(key.rpartition("/")[2] for key in store.list_keys() if "/outcome" in key)
+
+
 def time_outs_of_groups(info: Any, minutes: float) -> tuple[set[float], float]:
     """Seconds of every process group that a trainer makes at its start, and of the one that pushes by handles use."""
     from slime.trainer.megatron.parallel import initialise  # megatron is imported once it can run on a CPU

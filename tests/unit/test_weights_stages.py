@@ -120,6 +120,13 @@ def test_every_process_group_waits_as_long_as_the_flag_says(ranks: Pools) -> Non
         assert of_pushes > 150.0 + FLOOR_SECONDS  # rank 0 waits for engines meanwhile
 
 
+def test_a_rank_that_is_rounds_behind_finds_every_word(ranks: Pools) -> None:
+    """Rank 0 goes on without the others where nothing is gathered; on a busy host it was two rounds ahead."""
+    said = ranks.run(2, stage_jobs.hear_late, 5)
+    assert [heard for heard, _ in said] == [[0, 1, 2, 3, 4]] * 2
+    assert len(said[0][1]) == 1  # the last round's; those that all have heard are gone
+
+
 def test_what_a_stranger_puts_into_the_store_is_an_error_and_never_runs(ranks: Pools, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     said = ranks.run(2, stage_jobs.hear_a_stranger, trace)
