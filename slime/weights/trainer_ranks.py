@@ -213,8 +213,8 @@ class TrainerRanks:
         return hmac.digest(self._key, name.encode() + b"\0" + word, _SEAL)
 
     def _forget(self) -> None:
-        """Rank 0 removes what was said in rounds that every rank has left. It may be rounds ahead of one that has a word
-        yet to fetch, for not every round waits for all."""
+        """Rank 0 removes what was said in rounds that every rank has left. It may be rounds ahead of one that has yet
+        to fetch a word, for not every round waits for all."""
         if self._store is None or self.rank != 0:
             return
         for number in self._unheard[:]:
