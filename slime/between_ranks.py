@@ -18,11 +18,8 @@ from torch.distributed.distributed_c10d import _get_object_coll_device
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What each rank of the group has, in their order."""
-    own = _to_tensor(orjson.dumps(value), group)
-    sizes = _sizes(own, group)
-    everything = own.new_empty((len(sizes), max(sizes)))
-    padded = own.new_zeros(max(sizes))
-    padded[: len(own)] = own
+    padded, sizes = _padded(orjson.dumps(value), group)
+    everything = padded.new_empty((len(sizes), len(padded)))
     dist.all_gather(list(everything.unbind()), padded, group=group)
     return [orjson.loads(_bytes(row[:size])) for row, size in zip(everything, sizes)]
 
@@ -34,14 +31,11 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | No
 
 
 def _gather(content: bytes, group: dist.ProcessGroup | None) -> list[bytes] | None:
-    own = _to_tensor(content, group)
-    sizes = _sizes(own, group)
-    padded = own.new_zeros(max(sizes))
-    padded[: len(own)] = own
+    padded, sizes = _padded(content, group)
     if dist.get_rank(group) != 0:
         dist.gather(padded, group=group, group_dst=0)
         return None
-    everything = own.new_empty((len(sizes), max(sizes)))
+    everything = padded.new_empty((len(sizes), len(padded)))
     dist.gather(padded, list(everything.unbind()), group=group, group_dst=0)
     return [_bytes(row[:size]) for row, size in zip(everything, sizes)]
 
@@ -69,11 +63,14 @@ def _to_tensor(content: bytes, group: dist.ProcessGroup | None) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
 
 
-def _sizes(own: Tensor, group: dist.ProcessGroup | None) -> list[int]:
+def _padded(content: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
+    """This rank's bytes, with zeros behind them as long as the longest rank's; and the bytes of each rank."""
+    own = _to_tensor(content, group)
     size = torch.tensor([len(own)], dtype=torch.int64, device=own.device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
-    return [int(one.item()) for one in sizes]
+    lengths = [int(one.item()) for one in sizes]
+    return torch.nn.functional.pad(own, (0, max(lengths) - len(own))), lengths
 
 
 def _bytes(content: Tensor) -> bytes:

@@ -60,7 +60,7 @@ def train_on(session: Session) -> None:
             generating.append(session.start_generating(to_start.popleft()))
 
     for rollout_id in schedule.rollout_ids:
-        start_up_to(1)  # there is none yet, or there may be none ahead
+        start_up_to(max(1, ahead))  # there is none yet, or there may be none ahead
         batch = session.collect(generating.popleft())
         start_up_to(ahead)
         metrics = session.train(batch)

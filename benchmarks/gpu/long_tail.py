@@ -1,8 +1,8 @@
 """Answers of recorded lengths on half of the GPUs, training on the others, against taking turns on all of them.
 
-    python -m benchmarks.gpu.long_tail --gpus 2 --shape qwen3-4b --lengths docs/measurements/lengths-gsm8k-h200.json
+    python -m benchmarks.gpu.long_tail --gpus 2 --shape qwen3-4b
     python -m benchmarks.gpu.long_tail --gpus 2 --engine embedded --shape tiny --prompts 2 --samples 2 --steps 3 \\
-        --lock-steps 2 --least 4 --most 32 --scale 0.02 --lengths docs/measurements/lengths-gsm8k-h200.json
+        --lock-steps 2 --least 4 --most 32 --scale 0.02
 
 Weights are random, so that answers would not end: sample i is asked for as many tokens as the i-th recorded answer had,
 times --scale, between --least and --most. Every way has the same lengths in the same order. The pace is that of the
@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.report import Report, Row, at_least
-from benchmarks.gpu.setting import make_model, new_run_parser, run_training, workspace
+from benchmarks.gpu.setting import ROOT, make_model, new_run_parser, run_training, workspace
 from slime.samples.types import Sample
 
 WAYS = ("turns", "async")
+RECORDED = ROOT / "docs" / "measurements" / "lengths-gsm8k-h200.json"
 _TOLD = "SLIME_BENCH_LENGTHS"
 
 
@@ -33,7 +34,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_run_parser(__doc__, prompts=16, samples=8, new_tokens=8192, steps=8)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--lock-steps", type=int, default=3, help="steps where GPUs are taken in turns (default: 3)")
-    parser.add_argument("--lengths", type=Path, required=True, help="a JSON list of lists of tokens per answer")
+    parser.add_argument("--lengths", type=Path, default=RECORDED, help="a JSON list of lists of tokens per answer")
     parser.add_argument("--scale", type=float, default=4.0, help="of recorded lengths (default: 4)")
     parser.add_argument("--least", type=int, default=256)
     parser.add_argument("--most", type=int, default=8192)
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(args: argparse.Namespace, folder: Path, model: Path, way: str, paces: dict[str, float]) -> Row:
     folder.mkdir()
     half = str(args.gpus // 2)
-    more = ["--custom-generate-function-path", "benchmarks.gpu.long_tail.generate", "--use-tis", "--no-journal"]
+    more = ["--custom-generate-function-path", "benchmarks.gpu.long_tail.generate", "--use-tis"]
     own = argparse.Namespace(**vars(args))
     if way == "turns":
         own.steps = args.lock_steps

@@ -122,7 +122,8 @@ def test_each_rollout_is_trained_on_once_in_order_and_in_time(
     assert all(begun <= most_begun for begun, most_begun in zip(session.begun_by, unpaced))
     if most is None:
         assert session.begun_by == unpaced
-        assert session.asked_by == [1, *(max(i + 1, unpaced[i - 1]) for i in range(1, len(rollouts)))]
+        at_once = min(len(rollouts), max(1, ahead))
+        assert session.asked_by == [at_once, *(max(i + 1, unpaced[i - 1]) for i in range(1, len(rollouts)))]
 
 
 @pytest.mark.parametrize("flight", [False, True])
@@ -132,7 +133,7 @@ def test_pacing_leaves_as_many_ahead_as_the_bound_allows(flight: bool) -> None:
     session: Any = Session(config_of(4, 1, 1, 6, None, flight))
     train_on(session)
     assert session.begun_by == [2, 3, 4, 5, 6, 6] and session.ages_seen == [0, 1, 1, 1, 1, 1]
-    assert session.asked_by == [1, 3, 4, 5, 6, 6]
+    assert session.asked_by == [2, 3, 4, 5, 6, 6]
 
 
 def test_what_a_launch_says_of_the_bound() -> None:
