@@ -78,7 +78,8 @@ CASES = [
          f"trainer {_TINY} --gpus 2 {_LAYOUTS}"),
     Case("weight-sync-4b-1-to-1", 2, 90, 240, "weight_sync --shape qwen3-4b --way apart",
          "weight_sync --shape tiny --way apart --rounds 2", _FEW_GRAPHS),
-    Case("weight-sync-4b-fp8-1-to-1", 2, 90, 240, "weight_sync --shape qwen3-4b --way apart --served fp8-block --verify",
+    Case("weight-sync-4b-fp8-1-to-1", 2, 90, 240,
+         "weight_sync --shape qwen3-4b --way apart --served fp8-block --verify",
          "weight_sync --shape tiny --way apart --rounds 2 --served fp8-block --verify", _FEW_GRAPHS),
     Case("long-tail-4b", 2, 480, 590, "long_tail --gpus 2 --shape qwen3-4b --prompts 8 --steps 6 --lock-steps 2",
          "long_tail --gpus 2 --shape tiny --prompts 2 --samples 2 --steps 3 --lock-steps 2 --least 4 --most 32"

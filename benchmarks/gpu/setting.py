@@ -212,6 +212,8 @@ def reward(args: Any, sample: Sample) -> float:
 def run_training(script: str, args: argparse.Namespace, model: Path, folder: Path, more: Sequence[str]) -> Stage:
     """``script`` (train.py, train_async.py) as users run it, on made-up prompts; the rows of its metrics.
 
+    Where the time of --budget ends first, and two steps have been done, it returns the rows until then.
+
     Random weights answer with noise until the limit, so that every sample has the full length.
 
     Args:
@@ -236,13 +238,16 @@ def run_training(script: str, args: argparse.Namespace, model: Path, folder: Pat
     with subprocess.Popen(command, cwd=ROOT) as driver:
         try:
             status = driver.wait()
-        except BaseException:  # the time is over: the driver ends its processes when it is asked to
-            driver.terminate()
+        except BaseException as error:
+            driver.terminate()  # it ends its processes when it is asked to
             try:
                 driver.wait(30)
             finally:
                 driver.kill()
-            raise
+            stage = read_run(folder / "run").stages[-1] if isinstance(error, report.BudgetSpent) else None
+            if stage is None or sum("perf/step_time" in row for row in stage.rows) < 2:
+                raise
+            return stage
     if status:
         for log in sorted((folder / "run" / "logs").glob("*.log")):
             tail = log.read_text(errors="replace").splitlines()[-25:]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import long_run, ranks, run_all
+from benchmarks.gpu import long_run, ranks, run_all, setting
 from benchmarks.gpu.report import Report, at_least, at_most
 from slime.observe.run_data import Stage
 
@@ -48,6 +48,36 @@ def test_the_budget_ends_the_case_under_way_and_skips_the_others(tmp_path: Path)
     report.case("late", lambda: {})
     slow, late = rows_of(tmp_path / "out.jsonl")
     assert "BudgetSpent" in slow["error"] and "skipped" in late
+
+
+_ENDLESS = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--output-dir") + 1]) / "run"
+folder.mkdir()
+with open(folder / "metrics.jsonl", "w") as file:
+    for step in range({steps}):
+        file.write(json.dumps({{"step": step, "perf/step_time": 1.5}}) + "\\n")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_steps_until_the_end_of_the_budget_are_kept(tmp_path: Path, steps: int) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(_ENDLESS.format(steps=steps))
+    args = setting.new_run_parser("", prompts=1, samples=1, new_tokens=1, steps=9).parse_args(["--budget", "2.5"])
+    report = Report("toy", args)
+
+    def case() -> dict[str, Any]:
+        return {
+            "found": [
+                row["perf/step_time"] for row in setting.run_training(str(script), args, tmp_path, tmp_path, []).rows
+            ]
+        }
+
+    report.case("endless", case)
+    [row] = report.rows
+    assert row["found"] == [1.5, 1.5] if steps == 2 else "BudgetSpent" in row["error"]
 
 
 def failing_job(place: ranks.Place, answer: ranks.Answer) -> None:
