@@ -26,7 +26,7 @@ $(RUNS): pyproject.toml
 
 # With what tests, lint and types need besides.
 $(STAMP): $(RUNS)
-	$(PIP_INSTALL) -e ".[dev,wandb,gguf,quantised,search]"
+	$(PIP_INSTALL) -e ".[dev,wandb,gguf,quantised,search,ifbench]"
 	@touch $(STAMP)
 
 demo: $(RUNS)

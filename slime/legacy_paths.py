@@ -140,7 +140,7 @@ OLD_MODULES: dict[str, dict[str, str]] = {
     "slime.rollout.rm_hub.deepscaler": _same(_GRADING, "get_deepscaler_rule_based_reward"),
     "slime.rollout.rm_hub.f1": _same(_GRADING, "f1_score", "normalize_answer"),
     "slime.rollout.rm_hub.gpqa": {"compute_gpqa_reward": f"{_TEXT}:grade_gpqa"},
-    "slime.rollout.rm_hub.ifbench": {},
+    "slime.rollout.rm_hub.ifbench": _same(_GRADING, "compute_ifbench_reward"),
     "slime.rollout.filter_hub": {},
     "slime.rollout.filter_hub.base_types": _FILTERING,
     "slime.rollout.filter_hub.dynamic_sampling_filters": _same(
@@ -174,10 +174,6 @@ NO_COUNTERPART: dict[str, str] = {
     "slime.utils.ppo_utils:calculate_log_probs_and_entropy": _NO_LOGITS,
     "slime.rollout.rm_hub.math_utils:are_equal_under_sympy": "grade_answer_sympy, which math-verify answers",
     "slime.rollout.rm_hub.math_utils:mathd_normalize_answer": "grade_answer_mathd compares two answers",
-    "slime.rollout.rm_hub.ifbench:compute_ifbench_reward": (
-        "its checkers come from a repository that installs packages when it is imported: install IFBench yourself and "
-        "call it from a function of --custom-rm-path"
-    ),
     "slime.rollout.sample_hooks:set_current_rollout_id": "hooks that have a parameter rollout_id are given it",
     "slime.rollout.fully_async_rollout:AsyncRolloutWorker": _NO_WORKER,
     "slime.rollout.fully_async_rollout:get_global_worker": _NO_WORKER,
@@ -208,6 +204,7 @@ REPLACEABLE = {
     *(f"slime.rollout.rm_hub:{name}" for name in ("async_rm", "batched_async_rm", "remote_rm", "grade_answer_verl")),
     *(f"slime.rollout.rm_hub:{name}" for name in ("get_deepscaler_rule_based_reward", "f1_score")),
     *(f"slime.rollout.rm_hub:{name}" for name in ("compute_gpqa_reward", "compute_score_dapo")),
+    "slime.rollout.rm_hub.ifbench:compute_ifbench_reward",
     "slime.rollout.data_source:pop_first",
 }
 

@@ -276,6 +276,7 @@ def check_data(config: Config) -> None:
     from slime.prompts.tokenizer import load_tokenizer
     from slime.rollout.debug_data import check_dumps
     from slime.rollout.eval_datasets import eval_datasets
+    from slime.rollout.rewards.instruction_rows import check_rows
 
     check_dumps(config)
     assert config.checkpoint.hf_checkpoint is not None
@@ -284,12 +285,11 @@ def check_data(config: Config) -> None:
     if data.rollout_global_dataset and data.prompt_data and not data.data_source_path:
         _check_batch(config, data.prompt_data)
         probe_prompts(config, tokenizer, ROWS)
-    if config.eval.eval_function_path:
-        return
-    for dataset in eval_datasets(config):
+    for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
         from slime.rollout.evaluate import probe_eval_prompts
 
         probe_eval_prompts(dataset, config, tokenizer, ROWS)
+    check_rows(config, ROWS)
 
 
 def _check_batch(config: Config, prompt_data: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from slime.placement import PlacementPlan, joined_cluster
 from slime.processes import start_reaper
 
 logger = get_logger(__name__)
+
+_TOKEN = "RAY_AUTH_TOKEN"
 
 #: The reaper of this process; it ends by itself when the process does.
 _reaper: subprocess.Popen[bytes] | None = None
@@ -71,6 +74,7 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     if address is not None:
         _join(address, environment)
         return False
+    _bring_a_token()
     # Ray's own metrics and usage reporting cost processes and start-up time, and report to the outside.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
@@ -101,6 +105,15 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
             fix="begin again: a crowded host passes Ray's deadlines; its logs are in /tmp/ray/session_latest/logs",
         ) from error
     return True
+
+
+def _bring_a_token() -> None:
+    """Where Ray finds no token for the cluster that it starts, it leaves one in the home folder, for good: every later
+    ``ray start --head`` on this host then asks for it, and ``ray job submit``, which sends none by itself, is refused.
+    """
+    given = any(name in os.environ for name in ("RAY_AUTH_MODE", _TOKEN, f"{_TOKEN}_PATH"))
+    if not given and not (Path.home() / ".ray" / "auth_token").exists():
+        os.environ[_TOKEN] = secrets.token_hex(32)
 
 
 def _join(address: str, environment: dict[str, Any]) -> None:

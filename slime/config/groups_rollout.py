@@ -221,7 +221,8 @@ class RewardConfig:
         needs=GENERATES
         & unless("custom_rm_path", why="that function gives the rewards, and alone could read it", warns=True),
     )
-    """Built-in reward: math, dapo, deepscaler, f1, gpqa, remote_rm, random; metadata["rm_type"] wins."""
+    """Built-in reward: math, dapo, deepscaler, f1, gpqa, ifbench (pip install 'slime-rl[ifbench]'), remote_rm, random;
+    metadata["rm_type"] wins."""
     custom_rm_path: str | None = flag(None, needs=GENERATES)
     """Reward function (args, sample), sync or async, by dotted path or file.py:function."""
     group_rm: bool = flag(

@@ -32,7 +32,7 @@ BASICS = {
     "input_key": ("NAME", "its column of the prompt, text or chat messages (default: input)"),
     "label_key": ("NAME", "its column of the answer that the reward compares with"),
     "apply_chat_template": ("", "render prompts with the model's chat template"),
-    "rm_type": ("NAME", "a built-in reward: math, dapo, deepscaler, f1, gpqa, remote_rm"),
+    "rm_type": ("NAME", "a built-in reward: math, dapo, deepscaler, f1, gpqa, ifbench, remote_rm"),
     "custom_rm_path": ("FILE.py:NAME", "or your own: a function (args, sample) -> number"),
     "num_rollout": ("N", "how long: steps, or --num-epoch N passes over the data"),
     "rollout_batch_size": ("N", f"prompts of a step, {DEFAULT_SAMPLES} samples of each (default: {DEFAULT_PROMPTS})"),

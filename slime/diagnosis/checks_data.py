@@ -46,7 +46,8 @@ _FORMS = (
 )
 _NOISE = "lorem ipsum zzz qqq"
 #: Rewards that judge by something else than the answer, and those that ask somebody else.
-_BLIND, _REMOTE = frozenset({"random"}), "remote_rm"
+_BLIND = {"random": "it is by chance", "ifbench": "it reads no labels"}
+_REMOTE = "remote_rm"
 
 
 def data(case: Case, look: Look) -> None:
@@ -83,7 +84,7 @@ def reward(case: Case, look: Look) -> None:
     if not (flags.custom_rm_path or flags.rm_type):
         raise LeftOut("rewards come from somewhere else than --custom-rm-path and --rm-type")
     if not flags.custom_rm_path and kind in (*_BLIND, _REMOTE):
-        raise LeftOut(f"--rm-type {flags.rm_type} is not asked: " + ("it is by chance" if kind in _BLIND else "remote"))
+        raise LeftOut(f"--rm-type {flags.rm_type} is not asked: {_BLIND.get(kind, 'remote')}")
     if not config.data.prompt_data or config.data.data_source_path or not config.data.rollout_global_dataset:
         raise LeftOut("prompts do not come from --prompt-data")
     rows = _labelled(config, case.tokenizer)
@@ -109,7 +110,7 @@ def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
             prompt = read_prompt(row, form, tokenizer)
         except RowProblem:
             continue  # reported with all others where the data is looked at
-        if prompt.label is None or str(prompt.metadata.get("rm_type")).endswith(_REMOTE):
+        if prompt.label is None or str(prompt.metadata.get("rm_type")).endswith((_REMOTE, *_BLIND)):
             continue
         tokens = prompt.tokens or tokenizer.encode(str(prompt.text), add_special_tokens=False)
         found.append(

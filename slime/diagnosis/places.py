@@ -62,6 +62,7 @@ PLACES: dict[str, Trouble] = {
     "prompts.source:warn_of_endless_generation": known.STOP_TOKENS,
     "rollout.eval_datasets": known.EVALUATION_SETS,
     "rollout.rewards": known.REWARD_FAILS,
+    "rollout.rewards.instructions": known.REWARD_MISSING,
     "rollout.rewards.pool:check_rm_type": known.REWARD_MISSING,
     "engines.sglang": known.ENGINE_FLAGS,
     "engines.model_groups": known.ENGINE_FLAGS,

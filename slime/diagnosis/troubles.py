@@ -313,7 +313,8 @@ EVALUATION_SETS = Trouble(
 REWARD_MISSING = Trouble(
     "reward-missing",
     "an error at launch that there is no reward function",
-    "Neither --rm-type nor --custom-rm-path gives one, the name is none that is built in, or its address is missing.",
+    "Neither --rm-type nor --custom-rm-path gives one, the name is none that is built in, or what it needs is missing: "
+    "its address, its package or its data.",
     ("--rm-type math compares with the label", "--custom-rm-path module.function"),
     "--rm-type maths",
 )

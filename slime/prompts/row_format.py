@@ -200,7 +200,7 @@ def _metadata(row: dict[str, Any], form: RowFormat) -> dict[str, Any]:
         if form.metadata_required:
             raise missing_key(form.metadata_key, "--metadata-key", row)
         return {}
-    value = _decoded(row[form.metadata_key])
+    value = decoded(row[form.metadata_key])
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -215,13 +215,13 @@ def _tools(row: dict[str, Any], form: RowFormat) -> list[dict[str, Any]]:
         if form.tools_required:
             raise missing_key(form.tool_key, "--tool-key", row)
         return []
-    value = _decoded(row[form.tool_key])
+    value = decoded(row[form.tool_key])
     if not isinstance(value, (list, type(None))):
         raise RowProblem(f"have tools (key '{form.tool_key}') that are no list", f"found a {type(value).__name__}")
     return list(value or [])
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
     """Columnar files often hold nested values as JSON text."""
     if isinstance(value, str) and value.strip():
         try:

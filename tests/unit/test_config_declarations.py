@@ -65,7 +65,8 @@ PLACES: dict[str, tuple[Part, ...]] = {
 #: Plan and launch checks look ahead for all parts, the driver drives them all; a flag that these alone read serves any.
 FOR_ALL = (
     "cli", "cluster/engine_fit.py", "cluster/run_cluster.py", "diagnosis", "legacy_paths.py", "loop.py", "memory",
-    "placement.py", "preflight.py", "rollout/old_paths", "saving.py", "schedule.py", "session.py",
+    "placement.py", "preflight.py", "rollout/old_paths", "rollout/rewards/instruction_rows.py", "saving.py",
+    "schedule.py", "session.py",
     "trainer/quantised_rules.py", "weights/quantised_launch.py",
 )  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,3 +33,20 @@ def test_a_ray_that_does_not_start_is_explained_and_taken_down(
     assert downs == [None]
     if isinstance(caught.value, UserError):
         assert caught.value.why == "The current node timed out during startup." and "again" in caught.value.fix
+
+
+@pytest.mark.parametrize("given", ["nothing", "a mode", "a token", "a file"])
+def test_a_run_leaves_no_token_behind(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray asks for one, and writes it into the home folder where there is none."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    if given == "a file":
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("theirs")
+    elif given != "nothing":
+        monkeypatch.setenv("RAY_AUTH_MODE" if given == "a mode" else "RAY_AUTH_TOKEN", "disabled")
+    before = os.environ.get("RAY_AUTH_TOKEN")
+    ray_session._bring_a_token()
+    after = os.environ.get("RAY_AUTH_TOKEN")
+    assert len(after or "") == 64 if given == "nothing" else after == before

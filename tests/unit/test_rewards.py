@@ -177,9 +177,7 @@ def test_random_is_a_coin_that_depends_on_the_sample() -> None:
     assert set(first) == {0.0, 1.0} and first == with_pool(flips, rm_type="random")
 
 
-@pytest.mark.parametrize(
-    ("rm_type", "said"), [("mathh", "did you mean 'math'"), ("ifbench", "installs packages when imported"), ("", "")]
-)
+@pytest.mark.parametrize(("rm_type", "said"), [("mathh", "did you mean 'math'"), ("", "")])
 def test_unknown_types_are_refused_when_the_pool_is_made(rm_type: str, said: str) -> None:
     if rm_type:
         with pytest.raises(UserError, match=said):

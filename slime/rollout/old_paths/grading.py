@@ -9,6 +9,7 @@ from typing import Any
 
 from slime.config.flags import all_flags
 from slime.rollout.old_paths.calls import shared_loop
+from slime.rollout.rewards import instructions
 from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.pool import MATH_DEADLINE
 from slime.rollout.rewards.remote import RemoteReward
@@ -85,6 +86,26 @@ def grade_answer_mathd(given_answer: str | None, ground_truth: Any) -> bool:
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
     """1 if what follows the reasoning has the right answer in a box, else 0."""
     return int(_is_right("deepscaler", response, label))
+
+
+# -- instructions ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _instruction_graders() -> GradingPool:
+    return GradingPool(_WORKERS, instructions.__name__, instructions.PACKAGE)
+
+
+def compute_ifbench_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
+    """1.0 if the response follows all instructions of ``metadata``, else 0.0; the label is not read.
+
+    Raises:
+        UserError: there are none in it, or they cannot be judged here.
+    """
+    instructions.check_package()
+    task = instructions.read_task(metadata, "compute_ifbench_reward")
+    grade = _instruction_graders().grade(instructions.NAME, str(response or ""), task, MATH_DEADLINE)
+    return shared_loop().run(grade).score
 
 
 # -- text ------------------------------------------------------------------------------------------------------------

@@ -42,13 +42,20 @@ class Grade:
 class GradingPool:
     """Up to ``num_workers`` processes, started when first needed. Use from one event loop.
 
+    Args:
+        module: what they run (`slime.rollout.rewards.grading_worker.serve`).
+        package: what that imports first.
+
     Example:
         >>> pool = GradingPool(num_workers=2)                                                  # doctest: +SKIP
         >>> await pool.grade("math", r"\\boxed{2}", "2", deadline=10)                           # doctest: +SKIP
         Grade(score=1.0, failure='')
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(
+        self, num_workers: int, module: str = "slime.rollout.rewards.math_grading", package: str = "math_verify"
+    ) -> None:
+        self._module, self._package = module, package
         self._limit = asyncio.Semaphore(num_workers)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
@@ -57,7 +64,7 @@ class GradingPool:
         """Grade one response; never raises for what the response contains.
 
         Raises:
-            UserError: worker processes cannot be started at all.
+            UserError: worker processes cannot be started at all, or the grader refuses the label.
         """
         request = {"grader": grader, "response": response, "label": label, "deadline": deadline}
         async with self._limit:
@@ -77,6 +84,8 @@ class GradingPool:
             raise
         if answer is not None:
             self._idle.append(worker)
+            if "refused" in answer:
+                raise UserError(*answer["refused"])
             return Grade(answer["score"])
         stopped = worker.is_stopped
         failure = await self._discard(worker)
@@ -94,10 +103,10 @@ class GradingPool:
 
     async def _start(self) -> _Worker:
         try:
-            worker = await _Worker.start()
+            worker = await _Worker.start(self._module, self._package)
         except UserError as error:  # killed while it started, maybe
             logger.warning("%s; another one is tried", error)
-            worker = await _Worker.start()
+            worker = await _Worker.start(self._module, self._package)
         self._all.add(worker)
         return worker
 
@@ -112,12 +121,12 @@ class _Worker:
         self.process, self._errors = process, errors
 
     @staticmethod
-    async def start() -> _Worker:
+    async def start(module: str, package: str) -> _Worker:
         package_parent = str(Path(slime.__file__).parent.parent)
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([package_parent, *filter(None, [os.getenv("PYTHONPATH")])])}
         errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by end)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "slime.rollout.rewards.math_grading", str(os.getpid()),
+            sys.executable, "-m", module, str(os.getpid()),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, env=env, limit=_LINE_LIMIT,
         )  # fmt: skip
         worker = _Worker(process, errors)
@@ -127,7 +136,7 @@ class _Worker:
             raise UserError(
                 "a reward worker process does not start",
                 why=said or f"it said nothing within {_START_TIMEOUT:.0f} s",
-                fix="check that math-verify is installed: python -c 'import math_verify'",
+                fix=f"check that {package.replace('_', '-')} is installed: python -c 'import {package}'",
             )
         return worker
 

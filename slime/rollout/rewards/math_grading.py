@@ -5,23 +5,15 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import re
-import resource
-import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import orjson
-
-from slime.processes import die_with_parent
+from slime.rollout.rewards.grading_worker import serve
 from slime.rollout.rewards.text import after_thinking, last_boxed
 
 #: Answers stand at the end; searching more text for expressions only costs time.
 _TAIL = 2000
-#: An expression like 9**9**9 fails with MemoryError instead of taking the machine down.
-_MAX_BYTES = 4 << 30
 
 
 def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
@@ -89,40 +81,10 @@ GRADERS: dict[str, Callable[[str, Any], float]] = {
 }
 
 
-# -- the process -----------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    """The process: one JSON request per line on stdin, one JSON answer per line on stdout.
-
-        {"grader": "math", "response": "…", "label": "…", "deadline": 10.0}  →  {"score": 1.0}
-
-    The kernel's alarm ends it when a request takes longer than its deadline: sympy cannot be interrupted reliably in
-    any gentler way. `slime.rollout.rewards.grading_pool` then starts another one. It ends with its parent, too.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes us
-    die_with_parent(int(sys.argv[1]))
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever a library prints must not get between the answers
-
-    import math_verify  # noqa: F401  (0.4 s, before the first deadline runs)
-
-    answers.write(b'{"ready":true}\n')
-    for line in sys.stdin.buffer:
-        request = orjson.loads(line)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, request["deadline"])
-        try:
-            answer: dict[str, float | str] = {
-                "score": GRADERS[request["grader"]](request["response"], request["label"])
-            }
-        except (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-            # sympy raises all of these on strange input: such an answer is wrong, and said so
-            answer = {"score": 0.0, "error": f"{type(error).__name__}: {error}"[:300]}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(orjson.dumps(answer) + b"\n")
+def _import_math_verify() -> None:
+    """Takes 0.4 s."""
+    import math_verify  # noqa: F401
 
 
 if __name__ == "__main__":
-    main()
+    serve(GRADERS, _import_math_verify)

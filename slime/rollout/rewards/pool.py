@@ -29,6 +29,7 @@ from slime.hook_loading import (
 from slime.hooks import RewardFunction
 from slime.legacy_paths import replaced
 from slime.log import get_logger
+from slime.rollout.rewards import instructions
 from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.remote import RemoteReward
 from slime.rollout.rewards.text import grade_dapo, grade_f1, grade_gpqa, last_boxed
@@ -47,7 +48,7 @@ IN_PROCESS: dict[str, Callable[[Sample, str], Reward]] = {
     "gpqa": lambda sample, response: grade_gpqa(response, sample.label, sample.metadata),
     "random": lambda sample, response: float(random.Random(sample.index).random() < 0.5),
 }
-RM_TYPES = sorted({*IN_WORKERS, *IN_PROCESS, "remote_rm"})
+RM_TYPES = sorted({*IN_WORKERS, *IN_PROCESS, instructions.NAME, "remote_rm"})
 
 #: Names in the reward hub of earlier versions: a plugin's function in place of one is called with response and label.
 _HUB = "slime.rollout.rm_hub:"
@@ -57,7 +58,9 @@ _HUB_NAMES = {
     "dapo": f"{_HUB}compute_score_dapo",
     "f1": f"{_HUB}f1_score",
     "gpqa": f"{_HUB}compute_gpqa_reward",
+    instructions.NAME: "slime.rollout.rm_hub.ifbench:compute_ifbench_reward",
 }
+_READ_METADATA = frozenset({"gpqa", instructions.NAME})
 
 #: Seconds that comparing two expressions may take; answers that need more are not what was asked for.
 MATH_DEADLINE = 5.0
@@ -71,18 +74,13 @@ _TIMED_OUT = object()
 def check_rm_type(rm_type: str) -> None:
     """
     Raises:
-        UserError: there is no such built-in reward; names the nearest.
+        UserError: there is no such built-in reward (names the nearest), or its package is missing.
     """
     name = rm_type.removeprefix("boxed_")
+    if name == instructions.NAME:
+        instructions.check_package()
     if name in RM_TYPES:
         return
-    if name == "ifbench":
-        raise UserError(
-            "--rm-type ifbench is not built in",
-            why="its checkers come from a repository that installs packages when imported",
-            fix="call its checkers from a function named by --custom-rm-path: if-verifiable of PyPI has them, and"
-            " fetches NLTK's data when it is imported",
-        )
     near = difflib.get_close_matches(name, RM_TYPES, n=1)
     raise UserError(
         f"there is no reward type '{rm_type}'",
@@ -116,7 +114,9 @@ class RewardPool:
         self._rm_type, self._path, self._url = reward.rm_type, reward.custom_rm_path, reward.rm_url
         self._timeout = reward.rm_timeout
         self._keys = [key for key in (reward.reward_key, reward.eval_reward_key) if key]
-        self._grading = GradingPool(reward.rm_num_workers or min(8, os.cpu_count() or 1))
+        num_workers = reward.rm_num_workers or min(8, os.cpu_count() or 1)
+        self._grading = GradingPool(num_workers)
+        self._instructions = GradingPool(num_workers, instructions.__name__, instructions.PACKAGE)
         self._remote = RemoteReward(self._url, self._timeout) if self._url else None
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._counts: Counter[str] = Counter()
@@ -229,6 +229,7 @@ class RewardPool:
     async def close(self) -> None:
         """End worker processes and connections."""
         await self._grading.close()
+        await self._instructions.close()
         if self._remote is not None:
             await self._remote.close()
 
@@ -239,17 +240,16 @@ class RewardPool:
         response = sample.response
         if name in _HUB_NAMES and (own := replaced(_HUB_NAMES[name])) is not None:
             said = response if name == rm_type else last_boxed(response) or ""
-            more: dict[str, Any] = {"metadata": sample.metadata} if name == "gpqa" else {}
+            more: dict[str, Any] = {"metadata": sample.metadata} if name in _READ_METADATA else {}
             value = await self._call(f"the plugin's {name}", own, [sample], said, sample.label, **more)
             return value[0] if name == "f1" and isinstance(value, tuple) else value
         if name in IN_WORKERS:
-            deadline = min(self._timeout, MATH_DEADLINE)
-            grade = await self._grading.grade(rm_type, response, sample.label, deadline)
-            if grade.failure:
-                self._count(grade.failure, f"--rm-type {rm_type}", 1)
-            return grade.score
+            return await self._graded(self._grading, rm_type, response, sample.label, rm_type)
         if name != rm_type:
             response = last_boxed(response) or ""
+        if name == instructions.NAME:
+            task = instructions.read_task(sample.metadata, f"sample {sample.index}")
+            return await self._graded(self._instructions, name, response, task, rm_type)
         if name in IN_PROCESS:
             return IN_PROCESS[name](sample, response)
         if (own := replaced(f"{_HUB}remote_rm")) is not None:
@@ -261,6 +261,12 @@ class RewardPool:
         except TimeoutError:
             self._count("timeout", self._url or "", 1)
             return self._zero()
+
+    async def _graded(self, pool: GradingPool, grader: str, response: str, label: Any, rm_type: str) -> float:
+        grade = await pool.grade(grader, response, label, min(self._timeout, MATH_DEADLINE))
+        if grade.failure:
+            self._count(grade.failure, f"--rm-type {rm_type}", 1)
+        return grade.score
 
     async def _call(self, path: str, fn: Any, samples: list[Sample], *arguments: Any, **more: Any) -> Any:
         """What a user's function returned; `_TIMED_OUT` when it took too long.

@@ -1,0 +1,54 @@
+"""Can the rows that `slime.rollout.rewards.instructions` is to judge be judged here? Asked before a launch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.prompts.readers import iter_rows
+from slime.prompts.row_format import decoded
+from slime.rollout.eval_datasets import eval_datasets
+from slime.rollout.rewards.instructions import NAME, Task, check_data, check_package, check_task, read_task
+
+
+def check_rows(config: Config, max_rows: int) -> None:
+    """Look at the first rows of each data file. Where functions of the user's make samples of rows, what those have
+    shows when they are judged.
+
+    Raises:
+        UserError: as `read_task`, `check_task` and `check_data`; or the package is missing.
+    """
+    tasks = list(_tasks(config, max_rows))
+    for where, task in tasks:
+        try:
+            check_task(task)
+        except UserError as error:
+            raise UserError(f"{where}: {error.what}", error.why, error.fix) from error
+    check_data(name for _, task in tasks for name, _ in task)
+
+
+def _tasks(config: Config, max_rows: int) -> Iterator[tuple[str, Task]]:
+    reward = config.reward
+    for path, key, injected in _files(config):
+        for where, row in itertools.islice(iter_rows(path), max_rows):
+            metadata = decoded(row.get(key))
+            metadata = injected(metadata if isinstance(metadata, dict) else {})  # others are told with all rows
+            if str(metadata.get("rm_type") or reward.rm_type or "").removeprefix("boxed_") == NAME:
+                check_package()
+                yield where, read_task(metadata, where)
+
+
+def _files(config: Config) -> Iterator[tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]]]]:
+    """Path, column of metadata, and what becomes of it."""
+    data, rollout = config.data, config.rollout
+    if config.reward.custom_rm_path or rollout.custom_generate_function_path or rollout.rollout_sample_hook_path:
+        return
+    own = rollout.rollout_function_path or data.data_source_path or config.debug.debug_train_only
+    if data.prompt_data and not own:
+        yield data.prompt_data, data.metadata_key, dict
+    for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
+        if not (dataset.custom_rm_path or dataset.custom_generate_function_path):
+            yield dataset.path, dataset.metadata_key, dataset.inject_metadata

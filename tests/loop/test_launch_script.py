@@ -1,0 +1,86 @@
+"""A whole launch as users of the reference system write theirs: conversion, ``ray start``, ``ray job submit``."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime.host import free_port
+from tests.support import toy
+from tests.support.processes import PATIENCE, ROOT
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[Path]:
+    """For a cluster's sockets, whose paths are short; the cluster ends with the test, and no other one does."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))
+    yield folder
+    for process in _of(folder):
+        process.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _of(folder: Path) -> set[psutil.Process]:
+    """What ``ray start`` has left behind, and all that came of it."""
+    found = set[psutil.Process]()
+    for process in psutil.process_iter():
+        try:
+            if f"--temp-dir {folder}" in process.environ().get("RAY_ARGS", "") or str(folder) in str(process.cmdline()):
+                found |= {process, *process.children(recursive=True)}
+        except psutil.Error:
+            continue
+    return found - {psutil.Process()}
+
+
+def test_a_launch_script_of_the_reference_system_trains(tmp_path: Path, ray_folder: Path) -> None:
+    """Its own arguments, but for what needs a GPU: their number, and flash attention."""
+    toy.write_answering_model(tmp_path / "Llama-tiny")
+    toy.write_data(tmp_path / "sums.jsonl")
+    for name in ("train.py", "tools"):  # it stands in its repository, and outputs/ comes to be here
+        (tmp_path / name).symlink_to(ROOT / name)
+    ports = [
+        f"{flag} {free_port()}" for flag in ("--port", "--dashboard-agent-listen-port", "--ray-client-server-port")
+    ]
+    given = {
+        "HERE": str(tmp_path),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "GPUS": "0",
+        "ATTENTION": "auto",
+        "DASHBOARD_PORT": str(free_port()),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ARGS": " ".join(
+            ["--num-cpus 4 --min-worker-port 0 --max-worker-port 0", *ports, f"--temp-dir {ray_folder}"]
+        ),
+    }
+    kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "PYTHONPATH")}
+    log = tmp_path / "script.log"
+    with open(log, "w") as output:
+        script = ["bash", str(ROOT / "tests/support/launch_script.sh")]
+        done = subprocess.run(
+            script, cwd=tmp_path, env=kept | given, stdout=output, stderr=subprocess.STDOUT, timeout=3 * PATIENCE
+        )
+    assert done.returncode == 0, log.read_text()[-8000:]
+
+    [run] = (tmp_path / "outputs").glob("Llama-tiny-*")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if "rollout/raw_reward" in row]
+    assert [row["step"] for row in trained] == [1, 2] and any(row["train/grad_norm"] > 0 for row in trained)
+    assert [row["step"] for row in rows if "eval/sums" in row] == [0, 2]
+    assert (tmp_path / "Llama-tiny_torch_dist" / "release").is_dir(), "what --ref-load reads"
+    assert (tmp_path / "Llama-tiny_slime" / "iter_0000001").is_dir()
+    config = json.loads((run / "config.json").read_text())
+    assert config["checkpoint"]["ref_load"].endswith("Llama-tiny_torch_dist")
