@@ -19,6 +19,7 @@ from tests.support.flag_reads import (
     RECORDER,
     Read,
     is_warned_of,
+    left_out,
     must_serve,
     recorded,
     rows_of,
@@ -158,5 +159,9 @@ def test_in_other_runs_too(world: World, reads_of_launch: Callable[[str], list[R
     reads = {name: reads_of_launch(name) for name in LAUNCHES}
     assert missed(world, reads) - set(EXCEPTIONS) == set()
     assert set().union(*map(unclaimed, reads.values())) == set()
+    for name in LAUNCHES:
+        config = LAUNCHES[name].config(world, name)
+        acting = served(reads[name]) & set(must_serve(config))
+        assert {dest for dest, _ in acting} & left_out(config) == set(), f"{name}: they are read"
     each = [missed(world, {name: reads[name]}) for name in LAUNCHES]
     assert set(EXCEPTIONS) <= set().union(*each), "these are read wherever they must be"

@@ -97,6 +97,7 @@ LAUNCHES = {
     ),
     "samples": Launch(
         "--no-colocate --load-debug-rollout-data {outputs}/sync/dumps/{rollout_id}.pt --optimizer sgd"
+        " --reward-key share --rollout-temperature 0.9 --log-passrate"
         " --load-debug-rollout-data-subsample 0.5 --advantage-estimator reinforce_plus_plus --normalize-advantages",
         after="sync",
     ),
@@ -216,6 +217,12 @@ def must_serve(config: Config) -> Iterator[tuple[str, Part]]:
         for part in set(spec.meta.serves) - set(absent(values)):
             if any(acts_for(file, part) for file in files):
                 yield dest, part
+
+
+def left_out(config: Config) -> set[str]:
+    """The flags that were given and, as the configuration says, do nothing in this run."""
+    said = [warning.split("; left out: ")[1] for warning in config.warnings if "; left out: " in warning]
+    return {dest for dest, spec in WORKING.items() if spec.option in ", ".join(said).split(", ")}
 
 
 def is_warned_of(world: World, name: str, dest: str) -> bool:

@@ -284,11 +284,17 @@ def test_flags_of_a_whole_run_are_told_in_one_warning() -> None:
     mode = {"num_rollout": 0, "eval_prompt_data": ("a", "a.jsonl")}
     (warning,) = make_config(**mode, save="checkpoints", lr=1e-4, use_tis=True).warnings
     assert warning == "nothing is trained (--num-rollout 0); left out: --lr, --save, --use-tis"
-    (warning,) = make_config(load_debug_rollout_data="{rollout_id}.pt", rollout_temperature=0.5, rm_type="f1").warnings
-    assert warning.endswith("(--load-debug-rollout-data); left out: --rm-type, --rollout-temperature")
+    (warning,) = make_config(load_debug_rollout_data="{rollout_id}.pt", rollout_top_p=0.5, rm_type="f1").warnings
+    assert warning.endswith("(--load-debug-rollout-data); left out: --rm-type, --rollout-top-p")
     pushed = {"update_weight_transport": "disk", "update_weight_disk_dir": "d", "update_weight_buffer_size": 7}
     (warning,) = make_config(loss_type="sft_loss", **pushed, check_canary=False).warnings
     assert all(option_of(dest) in warning for dest in (*pushed, "check_canary"))
+
+
+def test_what_acts_on_samples_is_not_left_out_where_they_are_loaded() -> None:
+    """The trainer tempers its log-probs as the samples were, and a reward that is a dict is looked up."""
+    settings = {"rollout_temperature": 0.5, "reward_key": "score"}
+    assert make_config(load_debug_rollout_data="{rollout_id}.pt", **settings).warnings == ()
 
 
 def test_what_acts_through_another_flag_is_not_left_out() -> None:
