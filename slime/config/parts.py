@@ -13,6 +13,8 @@ from slime.config.draft import Draft
 from slime.config.flag import EVALUATES, GENERATES, SAMPLES, FlagSpec, Part
 
 _ENGINES: tuple[Part, ...] = ("generation", "engine", "router", "push")
+#: What samples were generated with is asked for by these too, also where they are loaded.
+_TAKE_SAMPLES: tuple[Part, ...] = ("samples", "training")
 
 
 def absent(values: Mapping[str, Any]) -> dict[Part, str]:
@@ -78,7 +80,8 @@ def _why_left_out(draft: Draft, spec: FlagSpec, missing: Mapping[Part, str]) -> 
     needs = spec.meta.needs
     if SAMPLES in needs and "collection" in missing and "samples" in missing:
         return missing["samples"]
-    if (GENERATES in needs or EVALUATES in needs) and "generation" in missing:
+    takes_samples = any(part in spec.meta.serves and part not in missing for part in _TAKE_SAMPLES)
+    if (GENERATES in needs or EVALUATES in needs) and "generation" in missing and not takes_samples:
         return missing["generation"]
     readers = [part for dest in _with_followers(draft, spec.dest) for part in draft.specs[dest].meta.serves]
     readers = [part for part in readers if part != "config"]

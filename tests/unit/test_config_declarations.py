@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime.config import Config, make_config
 from slime.config.flag import FlagSpec, Need, Part, option_of
-from slime.config.flags import GROUPS, all_flags, own_flags
+from slime.config.flags import all_flags, own_flags
 from slime.config.foreign import to_argv
 from slime.config.parse import given_by_name
 from slime.config.parts import left_out
@@ -23,59 +20,19 @@ from slime.engines.launch import ONE_GPU
 from slime.engines.router import router_command
 from slime.engines.sglang.command import sglang_options
 from slime.errors import UserError
-
-ROOT = Path(__file__).parents[2] / "slime"
-
-#: For whom the code in each place reads flags, below slime/; the longest that fits says it. Where several are named, it
-#: reads a flag for one of them at least.
-PLACES: dict[str, tuple[Part, ...]] = {
-    "checkpoints": ("trainer",),
-    "checkpoints/load_plan.py": ("trainer", "training"),
-    "cluster": ("driver",),
-    "cluster/engine_actor.py": ("engine",),
-    "cluster/engines.py": ("engine",),
-    "cluster/external_engines.py": ("engine",),
-    "cluster/rollout_actor.py": ("collection", "generation", "samples", "training"),  # told of the trainer's saves
-    "cluster/routers.py": ("engine", "router"),
-    "cluster/trainer_group.py": ("trainer",),
-    "cluster/weight_push.py": ("push",),
-    "engines": ("engine",),
-    "engines/client.py": ("generation",),
-    "engines/router.py": ("router",),
-    "models": ("trainer",),
-    "observe": ("driver",),
-    "observe/recorder.py": ("driver", "samples"),
-    "prompts": ("collection", "generation"),
-    "prompts/source.py": ("collection", "generation", "training", "trainer"),  # saved and loaded with them
-    "rollout": ("generation",),
-    "rollout/debug_data.py": ("samples", "trainer"),
-    "rollout/finish.py": ("collection", "generation"),
-    "rollout/journal.py": ("collection", "generation"),
-    "rollout/loop.py": ("collection", "generation"),
-    "rollout/metrics.py": ("collection", "samples"),
-    "rollout/rewards/pool.py": ("collection", "generation"),
-    "rollout/sft.py": ("collection", "generation"),
-    "samples": ("samples",),
-    "trainer": ("training",),
-    "trainer/megatron": ("trainer", "training"),
-    "trainer/megatron/parallel.py": ("trainer",),
-    "trainer/megatron/te_layers.py": ("trainer",),
-    "weights": ("push",),
-}
-#: Plan and launch checks look ahead for all parts, the driver drives them all; a flag that these alone read serves any.
-FOR_ALL = (
-    "cli", "cluster/engine_fit.py", "cluster/run_cluster.py", "diagnosis", "legacy_paths.py", "loop.py", "memory",
-    "placement.py", "preflight.py", "rollout/old_paths", "rollout/rewards/instruction_rows.py", "saving.py",
-    "schedule.py", "session.py",
-    "trainer/quantised_rules.py", "weights/quantised_launch.py",
-)  # fmt: skip
-
-#: A flag of which one value works asks for nothing.
-WORKING = {
-    dest: spec
-    for dest, spec in own_flags().items()
-    if not spec.meta.refused and len(set(spec.choices) - {*spec.meta.refused_values, *spec.meta.instead}) != 1
-}
+from tests.support.declarations import (
+    ALL_WORKING,
+    WORKING,
+    acts_for,
+    files_that_read,
+    names_of,
+    not_taken,
+    other_than_default,
+    parts_of,
+    readers,
+    values_of,
+    worked_into_others,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -86,82 +43,16 @@ def cpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- who reads a flag ----------------------------------------------------------------------------------------
 
 
-def reads_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(group, field) of every ``config.group.field`` that a module reads, also through a name for ``config.group``, and
-    ("args", name) of what it reads of a hook's ``args`` or of flags by name."""
-    groups_of: dict[str, set[str]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                pairs = [(target, node.value)]
-                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    pairs = list(zip(target.elts, node.value.elts, strict=True))
-                for name, value in pairs:
-                    if isinstance(value, ast.Attribute) and value.attr in GROUPS:
-                        groups_of.setdefault(ast.unparse(name), set()).add(value.attr)
-        elif isinstance(node, ast.arg) and node.annotation is not None:
-            for group, cls in GROUPS.items():
-                if ast.unparse(node.annotation) == cls.__name__:
-                    groups_of.setdefault(node.arg, set()).add(group)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            owner = node.value
-            if isinstance(owner, ast.Attribute) and owner.attr in GROUPS:
-                yield owner.attr, node.attr
-            for group in groups_of.get(ast.unparse(owner), ()):
-                yield group, node.attr
-            if ast.unparse(owner).split(".")[-1].lstrip("_") == "args":
-                yield "args", node.attr
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            if ast.unparse(node.value) in ("draft", "draft.values"):
-                yield "args", str(node.slice.value)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("draft.copy", ".values.get", "getattr")):
-            yield from (("args", arg.value) for arg in node.args if isinstance(arg, ast.Constant))
-
-
-def parts_of(file: str) -> tuple[Part, ...] | None:
-    """For whom the code of a file below slime/ reads flags; None: for all."""
-
-    def fits(place: str) -> bool:
-        return file == place or file.startswith(f"{place}/")
-
-    if any(map(fits, FOR_ALL)):
-        return None
-    return PLACES[max(filter(fits, PLACES), key=len)]
-
-
-@cache
-def readers() -> dict[tuple[str, str], set[str]]:
-    """(group, field), or ("args", name), → the files outside the configuration that read it."""
-    found: dict[tuple[str, str], set[str]] = {}
-    for path in sorted(ROOT.rglob("*.py")):
-        file = str(path.relative_to(ROOT))
-        if not file.startswith("config/"):
-            for read in reads_of(ast.parse(path.read_text(encoding="utf-8"))):
-                found.setdefault(read, set()).add(file)
-    return found
-
-
-@cache
-def worked_into_others() -> frozenset[tuple[str, str]]:
-    """What the configuration itself reads."""
-    files = [ROOT / "config" / name for name in ("resolve.py", "checks.py", "checks_train.py", "make.py")]
-    return frozenset(read for file in files for read in reads_of(ast.parse(file.read_text(encoding="utf-8"))))
-
-
 def unread(specs: Iterable[FlagSpec]) -> list[str]:
     """ "flag: part" for each part that a flag claims to serve and that does not read it."""
     found = []
     for spec in specs:
-        reads = {(spec.group, spec.attribute), ("args", spec.dest)}
-        files = set().union(*(readers().get(read, set()) for read in reads))
         if "config" in spec.meta.serves:  # what follows from it may serve the others
-            found += [] if reads & worked_into_others() else [f"{spec.dest}: config"]
+            found += [] if names_of(spec) & worked_into_others() else [f"{spec.dest}: config"]
             continue
+        files = files_that_read(spec)
         found += [
-            f"{spec.dest}: {part}"
-            for part in spec.meta.serves
-            if not any(parts is None or part in parts for parts in map(parts_of, files))
+            f"{spec.dest}: {part}" for part in spec.meta.serves if not any(acts_for(file, part) for file in files)
         ]
     return found
 
@@ -196,7 +87,6 @@ def test_a_reader_that_a_flag_does_not_name_is_found() -> None:
 
 # -- where a flag does nothing -------------------------------------------------------------------------------
 
-ALL_WORKING = {dest: spec for dest, spec in all_flags().items() if not spec.meta.refused and not spec.meta.no_effect}
 WITH_NEEDS = {dest: spec for dest, spec in ALL_WORKING.items() if spec.meta.needs}
 
 #: What a setting asks for beside itself, by cross-checks that no declaration tells.
@@ -215,26 +105,6 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
     ("lr_warmup_init", 1.5): {"lr": 7.0},
     ("eval_pass_k", (7,)): {"n_samples_per_eval_prompt": 7},
 }  # fmt: skip
-
-
-def not_taken(spec: FlagSpec) -> set[Any]:
-    """Values that are refused, or another one is taken instead."""
-    return {*spec.meta.refused_values, *spec.meta.instead}
-
-
-def other_than_default(spec: FlagSpec) -> Any:
-    if spec.kind == "bool":
-        return not spec.default
-    if spec.choices:
-        value = next(c for c in spec.choices if c not in ("auto", spec.default, *not_taken(spec)))
-        return (value,) if spec.many else value
-    if spec.dest == "rollout_external_engine_addrs":
-        return ("host:7",)
-    if spec.kind in ("str", "json"):
-        return ("x",) if spec.many else {"a": 1} if spec.kind == "json" else "x_{rollout_id}"
-    numbers = [n for n in (1.5, 7, 0.5) if n == 7 or spec.kind == "float"]
-    number = next(n for n in numbers if n != spec.default and (spec.meta.range is None or n in spec.meta.range))
-    return (number,) if spec.many else number
 
 
 def options(need: Need) -> Iterator[tuple[str, Any]]:
@@ -272,12 +142,6 @@ def completed(settings: dict[str, Any], except_for: Need | None = None) -> dict[
         if all(settings.get(dest) == value or dest in fixed for dest, value in more.items()):
             return settings
         settings = {**settings, **{dest: value for dest, value in more.items() if dest not in fixed}}
-
-
-def values_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a configuration of these settings holds, as far as needs look at it."""
-    plain = {name: spec.default for name, spec in all_flags().items()} | {"rollout_engine": "embedded"}
-    return plain | dict(settings)
 
 
 def against(need: Need) -> dict[str, Any]:
@@ -420,11 +284,17 @@ def test_flags_of_a_whole_run_are_told_in_one_warning() -> None:
     mode = {"num_rollout": 0, "eval_prompt_data": ("a", "a.jsonl")}
     (warning,) = make_config(**mode, save="checkpoints", lr=1e-4, use_tis=True).warnings
     assert warning == "nothing is trained (--num-rollout 0); left out: --lr, --save, --use-tis"
-    (warning,) = make_config(load_debug_rollout_data="{rollout_id}.pt", rollout_temperature=0.5, rm_type="f1").warnings
-    assert warning.endswith("(--load-debug-rollout-data); left out: --rm-type, --rollout-temperature")
+    (warning,) = make_config(load_debug_rollout_data="{rollout_id}.pt", rollout_top_p=0.5, rm_type="f1").warnings
+    assert warning.endswith("(--load-debug-rollout-data); left out: --rm-type, --rollout-top-p")
     pushed = {"update_weight_transport": "disk", "update_weight_disk_dir": "d", "update_weight_buffer_size": 7}
     (warning,) = make_config(loss_type="sft_loss", **pushed, check_canary=False).warnings
     assert all(option_of(dest) in warning for dest in (*pushed, "check_canary"))
+
+
+def test_what_acts_on_samples_is_not_left_out_where_they_are_loaded() -> None:
+    """The trainer tempers its log-probs as the samples were, and a reward that is a dict is looked up."""
+    settings = {"rollout_temperature": 0.5, "reward_key": "score"}
+    assert make_config(load_debug_rollout_data="{rollout_id}.pt", **settings).warnings == ()
 
 
 def test_what_acts_through_another_flag_is_not_left_out() -> None:
