@@ -28,7 +28,7 @@ from slime.cluster.waiting import (
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
-from slime.garbage import settle
+from slime.garbage import paused, settle
 from slime.host import reserve_port
 from slime.log import get_logger, log_to_file_only
 from slime.placement import PlacementPlan
@@ -97,10 +97,11 @@ class TrainerActor:
         return ray.util.get_node_ip_address(), self._reservation.port
 
     def setup(self, master_addr: str, master_port: int, local_rank: int) -> TrainerStart:
-        import torch
+        with paused():
+            import torch
 
-        from slime.trainer.megatron.backend import MegatronBackend
-        from slime.trainer.megatron.parallel import RankInfo
+            from slime.trainer.megatron.backend import MegatronBackend
+            from slime.trainer.megatron.parallel import RankInfo
 
         torch.set_num_threads(self.num_threads)
         info = RankInfo(self.rank, self.world_size, local_rank, master_addr, master_port)

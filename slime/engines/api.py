@@ -14,12 +14,14 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import orjson
 
 from slime.engines.keys import header_of, key_of
+
+if TYPE_CHECKING:
+    import aiohttp
 
 #: Routes that every engine answers. `GET` unless listed in POST_ROUTES.
 GET_ROUTES = ("/health", "/health_generate", "/model_info", "/get_model_info", "/server_info", "/v1/loads")
@@ -147,6 +149,8 @@ class EngineClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> EngineClient:
+        import aiohttp  # here, as most processes know the protocol's names and make no requests
+
         connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=30)
         # trust_env stays off, as in `WITHOUT_PROXIES`
         no_cookies = aiohttp.DummyCookieJar()
@@ -176,6 +180,8 @@ class EngineClient:
         Raises:
             EngineError: connection failed, deadline passed, or HTTP status >= 400; 401 when it refuses the key.
         """
+        import aiohttp
+
         if self._session is None:
             raise RuntimeError("EngineClient is used outside 'async with'")
         limit = aiohttp.ClientTimeout(total=timeout or self.timeout)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slime.errors import UserError
+from slime.garbage import paused
 from slime.prompts.chat_template import end_of_turn_tokens
 
 if TYPE_CHECKING:
@@ -43,10 +44,12 @@ def load_tokenizer(path: str, *, without_torch: bool = False, **kwargs: Any) -> 
         )
     try:
         if without_torch and (folder / "tokenizer.json").is_file():
-            from transformers import PreTrainedTokenizerFast
+            with paused():
+                from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-        from transformers import AutoTokenizer
+        with paused():
+            from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(path, **{"local_files_only": True, **kwargs})
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:

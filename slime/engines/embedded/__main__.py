@@ -10,6 +10,7 @@ import sys
 from slime import stacks
 from slime.engines import keys
 from slime.errors import UserError
+from slime.garbage import paused
 from slime.log import setup_logging
 
 
@@ -59,10 +60,11 @@ def _run(args: argparse.Namespace) -> int:
 
     key = keys.take()
     listener = bind(args.host, args.port, args.fd)  # before torch is imported
-    import torch
+    with paused():
+        import torch
 
-    from slime.engines.embedded.engine import EngineOptions
-    from slime.engines.embedded.server import serve
+        from slime.engines.embedded.engine import EngineOptions
+        from slime.engines.embedded.server import serve
 
     if args.num_threads:
         torch.set_num_threads(args.num_threads)

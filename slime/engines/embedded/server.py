@@ -29,6 +29,7 @@ from slime.engines.keys import VARIABLE, admits
 from slime.engines.request_fields import BadRequest
 from slime.engines.tool_calls import chat_template, tool_format
 from slime.errors import UserError
+from slime.garbage import paused
 from slime.log import get_logger
 from slime.models import family_name
 from slime.processes import follow_parent
@@ -189,7 +190,8 @@ def load_tokenizer(model_path: str) -> Any:
     if not any((Path(model_path) / name).is_file() for name in names):
         logger.warning("%s has no tokenizer: requests must bring input_ids, answers carry no text", model_path)
         return None
-    from transformers import AutoTokenizer
+    with paused():
+        from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_path)
 

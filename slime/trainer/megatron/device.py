@@ -324,13 +324,18 @@ def _redirect_cuda_module() -> None:
         setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
 
 
-def _import_without_servers(module: str) -> None:
+def _import_without_servers(module: str, **instead: Any) -> None:
     """Import ``module`` as if wandb and TensorBoard were not installed: megatron-core takes them in for what is not
-    used here, which costs a fifth of a rank's start."""
-    hidden = {"wandb", "tensorboard"} - sys.modules.keys()
+    used here, which costs a fifth of a rank's start.
+
+    Args:
+        instead: further modules, by name, and what stands for them meanwhile.
+    """
+    hidden = {"wandb": None, "tensorboard": None, **instead}
+    hidden = {name: stand_in for name, stand_in in hidden.items() if name not in sys.modules}
     if module in sys.modules:
         return
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    sys.modules.update(hidden)
     try:
         importlib.import_module(module)
     finally:
@@ -346,7 +351,10 @@ def _import_megatron() -> None:
     original_compile = torch.compile
     torch.compile = lambda function=None, **kwargs: function if function is not None else (lambda f: f)  # type: ignore[assignment]
     try:
-        _import_without_servers("megatron.core")
+        # brings setuptools along, for allocators of memory on a GPU
+        compiler = types.ModuleType("torch.utils.cpp_extension")
+        compiler.CUDA_HOME = compiler.load_inline = None  # type: ignore[attr-defined]
+        _import_without_servers("megatron.core", **{compiler.__name__: compiler})
         rng = importlib.import_module("megatron.core.tensor_parallel.random")
     finally:
         torch.compile = original_compile
