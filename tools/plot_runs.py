@@ -22,7 +22,7 @@ Points = list[tuple[float, float]]
 
 WIDTH, HEIGHT = 760, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 20, 58, 44
-_COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a")
+_COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a", "#bf8700", "#0b7285")
 
 
 def read_points(path: Path, metric: str) -> Points:
