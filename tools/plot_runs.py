@@ -88,7 +88,7 @@ def picture(runs: Sequence[tuple[str, Points]], metric: str, title: str) -> str:
             parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in dots]
         parts.append(f'<rect x="{left}" y="36" width="12" height="4" fill="{colour}"/>')
         parts.append(f'<text x="{left + 18}" y="42" fill="#1f2328">{escape(name)}</text>')
-        left += 40 + 7.2 * len(name)
+        left += 32 + 6.6 * len(name)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
