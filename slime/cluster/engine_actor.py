@@ -16,6 +16,7 @@ from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.waiting import Process, Worker, this_process
 from slime.config.config import Config
 from slime.engines import keys
+from slime.engines.api import EngineError
 from slime.engines.keys import RunKeys
 from slime.engines.router import STARTUP_SECONDS, register_workers
 from slime.errors import RunFailed, UserError
@@ -26,6 +27,7 @@ from slime.log import get_logger, log_to_file_only
 logger = get_logger(__name__)
 
 _PORT_TRIES = 5
+_DYING_SECONDS = 1.0
 
 
 class DisaggregatedWorkers(NamedTuple):
@@ -149,10 +151,21 @@ class EngineActor:
         host = ray.util.get_node_ip_address()
         if pairs is not None:
             return self._serve(lambda port: disaggregated_router_command(self.config, host, port, *pairs), host, port)
-        url = self._serve(lambda port: router_command(self.config, host, port, worker_urls), host, port)
         policy = self.config.engine.router.get("policy") or "cache_aware"
-        asyncio.run(register_workers(url, worker_urls, timeout=STARTUP_SECONDS, policy=policy))
-        return url
+        for is_last in (not self.config.fault_tolerance.use_fault_tolerance, True):
+            url = self._serve(lambda port: router_command(self.config, host, port, worker_urls), host, port)
+            assert self._process is not None
+            try:
+                asyncio.run(register_workers(url, worker_urls, timeout=STARTUP_SECONDS, policy=policy))
+                return url
+            except EngineError:
+                if not self._process.ends_within(_DYING_SECONDS):
+                    raise
+            obituary = self.kill(self._process.how_it_ended())
+            if is_last:
+                raise_obituary(self.name, obituary, [], what="putting engines behind the router")
+            logger.warning("%s %s and is started again", with_pid(self.name, obituary.pid), obituary.how)
+        raise AssertionError("unreachable")
 
     def _serve(self, make_spec: Callable, host: str, port: int | None = None) -> str:
         for attempt in range(_PORT_TRIES):

@@ -104,6 +104,15 @@ class ServerProcess:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    def ends_within(self, seconds: float) -> bool:
+        """A process that is killed closes its sockets a little before it is gone."""
+        assert self._process is not None
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def how_it_ended(self) -> str:
         """ "was killed (SIGKILL)", "ended with exit status 1"; for messages."""
         assert self._process is not None and self._process.returncode is not None
