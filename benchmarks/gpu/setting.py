@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from slime.config import Config
 from slime.engines.kinds import ENGINES
 from slime.engines.launch import EnginePlace, LaunchSpec
 from slime.engines.router import router_command
+from slime.errors import UserError
 from slime.host import num_gpus, reserve_port
 from slime.observe.run_data import Stage, read_run
 from slime.samples.types import Sample
@@ -240,13 +241,16 @@ def run_training(script: str, args: argparse.Namespace, model: Path, folder: Pat
             status = driver.wait()
         except BaseException as error:
             driver.terminate()  # it ends its processes when it is asked to
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 driver.wait(30)
-            finally:
-                driver.kill()
-            stage = read_run(folder / "run").stages[-1] if isinstance(error, report.BudgetSpent) else None
+            driver.kill()
+            stage = None
+            if isinstance(error, report.BudgetSpent):
+                with suppress(UserError):  # the run had not begun
+                    stage = read_run(folder / "run").stages[-1]
             if stage is None or sum("perf/step_time" in row for row in stage.rows) < 2:
                 raise
+            print(f"cut by --budget after {len(stage.rows)} rows", flush=True)
             return stage
     if status:
         for log in sorted((folder / "run" / "logs").glob("*.log")):

@@ -111,8 +111,9 @@ def _bring_a_token() -> None:
     """Where Ray finds no token for the cluster that it starts, it leaves one in the home folder, for good: every later
     ``ray start --head`` on this host then asks for it, and ``ray job submit``, which sends none by itself, is refused.
     """
-    given = any(name in os.environ for name in ("RAY_AUTH_MODE", _TOKEN, f"{_TOKEN}_PATH"))
-    if not given and not (Path.home() / ".ray" / "auth_token").exists():
+    is_asked_for = (os.environ.get("RAY_AUTH_MODE") or "token").lower() == "token"
+    given = any(os.environ.get(name) for name in (_TOKEN, f"{_TOKEN}_PATH"))
+    if is_asked_for and not given and not (Path.home() / ".ray" / "auth_token").exists():
         os.environ[_TOKEN] = secrets.token_hex(32)
 
 
@@ -187,8 +188,8 @@ def _on_loopback(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _inherited(environment: dict[str, str]) -> Iterator[None]:
-    """What a local Ray's processes inherit. As a runtime environment it would cost each worker a Python before its own,
-    that imports Ray, too: half a second of CPU."""
+    """What a local Ray's processes inherit, its agents too. As a runtime environment it would cost each worker a Python
+    before its own, that imports Ray, too: half a second of CPU."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:

@@ -65,7 +65,7 @@ time.sleep(60)
 def test_steps_until_the_end_of_the_budget_are_kept(tmp_path: Path, steps: int) -> None:
     script = tmp_path / "endless.py"
     script.write_text(_ENDLESS.format(steps=steps))
-    args = setting.new_run_parser("", prompts=1, samples=1, new_tokens=1, steps=9).parse_args(["--budget", "2.5"])
+    args = setting.new_run_parser("", prompts=1, samples=1, new_tokens=1, steps=9).parse_args(["--budget", "6"])
     report = Report("toy", args)
 
     def case() -> dict[str, Any]:

@@ -133,6 +133,8 @@ def test_what_a_checker_trips_over_is_not_followed() -> None:
         ([("count:nmbers", {"N": 3})], "did you mean 'count:numbers'"),
         ([("count:numbers", {"number": 3})], "does not take these arguments"),
         ([("repeat:repeat_span", {})], "prompt_to_repeat must be set"),
+        ([("ratio:overlap", {})], "does not take these arguments: {}"),
+        ([("keywords:frequency", {"keyword": "**"})], "does not take these arguments"),
     ],
 )
 def test_instructions_that_nobody_can_judge(task: Any, said: str) -> None:

@@ -35,18 +35,41 @@ def test_a_ray_that_does_not_start_is_explained_and_taken_down(
         assert caught.value.why == "The current node timed out during startup." and "again" in caught.value.fix
 
 
-@pytest.mark.parametrize("given", ["nothing", "a mode", "a token", "a file"])
-def test_a_run_leaves_no_token_behind(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray asks for one, and writes it into the home folder where there is none."""
+@pytest.mark.parametrize(
+    ("given", "brings"),
+    [
+        ({}, True),
+        ({"RAY_AUTH_TOKEN": ""}, True),
+        ({"RAY_AUTH_MODE": "token"}, True),
+        ({"RAY_AUTH_MODE": "disabled"}, False),
+        ({"RAY_AUTH_TOKEN": "theirs"}, False),
+        ({"RAY_AUTH_TOKEN_PATH": "there"}, False),
+        ({"a file": "theirs"}, False),
+    ],
+)
+def test_a_run_brings_a_token_where_none_is(
+    given: dict[str, str], brings: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray asks for one, and would write it into the home folder where there is none."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    if given == "a file":
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards, also where it is not there
+        monkeypatch.delenv(name)
+    if "a file" in given:
         (tmp_path / ".ray").mkdir()
-        (tmp_path / ".ray" / "auth_token").write_text("theirs")
-    elif given != "nothing":
-        monkeypatch.setenv("RAY_AUTH_MODE" if given == "a mode" else "RAY_AUTH_TOKEN", "disabled")
-    before = os.environ.get("RAY_AUTH_TOKEN")
+        (tmp_path / ".ray" / "auth_token").write_text(given["a file"])
+    else:
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
     ray_session._bring_a_token()
-    after = os.environ.get("RAY_AUTH_TOKEN")
-    assert len(after or "") == 64 if given == "nothing" else after == before
+    after = os.environ.get("RAY_AUTH_TOKEN", "")
+    assert len(after) == 64 if brings else after == given.get("RAY_AUTH_TOKEN", "")
+
+
+def test_what_a_local_ray_inherits_is_not_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEPT", "mine")
+    monkeypatch.delenv("NEW", raising=False)
+    with pytest.raises(KeyError), ray_session._inherited({"KEPT": "its", "NEW": "its"}):
+        assert os.environ["KEPT"] == os.environ["NEW"] == "its"
+        raise KeyError
+    assert os.environ["KEPT"] == "mine" and "NEW" not in os.environ

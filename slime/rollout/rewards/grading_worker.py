@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import sys
@@ -47,8 +48,8 @@ def serve(graders: Mapping[str, Callable[[str, Any], float]], prepare: Callable[
             answer = {"score": graders[request["grader"]](request["response"], request["label"])}
         except UserError as error:
             answer = {"refused": [error.what, error.why, error.fix]}
-        except (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-            # sympy raises all of these on strange input: such an answer is wrong, and said so
+        except (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError, MemoryError, re.error) as error:
+            # sympy raises most of these on strange input: such an answer is wrong, and said so
             answer = {"score": 0.0, "error": f"{type(error).__name__}: {error}"[:300]}
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(orjson.dumps(answer) + b"\n")

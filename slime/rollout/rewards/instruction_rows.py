@@ -8,19 +8,22 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.legacy_paths import replaced
 from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import decoded
 from slime.rollout.eval_datasets import eval_datasets
-from slime.rollout.rewards.instructions import NAME, Task, check_data, check_package, check_task, read_task
+from slime.rollout.rewards.instructions import NAME, OLD_NAME, Task, check_data, check_package, check_task, read_task
 
 
 def check_rows(config: Config, max_rows: int) -> None:
     """Look at the first rows of each data file. Where functions of the user's make samples of rows, what those have
-    shows when they are judged.
+    shows when they are judged; where a plugin's function judges them, it knows.
 
     Raises:
         UserError: as `read_task`, `check_task` and `check_data`; or the package is missing.
     """
+    if replaced(OLD_NAME) is not None:
+        return
     tasks = list(_tasks(config, max_rows))
     for where, task in tasks:
         try:

@@ -14,6 +14,7 @@ import difflib
 import functools
 import importlib.util
 import random
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,7 +25,10 @@ from slime.rollout.environments.rows import optional
 from slime.rollout.rewards.grading_worker import serve
 
 NAME = "ifbench"
+OLD_NAME = "slime.rollout.rm_hub.ifbench:compute_ifbench_reward"
 PACKAGE = "if_verifiable"
+
+_PROBE = "Here is a response. It has two sentences."
 
 #: Instructions of a row, by name and arguments.
 Task = list[tuple[str, dict[str, Any]]]
@@ -119,13 +123,24 @@ def check_task(task: Task) -> None:
             )
         try:
             with _same_draws(task):
-                _checkers()[name](name).build_description(**arguments)
+                checker = _checkers()[name](name)
+                checker.build_description(**arguments)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
-            raise UserError(
-                f"the instruction {name} does not take these arguments: {arguments!r:.200}",
-                why=f"{type(error).__name__}: {error}",
-                fix="see metadata['kwargs'] of its row",
-            ) from error
+            raise _unfit(name, arguments, error) from error
+        try:
+            checker.check_following(_PROBE)
+        except (TypeError, re.error) as error:  # arguments are missing, or are no pattern: met with every response
+            raise _unfit(name, arguments, error) from error
+        except (ArithmeticError, ValueError, AttributeError, LookupError):
+            pass  # of this response, or of data that `check_data` asks for
+
+
+def _unfit(name: str, arguments: dict[str, Any], error: Exception) -> UserError:
+    return UserError(
+        f"the instruction {name} does not take these arguments: {arguments!r:.200}",
+        why=f"{type(error).__name__}: {error}",
+        fix="see metadata['kwargs'] of its row",
+    )
 
 
 def check_data(names: Iterable[str]) -> None:

@@ -58,7 +58,7 @@ _HUB_NAMES = {
     "dapo": f"{_HUB}compute_score_dapo",
     "f1": f"{_HUB}f1_score",
     "gpqa": f"{_HUB}compute_gpqa_reward",
-    instructions.NAME: "slime.rollout.rm_hub.ifbench:compute_ifbench_reward",
+    instructions.NAME: instructions.OLD_NAME,
 }
 _READ_METADATA = frozenset({"gpqa", instructions.NAME})
 
@@ -77,7 +77,7 @@ def check_rm_type(rm_type: str) -> None:
         UserError: there is no such built-in reward (names the nearest), or its package is missing.
     """
     name = rm_type.removeprefix("boxed_")
-    if name == instructions.NAME:
+    if name == instructions.NAME and replaced(_HUB_NAMES[name]) is None:
         instructions.check_package()
     if name in RM_TYPES:
         return
