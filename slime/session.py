@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from slime import stacks
 from slime.cluster.launch import Generating
+from slime.cluster.ray_session import dead_daemons
 from slime.cluster.rollout_actor import RolloutResult
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.silence import own_actors, stopped_parts
@@ -203,9 +204,12 @@ class Session:
         self.saving.save(rollout_id, self.ages.recent_pushes(), self._not_logged)
 
     def may_begin_again(self, error: Exception) -> bool:
-        """Whether trainer ranks were lost, and --max-restarts are not used up; counts them."""
+        """Whether trainer ranks were lost, others can be started, and --max-restarts are not used up; counts them."""
         most = self.config.fault_tolerance.max_restarts
         if not self.cluster.lost_trainers(error) or self._restarts >= most:
+            return False
+        if dead := dead_daemons():
+            logger.error("Ray's %s has ended, without which no trainer can be started again", " and ".join(dead))
             return False
         self._restarts += 1
         logger.error("%s", error)

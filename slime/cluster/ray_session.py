@@ -107,6 +107,13 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     return True
 
 
+def dead_daemons() -> list[str]:
+    """Those of a Ray that this process has started without which it starts nothing any more: "raylet", "gcs_server"."""
+    local = ray._private.worker._global_node
+    needed = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+    return [kind for kind, _ in local.dead_processes() if kind in needed] if local is not None else []
+
+
 def _bring_a_token() -> None:
     """Where Ray finds no token for the cluster that it starts, it leaves one in the home folder, for good: every later
     ``ray start --head`` on this host then asks for it, and ``ray job submit``, which sends none by itself, is refused.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import ray
 from slime.cluster import ray_session
 from slime.config import make_config
 from slime.errors import UserError
+from tests.support.processes import ROOT
 
 
 @pytest.mark.parametrize("error", [Exception("The current node timed out during startup.\nmore"), KeyboardInterrupt()])
@@ -73,3 +76,25 @@ def test_what_a_local_ray_inherits_is_not_the_drivers(monkeypatch: pytest.Monkey
         assert os.environ["KEPT"] == os.environ["NEW"] == "its"
         raise KeyError
     assert os.environ["KEPT"] == "mine" and "NEW" not in os.environ
+
+
+_KILLED = """
+import os, psutil, ray, signal
+from slime.cluster.ray_session import dead_daemons
+from tests.support.processes import wait_until
+assert dead_daemons() == []
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+assert dead_daemons() == []
+[raylet] = [process for process in psutil.Process().children() if process.name() == "raylet"]
+raylet.kill()
+wait_until(lambda: dead_daemons() == ["raylet"], "its end")
+print("seen", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_raylet_that_is_killed_is_seen_at_once() -> None:
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, "-c", _KILLED]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
+    assert ran.stdout.endswith("seen\n"), ran.stderr[-2000:]

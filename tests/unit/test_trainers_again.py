@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slime import session
 from slime.cluster import run_cluster as module
 from slime.cluster.launch import Generating, connect
 from slime.cluster.run_cluster import Cluster
@@ -119,3 +120,21 @@ def test_a_router_that_dies_in_the_launch_is_asked_again_where_it_is_started_aga
     with nullcontext() if works else pytest.raises(RunFailed, match="connecting to the router"):
         connect(router.connect, router.explained, tolerant=tolerant)
     assert router.asked == 1 + tolerant
+
+
+# -- Ray's daemons ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dead", [[], ["raylet"]])
+def test_no_trainer_is_started_again_without_ray(
+    dead: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray would take the order, and never carry it out."""
+    monkeypatch.setattr(session, "dead_daemons", lambda: dead)
+    run: Any = SimpleNamespace(
+        config=make_config(rollout_batch_size=1, save="checkpoints", max_restarts=2),
+        cluster=SimpleNamespace(lost_trainers=lambda error: True),
+        _restarts=0,
+    )
+    assert session.Session.may_begin_again(run, RunFailed("trainer-0 died")) == (not dead)
+    assert ("Ray's raylet has ended" in caplog.text) == bool(dead)
