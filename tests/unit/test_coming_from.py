@@ -11,5 +11,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 
 
 def test_every_flag_of_the_page_exists() -> None:
-    named = set(re.findall(r"(?<![\w/])--([a-z][\w-]+)", PAGE.read_text(encoding="utf-8")))
+    text = re.sub(r"`ray [^`]*`", "", PAGE.read_text(encoding="utf-8"))  # Ray's own
+    named = set(re.findall(r"(?<![\w/])--([a-z][\w-]+)", text))
     assert len(named) > 40 and not sorted(named - set(spellings()))
