@@ -71,6 +71,8 @@ class Report:
         except Exception as error:  # the next case may work
             traceback.print_exc()
             row = {"error": f"{type(error).__name__}: {error}".strip()}
+        if row is not None and "error" not in row and self.seconds_left <= 0:
+            row["cut"] = "the time of --budget was over before its end"
         if row is not None:
             self.add(name, row)
 

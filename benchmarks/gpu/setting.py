@@ -213,7 +213,8 @@ def reward(args: Any, sample: Sample) -> float:
 def run_training(script: str, args: argparse.Namespace, model: Path, folder: Path, more: Sequence[str]) -> Stage:
     """``script`` (train.py, train_async.py) as users run it, on made-up prompts; the rows of its metrics.
 
-    Where the time of --budget ends first, and two steps have been done, it returns the rows until then.
+    Where the time of --budget ends first, and two steps have been done, it returns the rows until then
+    (`Report.case` marks the case as cut).
 
     Random weights answer with noise until the limit, so that every sample has the full length.
 
@@ -250,7 +251,6 @@ def run_training(script: str, args: argparse.Namespace, model: Path, folder: Pat
                     stage = read_run(folder / "run").stages[-1]
             if stage is None or sum("perf/step_time" in row for row in stage.rows) < 2:
                 raise
-            print(f"cut by --budget after {len(stage.rows)} rows", flush=True)
             return stage
     if status:
         for log in sorted((folder / "run" / "logs").glob("*.log")):
