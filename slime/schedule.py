@@ -183,17 +183,6 @@ class Ages:
         most = self._config.sync.max_staleness
         return most is None or rollout_id - self.trained_when(self.version) <= most
 
-    def oldest_version(self, rollout_id: int) -> int:
-        """The oldest weights whose samples this rollout may have under --max-staleness; 0 without: what an earlier one
-        finished and put back is not generated again for an age that nobody has forbidden, but counted (`metrics`)."""
-        most = self._config.sync.max_staleness
-        if most is None:
-            return 0
-        oldest = self.version
-        while oldest > 1 and rollout_id - self.trained_when(oldest - 1) <= most:
-            oldest -= 1
-        return oldest
-
     @property
     def newest_version(self) -> int:
         """The newest weights that training has reached, as it stands. Those behind them are of a future that a run gave
@@ -203,7 +192,22 @@ class Ages:
         return min(given_up, default=self.version + 1) - 1
 
     def versions(self, rollout_id: int) -> Versions:
-        return Versions(self.oldest_version(rollout_id), self.newest_version)
+        """Whose samples this rollout may have under --max-staleness. Without it any: what an earlier one finished and
+        put back is not generated again for an age that nobody has forbidden, but counted (`metrics`)."""
+        most = self._config.sync.max_staleness
+        if most is None:
+            return Versions(0, self.newest_version)
+
+        def is_young(version: int) -> bool:
+            return rollout_id - self.trained_when(version) <= most
+
+        oldest = known = min(self._trained_at_push)
+        stale = {version for version in range(known, self.version) if not is_young(version)}
+        while oldest in stale:
+            oldest += 1
+        while oldest == known and known > 1 and is_young(known - 1):  # by the interval, and so in order
+            oldest = known = known - 1
+        return Versions(oldest, self.newest_version, frozenset(version for version in stale if version > oldest))
 
     def metrics(self, versions: Mapping[int, int], trained: int) -> dict[str, float]:
         """``rollout/staleness/…`` of a batch that is trained on after ``trained`` others.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.report import Report, Row, at_least
-from benchmarks.gpu.setting import make_model, median, new_run_parser, run_training, workspace
+from benchmarks.gpu.setting import make_model, median, named_share, new_run_parser, run_training, workspace
 
 USEFUL = ("rollout_time", "log_probs_time", "ref_log_probs_time", "actor_train_time")
 
@@ -41,11 +41,11 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
 
 
 def breakdown(steps: list[dict[str, Any]]) -> Row:
-    """Median seconds by phase, and the median share of the useful ones."""
+    """Median seconds by phase, the median share of the useful ones, and the share of all that have a name."""
     names = sorted({name for row in steps for name in row if name.startswith("perf/") and name.endswith("_time")})
     seconds = {name.removeprefix("perf/"): median([row.get(name, 0.0) for row in steps]) for name in names}
     shares = [sum(row.get(f"perf/{name}", 0.0) for name in USEFUL) / row["perf/step_time"] for row in steps]
-    return {"useful_share": median(shares), "seconds": seconds}
+    return {"useful_share": median(shares), "named_share": named_share(steps), "seconds": seconds}
 
 
 if __name__ == "__main__":

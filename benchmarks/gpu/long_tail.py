@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.report import Report, Row, at_least
-from benchmarks.gpu.setting import ROOT, make_model, new_run_parser, run_training, workspace
+from benchmarks.gpu.setting import ROOT, make_model, named_share, new_run_parser, run_training, workspace
 from slime.samples.types import Sample
 
 WAYS = ("turns", "async")
@@ -111,6 +111,7 @@ def shares(rows: Sequence[dict[str, Any]], gpus: int) -> Row:
         "steps per hour": 3600 / per_step,
         "trainer idle": 1 - at_work / seconds,
         "engines idle": mean("perf/engines_idle_ratio"),
+        "in phases with a name": named_share(steps),
         "response tokens": mean("rollout/response_len/mean"),
         "response tokens, longest": max(row.get("rollout/response_len/max", 0.0) for row in steps),
         "staleness": mean("rollout/staleness/mean"),

@@ -26,6 +26,7 @@ from slime.engines.launch import EnginePlace, LaunchSpec
 from slime.engines.router import router_command
 from slime.errors import UserError
 from slime.host import num_gpus, reserve_port
+from slime.observe.console import phase_seconds
 from slime.observe.run_data import Stage, read_run
 from slime.samples.types import Sample
 
@@ -265,6 +266,12 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
     prefix = "--sglang-" if args.engine == "sglang" else "--"
     words = args.engine_flags.split()
     return [prefix + word.removeprefix("--") if word.startswith("--") else word for word in words]
+
+
+def named_share(steps: Sequence[dict[str, Any]]) -> float:
+    """Share of the time of these steps that was in phases with a name."""
+    named = sum(sum(phase_seconds(row).values()) for row in steps)
+    return float(named / sum(row["perf/step_time"] for row in steps))
 
 
 def median(values: Sequence[float]) -> float:

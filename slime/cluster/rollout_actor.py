@@ -142,7 +142,7 @@ class RolloutActor:
 
             output = await sft_rollout(self.config, self.source, self.tokenizer, rollout_id)
         else:
-            output = await self.loop.generate_batch(rollout_id, *versions)
+            output = await self.loop.generate_batch(rollout_id, versions)
         groups: list[Group] = output.samples
         metrics = dict(output.metrics or {})
         generated = time.perf_counter()

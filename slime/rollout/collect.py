@@ -30,7 +30,7 @@ from slime.rollout.group_run import Activity, GroupRun
 from slime.rollout.journal import Journal, Kind, drawn_as
 from slime.rollout.returned import wrong_group
 from slime.rollout.watchdog import RolloutStalled, Watchdog
-from slime.samples.types import Sample, SampleStatus
+from slime.samples.types import ANY_VERSION, Sample, SampleStatus, Versions
 
 logger = get_logger(__name__)
 
@@ -89,7 +89,7 @@ class Collector:
         max_failed_fraction: of ``target``; at least one group may fail.
         abort_timeout: seconds for engines and generate functions to stop at the end.
         journal: what it has of a drawn group takes its place, and what becomes of each is written there.
-        oldest_version: of weights; a group with tokens of older ones is stale. newest_version: see `Journal.restore`.
+        versions: of weights; a group with tokens of others is stale. For the newest see `Journal.restore`.
         stale_samples: what becomes of such a group, see the flag.
     """
 
@@ -108,12 +108,11 @@ class Collector:
         stall_timeout: float = 600.0,
         abort_timeout: float = ABORT_SECONDS,
         journal: Journal | None = None,
-        oldest_version: int = 0,
-        newest_version: int | None = None,
+        versions: Versions = ANY_VERSION,
         stale_samples: str = "requeue",
     ) -> None:
-        self._journal, self._oldest_version, self._stale_samples = journal, oldest_version, stale_samples
-        self._newest_version = None if deterministic else newest_version
+        self._journal, self._versions, self._stale_samples = journal, versions, stale_samples
+        self._newest_version = None if deterministic else versions.newest
         self._corrected: set[int] = set()  # by GroupRun.order
         self.runner, self.source, self.client = runner, source, runner.state.client
         self.target, self.draw_size, self.group_size = target, draw_size, group_size
@@ -226,8 +225,9 @@ class Collector:
     # -- too old -------------------------------------------------------------------------------------------
 
     def _is_stale(self, run: GroupRun) -> bool:
-        version = run.to_group().oldest_weight_version()
-        return version is not None and version < self._oldest_version and run.order not in self._corrected
+        return run.order not in self._corrected and (
+            self._versions.stale_among(run.to_group().weight_versions()) is not None
+        )
 
     def _takes_stale(self, run: GroupRun) -> bool:
         """Whether a drawn group that is stale is taken up all the same: as it is, or from its prompt."""
@@ -255,7 +255,7 @@ class Collector:
         if self._drops_in_a_row >= self._most_drops:
             raise UserError(
                 f"{self._drops_in_a_row} groups in a row were generated with tokens older than --max-staleness allows",
-                why=f"weights {self._oldest_version} and newer are young enough; the generate function brings others",
+                why=f"weights {self._versions.oldest} and newer are young enough; the generate function brings others",
                 fix="leave older tokens out there, or pass --stale-samples correct, which trains on them",
             )
         self._decide(run, Verdict.STALE if self._stale_samples == "drop" else Verdict.AGAIN)

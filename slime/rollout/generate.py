@@ -35,7 +35,7 @@ from slime.models import family_of
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, without_repeated_end
 from slime.rollout.continued import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
-from slime.samples.types import Sample, SampleStatus
+from slime.samples.types import ANY_VERSION, Sample, SampleStatus, Versions
 
 logger = get_logger(__name__)
 
@@ -55,8 +55,7 @@ class GenerateState:
         sampling_params: defaults of this rollout; each request gets a copy of its own.
         max_context_len: most tokens of prompt plus response, None for no limit but the engine's.
         deterministic: requests carry a seed made from ``rollout_seed`` and the sample's index.
-        oldest_version: of weights; what older ones have begun is stale (--stale-samples).
-        newest_version: that training has reached, as it stands; None: not known.
+        versions: of weights; what others have begun is stale (--stale-samples).
         end_tokens: that end an answer unless ``ignore_eos`` is set.
         request_tokens: most new tokens to ask for in one request; a longer answer takes several.
         routed_experts: ask the engine which experts it used, for the trainer to use them again.
@@ -75,8 +74,7 @@ class GenerateState:
     max_context_len: int | None = None
     deterministic: bool = False
     rollout_seed: int = 0
-    oldest_version: int = 0
-    newest_version: int | None = None
+    versions: Versions = ANY_VERSION
     end_tokens: frozenset[int] = frozenset()
     request_tokens: int | None = None
     routed_experts: bool = False

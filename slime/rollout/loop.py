@@ -53,7 +53,7 @@ from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metr
 from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.user_rollouts import call_rollout_fn, check_age, replaced_evaluation, validate_groups
 from slime.rollout.watchdog import Watchdog
-from slime.samples.types import Sample
+from slime.samples.types import ANY_VERSION, Sample, Versions
 from slime.user_calls import WatchedLoop, watch_loop
 
 logger = get_logger(__name__)
@@ -188,7 +188,7 @@ class RolloutLoop:
 
     @contextlib.asynccontextmanager
     async def _session(
-        self, *, alone: bool, evaluation: bool = False, oldest_version: int = 0
+        self, *, alone: bool, evaluation: bool = False, versions: Versions = ANY_VERSION
     ) -> AsyncIterator[GenerateState]:
         """The state of one rollout or evaluation, bound for generate functions and for `generate_rollout`.
 
@@ -209,7 +209,7 @@ class RolloutLoop:
                     max_context_len=context_limit(rollout.rollout_max_context_len, self.config.train.seq_length),
                     deterministic=rollout.deterministic,
                     rollout_seed=rollout.rollout_seed,
-                    oldest_version=oldest_version,
+                    versions=versions,
                     end_tokens=self._end_tokens,
                     request_tokens=rollout.rollout_request_tokens,
                     routed_experts=self.config.train.use_rollout_routing_replay,
@@ -228,20 +228,18 @@ class RolloutLoop:
 
     # -- training ------------------------------------------------------------------------------------------
 
-    async def generate_batch(
-        self, rollout_id: int, oldest_version: int = 0, newest_version: int | None = None
-    ) -> RolloutFnTrainOutput:
+    async def generate_batch(self, rollout_id: int, versions: Versions = ANY_VERSION) -> RolloutFnTrainOutput:
         """``rollout_batch_size`` groups with rewards, sorted by sample index, and their metrics.
 
         Args:
-            oldest_version, newest_version: of weights, see `GenerateState`.
+            versions: of weights, see `GenerateState`.
         Raises:
             UserError: see `Collector.collect`; or what a custom rollout function returned does not fit.
         """
         custom = _custom_function(self.args.rollout_function_path) or replaced(f"{_OLD}generate_rollout")
         alone = custom is not None or self.config.rollout.deterministic
-        async with self._session(alone=alone, oldest_version=oldest_version) as state:
-            started, state.newest_version = time.monotonic(), newest_version
+        async with self._session(alone=alone, versions=versions) as state:
+            started = time.monotonic()
             if custom is None:
                 output = await self.generate_built_in(rollout_id, state, self.source)
             else:
@@ -254,7 +252,7 @@ class RolloutLoop:
             origin = self.args.rollout_function_path or "the rollout"
             validate_groups(output.samples, origin)
             if custom is not None and self.config.sync.stale_samples != "correct":
-                check_age(output.samples, origin, oldest_version)
+                check_age(output.samples, origin, versions)
             seconds = time.monotonic() - started
 
             def measure(samples: list[Sample]) -> dict[str, float]:
@@ -288,8 +286,7 @@ class RolloutLoop:
             max_failed_fraction=self.config.rollout.rollout_max_failed_fraction,
             stall_timeout=self.config.rollout.rollout_stall_timeout,
             journal=self._journal,
-            oldest_version=state.oldest_version,
-            newest_version=state.newest_version,
+            versions=state.versions,
             stale_samples=self.config.sync.stale_samples,
         )
         state.progress, state.waits = collector.progress, lambda: collector.watchdog.words

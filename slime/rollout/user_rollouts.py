@@ -10,7 +10,7 @@ from slime.hook_loading import call_hook, failures_of
 from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutFunction
 from slime.legacy_paths import replaced
 from slime.samples.groups import groups_from_nested
-from slime.samples.types import Group
+from slime.samples.types import Group, Versions
 
 
 async def call_rollout_fn(
@@ -56,18 +56,17 @@ def validate_groups(groups: list[Group], origin: str) -> None:
     groups.sort(key=lambda group: min((s.index for s in group.samples if s.index is not None), default=group.index))
 
 
-def check_age(groups: list[Group], origin: str, oldest_version: int) -> None:
+def check_age(groups: list[Group], origin: str, versions: Versions) -> None:
     """What a rollout function of the user's own returns must be new enough; the built-in one sees to that itself.
 
     Raises:
-        UserError: a sample of older weights.
+        UserError: a sample of weights that are too old.
     """
     for group in groups:
-        version = group.oldest_weight_version()
-        if version is not None and version < oldest_version:
+        if (version := versions.stale_among(group.weight_versions())) is not None:
             raise UserError(
                 f"{origin} returned group {group.index} with tokens of weights {version}",
-                why=f"--max-staleness allows for {oldest_version} and newer",
+                why=f"--max-staleness allows for {versions.oldest} and newer",
                 fix="leave older ones out (rollout_log_probs and token_spans tell), raise --max-staleness, or pass"
                 " --stale-samples correct",
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple
@@ -412,6 +413,11 @@ class Group:
         versions = [sample.oldest_weight_version() for sample in self.samples]
         return min((version for version in versions if version is not None), default=None)
 
+    def weight_versions(self) -> set[int]:
+        """Of all tokens that have one."""
+        spans = (span for sample in self.samples for span in sample.token_spans)
+        return {span.weight_version for span in spans if span.weight_version is not None}
+
 
 class Versions(NamedTuple):
     """Of the weights that samples of a rollout may have.
@@ -420,10 +426,17 @@ class Versions(NamedTuple):
         oldest: what older ones have begun is stale.
         newest: that training has reached; what an earlier life of the run has finished with newer ones does not count.
             None: not known.
+        stale: newer ones than the oldest that are stale all the same: a run that has gone back to a checkpoint pushes
+            weights of earlier steps under later numbers.
     """
 
     oldest: int = 0
     newest: int | None = None
+    stale: frozenset[int] = frozenset()
+
+    def stale_among(self, versions: Iterable[int]) -> int | None:
+        """The oldest of these that is stale; None where none is."""
+        return min((v for v in versions if v < self.oldest or v in self.stale), default=None)
 
 
 ANY_VERSION = Versions()

@@ -22,6 +22,7 @@ from slime.engines.api import GenerateResult
 from slime.loop import train_on
 from slime.rollout.collect import Collected, Collector
 from slime.rollout.execution import GroupRunner
+from slime.samples.types import Versions
 from slime.schedule import Ages, Schedule
 from tests.support.fake_engine import answer
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, make_state
@@ -66,7 +67,7 @@ class Session:
             self.loop.close()
         return self.trained
 
-    async def _generate(self, rollout_id: int, oldest_version: int) -> Collected:
+    async def _generate(self, rollout_id: int, versions: Versions) -> Collected:
         with self.client.beside() as client:
             state = make_state(client, max_new_tokens=MOST_TOKENS)
             collector = Collector(
@@ -75,7 +76,7 @@ class Session:
                 target=TARGET,
                 draw_size=self.draw_size,
                 group_size=GROUP_SIZE,
-                oldest_version=oldest_version,
+                versions=versions,
             )
             return await collector.collect()
 
@@ -83,7 +84,7 @@ class Session:
         return self.ages.may_start(rollout_id)
 
     def start_generating(self, rollout_id: int) -> asyncio.Task[Collected]:
-        return self.loop.create_task(self._generate(rollout_id, self.ages.oldest_version(rollout_id)))
+        return self.loop.create_task(self._generate(rollout_id, self.ages.versions(rollout_id)))
 
     def collect(self, generating: asyncio.Task[Collected]) -> Collected:
         return self.loop.run_until_complete(generating)

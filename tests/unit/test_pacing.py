@@ -159,7 +159,31 @@ def test_the_oldest_weights_that_a_rollout_may_have(
     ages = Ages(make_config(rollout_batch_size=1, **flags))
     for version, trained in trained_at.items():
         ages.pushed(version, trained)
-    assert ages.oldest_version(rollout_id) == expected
+    assert ages.versions(rollout_id)[::2] == (expected, frozenset())
+
+
+def test_weights_of_later_steps_than_those_that_a_run_has_gone_back_to() -> None:
+    """The third weights are of the second step, then the run began again behind the first: what the third ones have
+    finished for the rollout behind the second step is as young as what the fifth would make."""
+    ages = Ages(make_config(rollout_batch_size=1, max_staleness=1))
+    for version, trained in {1: 0, 2: 1, 3: 2, 4: 1, 5: 2}.items():
+        ages.pushed(version, trained)
+    assert ages.versions(3) == (3, 5, {4})
+    assert ages.versions(2) == (2, 5, set()) and ages.versions(4) == (5, 5, set())
+    assert ages.versions(3).stale_among([3, 5]) is None
+    assert ages.versions(3).stale_among([5, 4, 3]) == 4 and ages.versions(3).stale_among([2, 4]) == 2
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=12), st.integers(0, 3), st.integers(0, 8))
+def test_weights_are_stale_by_the_steps_that_they_are_of(trained: list[int], most: int, rollout_id: int) -> None:
+    """Whatever checkpoints the run has gone back to between its pushes."""
+    ages = Ages(make_config(rollout_batch_size=1, max_staleness=most))
+    for number, step in enumerate(trained):
+        ages.pushed(number + 1, step)
+    versions = ages.versions(rollout_id)
+    for number, step in enumerate(trained[:-1]):
+        assert (versions.stale_among([number + 1]) is not None) == (rollout_id - step > most)
+    assert versions.stale_among([len(trained)]) is None, "what engines have is not refused: `may_start` sees to it"
 
 
 def test_samples_that_are_too_old_all_the_same_are_counted() -> None:

@@ -20,7 +20,7 @@ from slime.rollout.collect import Collected, Collector
 from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import sample_seed
 from slime.rollout.watchdog import RolloutStalled, Watchdog
-from slime.samples.types import Sample, SampleStatus
+from slime.samples.types import Sample, SampleStatus, Versions
 from tests.support import rollout_hooks
 from tests.support.fake_engine import answer
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, hook_args, make_state
@@ -74,7 +74,7 @@ class Setup:
                 deterministic=self.deterministic,
                 partial_rollout=self.partial_rollout,
                 max_failed_fraction=self.max_failed_fraction,
-                oldest_version=0 if self.max_age is None else rollout_id + 1 - self.max_age,
+                versions=Versions(0 if self.max_age is None else rollout_id + 1 - self.max_age),
                 stale_samples=self.stale_samples,
             )
             results.append(await collector.collect())

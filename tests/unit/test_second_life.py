@@ -13,7 +13,7 @@ from slime.config import make_config
 from slime.rollout.collect import Collected, Collector
 from slime.rollout.execution import GroupRunner
 from slime.rollout.journal import Journal, Kind, drawn_as
-from slime.samples.types import Sample
+from slime.samples.types import Sample, Versions
 from slime.schedule import Ages
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, make_state
 from tests.support.journals import drawn, generated, note, restored
@@ -42,7 +42,7 @@ class Life:
                 dynamic_filter=lambda args, samples, **_: samples[0].group_index not in self.dropped,
                 deterministic=self.deterministic,
                 journal=self.journal,
-                newest_version=newest,
+                versions=Versions(newest=newest),
             )
             return await collector.collect()
 
@@ -95,7 +95,7 @@ def test_weights_of_a_future_that_was_given_up_are_not_reached() -> None:
     ages.pushed(4, 1)
     assert ages.versions(1).newest == 2, "3 has learnt from what is generated anew"
     ages.pushed(5, 2)
-    assert ages.versions(2) == (0, 5)
+    assert ages.versions(2)[:2] == (0, 5)
 
 
 def test_a_later_record_does_not_hide_an_earlier_one(tmp_path: Path) -> None:
