@@ -5,7 +5,7 @@
 
 Each run has --use-fault-tolerance and --max-restarts; a point is PART:kill or PART:freeze. A run that ends of one is
 taken up again with `slime resume`. A point is survived when two more steps are done. In the end each step must be there
-once, and no group may have been generated twice: its rewards are counted.
+once, and no group may have been generated twice: its rewards are counted, also where --budget ends before all points.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.gpu.report import Report, Row, at_least, at_most
+from benchmarks.gpu.report import BudgetSpent, Report, Row, at_least, at_most
 from benchmarks.gpu.setting import ROOT, engine_flags, make_model, new_run_parser, workspace
 from slime.samples.types import Sample
 
@@ -175,6 +175,9 @@ def measure(args: argparse.Namespace, folder: Path, way: str, report: Report) ->
             part, how = point.split(":")
             report.add(f"{way}: {point}", hit(run, part, how, draw))
             survived += 1
+    except BudgetSpent:
+        if not survived:
+            raise
     finally:
         run.end()
         print(run.log(60), flush=True)
