@@ -16,7 +16,6 @@ ends the program without them.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import stat
 import threading
@@ -69,7 +68,8 @@ class StopSignals:
                 if before is not signal.SIG_IGN:
                     self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's
                     signal.signal(number, handler)
-            self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # as the writing end must be
+            os.set_blocking(self._pipe[0], True)
             self._before_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             threading.Thread(target=self._stand_by, name="stop", args=(self._pipe[0],), daemon=True).start()
         return self
@@ -122,7 +122,6 @@ class StopSignals:
     def _hears(self, pipe: int) -> bool:
         """Wait for one of the signals; false at the end of the context."""
         while True:
-            select.select([pipe], [], [])
             numbers = set(os.read(pipe, 64))
             if not numbers or numbers & set(self._before):
                 return bool(numbers)

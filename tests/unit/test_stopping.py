@@ -180,9 +180,11 @@ def test_what_hangs_is_left_with_the_right_status(
 
 
 _BLOCKED = """
-import os, signal, sys, time
+import os, resource, signal, sys, time
 from slime import stopping
 
+resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+files = [os.dup(0) for _ in range({files})]
 stopping._BLOCKED_SECONDS = 0.2
 with stopping.StopSignals() as signals:
     signals.blocks = lambda: {who!r}
@@ -193,9 +195,15 @@ print("ended by itself")
 """
 
 
-@pytest.mark.parametrize(("who", "status", "said"), [("pid 7", 1, "gave up on pid 7"), ("", 0, "ended by itself\n")])
-def test_an_end_that_somebody_blocks_takes_place(who: str, status: int, said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _BLOCKED.format(who=who)], capture_output=True, text=True, timeout=60, cwd=ROOT
-    )
+@pytest.mark.parametrize(
+    ("who", "files", "status", "said"),
+    [
+        ("pid 7", 0, 1, "gave up on pid 7"),
+        ("pid 7", 1100, 1, "gave up on pid 7"),  # descriptors beyond what select() can wait for
+        ("", 0, 0, "ended by itself\n"),
+    ],
+)
+def test_an_end_that_somebody_blocks_takes_place(who: str, files: int, status: int, said: str) -> None:
+    script = _BLOCKED.format(who=who, files=files)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.returncode, done.stdout) == (status, said), done.stderr
