@@ -150,8 +150,13 @@ class Saving:
         on_disk = self.last == trained and (root is None or is_saved(Path(root), trained))
         return "" if on_disk else f"rollout {trained}"
 
-    def settle(self, signals: StopSignals) -> None:
-        """Give the checkpoint that --async-save is writing time to become whole."""
+    def settle(self, signals: StopSignals | None = None) -> None:
+        """Give the checkpoint that --async-save is writing time to become whole.
+
+        Args:
+            signals: of a run that ends, which what came before asked for; None where it goes on, and where whoever asks
+                for its end meanwhile is to be heard.
+        """
         flags, rollout_id = self._flags, self.last
         if not (flags.async_save and flags.save) or rollout_id is None or is_saved(Path(flags.save), rollout_id):
             return
@@ -160,7 +165,8 @@ class Saving:
             "the checkpoint of rollout %d is still being written: waiting for it, %.0f s at most; Ctrl-C gives it up",
             rollout_id, _SETTLE_SECONDS,
         )  # fmt: skip
-        signals.taken_up()
+        if signals is not None:
+            signals.taken_up()
         try:
             self._cluster.settle_save(lambda: is_saved(root, rollout_id), _SETTLE_SECONDS)
         except KeyboardInterrupt:

@@ -86,7 +86,7 @@ class Session:
         self._last_trained: int | None = None
         self._not_logged: dict[str, float] = {}
         self._beside: _Beside | None = None
-        self._restarts = 0
+        self._restarts, self._begins_again = 0, False
         self._state, self._was_launched = "failed", False
         signals.would_lose = lambda: self.saving.would_lose(self._last_trained)
         signals.blocks, signals.gives_up = self._who_blocks_the_end, self._give_up
@@ -211,8 +211,10 @@ class Session:
         if dead := dead_daemons():
             logger.error("Ray's %s has ended, without which no trainer can be started again", " and ".join(dead))
             return False
-        self._restarts += 1
         logger.error("%s", error)
+        if self.signals.requested():  # whoever stops a run may have signalled its ranks, too
+            raise StopRequested("a trainer died as the run was to stop") from error
+        self._restarts += 1
         logger.warning("the trainer is started again, %d of %d times (--max-restarts)", self._restarts, most)
         return True
 
@@ -220,8 +222,9 @@ class Session:
         """Start lost trainer ranks from the newest checkpoint, and go on from there. The metrics of the steps since are
         dropped, as they will be logged again."""
         began = time.monotonic()
+        self._last_trained, self._not_logged, self._begins_again = None, {}, True  # no rank has these weights any more
         with self.sinks.phase("launch"):
-            self.saving.settle(self.signals)
+            self.saving.settle()
             self.saving.discard_unfinished()
             start = self.cluster.restart_trainers(self.ages.version)
         schedule, first = self.schedule, start.start_rollout_id
@@ -231,7 +234,7 @@ class Session:
         saved = start.extra_state.get("metrics")
         self.finish_evaluation()  # its row goes with those that are dropped, where its step is done again
         self.sinks.begin(first, schedule.num_rollout, time.monotonic() - began, saved)
-        self._last_trained, self._not_logged = None, {}
+        self._begins_again = False
         self.saving.begin()
         self.update_weights()
         self.cluster.turns()
@@ -312,7 +315,7 @@ class Session:
 
     def _weights_then(self) -> str:
         last = f"version {version} was pushed last" if (version := self.ages.version) else "none were pushed"
-        return f"weights: {last}, {self.step} rollouts are trained on"
+        return f"weights: {last}" + (f", {self.step} rollouts are trained on" if not self._begins_again else "")
 
     def interrupted(self) -> None:
         """After Ctrl-C: leave, but not without a checkpoint that is nearly there."""
@@ -336,7 +339,7 @@ class Session:
 
             keep_failed_step(error, folder, self.config, lambda: self.cluster.failed_step())
         self.saving.settle(self.signals)
-        has_steps = self._last_trained is not None or self.schedule.start_rollout_id > 0
+        has_steps = self._last_trained is not None or self.schedule.start_rollout_id > 0 or self._restarts > 0
         if has_steps and (to_go_on := self.saving.to_go_on()):
             error.add_note(to_go_on)
         where = f"details: {folder or 'not written, see above'}; report: {self.run.report_path}"
@@ -357,8 +360,10 @@ class Session:
             return
         name = f"{self.run.stage}: " if self.run.stage else ""
         length, saving, flags = self.schedule.num_rollout, self.saving, self.config.checkpoint
-        lines = [f"{name}{self._state}" + (f", {self.step} of {length} steps" if length else "")]
-        if (self._last_trained is not None or saving.model) and not self.config.debug.debug_rollout_only:
+        stands = f", {self.step} of {length} steps" if length else ""
+        lines = [f"{name}{self._state}" + (", as the trainer was started again" if self._begins_again else stands)]
+        has_trained = self._last_trained is not None or self._restarts > 0
+        if (has_trained or saving.model) and not self.config.debug.debug_rollout_only:
             newest = saving.newest()
             lines += [f"  model: {saving.model}"] if saving.model else []
             lines += [f"  checkpoint: {newest}"] if newest else []

@@ -217,14 +217,16 @@ class Cluster:
         """Without trainers, as long as engines answer. What is called newer than what was ``pushed`` last, since a push
         was under way that will not come to its end, is of no weights that ever were, and is forgotten."""
         self._lacks_trainers = True
-        for generating in list(self._generating.values()):
-            try:
-                self.collect(generating)
-            except NobodyAnswers:
-                there(self._rollout).give_up(self._generating.pop(generating.rollout_id).rollout_id)
-            if pushed is not None:
-                there(self._rollout).forget_newer(generating.rollout_id, pushed)
-        self._lacks_trainers = False
+        try:
+            for generating in list(self._generating.values()):
+                try:
+                    self.collect(generating)
+                except NobodyAnswers:
+                    there(self._rollout).give_up(self._generating.pop(generating.rollout_id).rollout_id)
+                if pushed is not None:
+                    there(self._rollout).forget_newer(generating.rollout_id, pushed)
+        finally:
+            self._lacks_trainers = False
 
     def _make_engines(self, slots: Slots) -> Engines | None:
         if not self.plan.has_engines:
@@ -318,8 +320,7 @@ class Cluster:
             raise
 
     def turns(self) -> dict[str, float]:
-        """What happened besides since the last call: handing memory over between trainer and engines
-        (``perf/sleep_time``, …), restarts of engines."""
+        """What happened besides since the last call: memory handed over (``perf/sleep_time``, …), engines restarted."""
         found = self._turns.metrics() if self._turns is not None else {}
         return found | (self._engines.metrics() if self._engines is not None else {})
 
@@ -387,8 +388,7 @@ class Cluster:
                 self._trainers.finish_saving()
 
     def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None:
-        """After a failure: let the ranks finish what --async-save is writing, at most until it ``is_saved``, a SIGTERM,
-        or so many seconds have passed. Raises as `Trainers.settle_save`."""
+        """`Trainers.settle_save` until what --async-save writes ``is_saved``, a SIGTERM, or so many seconds later."""
         end = time.monotonic() + seconds
         if self._trainers is not None:
             self._trainers.settle_save(lambda: is_saved() or self._should_stop() or time.monotonic() > end)

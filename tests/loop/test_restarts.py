@@ -3,7 +3,9 @@ never been."""
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from slime.cluster.silence import stopped_parts
 from slime.cluster.waiting import ActorDied
+from tests.support.processes import Driver, StartHeld, World, wait_until, wait_while_running
 from tests.support.runs import Run, RunResult
 
 pytestmark = pytest.mark.slow
@@ -104,3 +107,58 @@ def test_a_users_source_goes_back_with_the_trainer(run: Run, deterministic: Any,
     result = run(name, *deterministic(name), *flags, *_DIES, "--max-restarts", 2)
     assert not list(root.parent.glob("die-*")), "it died twice"
     assert [sample.index for k in range(4) for sample in result.samples(k)] == list(range(4 * 16))
+
+
+# -- asked to stop meanwhile -----------------------------------------------------------------------------------
+
+
+def stopped(driver: Driver) -> str:
+    """The name of the newest checkpoint of a run that ended as it was asked to."""
+    assert driver.end() == 0 and "Traceback" not in driver.stderr, driver.stderr
+    assert json.loads((driver.path / "run.json").read_text())["stages"][""]["state"] == "stopped"
+    return max(path.name for path in (driver.path / "checkpoints").glob("iter_*"))
+
+
+@pytest.mark.full
+def test_nothing_is_saved_of_ranks_that_stand_at_an_older_checkpoint(
+    start_held: StartHeld, hold: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """SIGTERM while the new trainer has loaded rollout 1 and waits for what is being generated; rollout 2 was trained
+    on by the one that died."""
+    world = World.create(tmp_path_factory.mktemp("stopped"))
+    path = world.outputs / "again"
+    path.mkdir(parents=True)
+    (hold / "hold-request-4").touch()
+    (path / "die-3").touch()
+    words = world.resumable(
+        "again", "--deterministic-rollout", "--custom-rm-path", "tests.support.hold.reward_and_count"
+    )
+    words = [word for word in words if word != "--colocate"]
+    words += ["--no-colocate", "--num-rollout", "8", "--save-interval", "2", "--max-restarts", "2", *_DIES]
+    words += ["--custom-generate-function-path", "tests.support.hold.generate"]
+    driver = start_held(words, path, "train_async.py")
+    log = path / "logs" / "trainer-0.log"
+    wait_while_running(driver, lambda: "is started again" in driver.stderr, "the restart")
+    wait_while_running(driver, lambda: log.read_text().count("iter_0000001") > 0, "the checkpoint is loaded")
+    driver.signal(signal.SIGTERM)
+    assert stopped(driver) == "iter_0000001"
+    assert "stopped, as the trainer was started again" in driver.stderr, driver.stderr
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_of_what_stops_the_run_is_not_started_again(
+    start_held: StartHeld, hold: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    world = World.create(tmp_path_factory.mktemp("both"))
+    path = world.outputs / "both"
+    path.mkdir(parents=True)
+    (hold / "hold-2").touch()
+    words = world.resumable("both", "--deterministic-rollout", "--custom-rm-path", "tests.support.hold.reward")
+    words += ["--num-rollout", "6", "--save-interval", "2", "--max-restarts", "2", *_DIES]
+    driver = start_held(words, path, "train.py")
+    wait_while_running(driver, (hold / "held-2").exists, "the third rollout")
+    (path / "die-2").write_text(str(driver.process.pid))
+    (hold / "hold-2").unlink()
+    wait_until(lambda: not (path / "die-2").exists(), "the rank dies")
+    assert stopped(driver) == "iter_0000001"
+    assert "is started again" not in driver.stderr, driver.stderr

@@ -94,10 +94,14 @@ def _note_environment(who: str) -> None:
 
 def die_once(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
     """--custom-megatron-before-train-step-hook-path: the trainer rank kills itself, or stops, before it trains on the
-    rollout that a file beside --save names, die-<k> or stop-<k>; once."""
+    rollout that a file beside --save names, die-<k> or stop-<k>; once. With the driver's pid in that file it asks the
+    run to stop before, as a scheduler does that signals all processes of a job."""
     for word, number in (("die", signal.SIGKILL), ("stop", signal.SIGSTOP)):
         marker = Path(args.save).parent / f"{word}-{rollout_id}"
         if marker.exists():
+            if driver := marker.read_text():
+                os.kill(int(driver), signal.SIGTERM)
+                time.sleep(0.3)
             marker.unlink()
             os.kill(os.getpid(), number)
 
