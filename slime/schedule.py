@@ -4,7 +4,7 @@ samples become by that."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from slime.config.config import Config
 from slime.errors import UserError
@@ -125,21 +125,34 @@ class Ages:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._trained_at_push: dict[int, int] = {}
-        self.version = 0
+        self._first = self.version = 0
+        self._trained: list[int] = []
+        """Rollouts trained on at each push, from that of version `_first` on, without a gap."""
+        self._most: list[int] = []
+        """The most of these up to each push: where it is few, no version before is of more."""
 
     def pushed(self, version: int, trained: int) -> None:
         """Weights with this number were pushed after ``trained`` rollouts of the run had been trained on."""
         self.version = version
-        self._trained_at_push[version] = trained
+        if not self._trained or version < self._first:
+            self._first, self._trained, self._most = version, [], []
+        del self._trained[version - self._first :], self._most[version - self._first :]  # of a life that ended before
+        for number in range(self._first + len(self._trained), version + 1):
+            self._trained.append(trained if number == version else self.trained_when(number))
+            self._most.append(max(self._trained[-1], self._most[-1] if self._most else self._trained[-1]))
 
     def remember(self, pushes: Mapping[int, int]) -> None:
-        """What a checkpoint kept of `recent_pushes`."""
-        self._trained_at_push = {**pushes, **self._trained_at_push}
+        """What is known of earlier launches, from a checkpoint (`recent_pushes`) and from the run folder."""
+        version, known = self.version, {**pushes, **dict(enumerate(self._trained, self._first))}
+        self._trained = []
+        for number, trained in sorted(known.items()):
+            self.pushed(number, trained)
+        self.version = version
 
     def recent_pushes(self) -> dict[int, int]:
-        """Version → rollouts trained on when it was pushed, for the checkpoint; samples of older ones are rare."""
-        return dict(sorted(self._trained_at_push.items())[-_PUSHES_KEPT:])
+        """Version → rollouts trained on when it was pushed (`trained_when`), for the checkpoint; samples of older ones
+        are rare."""
+        return dict(list(enumerate(self._trained, self._first))[-_PUSHES_KEPT:])
 
     def trained_when(self, version: int) -> int:
         """Rollouts that had been trained on when ``version`` was pushed.
@@ -154,14 +167,12 @@ class Ages:
             >>> [ages.trained_when(version) for version in range(1, 6)]
             [0, 2, 4, 6, 3]
         """
-        known, interval = self._trained_at_push, self._config.sync.update_weights_interval
-        if version in known:
-            return known[version]
-        before = max((each for each in known if each < version), default=None)
-        if before is not None:
-            return (known[before] // interval + version - before) * interval
-        first = min(known)
-        return known[first] - (first - version) * interval
+        interval, index = self._config.sync.update_weights_interval, version - self._first
+        if index < 0:
+            return self._trained[0] + index * interval
+        if index < len(self._trained):
+            return self._trained[index]
+        return (self._trained[-1] // interval + index + 1 - len(self._trained)) * interval
 
     @property
     def _checked_against(self) -> int | None:
@@ -183,31 +194,31 @@ class Ages:
         most = self._config.sync.max_staleness
         return most is None or rollout_id - self.trained_when(self.version) <= most
 
-    @property
-    def newest_version(self) -> int:
-        """The newest weights that training has reached, as it stands. Those behind them are of a future that a run gave
-        up when it began again at an older checkpoint."""
-        now = self.trained_when(self.version)
-        given_up = (version for version, trained in self._trained_at_push.items() if trained > now)
-        return min(given_up, default=self.version + 1) - 1
-
     def versions(self, rollout_id: int) -> Versions:
         """Whose samples this rollout may have under --max-staleness. Without it any: what an earlier one finished and
         put back is not generated again for an age that nobody has forbidden, but counted (`metrics`)."""
-        most = self._config.sync.max_staleness
+        most, now = self._config.sync.max_staleness, self.trained_when(self.version)
+        ahead = frozenset(version for version, trained in self._back_to(now + 1) if trained > now)
         if most is None:
-            return Versions(0, self.newest_version)
+            return Versions(0, self.version, ahead=ahead)
+        oldest, stale = self.version, set[int]()
+        for version, trained in self._back_to(rollout_id - most):
+            if abs(rollout_id - trained) <= most:
+                oldest = version
+            else:
+                stale.add(version)
+        if oldest == self._first:  # those before it are in order
+            spare = self.trained_when(oldest) - (rollout_id - most)
+            oldest = max(1, oldest - max(0, spare) // self._config.sync.update_weights_interval)
+        return Versions(oldest, self.version, frozenset(version for version in stale if version > oldest), ahead)
 
-        def is_young(version: int) -> bool:
-            return rollout_id - self.trained_when(version) <= most
-
-        oldest = known = min(self._trained_at_push)
-        stale = {version for version in range(known, self.version) if not is_young(version)}
-        while oldest in stale:
-            oldest += 1
-        while oldest == known and known > 1 and is_young(known - 1):  # by the interval, and so in order
-            oldest = known = known - 1
-        return Versions(oldest, self.newest_version, frozenset(version for version in stale if version > oldest))
+    def _back_to(self, trained: int) -> Iterator[tuple[int, int]]:
+        """(version, rollouts trained on when it was pushed), back from the version before the newest, until no earlier
+        one can be of so many."""
+        for index in range(self.version - 1 - self._first, -1, -1):
+            if self._most[index] < trained:
+                return
+            yield self._first + index, self._trained[index]
 
     def metrics(self, versions: Mapping[int, int], trained: int) -> dict[str, float]:
         """``rollout/staleness/…`` of a batch that is trained on after ``trained`` others.

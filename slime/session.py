@@ -111,7 +111,7 @@ class Session:
         self.sinks.begin(schedule.start_rollout_id, schedule.num_rollout, sum(launch.seconds.values()), saved)
         logger.info("launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in launch.seconds.items()))
         logger.info("what your own functions print is in %s", self.run.logs / "rollout.log")
-        self.ages.remember(launch.pushes)
+        self.ages.remember({**launch.pushes, **self.run.noted_pushes()})
         self.update_weights()
         self.cluster.turns()  # those of the launch belong to no step
         behind, paced = self.config.sync.staleness, self.config.sync.paced
@@ -198,7 +198,10 @@ class Session:
         return metrics
 
     def _pushed(self, version: int) -> None:
+        is_new = version != self.ages.version
         self.ages.pushed(version, self.step)
+        if is_new and self._has_ages and self.config.fault_tolerance.journal:
+            self.run.note_push(version, self.step)
 
     def save(self, rollout_id: int) -> None:
         self.saving.save(rollout_id, self.ages.recent_pushes(), self._not_logged)

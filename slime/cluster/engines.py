@@ -29,7 +29,6 @@ from slime.cluster.orders import OrderDesk
 from slime.cluster.placement import PAIR, EnginePart, Slots, engine_parts, parts_by_number, table_of
 from slime.cluster.routers import Routers
 from slime.cluster.waiting import (
-    POLL_SECONDS,
     ActorDied,
     DeadlinePassed,
     Lost,
@@ -38,6 +37,7 @@ from slime.cluster.waiting import (
     Worker,
     all_answered,
     wait_for,
+    waiting_for,
 )
 from slime.config.config import Config
 from slime.engines import keys
@@ -395,17 +395,17 @@ class Engines:
         StopRequested."""
         end = time.monotonic() + (1 + MOST_RESTARTS) * self._start_seconds
         self.look()
-        while starting := self.table.those(State.STARTING):
-            if not for_all and self.table.those(State.UP):
-                return
-            if self._should_stop():
-                raise StopRequested("restarting engines")
-            if time.monotonic() > end:
-                names = ", ".join(engine.name for engine in starting)
-                raise DeadlinePassed(f"{names} did not come up again", fix="look into its log")
-            refs = [ref for engine in starting for ref in engine.starting.values()]
-            ray.wait(refs, num_returns=1, timeout=POLL_SECONDS)
-            self.look()
+        with waiting_for(what := "restarting engines") as wait_a_moment:
+            while starting := self.table.those(State.STARTING):
+                if not for_all and self.table.those(State.UP):
+                    return
+                if self._should_stop():
+                    raise StopRequested(what)
+                if time.monotonic() > end:
+                    names = ", ".join(engine.name for engine in starting)
+                    raise DeadlinePassed(f"{names} did not come up again", fix="look into its log")
+                wait_a_moment({worker: ref for engine in starting for worker, ref in engine.starting.items()})
+                self.look()
 
     def admit(self) -> None:
         """Those taken in have the current weights: requests go there again. Who is refused by the router is lost."""

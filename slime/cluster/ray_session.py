@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.cluster.placement import Place, Slots
-from slime.cluster.silence import stopped_parts
+from slime.cluster.silence import QUIET_SECONDS, stopped_parts
 from slime.cluster.waiting import DeadlinePassed, StopRequested, Worker, wait_for
 from slime.config.config import Config
 from slime.errors import UserError
@@ -280,12 +280,18 @@ def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool]
 
 def _wait_for(group: PlacementGroup, timeout: float, should_stop: Callable[[], bool]) -> None:
     """Until the slots are reserved. `PlacementGroup.ready` would start a worker to tell so, 2 s of CPU."""
-    end = time.monotonic() + timeout
+    began, said = time.monotonic(), 0.0
     while not group.wait(min(0.5, timeout)):
         if should_stop():
             raise StopRequested("placement")
-        if time.monotonic() >= end:
+        if (waited := time.monotonic() - began) >= timeout:
             raise DeadlinePassed(f"the slots were not reserved within {timeout:.0f} s")
+        if waited >= said + QUIET_SECONDS:
+            said = waited
+            logger.info(
+                "placement: waiting for %d slots for %.0f s, another job holds some of them (--placement-timeout %.0f)",
+                len(group.bundle_specs), waited, timeout,
+            )  # fmt: skip
 
 
 def _places(group: PlacementGroup) -> list[Place]:

@@ -24,7 +24,7 @@ from slime.log import get_logger
 logger = get_logger(__name__)
 
 #: Until the first line, and between two where somebody is stopped or idle; else they come at growing intervals.
-_QUIET_SECONDS = 60.0
+QUIET_SECONDS = 60.0
 _NAME_LENGTH = 70
 #: Of silence, after which those who are waited for are asked for their stacks, though they seem to work.
 _STACKS_SECONDS = 240.0
@@ -56,7 +56,7 @@ class Silence:
 
     def _begin(self) -> None:
         self._since = self._clock()
-        self._next = _QUIET_SECONDS
+        self._next = QUIET_SECONDS
         self._cpu: dict[int, tuple[float, float]] = {}
 
     def look(self, waited_for: Sequence[Waited], sign: object = None, words: Callable[[], str] = str) -> None:
@@ -90,7 +90,7 @@ class Silence:
             if asked := stacks.ask(pid for pid in names if pid not in stopped_parts()):
                 text += f"; Python stacks: {', '.join(f'{names[pid]}.log' for pid in asked)}"
         (logger.warning if is_odd else logger.info)("%s", text)
-        self._next = quiet + _QUIET_SECONDS if is_odd else 2 * quiet
+        self._next = quiet + QUIET_SECONDS if is_odd else 2 * quiet
         self._cpu = {}
 
     def _described(self, worker: Waited) -> str:

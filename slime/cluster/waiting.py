@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,6 +159,22 @@ def wait_for(
             if breaks_silence:
                 silence.look([worker_of[ref] for ref in pending], (len(pending), sign()), words)
     return [_fetch(ref, what, worker) for worker, ref in asked.items()]
+
+
+@contextmanager
+def waiting_for(what: str) -> Iterator[Callable[[Asked], None]]:
+    """A wait whose end the caller knows: what it is given waits a moment, for one answer at most, and lines say who is
+    waited for while nothing is heard, as in `wait_for`."""
+    silence = Silence(what)
+    with open_waits.waiting(what) as wait:
+
+        def a_moment(asked: Asked) -> None:
+            open_waits.look()
+            wait.whom = {worker.name: pid_here(worker) or 0 for worker in asked}
+            ray.wait(list(asked.values()), num_returns=1, timeout=POLL_SECONDS)
+            silence.look(list(asked), sorted(worker.name for worker in asked))
+
+        yield a_moment
 
 
 def all_answered(asked: Asked) -> bool:

@@ -26,7 +26,7 @@ from slime.hooks import DataSource, DynamicFilter
 from slime.log import get_logger
 from slime.rollout.execution import GroupRunner
 from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
-from slime.rollout.group_run import Activity, GroupRun
+from slime.rollout.group_run import Activity, GroupRun, key_left_with
 from slime.rollout.journal import Journal, Kind, drawn_as
 from slime.rollout.returned import wrong_group
 from slime.rollout.watchdog import RolloutStalled, Watchdog
@@ -112,7 +112,7 @@ class Collector:
         stale_samples: str = "requeue",
     ) -> None:
         self._journal, self._versions, self._stale_samples = journal, versions, stale_samples
-        self._newest_version = None if deterministic else versions.newest
+        self._newest = None if deterministic else versions.newest
         self._corrected: set[int] = set()  # by GroupRun.order
         self.runner, self.source, self.client = runner, source, runner.state.client
         self.target, self.draw_size, self.group_size = target, draw_size, group_size
@@ -146,7 +146,7 @@ class Collector:
             await self._stop_running()
         finally:
             await self._cancel(self._tasks)
-        chosen = self._certain[: self.target]
+        chosen = [run.for_training() for run in self._certain[: self.target]]
         self._put_back(chosen)
         result = self.result
         result.chosen = sorted(chosen, key=_sample_index)
@@ -216,9 +216,9 @@ class Collector:
         """A drawn group, as far as it has come before."""
         run = GroupRun.of(drawn, order=len(self.drawn))
         if self._journal is not None and drawn:
-            key = drawn_as(drawn)
-            found, is_noted = self._journal.restore(self._rollout_id, drawn, key, self._newest_version)
-            run = GroupRun.of(found, order=len(self.drawn))
+            key = key_left_with(drawn) or drawn_as(drawn)
+            found, is_noted = self._journal.restore(self._rollout_id, drawn, key, self._newest, self._versions.ahead)
+            run = run.restored(found) if found is not drawn else run
             run.drawn_as, run.is_noted = key, is_noted
         return run
 
@@ -255,7 +255,7 @@ class Collector:
         if self._drops_in_a_row >= self._most_drops:
             raise UserError(
                 f"{self._drops_in_a_row} groups in a row were generated with tokens older than --max-staleness allows",
-                why=f"weights {self._versions.oldest} and newer are young enough; the generate function brings others",
+                why=f"{self._versions.allowed} are young enough; the generate function brings others",
                 fix="leave older tokens out there, or pass --stale-samples correct, which trains on them",
             )
         self._decide(run, Verdict.STALE if self._stale_samples == "drop" else Verdict.AGAIN)
@@ -397,7 +397,7 @@ class Collector:
             self._rewind(run)
             back.append(run)
         if back:
-            self.source.add_samples([run.samples for run in sorted(back, key=_sample_index)])
+            self.source.add_samples([run.for_later() for run in sorted(back, key=_sample_index)])
 
     def _rewind(self, run: GroupRun) -> None:
         """Into the state in which the next rollout can take it up."""
@@ -406,7 +406,7 @@ class Collector:
                 self._note(Kind.FINISHED if run.is_scored else Kind.BEGUN, run)
             return
         if self.deterministic or not self.partial_rollout:
-            if run.order in self.verdicts:
+            if run.order in self.verdicts or run.is_restored:
                 self._note(Kind.FORGOTTEN, run)
             run.restart()
             return

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from slime.rollout.sample_steps import copy_of_prompt
 from slime.samples.types import Group, Sample, SampleStatus
 
 _FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+#: Attributes of a group's samples between two rollouts.
+_KEY, _DRAWN = "drawn_as", "as_drawn"
 
 
 class Activity(StrEnum):
@@ -30,7 +33,10 @@ class Execution:
     """One run of the generate function.
 
     Attributes:
-        prompt: the sample as it was drawn, kept when user code might change it beyond repair; else ``samples[0]``.
+        prompt: the sample as this rollout took it up, kept when user code might change it beyond repair; else
+            ``samples[0]``.
+        drawn: `Sample.to_dict` of it as it was first drawn, where it was taken up as more than that; None where
+            ``prompt`` without its response is the same.
         samples: what it is now; several after a fan-out.
         failure: what stopped it for good.
         function: of the user's, that is called now; "" for our own.
@@ -40,6 +46,7 @@ class Execution:
 
     prompt: Sample
     samples: list[Sample]
+    drawn: dict[str, Any] | None = None
     fanned_out: bool = False
     activity: Activity = Activity.QUEUED
     since: float = field(default_factory=time.monotonic)
@@ -67,7 +74,9 @@ class Execution:
         self.enter(Activity.QUEUED)
 
     def restart(self) -> None:
-        """Back to the prompt alone."""
+        """Back to the prompt alone, without what users' code has made of it in this rollout or an earlier one."""
+        if self.drawn is not None:
+            self.prompt = copy_of_prompt(Sample.from_dict(self.drawn))
         self.rewind()
         self.prompt.reset_response()
 
@@ -79,12 +88,14 @@ class GroupRun:
     Attributes:
         order: counts the draws of this rollout.
         drawn_as: see `slime.rollout.journal.drawn_as`; is_noted: the journal has it as it is.
+        is_restored: it came out of the journal.
     """
 
     executions: list[Execution]
     order: int = 0
     drawn_as: int = 0
     is_noted: bool = False
+    is_restored: bool = False
 
     @staticmethod
     def of(drawn: Sequence[Sample], order: int = 0) -> GroupRun:
@@ -97,8 +108,17 @@ class GroupRun:
                 executions[key].samples.append(sample)
                 executions[key].fanned_out = True
             else:
-                executions[key] = Execution(sample, [sample])
+                executions[key] = Execution(sample, [sample], getattr(sample, _DRAWN, None))
         return GroupRun(list(executions.values()), order)
+
+    def restored(self, found: Sequence[Sample]) -> GroupRun:
+        """This group, as it was drawn just now, as far as it ``found`` itself in the journal."""
+        run = GroupRun.of(found, self.order)
+        for execution, ours in zip(run.executions, self.executions):
+            is_prompt = not ours.prompt.response_length
+            execution.drawn = ours.drawn or (ours.prompt.to_dict() if is_prompt else None)
+        run.is_restored = True
+        return run
 
     @property
     def index(self) -> int:
@@ -127,3 +147,26 @@ class GroupRun:
     def restart(self) -> None:
         for execution in self.executions:
             execution.restart()
+
+    def for_later(self) -> list[Sample]:
+        """The samples, to be put back, and with them what only this rollout knows of how they were drawn."""
+        for execution in self.executions:
+            first, prompt = execution.samples[0], execution.prompt
+            setattr(first, _KEY, self.drawn_as)
+            if execution.drawn is not None:
+                setattr(first, _DRAWN, execution.drawn)
+            elif prompt is not first and not prompt.response_length:
+                setattr(first, _DRAWN, prompt.to_dict())
+        return self.samples
+
+    def for_training(self) -> GroupRun:
+        """This group, whose samples keep nothing of what `for_later` has left with them."""
+        for sample in self.samples:
+            for name in (_KEY, _DRAWN):
+                vars(sample).pop(name, None)
+        return self
+
+
+def key_left_with(drawn: Sequence[Sample]) -> int | None:
+    """What `GroupRun.for_later` has left of `GroupRun.drawn_as`, where the group was put back before."""
+    return getattr(drawn[0], _KEY, None) or None

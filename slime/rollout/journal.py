@@ -150,15 +150,20 @@ class Journal:
         return 0
 
     def restore(
-        self, rollout_id: int, drawn: list[Sample], key: int, newest_version: int | None = None
+        self,
+        rollout_id: int,
+        drawn: list[Sample],
+        key: int,
+        newest_version: int | None = None,
+        ahead: frozenset[int] = frozenset(),
     ) -> tuple[list[Sample], bool]:
         """What the journal has of a drawn group in the place of it, or ``drawn`` where it has nothing.
 
         Args:
             rollout_id: that draws; what later rollouts have made of the group does not count yet. But in another order
                 of events one of them may have drawn what this one draws now:
-            newest_version: of weights that training has reached: what was generated with these or older ones counts,
-                whichever rollout did it. None: that of later ones never does (deterministic runs).
+            newest_version: of weights: what was generated with these or older ones counts, whichever rollout did it,
+                unless they are ``ahead`` (`Versions`). None: that of later ones never does (deterministic runs).
             key: `drawn_as` of it; where the journal has another, it is of other data.
         Returns:
             The group, and whether it is finished in the file of this rollout or a later one, which stays as long as
@@ -171,7 +176,7 @@ class Journal:
                 continue
             if place.kind is Kind.FORGOTTEN or place.drawn_as != key or (found := self._read(place)) is None:
                 break
-            if is_later and not _is_within(found, newest_version):
+            if is_later and not _is_within(found, newest_version, ahead):
                 continue
             self.num_restored += place.kind is Kind.FINISHED
             return found, place.kind is Kind.FINISHED and place.rollout_id >= rollout_id
@@ -334,11 +339,11 @@ class Journal:
         self._files.clear()
 
 
-def _is_within(samples: Sequence[Sample], newest_version: int | None) -> bool:
+def _is_within(samples: Sequence[Sample], newest_version: int | None, ahead: frozenset[int] = frozenset()) -> bool:
     """Whether all that was generated of a group is of these weights or older ones; not if nobody knows of which."""
     versions = [span.weight_version for sample in samples for span in sample.token_spans]
     known = [version for version in versions if version is not None]
-    return newest_version is not None and bool(known) and max(known) <= newest_version
+    return newest_version is not None and bool(known) and max(known) <= newest_version and ahead.isdisjoint(known)
 
 
 # -- of a run ------------------------------------------------------------------------------------------------

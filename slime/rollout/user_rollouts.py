@@ -66,7 +66,7 @@ def check_age(groups: list[Group], origin: str, versions: Versions) -> None:
         if (version := versions.stale_among(group.weight_versions())) is not None:
             raise UserError(
                 f"{origin} returned group {group.index} with tokens of weights {version}",
-                why=f"--max-staleness allows for {versions.oldest} and newer",
+                why=f"--max-staleness allows for {versions.allowed}",
                 fix="leave older ones out (rollout_log_probs and token_spans tell), raise --max-staleness, or pass"
                 " --stale-samples correct",
             )

@@ -424,15 +424,23 @@ class Versions(NamedTuple):
 
     Attributes:
         oldest: what older ones have begun is stale.
-        newest: that training has reached; what an earlier life of the run has finished with newer ones does not count.
-            None: not known.
+        newest: that were pushed; None: not known.
         stale: newer ones than the oldest that are stale all the same: a run that has gone back to a checkpoint pushes
             weights of earlier steps under later numbers.
+        ahead: those up to the newest that are of later steps than training stands at, for the same reason. What an
+            earlier life of the run has finished with these, or with newer ones, does not count.
     """
 
     oldest: int = 0
     newest: int | None = None
     stale: frozenset[int] = frozenset()
+    ahead: frozenset[int] = frozenset()
+
+    @property
+    def allowed(self) -> str:
+        """In words: whose samples are young enough."""
+        but = f", without {', '.join(map(str, sorted(self.stale)))} of earlier steps" if self.stale else ""
+        return f"weights {self.oldest} and newer{but}"
 
     def stale_among(self, versions: Iterable[int]) -> int | None:
         """The oldest of these that is stale; None where none is."""

@@ -93,7 +93,7 @@ def test_what_was_finished_is_not_generated_again(begin: Callable[..., Driver], 
     driver.leaves_nothing()
     (hold / "hold-sample-15").unlink()
     journal = sorted(path.name for path in (driver.path / "journal").iterdir())
-    assert journal == ["rollout_000000.log", "rollout_000001.log"]
+    assert journal == ["pushes.jsonl", "rollout_000000.log", "rollout_000001.log"]
 
     driver = begin("killed", *flags)
     assert driver.end() == 0, driver.stderr

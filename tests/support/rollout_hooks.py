@@ -40,6 +40,16 @@ async def fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) ->
     return [sample, twin]
 
 
+async def plans_first(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """A planner's sample with a prompt of its own, which is not trained on, before the answer."""
+    calls.append(("drawn", (list(sample.tokens), dict(sample.metadata), sample.remove_sample, sample.train_metadata)))
+    answer = await generate(args, sample, sampling_params)
+    plan = copy.deepcopy(answer)
+    plan.tokens = [42, 43, 44, *plan.tokens[-plan.response_length :]]
+    plan.metadata, plan.train_metadata, plan.remove_sample = {"turns": ["plan"]}, {"weight": 0}, True
+    return [plan, answer]
+
+
 async def fan_out_with_different_ids(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     samples = await fan_out(args, sample, sampling_params)
     samples[0].rollout_id, samples[1].rollout_id = 1, 2

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slime.cluster import engines as module
+from slime.cluster import open_waits, waiting
 from slime.cluster import routers as routers_module
 from slime.cluster.engine_actor import Obituary
 from slime.cluster.engine_memory import EnginesMemory
@@ -173,7 +174,8 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
     async def register(*given: Any, **named: Any) -> None:
         await latest[-1].register_workers(*given, **named)
 
-    monkeypatch.setattr(module, "ray", SimpleNamespace(wait=wait_at_once))
+    for of_ray in (module, waiting):
+        monkeypatch.setattr(of_ray, "ray", SimpleNamespace(wait=wait_at_once))
     monkeypatch.setattr(module, "wait_for", results)
     monkeypatch.setattr(module, "all_answered", lambda asked: all(ref.done() for ref in asked.values()))
     monkeypatch.setattr(routers_module, "wait_for", results)
@@ -367,11 +369,12 @@ def test_the_last_engine_is_waited_for(worlds: Worlds, monkeypatch: pytest.Monke
 
     def poll(refs: list[Future[Any]], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         polls.append(timeout)
+        assert re.search(r"\(restarting engines\) for engine-0, engine-1$", open_waits.words()), open_waits.words()
         if len(polls) == 5:
             world.come_up()
         return [ref for ref in refs if ref.done()], []
 
-    monkeypatch.setattr(module, "ray", SimpleNamespace(wait=poll))
+    monkeypatch.setattr(waiting, "ray", SimpleNamespace(wait=poll))
     world.die(0)
     world.die(1)
     world.weights.push()

@@ -159,7 +159,7 @@ def test_the_oldest_weights_that_a_rollout_may_have(
     ages = Ages(make_config(rollout_batch_size=1, **flags))
     for version, trained in trained_at.items():
         ages.pushed(version, trained)
-    assert ages.versions(rollout_id)[::2] == (expected, frozenset())
+    assert ages.versions(rollout_id) == (expected, max(trained_at), set(), set())
 
 
 def test_weights_of_later_steps_than_those_that_a_run_has_gone_back_to() -> None:
@@ -168,8 +168,11 @@ def test_weights_of_later_steps_than_those_that_a_run_has_gone_back_to() -> None
     ages = Ages(make_config(rollout_batch_size=1, max_staleness=1))
     for version, trained in {1: 0, 2: 1, 3: 2, 4: 1, 5: 2}.items():
         ages.pushed(version, trained)
-    assert ages.versions(3) == (3, 5, {4})
-    assert ages.versions(2) == (2, 5, set()) and ages.versions(4) == (5, 5, set())
+    assert (
+        ages.versions(3) == (3, 5, {4}, set())
+        and ages.versions(3).allowed == "weights 3 and newer, without 4 of earlier steps"
+    )
+    assert ages.versions(2) == (2, 5, set(), set()) and ages.versions(4) == (5, 5, set(), set())
     assert ages.versions(3).stale_among([3, 5]) is None
     assert ages.versions(3).stale_among([5, 4, 3]) == 4 and ages.versions(3).stale_among([2, 4]) == 2
 
@@ -182,7 +185,9 @@ def test_weights_are_stale_by_the_steps_that_they_are_of(trained: list[int], mos
         ages.pushed(number + 1, step)
     versions = ages.versions(rollout_id)
     for number, step in enumerate(trained[:-1]):
-        assert (versions.stale_among([number + 1]) is not None) == (rollout_id - step > most)
+        assert (versions.stale_among([number + 1]) is not None) == (abs(rollout_id - step) > most)
+    ahead = {number + 1 for number, step in enumerate(trained) if step > trained[-1]}
+    assert versions.newest == len(trained) and versions.ahead == ahead
     assert versions.stale_among([len(trained)]) is None, "what engines have is not refused: `may_start` sees to it"
 
 
@@ -241,7 +246,7 @@ def test_ages_over_a_resume_between_two_pushes() -> None:
     second.pushed(5, trained=3)
     assert [second.trained_when(version) for version in range(1, 6)] == [0, 2, 4, 6, 3]
     assert second.metrics({3: 1}, trained=4) == {"rollout/staleness/mean": 0.0, "rollout/staleness/max": 0.0}
-    assert second.recent_pushes() == {1: 0, 2: 2, 5: 3}
+    assert second.recent_pushes() == {1: 0, 2: 2, 3: 4, 4: 6, 5: 3}
     for version in range(6, 200):
         second.pushed(version, trained=version)
     assert len(second.recent_pushes()) == 64 and max(second.recent_pushes()) == 199

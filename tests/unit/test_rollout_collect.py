@@ -8,6 +8,7 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given, settings
@@ -203,6 +204,24 @@ def test_what_is_too_old_is_generated_anew() -> None:
     name = "rollout/num_stale_requeued"
     assert first.stale[name] == 0 and second.stale[name] == first.num_surplus > 0
     assert {run.to_group().oldest_weight_version() for run in second.chosen} == {2}
+
+
+def test_what_is_generated_anew_begins_with_the_sample_that_was_drawn() -> None:
+    """Not with what the generate function made of it in the rollout that had finished it."""
+    client, source = FakeClient([1]), FakeSource(1)
+    source.add_samples = lambda groups: source.buffer.extend(groups)  # type: ignore[method-assign]
+    args = hook_args(custom_generate_function_path="tests.support.rollout_hooks.plans_first")
+
+    async def main() -> None:
+        await collect_with(client, source, args=args, target=1, draw_size=2)
+        assert [[sample.tokens[:3] for sample in group] for group in source.buffer] == [[[42, 43, 44], [2, 7, ANY]]]
+        client.weight_version = 9
+        rollout_hooks.calls.clear()
+        again = await collect_with(client, source, args=args, target=1, draw_size=1, versions=Versions(oldest=5))
+        assert again.stale["rollout/num_stale_requeued"] == 1 and [run.index for run in again.chosen] == [1]
+
+    asyncio.run(main())
+    assert rollout_hooks.calls == [("drawn", ([2, 7], {}, False, None))]
 
 
 def test_what_is_too_old_is_trained_on() -> None:

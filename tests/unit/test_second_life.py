@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slime.config import make_config
+from slime.prompts.source import PromptSource
 from slime.rollout.collect import Collected, Collector
 from slime.rollout.execution import GroupRunner
 from slime.rollout.journal import Journal, Kind, drawn_as
@@ -17,6 +18,7 @@ from slime.samples.types import Sample, Versions
 from slime.schedule import Ages
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, make_state
 from tests.support.journals import drawn, generated, note, restored
+from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
 
 
 class Life:
@@ -29,16 +31,17 @@ class Life:
 
     def __init__(self, folder: Path, turns: list[int], dropped: set[int], *, deterministic: bool = False) -> None:
         self.journal, self.dropped, self.deterministic = Journal(folder, "flags"), dropped, deterministic
-        self.client, self.source = FakeClient(turns), FakeSource(1)
+        self.client, self.group_size, self.tokenizer = FakeClient(turns), 1, make_tokenizer()
+        self.source: Any = FakeSource(1)
 
     async def collect(self, rollout_id: int, newest: int | None = 1, target: int = 2, draw_size: int = 2) -> Collected:
         with self.client.beside() as client:
             collector = Collector(
-                GroupRunner(make_state(client), FakeRewards(), rollout_id=rollout_id),
+                GroupRunner(make_state(client, tokenizer=self.tokenizer), FakeRewards(), rollout_id=rollout_id),
                 self.source,
                 target=target,
                 draw_size=draw_size,
-                group_size=1,
+                group_size=self.group_size,
                 dynamic_filter=lambda args, samples, **_: samples[0].group_index not in self.dropped,
                 deterministic=self.deterministic,
                 journal=self.journal,
@@ -91,11 +94,38 @@ def test_weights_of_a_future_that_was_given_up_are_not_reached() -> None:
     ages = Ages(make_config(rollout_batch_size=1, entry="train_async"))
     for version, trained in ((1, 0), (2, 1), (3, 2)):
         ages.pushed(version, trained)
-    assert ages.versions(2).newest == 3
+    assert ages.versions(2)[1:] == (3, set(), set())
     ages.pushed(4, 1)
-    assert ages.versions(1).newest == 2, "3 has learnt from what is generated anew"
+    assert ages.versions(1)[1:] == (4, set(), {3}), "it has learnt from what is generated anew"
     ages.pushed(5, 2)
-    assert ages.versions(2)[:2] == (0, 5)
+    assert ages.versions(2) == (0, 5, set(), set())
+
+
+def test_weights_of_now_count_however_often_a_run_has_begun_again(tmp_path: Path) -> None:
+    """Begun again twice at the same checkpoint: 5 and 6 are of step 1, as 2 is; 3 and 4 are of steps that are open."""
+    ages = Ages(make_config(rollout_batch_size=1, entry="train_async"))
+    for version, trained in ((1, 0), (2, 1), (3, 2), (4, 3), (5, 1), (6, 1)):
+        ages.pushed(version, trained)
+    _, newest, _, ahead = ages.versions(1)
+    assert (newest, ahead) == (6, {3, 4})
+    journal, group = Journal(tmp_path, "flags"), drawn(4)
+    for version, counts in ((4, False), (5, True)):
+        samples = generated(4)
+        for span in (span for sample in samples for span in sample.token_spans):
+            span.weight_version = version
+        note(journal, Kind.FINISHED, 2, samples)
+        assert (journal.restore(1, group, drawn_as(group), newest, ahead)[0] is not group) == counts
+
+
+def test_a_resumed_run_knows_when_lost_lives_have_pushed() -> None:
+    """Saved at step 5; the first life pushed up to step 7, the second one begins at 5 again, and so does the third."""
+    ages = Ages(make_config(rollout_batch_size=1, async_buffer_size=1, max_staleness=1))
+    first_life = {version: version - 1 for version in range(1, 9)}
+    ages.remember({**first_life, 9: 5, 10: 6, 11: 7})
+    ages.pushed(12, 5)
+    assert [ages.trained_when(version) for version in (5, 8, 9, 11, 12)] == [4, 7, 5, 7, 5]
+    assert ages.metrics({9: 8}, 5)["rollout/staleness/max"] == 0
+    assert ages.versions(5) == (5, 12, {8, 11}, {7, 8, 10, 11})
 
 
 def test_a_later_record_does_not_hide_an_earlier_one(tmp_path: Path) -> None:
@@ -185,3 +215,35 @@ def test_what_was_finished_before_a_push_that_broke_is_kept(tmp_path: Path) -> N
     journal.forget_newer(1, 2)
     for each in (journal, Journal(tmp_path, "flags")):
         assert [restored(each, 2, group)[0].response_length for group in (4, 5, 6, 7)] == [2, 0, 0, 2]
+
+
+@pytest.mark.parametrize("row", ["text", "ids"])
+def test_what_was_put_back_is_found_under_the_name_that_it_was_drawn_by(tmp_path: Path, row: str) -> None:
+    """Rollout 1 has finished more than it takes, and a checkpoint is written while rollout 2 has taken the rest out of
+    the buffer: the second life draws it afresh, of text without the tokens that it has had since."""
+    rows = [{"input": f"p{i}" if row == "text" else [5, 6, 7 + i], "answer": str(i)} for i in range(30)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    flags: dict[str, Any] = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "num_rollout": 9}
+
+    def begin() -> Life:
+        life = Life(tmp_path / "journal", [1], set())
+        config = make_config(**flags, prompt_data=data, label_key="answer", rollout_shuffle=False)
+        life.source, life.group_size = PromptSource(config, life.tokenizer), 2
+        return life
+
+    async def first_life() -> dict[str, Any]:
+        life = begin()
+        one = await life.collect(1, draw_size=4)
+        two = asyncio.create_task(life.collect(2))
+        await asyncio.sleep(0)  # it has drawn
+        life.source.mark_consumed(life.indices(one))
+        state = life.source.state_dict()
+        assert life.indices(one) == [0, 1] and life.indices(await two) == [2, 3] and not state["buffer"]
+        return state
+
+    state = asyncio.run(first_life())
+    life = begin()
+    life.source.load_state_dict(state)
+    two = asyncio.run(life.collect(2))
+    assert life.indices(two) == [2, 3] and life.client.calls == [] and life.journal.num_restored == 2
+    assert not any({"drawn_as", "as_drawn"} & vars(sample).keys() for run in two.chosen for sample in run.samples)
