@@ -223,9 +223,13 @@ def started(tmp_path: Path, code: str) -> api.TrainingRun:
 
 def test_a_run_that_fails_says_what_the_driver_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = "error: an earlier one\\nerror: there is no flag --a-b\\n  why: a reason\\n  fix: did you mean --bc?"
-    run = started(tmp_path, f"import sys; print('{said}', file=sys.stderr); sys.exit(2)")
+    waits = f"import sys, time, pathlib\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
+    run = started(tmp_path, waits + f"print('{said}', file=sys.stderr); sys.exit(2)")
+    awaited = threading.Thread(target=lambda: wait_until(lambda: run._is_awaited, "wait") and (tmp_path / "go").touch())
+    awaited.start()
     with pytest.raises(RunFailed) as failed:
         run.wait()
+    awaited.join()
     assert str(failed.value) == "there is no flag a_b\n  why: a reason\n  fix: did you mean bc?"
     assert run.state == "failed" and capsys.readouterr().out == ""  # it is told once
     with pytest.raises(RunFailed, match="ended with status 3"):
