@@ -102,10 +102,21 @@ async def _score(config: Config, samples: list[Sample]) -> tuple[list[Any], dict
         if config.reward.group_rm:
             rewards = await pool.score_group(samples)
         else:
-            rewards = list(await asyncio.gather(*map(pool.score, samples)))
+            rewards = await _score_each(pool, samples)
         return rewards, pool.metrics()
     finally:
         await pool.close()
+
+
+async def _score_each(pool: RewardPool, samples: list[Sample]) -> list[Any]:
+    """The first failure ends the others before the pool's workers go, whose end they would take for a crash."""
+    tasks = [asyncio.ensure_future(pool.score(sample)) for sample in samples]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _report(

@@ -109,7 +109,7 @@ def unknown_name(name: str, where: str) -> UserError:
     if not near and starts:
         why += f"; {len(starts)} names start so"
         shown = ", ".join(f"--{n}" for n in starts[:4])
-    fix = f"did you mean {shown}?" if shown else "`slime train --help` lists all flags"
+    fix = f"did you mean {shown}?" if shown else "`slime train --help all` lists all flags"
     return UserError(f"{where}there is no flag --{name}", why=why, fix=fix)
 
 

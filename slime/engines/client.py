@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import math
 import random
 import time
@@ -26,6 +27,7 @@ from typing import Any
 
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError, GenerateResult
 from slime.engines.client_counts import BusyClock, ClientCounters
+from slime.engines.request_fields import SamplingParams
 from slime.engines.workers import ROUTING_KEY_HEADER, Worker, list_workers
 from slime.log import get_logger
 
@@ -40,6 +42,10 @@ _ABORT_SECONDS = 10.0
 _LOADS_SECONDS = 5.0
 #: Fields of a request that sglang-router 0.3.2 leaves out of what it forwards (it reads requests into a fixed form).
 _NOT_FORWARDED = ("return_routed_experts", "routed_experts_start_len")
+#: Sampling parameters that it forwards; of others, which it leaves out as well, the engine is to say if it knows them.
+_FORWARDED_PARAMS = {field.name for field in dataclasses.fields(SamplingParams)} - {"logit_bias"} | {
+    *("regex", "json_schema", "ebnf"),
+}
 
 
 class RequestRefused(EngineError):
@@ -205,8 +211,8 @@ class RolloutClient:
             rid: names the request on the engine; a retry gets ``-r1``, ``-r2``, … appended, since the engine may
                 still know the first one.
             routing_key: the session, for policies with affinity.
-            extra: further fields of the request body. With one that the router would leave out, the request goes
-                straight to the engine that has the fewest of our requests.
+            extra: further fields of the request body. With one that the router would leave out, a sampling parameter
+                included, the request goes straight to the engine that has the fewest of our requests.
         Raises:
             RequestRefused: HTTP 4xx; carries the engine's message.
             EngineError: still failing after the retries, or no answer within the deadline.
@@ -215,7 +221,7 @@ class RolloutClient:
         if rid:
             body["rid"] = rid
         headers = {ROUTING_KEY_HEADER: routing_key} if routing_key and self.send_routing_key else None
-        past_router = any(extra.get(name) for name in _NOT_FORWARDED)
+        past_router = any(extra.get(name) for name in _NOT_FORWARDED) or not sampling_params.keys() <= _FORWARDED_PARAMS
         answer = await self.post(
             "/generate", body, headers=headers, name=rid, num_input_tokens=len(input_ids), past_router=past_router
         )

@@ -234,7 +234,10 @@ def tool_text_trained(rows: Rows) -> list[Alarm]:
     if not values or not all(values):
         return []
     detail = f"{values[-1]:.1%} of the tokens trained on were sampled by no engine: what a tool answered, say"
-    fix = "set their loss_mask to 0: Sample.append_message, or Sample.append(tokens=…, trainable=False), do so"
+    fix = (
+        "set their loss_mask to 0: slime.rollout.generate.append_message, or"
+        " Sample.append_response_tokens(tokens=…, trainable=False), do so"
+    )
     return [Alarm("Text that the model did not write is trained on", detail, fix)]
 
 

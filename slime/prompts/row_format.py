@@ -58,7 +58,7 @@ class RowFormat:
             UserError: the reward compares with a label, and no column of labels is named.
         """
         data, reward = config.data, config.reward
-        text_label = (reward.rm_type or "").removeprefix("boxed_") in _TEXT_LABELS and not reward.custom_rm_path
+        text_label = compares_labels(reward.rm_type) and not reward.custom_rm_path
         rollout = config.rollout
         user_code = rollout.rollout_function_path or rollout.custom_generate_function_path
         if text_label and data.label_key is None and not user_code and not rollout.rollout_sample_hook_path:
@@ -157,6 +157,11 @@ def _check_prompt(value: Any, form: RowFormat) -> str | Messages:
     if not any(_has_content(message) for message in messages):
         raise RowProblem(f"have an empty prompt (key '{key}')", fix="remove these rows")
     return messages
+
+
+def compares_labels(rm_type: str | None) -> bool:
+    """Whether this built-in reward compares the response with a label that is text or a number."""
+    return (rm_type or "").removeprefix("boxed_") in _TEXT_LABELS
 
 
 def _has_content(message: dict[str, Any]) -> bool:

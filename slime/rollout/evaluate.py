@@ -16,7 +16,7 @@ from slime.hooks import RolloutFnEvalOutput
 from slime.log import get_logger
 from slime.prompts.prepare import Checker, probe, read_samples
 from slime.prompts.readers import open_rows
-from slime.prompts.row_format import RowFormat, keeps_raw_labels
+from slime.prompts.row_format import RowFormat, compares_labels, keeps_raw_labels
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import context_limit
@@ -72,6 +72,7 @@ def probe_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any, max
 
 def _checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
     own_function = dataset.custom_rm_path or config.reward.custom_rm_path
+    rm_type = None if own_function else dataset.rm_type or config.reward.rm_type
     form = RowFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
@@ -79,8 +80,9 @@ def _checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
         tool_key=dataset.tool_key,
         apply_chat_template=dataset.apply_chat_template,
         template_kwargs=dataset.apply_chat_template_kwargs,
+        text_label=compares_labels(rm_type),
         raw_label=keeps_raw_labels(config),
-        rm_type=None if own_function else dataset.rm_type or config.reward.rm_type,
+        rm_type=rm_type,
         input_flag="--eval-input-key",
         label_flag="--eval-label-key",
     )

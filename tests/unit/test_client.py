@@ -423,6 +423,32 @@ def test_real_router_registers_routes_aborts_and_removes() -> None:
         asyncio.run(asyncio.wait_for(main(url), timeout=60))
 
 
+def test_sampling_parameters_that_the_real_router_drops_reach_the_engine() -> None:
+    async def main(url: str) -> None:
+        async with FakeEngine() as engine, EngineClient(url) as api:
+            await api.wait_healthy(30)
+            await register_workers(url, [engine.url], timeout=20)
+            async with RolloutClient(url, max_concurrency=8) as client:
+                forwarded = {
+                    "stop_token_ids": [3],
+                    "sampling_seed": 1,
+                    "no_stop_trim": True,
+                    "ignore_eos": True,
+                    "min_p": 0.1,
+                }
+                own = {"logit_bias": {"3": -100.0}, "temperatur": 1.0}  # and one that no engine knows, who says so
+                params = {**PARAMS, **forwarded, **own}
+                await client.post("/generate", {"input_ids": [5], "sampling_params": params})
+                sent = engine.bodies[-1]["sampling_params"]
+                assert not own.keys() & sent.keys(), "the way past it is no longer needed"
+                assert forwarded.items() <= sent.items()
+                await client.generate([5], params)
+                assert engine.bodies[-1]["sampling_params"] == params
+
+    with router_process("round_robin") as url:
+        asyncio.run(asyncio.wait_for(main(url), timeout=60))
+
+
 def test_requests_for_experts_go_past_the_real_router_which_drops_the_field() -> None:
     async def main(url: str) -> None:
         async with FakeEngine() as a, FakeEngine() as b, EngineClient(url) as api:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def evaluate(**flags: Any) -> Any:
         return await loop.evaluate(3), engine
 
     return with_loop(test, **flags)
+
+
+def test_labels_that_the_reward_cannot_compare_are_refused_as_in_training(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", 3, answer=None)
+    flags = {**FLAGS, "eval_prompt_data": ("sums", data), "eval_label_key": "answer"}
+    for rm_type, is_refused in (("math", True), ("random", False)):
+        config = make_config(**{**flags, "rm_type": rm_type, "label_key": "answer"})
+        [dataset] = eval_datasets(config)
+        with pytest.raises(UserError, match="neither text nor a number") if is_refused else nullcontext():
+            read_eval_prompts(dataset, config, make_tokenizer())
 
 
 # -- running -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -470,3 +471,15 @@ def test_the_command_scores_rows(user: str, tmp_path: Path, capsys: pytest.Captu
         reward_cli([*common, "--rm-type", "f1", "--response-key", "respons"])
     with pytest.raises(UserError, match="no reward function to run"):
         reward_cli(common)
+
+
+def test_a_row_that_cannot_be_judged_ends_the_command_and_not_the_graders_of_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Instructions are judged by a worker process; the others' rows were on their way to it."""
+    rows = [{"input": "1+1=", "metadata": {"instruction_id_list": ["punctuation:no_comma"]}}] * 8 + [{"input": "1+1="}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match="finds no instructions"):
+        reward_cli(["--rm-type", "ifbench", "--prompt-data", str(data), "--response", "2"])
+    assert "was lost" not in caplog.text
