@@ -15,7 +15,7 @@ from slime.cluster import run_cluster as module
 from slime.cluster.launch import Generating, connect
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.trainer_group import TrainerStart
-from slime.cluster.waiting import NobodyAnswers
+from slime.cluster.waiting import NobodyAnswers, StopRequested
 from slime.config import make_config
 from slime.engines.api import EngineError
 from slime.errors import RunFailed
@@ -134,7 +134,21 @@ def test_no_trainer_is_started_again_without_ray(
     run: Any = SimpleNamespace(
         config=make_config(rollout_batch_size=1, save="checkpoints", max_restarts=2),
         cluster=SimpleNamespace(lost_trainers=lambda error: True),
+        signals=SimpleNamespace(requested=lambda: False),
         _restarts=0,
     )
     assert session.Session.may_begin_again(run, RunFailed("trainer-0 died")) == (not dead)
     assert ("Ray's raylet has ended" in caplog.text) == bool(dead)
+
+
+def test_no_trainer_is_started_again_of_a_run_that_is_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "dead_daemons", lambda: [])
+    run: Any = SimpleNamespace(
+        config=make_config(rollout_batch_size=1, save="checkpoints", max_restarts=2),
+        cluster=SimpleNamespace(lost_trainers=lambda error: True),
+        signals=SimpleNamespace(requested=lambda: True),
+        _restarts=0,
+    )
+    with pytest.raises(StopRequested):
+        session.Session.may_begin_again(run, RunFailed("trainer-0 died"))
+    assert run._restarts == 0
