@@ -73,7 +73,7 @@ CASES = [
     Case("long-run-0.6b", 1, 240, 540, "long_run --shape qwen3-0.6b --ways colocated",
          f"long_run {_TINY_RUN} --steps 4 --settle 1 --ways colocated", "--cuda-graph-max-bs 128"),
     Case("safety-cost-0.6b", 1, 400, 560, "safety_cost --shape qwen3-0.6b", f"safety_cost {_TINY_RUN} --steps 4",
-         "--cuda-graph-max-bs 64"),
+         "--cuda-graph-max-bs 256"),
     Case("align-0.6b", 1, 180, 400, "align --shape qwen3-0.6b",
          "align --shape tiny --prompts 2 --new-tokens 16", "--disable-cuda-graph --mem-fraction-static 0.1"),
     Case("trainer-4b-2-gpus", 2, 90, 300, f"trainer qwen3-4b --gpus 2 --tokens 32768 --max-tokens 8192 {_LAYOUTS}",

@@ -169,4 +169,4 @@ class GroupRun:
 
 def key_left_with(drawn: Sequence[Sample]) -> int | None:
     """What `GroupRun.for_later` has left of `GroupRun.drawn_as`, where the group was put back before."""
-    return getattr(drawn[0], _KEY, None) or None
+    return getattr(drawn[0], _KEY, None)

@@ -408,11 +408,6 @@ class Group:
     def num_executions(self) -> int:
         return len(self.executions)
 
-    def oldest_weight_version(self) -> int | None:
-        """Of all tokens that are trained on; None where none has one."""
-        versions = [sample.oldest_weight_version() for sample in self.samples]
-        return min((version for version in versions if version is not None), default=None)
-
     def weight_versions(self) -> set[int]:
         """Of all tokens that have one."""
         spans = (span for sample in self.samples for span in sample.token_spans)
@@ -439,7 +434,7 @@ class Versions(NamedTuple):
     @property
     def allowed(self) -> str:
         """In words: whose samples are young enough."""
-        but = f", without {', '.join(map(str, sorted(self.stale)))} of earlier steps" if self.stale else ""
+        but = f", without {', '.join(map(str, sorted(self.stale)))} of other steps" if self.stale else ""
         return f"weights {self.oldest} and newer{but}"
 
     def stale_among(self, versions: Iterable[int]) -> int | None:

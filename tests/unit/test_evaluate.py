@@ -79,16 +79,6 @@ def evaluate(**flags: Any) -> Any:
     return with_loop(test, **flags)
 
 
-def test_labels_that_the_reward_cannot_compare_are_refused_as_in_training(tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", 3, answer=None)
-    flags = {**FLAGS, "eval_prompt_data": ("sums", data), "eval_label_key": "answer"}
-    for rm_type, is_refused in (("math", True), ("random", False)):
-        config = make_config(**{**flags, "rm_type": rm_type, "label_key": "answer"})
-        [dataset] = eval_datasets(config)
-        with pytest.raises(UserError, match="neither text nor a number") if is_refused else nullcontext():
-            read_eval_prompts(dataset, config, make_tokenizer())
-
-
 # -- running -------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +196,16 @@ def test_evaluations_are_dumped_under_their_own_id(tmp_path: Path) -> None:
 def test_nothing_to_evaluate_is_said() -> None:
     with pytest.raises(UserError, match="nothing to evaluate"):
         evaluate()
+
+
+def test_labels_that_the_reward_cannot_compare_are_refused_as_in_training(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", 3, answer=None)
+    flags = {**FLAGS, "eval_prompt_data": ("sums", data), "eval_label_key": "answer"}
+    for rm_type, is_refused in (("math", True), ("random", False)):
+        config = make_config(**{**flags, "rm_type": rm_type, "label_key": "answer"})
+        [dataset] = eval_datasets(config)
+        with pytest.raises(UserError, match="neither text nor a number") if is_refused else nullcontext():
+            read_eval_prompts(dataset, config, make_tokenizer())
 
 
 def test_bad_evaluation_data_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -168,10 +168,8 @@ def test_weights_of_later_steps_than_those_that_a_run_has_gone_back_to() -> None
     ages = Ages(make_config(rollout_batch_size=1, max_staleness=1))
     for version, trained in {1: 0, 2: 1, 3: 2, 4: 1, 5: 2}.items():
         ages.pushed(version, trained)
-    assert (
-        ages.versions(3) == (3, 5, {4}, set())
-        and ages.versions(3).allowed == "weights 3 and newer, without 4 of earlier steps"
-    )
+    assert ages.versions(3) == (3, 5, {4}, set())
+    assert ages.versions(3).allowed == "weights 3 and newer, without 4 of other steps"
     assert ages.versions(2) == (2, 5, set(), set()) and ages.versions(4) == (5, 5, set(), set())
     assert ages.versions(3).stale_among([3, 5]) is None
     assert ages.versions(3).stale_among([5, 4, 3]) == 4 and ages.versions(3).stale_among([2, 4]) == 2

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
 from slime.cluster import ray_session
+from slime.cluster.waiting import DeadlinePassed
 from slime.config import make_config
 from slime.errors import UserError
 from tests.support.processes import ROOT
@@ -98,3 +100,21 @@ def test_a_raylet_that_is_killed_is_seen_at_once() -> None:
     command = [sys.executable, "-c", _KILLED]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
     assert ran.stdout.endswith("seen\n"), ran.stderr[-2000:]
+
+
+def test_slots_that_others_hold_are_waited_for_aloud(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [0.0]
+
+    class Held:
+        bundle_specs = ({"CPU": 1},) * 3
+
+        def wait(self, seconds: float) -> bool:
+            clock[0] += 30.0
+            return False
+
+    monkeypatch.setattr(ray_session, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with caplog.at_level("INFO"), pytest.raises(DeadlinePassed, match="not reserved within 200 s"):
+        ray_session._wait_for(Held(), 200.0, lambda: False)  # type: ignore[arg-type]
+    assert [record.args[:2] for record in caplog.records] == [(3, seconds) for seconds in (60.0, 120.0, 180.0)]

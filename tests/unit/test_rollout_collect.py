@@ -123,7 +123,7 @@ def test_no_sample_is_lost_or_duplicated(setup: Setup, deterministic: bool) -> N
     assert fates == Counter(range(source.drawn))
     assert client.max_running <= setup.max_concurrency
     for rollout_id, result in enumerate(results):
-        versions = [run.to_group().oldest_weight_version() or 0 for run in result.chosen]
+        versions = [min(run.to_group().weight_versions(), default=0) for run in result.chosen]
         taken_as_they_are = setup.max_age is None or setup.stale_samples == "correct"
         assert taken_as_they_are or min(versions) >= rollout_id + 1 - (setup.max_age or 0)
         assert len(result.chosen) == setup.target
@@ -203,7 +203,7 @@ def test_what_is_too_old_is_generated_anew() -> None:
     [first, second], *_ = run(setup, count=2)
     name = "rollout/num_stale_requeued"
     assert first.stale[name] == 0 and second.stale[name] == first.num_surplus > 0
-    assert {run.to_group().oldest_weight_version() for run in second.chosen} == {2}
+    assert {min(run.to_group().weight_versions()) for run in second.chosen} == {2}
 
 
 def test_what_is_generated_anew_begins_with_the_sample_that_was_drawn() -> None:
@@ -229,7 +229,7 @@ def test_what_is_too_old_is_trained_on() -> None:
     [first, second], *_ = run(setup, count=2)
     assert +second.stale == {"rollout/num_stale_corrected": first.num_surplus}
     assert [run.index for run in second.chosen] == [2, 3]
-    assert {run.to_group().oldest_weight_version() for run in second.chosen} == {1}
+    assert {min(run.to_group().weight_versions()) for run in second.chosen} == {1}
 
 
 def test_what_is_too_old_is_dropped() -> None:
@@ -238,7 +238,7 @@ def test_what_is_too_old_is_dropped() -> None:
     [first, second], _, source, _ = run(setup, count=2)
     assert +second.stale == {"rollout/num_stale_dropped": first.num_surplus}
     assert source.discarded == [2, 3] and [run.index for run in second.chosen] == [4, 5]
-    assert {run.to_group().oldest_weight_version() for run in second.chosen} == {2}
+    assert {min(run.to_group().weight_versions()) for run in second.chosen} == {2}
 
 
 @pytest.mark.parametrize(

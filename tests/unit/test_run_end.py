@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -344,3 +345,22 @@ def test_the_wait_has_a_deadline_and_listens_to_sigterm(cluster: Cluster) -> Non
     cluster._should_stop = lambda: next(asked)
     cluster.settle_save(lambda: False, seconds=60)
     assert next(asked, "all were used") == "all were used"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_run_that_goes_on_does_not_forget_that_it_was_asked_to_stop(
+    ends: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM has come, and a checkpoint is being written: one that ends has taken it up, one whose trainer is started
+    again has not."""
+    still_asked: list[bool] = []
+
+    def waits_for_the_checkpoint(session: module.Session, error: BaseException) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        session.saving.settle(session.signals if ends else None)
+        still_asked.append(session.signals.requested())
+
+    monkeypatch.setattr(module.Session, "failed", waits_for_the_checkpoint)
+    with pytest.raises(KeyError):
+        run(KeyError("x"), lambda is_saved: None)
+    assert still_asked == [not ends]
