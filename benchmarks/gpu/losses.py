@@ -100,6 +100,10 @@ class Run:
         lines = path.read_text().splitlines() if path.exists() else []
         return [row for line in lines if "rollout/raw_reward" in (row := json.loads(line))]
 
+    def steps_done(self) -> int:
+        """0 also where the run goes on from the start: it takes the rows of what is trained again out."""
+        return max((row["step"] for row in self.rows()), default=0)
+
     def processes(self, part: str) -> list[psutil.Process]:
         """Of this part, children included, the part's own first."""
         if part == "driver":
@@ -182,10 +186,10 @@ def measure(args: argparse.Namespace, folder: Path, way: str, report: Report) ->
         run.end()
         print(run.log(60), flush=True)
     steps = Counter(row["step"] for row in run.rows())
-    missing = [step for step in range(1, max(steps) + 1) if step not in steps]
+    missing = [step for step in range(1, run.steps_done() + 1) if step not in steps]
     twice = run.generated_twice(args.samples)
     return {
-        "steps": max(steps),
+        "steps": run.steps_done(),
         "missing steps": missing,
         "groups generated twice": twice,
         "goals": [
@@ -201,11 +205,11 @@ def hit(run: Run, part: str, how: str, draw: random.Random) -> Row:
     rows = run.rows()
     delay = draw.random() * min(20.0, rows[-1]["perf/step_time"])
     time.sleep(delay)
-    steps, began = max(row["step"] for row in run.rows()), time.monotonic()
+    steps, began = run.steps_done(), time.monotonic()
     run.strike(part, how)
 
     def went_on(count: int) -> bool:
-        done = max(row["step"] for row in run.rows())
+        done = run.steps_done()
         if done > steps:  # a step may still be done of what was ready, before the run ends
             found.setdefault("first new step after", time.monotonic() - began)
         return done >= steps + count
@@ -214,7 +218,7 @@ def hit(run: Run, part: str, how: str, draw: random.Random) -> Row:
     if not run.wait(lambda: went_on(2), 2 * _STEP_SECONDS):
         found |= {"ended after": time.monotonic() - began, "status": run.driver.poll()}
         time.sleep(_DYING_SECONDS)  # what is left of it goes now
-        steps, again = max(row["step"] for row in run.rows()), time.monotonic()
+        steps, again = run.steps_done(), time.monotonic()
         run.start(["resume", str(run.path)])
         if not run.wait(lambda: went_on(1), _LAUNCH_SECONDS):
             raise RuntimeError(f"it could not be taken up again:\n{run.log(30)}")

@@ -45,6 +45,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         **_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     },
+    "qwen3-1.7b": {
+        **_QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+    },
     "qwen3-4b": {
         **_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
     },
