@@ -17,12 +17,14 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
+import orjson
+import xxhash
 
 from slime import user_calls
 from slime.errors import UserError
@@ -100,6 +102,16 @@ def file_of(path: str) -> Path | None:
     module = inspect.getmodule(load_function(path))
     file = getattr(module, "__file__", None)
     return Path(file) if file else None
+
+
+def fingerprint(values: Any, functions: Iterable[str]) -> str:
+    """A text that tells these values (for JSON), and the files of the functions at these paths, from others.
+
+    Raises:
+        UserError: as `load_function`.
+    """
+    files = [file.read_bytes() for path in functions if (file := file_of(path)) is not None]
+    return xxhash.xxh3_128_hexdigest(b"\0".join([orjson.dumps(values, option=orjson.OPT_SORT_KEYS), *files]))
 
 
 def _saved_function(path: str, file: Path) -> Any:

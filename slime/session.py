@@ -35,6 +35,7 @@ from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
 from slime.preflight import from_the_hub, joins_cluster, preflight
 from slime.processes import end_within
+from slime.pushes import PushLog, training_of
 from slime.samples.types import ANY_VERSION
 from slime.saving import Saving
 from slime.schedule import Ages, Schedule
@@ -81,7 +82,7 @@ class Session:
         )
         self.schedule = Schedule(config)
         self.saving = Saving(config, self.run, self.sinks, self.cluster, self.schedule)
-        self.ages = Ages(config)
+        self.ages, self._pushes = Ages(config), PushLog(self.run.journal, training_of(config))
         self._memory = Measured(MemoryPlan.of(config)) if is_on_gpu(config) else None
         self._last_trained: int | None = None
         self._not_logged: dict[str, float] = {}
@@ -111,7 +112,8 @@ class Session:
         self.sinks.begin(schedule.start_rollout_id, schedule.num_rollout, sum(launch.seconds.values()), saved)
         logger.info("launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in launch.seconds.items()))
         logger.info("what your own functions print is in %s", self.run.logs / "rollout.log")
-        self.ages.remember({**launch.pushes, **self.run.noted_pushes()})
+        earlier = {push.version: push.trained for push in self._pushes.earlier}
+        self.ages.remember({**launch.pushes, **earlier}, self._pushes.gone(self.step))
         self.update_weights()
         self.cluster.turns()  # those of the launch belong to no step
         behind, paced = self.config.sync.staleness, self.config.sync.paced
@@ -201,7 +203,7 @@ class Session:
         is_new = version != self.ages.version
         self.ages.pushed(version, self.step)
         if is_new and self._has_ages and self.config.fault_tolerance.journal:
-            self.run.note_push(version, self.step)
+            self._pushes.note(version, self.step)
 
     def save(self, rollout_id: int) -> None:
         self.saving.save(rollout_id, self.ages.recent_pushes(), self._not_logged)

@@ -101,26 +101,6 @@ class RunFolder:
     def _of_stage(self, name: str) -> Path:
         return self.path / name / self.stage if self.stage else self.path / name
 
-    # -- pushes ----------------------------------------------------------------------------------------
-
-    @property
-    def _pushes_path(self) -> Path:
-        return self.journal / "pushes.jsonl"
-
-    def note_push(self, version: int, trained: int) -> None:
-        """Weights were pushed after ``trained`` rollouts had been trained on: whoever goes on from an older checkpoint
-        asks how old the samples of the journal are."""
-        try:
-            self.journal.mkdir(parents=True, exist_ok=True)
-            with open(self._pushes_path, "ab") as file:
-                file.write(orjson.dumps({"version": version, "trained": trained}) + b"\n")
-        except OSError as problem:  # a full disk, of which the journal tells
-            logger.warning("%s: %s", self._pushes_path, problem)
-
-    def noted_pushes(self) -> dict[int, int]:
-        """Version → rollouts trained on when it was pushed, by earlier launches; the last word where there are two."""
-        return {row["version"]: row["trained"] for row in read_lines(self._pushes_path)}
-
     # -- creation ------------------------------------------------------------------------------------
 
     @staticmethod

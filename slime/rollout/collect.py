@@ -112,7 +112,7 @@ class Collector:
         stale_samples: str = "requeue",
     ) -> None:
         self._journal, self._versions, self._stale_samples = journal, versions, stale_samples
-        self._newest = None if deterministic else versions.newest
+        self._restorable = versions._replace(newest=None) if deterministic else versions
         self._corrected: set[int] = set()  # by GroupRun.order
         self.runner, self.source, self.client = runner, source, runner.state.client
         self.target, self.draw_size, self.group_size = target, draw_size, group_size
@@ -217,7 +217,7 @@ class Collector:
         run = GroupRun.of(drawn, order=len(self.drawn))
         if self._journal is not None and drawn:
             key = key_left_with(drawn) or drawn_as(drawn)
-            found, is_noted = self._journal.restore(self._rollout_id, drawn, key, self._newest, self._versions.ahead)
+            found, is_noted = self._journal.restore(self._rollout_id, drawn, key, self._restorable)
             run = run.restored(found) if found is not drawn else run
             run.drawn_as, run.is_noted = key, is_noted
         return run

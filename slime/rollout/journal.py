@@ -9,7 +9,8 @@ indices and in the same order. What the journal has of such a group takes its pl
 
 Along the weights that survive, each finished group is trained on once, and none is generated twice. Where timing
 decides which rollout draws a group, it may be an earlier one than in the life that finished it: what is of weights that
-training has reached counts there, too.
+training has reached counts there, too. Where a run goes on from its checkpoint with other flags of training (--lr), the
+weights that it had pushed behind it do not survive, and what they have generated is generated again.
 
 A file per rollout, ``journal/rollout_000012.log``: records that are only ever appended,
 
@@ -40,16 +41,16 @@ import xxhash
 
 from slime.config.config import Config
 from slime.files import bring_to_disk, json_safe
-from slime.hook_loading import file_of
+from slime.hook_loading import fingerprint
 from slime.log import get_logger
-from slime.samples.types import Sample
+from slime.samples.types import ANY_VERSION, Sample, Versions
 
 logger = get_logger(__name__)
 
 _HEAD = struct.Struct("<QQ")
 _SYNC_SECONDS = 1.0
 #: Of the records; what was written in another one is left out like what was made with other flags.
-_FORM = b"2"
+_FORM = 2
 #: Functions of the user's own that have a hand in a sample before it is judged.
 _MAKERS = ("custom_generate_function_path", "rollout_sample_hook_path", "custom_rm_path")
 #: Flags of these groups that say how long a run is or how it waits; samples are the same with others.
@@ -154,17 +155,17 @@ class Journal:
         rollout_id: int,
         drawn: list[Sample],
         key: int,
-        newest_version: int | None = None,
-        ahead: frozenset[int] = frozenset(),
+        versions: Versions = ANY_VERSION,
     ) -> tuple[list[Sample], bool]:
         """What the journal has of a drawn group in the place of it, or ``drawn`` where it has nothing.
 
         Args:
             rollout_id: that draws; what later rollouts have made of the group does not count yet. But in another order
                 of events one of them may have drawn what this one draws now:
-            newest_version: of weights: what was generated with these or older ones counts, whichever rollout did it,
-                unless they are ``ahead`` (`Versions`). None: that of later ones never does (deterministic runs).
+                what was generated with the newest ``versions`` or older ones counts, whichever rollout did it, unless
+                they are ahead. Where the newest is None (deterministic runs), that of later ones never does.
             key: `drawn_as` of it; where the journal has another, it is of other data.
+            versions: nothing counts of those that are gone.
         Returns:
             The group, and whether it is finished in the file of this rollout or a later one, which stays as long as
             somebody may draw it again.
@@ -172,11 +173,13 @@ class Journal:
         index = drawn[0].group_index
         for place in reversed(self._places.get(index, ()) if index is not None else ()):
             is_later = place.rollout_id > rollout_id
-            if is_later and newest_version is None:
+            if is_later and versions.newest is None:
                 continue
             if place.kind is Kind.FORGOTTEN or place.drawn_as != key or (found := self._read(place)) is None:
                 break
-            if is_later and not _is_within(found, newest_version, ahead):
+            if is_later and not _is_within(found, versions.newest, versions.ahead):
+                continue
+            if versions.gone and not versions.gone.isdisjoint(_versions_in(found)):
                 continue
             self.num_restored += place.kind is Kind.FINISHED
             return found, place.kind is Kind.FINISHED and place.rollout_id >= rollout_id
@@ -341,9 +344,13 @@ class Journal:
 
 def _is_within(samples: Sequence[Sample], newest_version: int | None, ahead: frozenset[int] = frozenset()) -> bool:
     """Whether all that was generated of a group is of these weights or older ones; not if nobody knows of which."""
-    versions = [span.weight_version for sample in samples for span in sample.token_spans]
-    known = [version for version in versions if version is not None]
+    known = _versions_in(samples)
     return newest_version is not None and bool(known) and max(known) <= newest_version and ahead.isdisjoint(known)
+
+
+def _versions_in(samples: Sequence[Sample]) -> set[int]:
+    """Of the weights that have generated tokens of a group, as far as they are known."""
+    return {v for sample in samples for span in sample.token_spans if (v := span.weight_version) is not None}
 
 
 # -- of a run ------------------------------------------------------------------------------------------------
@@ -365,9 +372,7 @@ def _made_with(config: Config) -> str:
         values.pop(name, None)
     given = [values.get(name) or () for name in _MAKERS]
     paths = [path for value in given for path in ([value] if isinstance(value, str) else value)]
-    files = [file.read_bytes() for path in paths if (file := file_of(path)) is not None]
-    told = orjson.dumps([values, str(config.checkpoint.hf_checkpoint)], option=orjson.OPT_SORT_KEYS)
-    return xxhash.xxh3_128_hexdigest(b"\0".join([_FORM, told, *files]))
+    return fingerprint([_FORM, values, str(config.checkpoint.hf_checkpoint)], paths)
 
 
 def drawn_as(drawn: Sequence[Sample]) -> int:

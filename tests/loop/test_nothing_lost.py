@@ -104,6 +104,35 @@ def test_what_was_finished_is_not_generated_again(begin: Callable[..., Driver], 
 
 
 @pytest.mark.full
+def test_another_learning_rate_behind_a_kill(begin: Callable[..., Driver], hold: Path) -> None:
+    """Killed in the second rollout, before the first checkpoint. The weights of the first step are no more when the run
+    goes on at another rate, and what they had generated is generated again: the end is that of a run that had this rate
+    from the start. What the weights of the beginning have generated is not."""
+    (hold / "hold-sample-15").touch()
+    flags = ("--num-rollout", 2, "--save-interval", 9)
+    driver = begin("rate", *flags, "--lr", 3e-2)
+    wait_while_running(driver, (hold / "held-sample-15").exists, "the last sample")
+    scores = Scores(hold)
+    wait_while_running(driver, lambda: sum(map(len, scores.by_group().values())) == 8, "the others")
+    time.sleep(_NOTING_SECONDS)
+    driver.signal(signal.SIGKILL)
+    driver.end()
+    (hold / "hold-sample-15").unlink()
+
+    driver = begin("rate", *flags, "--lr", 1e-3)
+    assert driver.end() == 0, driver.stderr
+    assert "1 of the weights that this run has pushed came of other flags" in driver.stderr
+    assert sorted(group for group, lives in scores.by_group().items() if len(lives) > 1) == [4, 5, 6, 7]
+    rows = [row for row in driver.rows() if "rollout/raw_reward" in row]
+    assert [row.get("rollout/num_restored_groups", 0) for row in rows] == [_GROUPS, 0]
+
+    unbroken = begin("unbroken-rate", *flags, "--lr", 1e-3)
+    assert unbroken.end() == 0, unbroken.stderr
+    expected = weights_of(unbroken)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(driver).items())
+
+
+@pytest.mark.full
 def test_the_only_engine_and_the_trainer_at_once(begin: Callable[..., Driver], hold: Path) -> None:
     """Engines come back with a push, trainers when nothing is generated any more: neither may wait for the other."""
     (hold / "hold-request-1").touch()

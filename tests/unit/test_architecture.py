@@ -62,6 +62,7 @@ FLOORS = (
         "cluster",
         "preflight",
         "diagnosis",
+        "pushes",
         "schedule",
         "stopping",
         "saving",

@@ -166,21 +166,3 @@ def test_a_crash_report_that_cannot_be_written_does_not_hide_the_error(tmp_path:
     run = RunFolder.create(config_for(tmp_path))
     run.crash.write_text("in the way")
     assert run.write_crash(RuntimeError("the real one")) is None
-
-
-def test_pushes_are_noted_for_whoever_goes_on(tmp_path: Path) -> None:
-    """The newest word counts; a line that a crash has cut does not."""
-    run = RunFolder.create(config_for(tmp_path))
-    assert run.noted_pushes() == {}
-    for version, trained in ((1, 0), (2, 1), (3, 2), (3, 1)):
-        run.note_push(version, trained)
-    with open(run.journal / "pushes.jsonl", "ab") as file:
-        file.write(b'{"version": 4, "tra')
-    assert run.noted_pushes() == {1: 0, 2: 1, 3: 1}
-
-
-def test_a_push_that_cannot_be_noted_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = RunFolder.create(config_for(tmp_path))
-    run.journal.write_text("a file where the folder should be")
-    run.note_push(1, 0)
-    assert "pushes.jsonl" in caplog.text
