@@ -224,27 +224,28 @@ class Ages:
                 return
             yield self._first + index, self._trained[index]
 
-    def metrics(self, versions: Mapping[int, int], trained: int) -> dict[str, float]:
-        """``rollout/staleness/…`` of a batch that is trained on after ``trained`` others.
+    def metrics(self, versions: Mapping[tuple[int, ...], int], trained: int) -> dict[str, float]:
+        """``rollout/staleness/…`` of a batch that is trained on after ``trained`` others: a sample is as old as the
+        oldest of its tokens.
 
         Weights that a run had pushed before it began again at an older checkpoint are as far away in steps as others.
 
         Args:
-            versions: weight version → samples whose oldest token it sampled.
+            versions: weight versions of a sample's tokens → samples that have these.
 
         Example:
             >>> ages = Ages(make_config(rollout_batch_size=1))
             >>> ages.pushed(1, trained=0), ages.pushed(2, trained=1)
-            >>> ages.metrics({1: 1, 2: 3}, trained=1)
+            >>> ages.metrics({(1, 2): 1, (2,): 3}, trained=1)
             {'rollout/staleness/mean': 0.25, 'rollout/staleness/max': 1.0}
         """
         if not versions:
             return {}
         most = self._checked_against
-        behind = {version: abs(trained - self.trained_when(version)) for version in versions}
-        mean = sum(behind[version] * count for version, count in versions.items()) / sum(versions.values())
+        behind = {each: max(abs(trained - self.trained_when(version)) for version in each) for each in versions}
+        mean = sum(behind[each] * count for each, count in versions.items()) / sum(versions.values())
         found = {"rollout/staleness/mean": mean, "rollout/staleness/max": float(max(behind.values()))}
         if most is not None and self._config.sync.stale_samples != "correct":
-            too_old = sum(count for version, count in versions.items() if behind[version] > most)
+            too_old = sum(count for each, count in versions.items() if behind[each] > most)
             found["rollout/staleness/num_too_old"] = float(too_old)
         return found

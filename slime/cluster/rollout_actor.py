@@ -41,13 +41,13 @@ class RolloutResult:
     Attributes:
         shards: one object reference per data-parallel rank.
         metrics: ``rollout/…`` and ``perf/…``.
-        versions: weight version → samples whose oldest token it sampled.
+        versions: weight versions of a sample's tokens → samples that have these.
     """
 
     rollout_id: int
     shards: list[ray.ObjectRef]
     metrics: dict[str, float] = field(default_factory=dict)
-    versions: dict[int, int] = field(default_factory=dict)
+    versions: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 class RolloutActor:
@@ -155,7 +155,7 @@ class RolloutActor:
         metrics["perf/rollout_time"] = generated - started
         metrics["perf/data_preprocess_time"] = converted - generated
         metrics["perf/record_time"] = time.perf_counter() - converted
-        sampled_by = Counter(v for batch in batches for v in batch.weight_versions if v is not None)
+        sampled_by = Counter(versions for batch in batches for versions in batch.weight_versions if versions)
         return RolloutResult(rollout_id, shards, metrics, dict(sampled_by))
 
     async def load_dump(self, rollout_id: int, layout: TrainLayout, versions: Versions) -> RolloutResult:

@@ -213,7 +213,7 @@ class Journal:
         try:
             kept = [] if kind is Kind.FORGOTTEN else [sample.to_dict() for sample in samples]
             content = pickle.dumps(kept, protocol=pickle.HIGHEST_PROTOCOL)  # apart: most are never read
-            newest = max((s.weight_version or 0 for sample in samples for s in sample.token_spans), default=0)
+            newest = max(_versions_in(samples), default=0)
             with self._lock:
                 file = self._file(rollout_id)
                 place = _Place(kind, rollout_id, key, file.tell())
@@ -350,7 +350,7 @@ def _is_within(samples: Sequence[Sample], newest_version: int | None, ahead: fro
 
 def _versions_in(samples: Sequence[Sample]) -> set[int]:
     """Of the weights that have generated tokens of a group, as far as they are known."""
-    return {v for sample in samples for span in sample.token_spans if (v := span.weight_version) is not None}
+    return {version for sample in samples for version in sample.token_versions()}
 
 
 # -- of a run ------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def rollout_metrics(groups: Sequence[Group], args: Any) -> dict[str, float]:
     metrics |= flat
     if rewards and _compares_samples(args):
         metrics["rollout/zero_std/ratio"] = sum(flat.values()) / len(groups)
-    versions = [v for sample in samples if (v := sample.oldest_weight_version()) is not None]
+    versions = [version for sample in samples for version in sample.token_versions()]
     if versions:
         metrics["rollout/weight_version/min"] = min(versions)
         metrics["rollout/weight_version/max"] = max(versions)

@@ -82,7 +82,7 @@ class TrainBatch:
     rollout_log_probs: list[torch.Tensor] | None = None
     teacher_log_probs: list[torch.Tensor] | None = None
     routed_experts: list[torch.Tensor] | None = None
-    weight_versions: list[int | None] = field(default_factory=list)
+    weight_versions: list[tuple[int, ...]] = field(default_factory=list)
     metadata: list[dict[str, Any] | None] = field(default_factory=list)
     global_stats: dict[str, float] = field(default_factory=dict)
     recorded: frozenset[SampleKey] = frozenset()

@@ -93,7 +93,7 @@ class Columns:
     rollout_log_probs: list[list[float]] | None = None
     teacher_log_probs: list[list[float]] | None = None
     routed_experts: list[Any] | None = None
-    weight_versions: list[int | None] = field(default_factory=list)
+    weight_versions: list[tuple[int, ...]] = field(default_factory=list)
     metadata: list[dict[str, Any] | None] = field(default_factory=list)
 
     def rollout_mask_sums(self) -> list[float]:
@@ -134,7 +134,7 @@ def _described(trainable: Trainable) -> dict[str, list[Any]]:
         "group_ids": trainable.group_ids,
         "execution_ids": trainable.execution_ids,
         "truncated": [s.status == SampleStatus.TRUNCATED for s in samples],
-        "weight_versions": [s.oldest_weight_version() for s in samples],
+        "weight_versions": [s.token_versions() for s in samples],
         "metadata": [s.train_metadata for s in samples],
     }
 
@@ -256,7 +256,8 @@ def columns_from_hook(result: Any, trainable: Trainable, path: str) -> Columns:
             "loss_masks": [[1] * length for length in data["response_lengths"]],
             **dict.fromkeys(("sample_indices", "group_ids", "execution_ids"), order),
             "truncated": [False] * count,
-            **dict.fromkeys(("weight_versions", "metadata"), [None] * count),
+            "weight_versions": [()] * count,
+            "metadata": [None] * count,
         }
     columns = Columns(**({"raw_rewards": data["rewards"]} | defaults | data))
     for position, (tokens, length, mask) in enumerate(

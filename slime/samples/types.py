@@ -211,9 +211,9 @@ class Sample:
             )
         return float(self.reward[key])
 
-    def oldest_weight_version(self) -> int | None:
-        versions = [span.weight_version for span in self.token_spans if span.weight_version is not None]
-        return min(versions) if versions else None
+    def token_versions(self) -> tuple[int, ...]:
+        """Weight versions of its tokens, each once, in the order of their numbers; () where none is known."""
+        return tuple(sorted({v for span in self.token_spans if (v := span.weight_version) is not None}))
 
     # -- writing -------------------------------------------------------------------------------------
 
@@ -410,8 +410,7 @@ class Group:
 
     def weight_versions(self) -> set[int]:
         """Of all tokens that have one."""
-        spans = (span for sample in self.samples for span in sample.token_spans)
-        return {span.weight_version for span in spans if span.weight_version is not None}
+        return {version for sample in self.samples for version in sample.token_versions()}
 
 
 class Versions(NamedTuple):

@@ -78,7 +78,7 @@ def _sample(batch: TrainBatch, data: RolloutTensors, i: int, more: dict[str, Any
         "raw_reward": batch.raw_rewards[i],
         "truncated": bool(batch.truncated[i]),
         "rollout_mask_sum": batch.rollout_mask_sums[i],
-        "weight_version": batch.weight_versions[i] if batch.weight_versions else None,
+        "weight_version": min(batch.weight_versions[i], default=None) if batch.weight_versions else None,
     }
     columns: dict[str, Any] = {name: getattr(data, name) for name in _TENSORS}
     columns |= {"loss_mask": data.loss_masks, "teacher_log_probs": batch.teacher_log_probs, **more}

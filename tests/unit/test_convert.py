@@ -212,7 +212,7 @@ def test_weight_versions_truncation_and_metadata_travel() -> None:
     sample = make_sample(0, 1.0, status=SampleStatus.TRUNCATED, train_metadata={"k": 1})
     sample.token_spans = [TokenSpan(0, 2, 3), TokenSpan(2, 4, 4)]
     batch = convert([Group(8, [[sample], [make_sample(1, 0.0)]])])[0]
-    assert (batch.truncated, batch.weight_versions) == ([True, False], [3, None])
+    assert (batch.truncated, batch.weight_versions) == ([True, False], [(3, 4), ()])
     assert (batch.metadata, batch.group_indices, batch.rollout_id) == ([{"k": 1}, None], [8, 8], 5)
     assert batch.global_stats["rollout/truncated"] == 0.5
 

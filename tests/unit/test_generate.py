@@ -251,7 +251,7 @@ def test_functions_that_post_by_themselves_get_the_version_of_every_token() -> N
     sample = Sample(tokens=[1, 2])
     sample.append_response_tokens(tokens=[7, 8, 9], log_probs=[-1.0] * 3, meta_info=meta)
     assert [(span.start, span.end, span.weight_version) for span in sample.token_spans] == [(0, 2, 3), (2, 3, 4)]
-    assert sample.oldest_weight_version() == 3
+    assert sample.token_versions() == (3, 4)
 
 
 def test_context_limit_caps_the_response() -> None:

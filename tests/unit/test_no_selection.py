@@ -95,8 +95,8 @@ class Session:
 
     def train(self, batch: Collected) -> dict[str, float]:
         samples = [sample for run in batch.chosen for sample in run.samples]
-        versions = Counter(sample.oldest_weight_version() or 0 for sample in samples)
-        behind = [self.step - self.ages.trained_when(version) for version in versions.elements()]
+        versions = Counter(sample.token_versions() or (0,) for sample in samples)
+        behind = [self.step - self.ages.trained_when(min(each)) for each in versions.elements()]
         sync = self.config.sync
         bound = sync.max_staleness if sync.max_staleness is not None else sync.staleness
         told = self.ages.metrics(versions, self.step).get("rollout/staleness/num_too_old")

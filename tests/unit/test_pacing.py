@@ -60,7 +60,7 @@ class Session:
 
     def train(self, batch: tuple[int, int]) -> dict[str, float]:
         rollout_id, version = batch
-        found = self.ages.metrics({version: 4}, self.step)
+        found = self.ages.metrics({(version,): 4}, self.step)
         self.ages_seen.append(int(found["rollout/staleness/max"]))
         assert found.get("rollout/staleness/num_too_old", 0) == 0
         self.begun_by.append(len(self.begun))
@@ -194,7 +194,7 @@ def test_samples_that_are_too_old_all_the_same_are_counted() -> None:
     ages = Ages(make_config(rollout_batch_size=1, max_staleness=1))
     for version in (1, 2, 3):
         ages.pushed(version, version - 1)
-    assert ages.metrics({3: 5, 2: 2, 1: 3}, trained=2) == {
+    assert ages.metrics({(3,): 5, (2,): 2, (1,): 3}, trained=2) == {
         "rollout/staleness/mean": 0.8, "rollout/staleness/max": 2.0, "rollout/staleness/num_too_old": 3.0,
     }  # fmt: skip
     assert ages.metrics({}, trained=2) == {}
@@ -216,7 +216,7 @@ def test_without_max_staleness_the_bound_that_the_launch_says_is_checked(
     ages = Ages(make_config(rollout_batch_size=1, **flags))
     for version in (1, 2, 3):
         ages.pushed(version, version - 1)
-    assert ages.metrics({3: 5, 2: 2, 1: 3}, trained=2).get("rollout/staleness/num_too_old") == expected
+    assert ages.metrics({(3,): 5, (2,): 2, (1,): 3}, trained=2).get("rollout/staleness/num_too_old") == expected
 
 
 def test_what_a_launch_says_of_groups_that_were_put_back() -> None:
@@ -231,7 +231,17 @@ def test_no_sample_is_younger_than_its_training() -> None:
     ages = Ages(make_config(rollout_batch_size=1))
     for version, trained in ((1, 0), (2, 1), (3, 2), (4, 0)):  # the last one at the checkpoint that was loaded again
         ages.pushed(version, trained)
-    assert ages.metrics({3: 1}, trained=0) == {"rollout/staleness/mean": 2.0, "rollout/staleness/max": 2.0}
+    assert ages.metrics({(3,): 1}, trained=0) == {"rollout/staleness/mean": 2.0, "rollout/staleness/max": 2.0}
+
+
+def test_a_sample_of_two_lives_is_as_old_as_its_oldest_token() -> None:
+    """The second weights are of this step and the third of the one behind it, although they are newer."""
+    ages = Ages(make_config(rollout_batch_size=1))
+    for version, trained in ((1, 0), (2, 1), (3, 3), (4, 1)):
+        ages.pushed(version, trained)
+    assert ages.metrics({(2, 3): 1, (2, 4): 1}, trained=1) == {
+        "rollout/staleness/mean": 1.0, "rollout/staleness/max": 2.0,
+    }  # fmt: skip
 
 
 def test_ages_over_a_resume_between_two_pushes() -> None:
@@ -243,7 +253,7 @@ def test_ages_over_a_resume_between_two_pushes() -> None:
     second.remember(first.recent_pushes())
     second.pushed(5, trained=3)
     assert [second.trained_when(version) for version in range(1, 6)] == [0, 2, 4, 6, 3]
-    assert second.metrics({3: 1}, trained=4) == {"rollout/staleness/mean": 0.0, "rollout/staleness/max": 0.0}
+    assert second.metrics({(3,): 1}, trained=4) == {"rollout/staleness/mean": 0.0, "rollout/staleness/max": 0.0}
     assert second.recent_pushes() == {1: 0, 2: 2, 3: 4, 4: 6, 5: 3}
     for version in range(6, 200):
         second.pushed(version, trained=version)

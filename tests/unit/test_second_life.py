@@ -125,7 +125,7 @@ def test_a_resumed_run_knows_when_lost_lives_have_pushed() -> None:
     ages.remember({**first_life, 9: 5, 10: 6, 11: 7})
     ages.pushed(12, 5)
     assert [ages.trained_when(version) for version in (5, 8, 9, 11, 12)] == [4, 7, 5, 7, 5]
-    assert ages.metrics({9: 8}, 5)["rollout/staleness/max"] == 0
+    assert ages.metrics({(9,): 8}, 5)["rollout/staleness/max"] == 0
     assert ages.versions(5)[:4] == (5, 12, {8, 11}, {7, 8, 10, 11})
 
 
