@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference
+from slime.checkpoints.load_plan import LoadPlan, check_length, resolve_load, resolve_reference
 from slime.cluster.engine_fit import ask, check_fit, named
 from slime.config.config import Config
 from slime.config.flag import option_of
@@ -144,11 +144,12 @@ def check_architecture(config: Config) -> None:
 
 def check_weights(config: Config, plan: LoadPlan) -> None:
     """Every Hugging Face directory that will be read holds a known model, whole, and the same one. Engines alone read
-    quantised ones."""
+    quantised ones. What is loaded does not lie behind the end of the run."""
     from slime.checkpoints.hf_files import HfReader
     from slime.models import family_of, read_hf_config
     from slime.models.spec import check_same_model
 
+    check_length(config, plan)
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
     family = family_of(flags.hf_checkpoint, flags.model_name)

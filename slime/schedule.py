@@ -235,7 +235,8 @@ class Ages:
 
         Example:
             >>> ages = Ages(make_config(rollout_batch_size=1))
-            >>> ages.pushed(1, trained=0), ages.pushed(2, trained=1)
+            >>> ages.pushed(1, trained=0)
+            >>> ages.pushed(2, trained=1)
             >>> ages.metrics({(1, 2): 1, (2,): 3}, trained=1)
             {'rollout/staleness/mean': 0.25, 'rollout/staleness/max': 1.0}
         """

@@ -89,6 +89,21 @@ def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:
     return _fresh(config, "no --load")
 
 
+def check_length(config: Config, plan: LoadPlan) -> None:
+    """What is loaded does not lie behind the end of the run. At its end a run may stand that was killed as it ended.
+
+    Raises:
+        UserError: it does, so that nothing would be trained.
+    """
+    done, length = plan.start_rollout_id, config.rollout.num_rollout
+    if length and done > length:
+        raise UserError(
+            f"--num-rollout {length} is too short: {done} rollouts are trained on already",
+            why=f"it is the length of the whole run; {plan.note}",
+            fix=f"pass --num-rollout {done + length} for {length} more, or another --load or --ckpt-step",
+        )
+
+
 def going_on(config: Config) -> Config:
     """The configuration with which a run goes on from the newest of its own checkpoints: what said where its first
     launch began counts no more. Before the first checkpoint it is the same.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slime.checkpoints import directory as ckpt
-from slime.checkpoints.load_plan import LoadPlan, resolve_load, resolve_reference
+from slime.checkpoints.load_plan import LoadPlan, check_length, resolve_load, resolve_reference
 from slime.config import make_config
 from slime.errors import UserError
 from tests.support.checkpoint_dirs import complete
@@ -322,3 +322,18 @@ def test_an_iteration_that_was_being_replaced_is_put_back_not_removed(tmp_path: 
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000004", "iter_0000006"]
     assert (tmp_path / "iter_0000004" / "data").read_text() == ".iter_0000004.replaced"
     assert (tmp_path / "iter_0000006" / "data").read_text() == "iter_0000006"
+
+
+def test_a_run_that_ends_before_where_it_stands_is_refused(tmp_path: Path) -> None:
+    """Its length is that of the whole run. At its end one stands that was killed as it ended: it evaluates and saves."""
+    complete(tmp_path, 5)
+    for length, wrong in ((0, False), (5, True), (6, False), (9, False)):
+        config = make_config(load=str(tmp_path), save=str(tmp_path), num_rollout=length)
+        plan = resolve_load(config)
+        assert plan.start_rollout_id == 6
+        if wrong:
+            with pytest.raises(UserError, match="6 rollouts are trained on already") as raised:
+                check_length(config, plan)
+            assert "--num-rollout 11 for 5 more" in str(raised.value.fix)
+        else:
+            check_length(config, plan)
