@@ -325,7 +325,7 @@ def test_an_iteration_that_was_being_replaced_is_put_back_not_removed(tmp_path: 
 
 
 def test_a_run_that_ends_before_where_it_stands_is_refused(tmp_path: Path) -> None:
-    """Its length is that of the whole run. At its end one stands that was killed as it ended: it evaluates and saves."""
+    """Its length is that of the whole run. At its end one stands that was killed as it ended: it still has to save."""
     complete(tmp_path, 5)
     for length, wrong in ((0, False), (5, True), (6, False), (9, False)):
         config = make_config(load=str(tmp_path), save=str(tmp_path), num_rollout=length)
