@@ -277,7 +277,7 @@ def check_data(config: Config) -> None:
     from slime.prompts.tokenizer import load_tokenizer
     from slime.rollout.debug_data import check_dumps
     from slime.rollout.eval_datasets import eval_datasets
-    from slime.rollout.rewards.instruction_rows import check_rows
+    from slime.rollout.rewards.row_checks import check_rows
 
     check_dumps(config)
     assert config.checkpoint.hf_checkpoint is not None

@@ -57,7 +57,7 @@ DRIVES = ("cluster/run_cluster.py", "loop.py", "placement.py", "saving.py", "sch
 #: Plan and launch checks look ahead for all parts: what they read they refuse or warn of, and no part acts by it.
 LOOKS_AHEAD = (
     "cli", "cluster/engine_fit.py", "diagnosis", "legacy_paths.py", "memory", "preflight.py", "pushes.py",
-    "rollout/old_paths", "rollout/rewards/instruction_rows.py", "trainer/quantised_rules.py",
+    "rollout/old_paths", "rollout/rewards/row_checks.py", "trainer/quantised_rules.py",
     "weights/quantised_launch.py",
 )  # fmt: skip
 

@@ -16,9 +16,9 @@ import pytest
 from slime.config import make_config
 from slime.errors import UserError
 from slime.rollout.rewards import instructions
-from slime.rollout.rewards.instruction_rows import check_rows
 from slime.rollout.rewards.instructions import NEEDS_DATA, check_data, check_task, follows_all, read_task
 from slime.rollout.rewards.pool import RewardPool
+from slime.rollout.rewards.row_checks import check_rows
 from slime.samples.types import Sample
 
 with_package = pytest.mark.skipif(

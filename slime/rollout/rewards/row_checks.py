@@ -1,4 +1,5 @@
-"""Can the rows that `slime.rollout.rewards.instructions` is to judge be judged here? Asked before a launch."""
+"""Can rows be judged that name a reward of their own, or that `slime.rollout.rewards.instructions` is to judge? Asked
+before a launch."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import decoded
 from slime.rollout.eval_datasets import eval_datasets
 from slime.rollout.rewards.instructions import NAME, OLD_NAME, Task, check_data, check_package, check_task, read_task
+from slime.rollout.rewards.pool import check_rm_type
 
 
 def check_rows(config: Config, max_rows: int) -> None:
@@ -20,10 +22,9 @@ def check_rows(config: Config, max_rows: int) -> None:
     shows when they are judged; where a plugin's function judges them, it knows.
 
     Raises:
-        UserError: as `read_task`, `check_task` and `check_data`; or the package is missing.
+        UserError: as `check_rm_type` of what a row names, `read_task`, `check_task` and `check_data`; or the package is
+            missing.
     """
-    if replaced(OLD_NAME) is not None:
-        return
     tasks = list(_tasks(config, max_rows))
     for where, task in tasks:
         try:
@@ -34,14 +35,27 @@ def check_rows(config: Config, max_rows: int) -> None:
 
 
 def _tasks(config: Config, max_rows: int) -> Iterator[tuple[str, Task]]:
-    reward = config.reward
+    reward, known, is_ours = config.reward, set[str](), replaced(OLD_NAME) is None
     for path, key, injected in _files(config):
         for where, row in itertools.islice(iter_rows(path), max_rows):
             metadata = decoded(row.get(key))
             metadata = injected(metadata if isinstance(metadata, dict) else {})  # others are told with all rows
-            if str(metadata.get("rm_type") or reward.rm_type or "").removeprefix("boxed_") == NAME:
+            own = str(metadata.get("rm_type") or "")
+            if own and own not in known:
+                _check_own(own, where, config)
+                known.add(own)
+            if is_ours and (own or reward.rm_type or "").removeprefix("boxed_") == NAME:
                 check_package()
                 yield where, read_task(metadata, where)
+
+
+def _check_own(rm_type: str, where: str, config: Config) -> None:
+    try:
+        check_rm_type(rm_type)
+    except UserError as error:
+        raise UserError(f"{where}: {error.what}", error.why, error.fix) from error
+    if rm_type.removeprefix("boxed_") == "remote_rm" and not config.reward.rm_url:
+        raise UserError(f"{where}: its rm_type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
 
 
 def _files(config: Config) -> Iterator[tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]]]]:
