@@ -33,6 +33,7 @@ from slime.models.quantised import Quantisation
 from slime.observe.run_folder import RunFolder
 from slime.path_patterns import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
+from slime.rollout.eval_datasets import eval_datasets
 from slime.trainer.expert_rules import check_experts
 from slime.trainer.quantised_rules import check_ignore_list, check_quantised_flags, check_quantised_library
 from slime.weights.quantised_launch import check_route
@@ -140,6 +141,11 @@ def check_architecture(config: Config) -> None:
     check_model_flags(config.megatron, spec)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
+    stops = {*config.rollout.rollout_stop_token_ids, *(one for d in eval_datasets(config) for one in d.stop_token_ids)}
+    if beyond := sorted(one for one in stops if one >= spec.vocab_size):
+        why = f"{flags.hf_checkpoint} has tokens 0 to {spec.vocab_size - 1}"
+        fix = "pass ids of its tokenizer (--rollout-stop-token-ids, stop_token_ids of an evaluation set)"
+        raise UserError(f"{', '.join(map(str, beyond))} can stop no answer: there is no such token", why, fix)
 
 
 def check_weights(config: Config, plan: LoadPlan) -> None:
@@ -209,7 +215,6 @@ def check_transformer_engine(config: Config) -> None:
 def check_rewards(config: Config) -> None:
     """Something gives rewards, and what the flags name of it is there."""
     from slime.hooks import RewardFunction
-    from slime.rollout.eval_datasets import eval_datasets
     from slime.rollout.rewards.pool import check_rm_type
 
     reward, datasets = config.reward, eval_datasets(config)
@@ -276,7 +281,6 @@ def check_data(config: Config) -> None:
     from slime.prompts.source import probe_prompts
     from slime.prompts.tokenizer import load_tokenizer
     from slime.rollout.debug_data import check_dumps
-    from slime.rollout.eval_datasets import eval_datasets
     from slime.rollout.rewards.row_checks import check_rows
 
     check_dumps(config)
