@@ -159,7 +159,8 @@ class SampleHook(Protocol):
 
 
 class RewardFunction(Protocol):
-    """``--custom-rm-path``: a number (or a dict, see ``--reward-key``) for a sample.
+    """``--custom-rm-path``: a number for a sample, or a dict: ``--reward-key`` names the one to train on, the means of
+    its other numbers are metrics (``rollout/reward_part/<key>``).
 
     With ``--group-rm``, and when one generate call returned several samples, it is called with the list of samples
     and returns a list of rewards. Sync functions run in threads, several at once.

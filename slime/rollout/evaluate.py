@@ -20,7 +20,7 @@ from slime.rollout.execution import GroupRunner
 from slime.rollout.failed_groups import too_many_failed
 from slime.rollout.generate import context_limit
 from slime.rollout.group_run import GroupRun
-from slime.rollout.metrics import execution_scores, pass_at_k_metrics, sample_metrics
+from slime.rollout.metrics import execution_scores, pass_at_k_metrics, reward_parts, sample_metrics
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus
 
@@ -196,7 +196,8 @@ def _as_output(runs: list[GroupRun], args: Any) -> dict[str, list[Any]]:
 
 
 def eval_metrics(name: str, runs: list[GroupRun], args: Any) -> dict[str, float]:
-    """``eval/<name>`` (mean reward), ``-truncated_ratio``, ``-pass@k`` and ``/response_len/…`` of one set.
+    """Of one set: ``eval/<name>`` (mean reward), ``-truncated_ratio``, ``-pass@k``, ``/response_len/…`` and
+    ``/reward_part/…``.
 
     pass@k uses the number of executions that this set has per prompt.
     """
@@ -204,7 +205,7 @@ def eval_metrics(name: str, runs: list[GroupRun], args: Any) -> dict[str, float]
     if not samples:
         return {}
     scores = [execution_scores([execution.samples for execution in run.executions], args) for run in runs]
-    metrics = sample_metrics(samples, f"eval/{name}")
+    metrics = sample_metrics(samples, f"eval/{name}") | reward_parts(samples, f"eval/{name}", args)
     metrics[f"eval/{name}"] = statistics.fmean(sample.get_reward_value(args) for sample in samples)
     metrics[f"eval/{name}-truncated_ratio"] = metrics.pop(f"eval/{name}/truncated_ratio")
     if max(map(len, scores)) > 1 or args.eval_pass_k:
