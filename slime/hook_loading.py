@@ -317,9 +317,36 @@ def failures_of(what: str) -> Iterator[None]:
         raise with_user_frames(failure, error) from error
 
 
-def user_function(path: str) -> Callable[..., Any]:
+def named(path: str, flag: str = "") -> str:
+    """The function at ``path`` in a message, with the flag that names it."""
+    return f"'{path}' ({flag})" if flag else f"'{path}'"
+
+
+def described(value: Any) -> str:
+    """What a function returned, in a few words of a message.
+
+    Example:
+        >>> described(None), described(0.5), described((1, 2)), described("yes")
+        ('None', 'the float 0.5', 'a tuple of 2', "the str 'yes'")
+    """
+    kind = type(value).__name__
+    if value is None:
+        return "None"
+    if hasattr(value, "shape"):
+        return f"a {kind} of shape {list(value.shape)}"
+    if isinstance(value, (int, float, str, bytes)):
+        return f"the {kind} {value!r:.60}"
+    if inspect.iscoroutine(value):
+        value.close()
+        return "a coroutine, as it is async"
+    return f"a {kind} of {len(value)}" if isinstance(value, (list, tuple, dict)) else f"a {kind}"
+
+
+def user_function(path: str, flag: str = "") -> Callable[..., Any]:
     """The sync function at ``path``, whose failures tell the user's lines (`failures_of`).
 
+    Args:
+        flag: that names it, for messages.
     Raises:
         UserError: it cannot be loaded.
     """
@@ -327,7 +354,7 @@ def user_function(path: str) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with failures_of(f"'{path}'"), running(path):
+        with failures_of(named(path, flag)), running(path):
             return fn(*args, **kwargs)
 
     return call

@@ -159,7 +159,8 @@ class SampleHook(Protocol):
 
 
 class RewardFunction(Protocol):
-    """``--custom-rm-path``: a number (or a dict, see ``--reward-key``) for a sample.
+    """``--custom-rm-path``: a number for a sample, or a dict: ``--reward-key`` names the one to train on, the means of
+    its other numbers are metrics (``rollout/reward_part/<key>``).
 
     With ``--group-rm``, and when one generate call returned several samples, it is called with the list of samples
     and returns a list of rewards. Sync functions run in threads, several at once.
@@ -299,7 +300,8 @@ class LossFunction(Protocol):
 
     ``sum_of_sample_mean`` takes [T] and gives the sum over samples of each sample's mean over its trained tokens (with
     ``--calculate-per-token-loss`` the sum over trained tokens). The loss and each metric are to be such sums: they are
-    added up over micro-batches and ranks and divided by the step's executions (per token: by its trained tokens).
+    added up over micro-batches and ranks and divided by the step's executions (per token: by its trained tokens). A
+    metric ``loss`` is the loss, whatever is returned by that name.
 
     Example:
         >>> def loss_function(args, batch, logits, sum_of_sample_mean):
@@ -329,9 +331,9 @@ class TisFunction(Protocol):
     """``--custom-tis-function-path``: corrects the policy loss for the train–rollout mismatch.
 
     ``pg_loss`` is [T], the loss of each response token of a micro-batch; the lists have one tensor [R] per sample.
-    Returns the corrected loss [T], the loss masks to be in force, [R] per sample, and metrics [T] by name, which are
-    averaged as the loss is. A token that the masks leave out adds nothing to the policy loss; what that is divided by
-    stays. With ``--get-mismatch-metrics`` alone only the metrics are taken.
+    Returns the corrected loss [T], the loss masks to be in force (0 or 1), [R] per sample, and metrics [T] by name (or
+    one number for all tokens), averaged as the loss is. A token that the masks leave out adds nothing to the policy
+    loss; what that is divided by stays. With ``--get-mismatch-metrics`` alone only the metrics are taken.
     """
 
     def __call__(

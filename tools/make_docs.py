@@ -60,7 +60,8 @@ Failures are kept with their tracebacks in [samples/failed_*.jsonl](run-folder.m
 `--rollout-max-failed-fraction` of a rollout's prompts have failed, or of an evaluation's. A data source that raises,
 or gives a group that cannot be used, is asked again, and counts as a failed prompt. Functions that are given the
 whole batch (conversion, post-processing, the filters at the end of a rollout, logs) and those of the trainer have no
-sample of their own: what fails there stops the run.
+sample of their own: what fails there stops the run. So does what they return where it is of another kind or shape than
+below, or a loss that lacks the gradient of what the function was given.
 
 **A client of your own** is answered with the run's key alone ([security.md](security.md)). `slime`'s own
 functions bring it, `post` and `get` of `slime.rollout.plugin_api` too, also under their earlier path

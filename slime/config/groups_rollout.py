@@ -230,7 +230,7 @@ class RewardConfig:
     )
     """Call the reward function once per group, with the list of its samples."""
     reward_key: str | None = flag(None, needs=GENERATES, serves=("generation", "samples"))
-    """Key of the number to train on, when rewards are dicts."""
+    """Key of the number to train on, when rewards are dicts; the means of their other numbers are metrics."""
     eval_reward_key: str | None = derived("reward_key", needs=EVALUATES)
     """The same for evaluation."""
     rm_url: str | None = flag(

@@ -191,8 +191,10 @@ USER_CODE = Signature(
         ),
         "a reward function that divides by 0",
     ),
-    r"(?:\w+: )?(?:the (?:reward )?function (?:of --\S+|'\S+') (?:failed|returned)|\S+ returned (?:a |an )?\S.{0,120}"
-    r"(?: as the reward of sample \d+|$)|\d+ groups have failed in this rollout|the reward function returned)",
+    r"(?:\w+: )?(?:the (?:reward )?function (?:of --\S+|'\S+'(?: \(--\S+\))?) (?:failed|returned)|"
+    r"(?:the reducer of |what )?'\S+' \(--\S+\) (?:failed|returned|assigned|called|set no)|"
+    r"\S+ returned (?:a |an )?\S.{0,120}(?: as the reward of sample \d+|$)|"
+    r"\d+ groups have failed in this rollout|the reward function returned)",
     Form.ERROR,
 )
 WANDB = Signature(

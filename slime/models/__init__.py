@@ -24,7 +24,17 @@ from slime.models.table import Match, ModelFamily, Rule
 
 FAMILIES: tuple[ModelFamily, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3)
 
-__all__ = ["FAMILIES", "Match", "ModelFamily", "ModelSpec", "Rule", "family_of", "read_hf_config", "table_of"]
+__all__ = [
+    "FAMILIES",
+    "Match",
+    "ModelFamily",
+    "ModelSpec",
+    "Rule",
+    "family_of",
+    "read_hf_config",
+    "table_of",
+    "vocab_size_of",
+]
 
 
 def table_of(spec: ModelSpec) -> ModelFamily:
@@ -38,6 +48,14 @@ def family_name(hf_config: HfConfig) -> str:
         return family_of(hf_config).name
     except UserError:
         return ""
+
+
+def vocab_size_of(path: str | None, model_name: str | None = None) -> int | None:
+    """Tokens of the model at ``path``; None without one, or where no table knows it."""
+    try:
+        return family_of(path, model_name).model_spec(path).vocab_size if path else None
+    except UserError:
+        return None
 
 
 def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily:

@@ -21,16 +21,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slime.errors import UserError
-from slime.hook_loading import FunctionFailed, with_user_frames
+from slime.hook_loading import FunctionFailed
 from slime.hooks import DataSource, DynamicFilter
 from slime.log import get_logger
 from slime.rollout.execution import GroupRunner
+from slime.rollout.failed_groups import too_many_failed, why_failed
 from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.group_run import Activity, GroupRun, key_left_with
 from slime.rollout.journal import Journal, Kind, drawn_as
 from slime.rollout.returned import wrong_group
 from slime.rollout.watchdog import RolloutStalled, Watchdog
-from slime.samples.types import ANY_VERSION, Sample, SampleStatus, Versions
+from slime.samples.types import ANY_VERSION, Sample, Versions
 
 logger = get_logger(__name__)
 
@@ -339,14 +340,10 @@ class Collector:
         self.result.num_failed += 1
         self._decide(run, Verdict.FAILED)
         if self.result.num_failed <= self.num_failures_allowed:
-            logger.warning("group %d failed and is replaced by another (%s)", run.index, _why_failed(run))
+            logger.warning("group %d failed and is replaced by another (%s)", run.index, why_failed(run))
             return
-        failure = UserError(
-            f"{self.result.num_failed} groups have failed in this rollout of {self.target}",
-            why=f"the last one: {_why_failed(run)}",
-            fix="mend what it names; samples/failed_*.jsonl of the run folder has the tracebacks of all failures",
-        )
-        raise (with_user_frames(failure, run.failure) if run.failure else failure) from run.failure
+        what = f"{self.result.num_failed} groups have failed in this rollout of {self.target}"
+        raise too_many_failed(what, "the last one", run, "failed_*.jsonl") from run.failure
 
     # -- the end -------------------------------------------------------------------------------------------
 
@@ -436,15 +433,3 @@ def _sample_index(run: GroupRun) -> int:
 
 def _is_generating(run: GroupRun) -> bool:
     return any(execution.activity is Activity.GENERATING for execution in run.executions)
-
-
-def _why_failed(run: GroupRun) -> str:
-    for execution in run.executions:
-        if execution.failure is not None:
-            error = execution.failure
-            told = f"{type(error).__name__}: {error}"
-            if isinstance(error, UserError):
-                told = f"{error.what} ({error.why})" if error.why else error.what
-            return f"sample {execution.prompt.index} while {execution.activity.value}: {told}"
-    statuses = sorted({sample.status.value for sample in run.samples if sample.status is not SampleStatus.COMPLETED})
-    return f"the generate function returned samples with status {', '.join(statuses)}"

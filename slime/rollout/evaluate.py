@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.config import Config
-from slime.errors import UserError
-from slime.hook_loading import with_user_frames
 from slime.hooks import RolloutFnEvalOutput
 from slime.log import get_logger
 from slime.prompts.prepare import Checker, probe, read_samples
@@ -19,9 +17,10 @@ from slime.prompts.readers import open_rows
 from slime.prompts.row_format import RowFormat, compares_labels, keeps_raw_labels
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.execution import GroupRunner
+from slime.rollout.failed_groups import too_many_failed
 from slime.rollout.generate import context_limit
 from slime.rollout.group_run import GroupRun
-from slime.rollout.metrics import execution_scores, pass_at_k_metrics, sample_metrics
+from slime.rollout.metrics import execution_scores, pass_at_k_metrics, reward_parts, sample_metrics
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus
 
@@ -177,13 +176,11 @@ def _without_failures(name: str, runs: list[GroupRun], max_failed_fraction: floa
     kept = [run for run in runs if run.failure is None and run.is_generated]
     num_failed = len(runs) - len(kept)
     if num_failed > max(1, int(max_failed_fraction * len(runs))) or (num_failed and not kept):
-        cause = next((run.failure for run in runs if run.failure is not None), None)
-        failure = UserError(
-            f"{num_failed} of {len(runs)} prompts of evaluation set {name!r} failed",
-            why=f"one of them: {type(cause).__name__}: {cause}" if cause else "they were aborted",
-            fix="mend what it names; samples/failed_eval.jsonl of the run folder has the tracebacks of all failures",
+        failed = next((run for run in runs if run.failure is not None), None) or next(
+            run for run in runs if not run.is_generated
         )
-        raise (with_user_frames(failure, cause) if cause else failure) from cause
+        what = f"{num_failed} of {len(runs)} prompts of evaluation set {name!r} failed"
+        raise too_many_failed(what, "one of them", failed, "failed_eval.jsonl") from failed.failure
     if num_failed:
         logger.warning("%d of %d prompts of evaluation set %s failed and are left out", num_failed, len(runs), name)
     return kept
@@ -199,7 +196,8 @@ def _as_output(runs: list[GroupRun], args: Any) -> dict[str, list[Any]]:
 
 
 def eval_metrics(name: str, runs: list[GroupRun], args: Any) -> dict[str, float]:
-    """``eval/<name>`` (mean reward), ``-truncated_ratio``, ``-pass@k`` and ``/response_len/…`` of one set.
+    """Of one set: ``eval/<name>`` (mean reward), ``-truncated_ratio``, ``-pass@k``, ``/response_len/…`` and
+    ``/reward_part/…``.
 
     pass@k uses the number of executions that this set has per prompt.
     """
@@ -207,7 +205,7 @@ def eval_metrics(name: str, runs: list[GroupRun], args: Any) -> dict[str, float]
     if not samples:
         return {}
     scores = [execution_scores([execution.samples for execution in run.executions], args) for run in runs]
-    metrics = sample_metrics(samples, f"eval/{name}")
+    metrics = sample_metrics(samples, f"eval/{name}") | reward_parts(samples, f"eval/{name}", args)
     metrics[f"eval/{name}"] = statistics.fmean(sample.get_reward_value(args) for sample in samples)
     metrics[f"eval/{name}-truncated_ratio"] = metrics.pop(f"eval/{name}/truncated_ratio")
     if max(map(len, scores)) > 1 or args.eval_pass_k:

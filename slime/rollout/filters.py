@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from slime.hook_loading import FunctionFailed, call_hook, failures_of
+from slime.hook_loading import FunctionFailed, call_hook, described, failures_of, named
 from slime.hooks import DynamicFilter, DynamicFilterOutput
 from slime.samples.types import Sample
 
+FLAG = "--dynamic-sampling-filter-path"
 _SMALLEST_STD = 1e-6
 
 
@@ -49,7 +50,8 @@ async def call_dynamic_filter(
     """
     if fn is None:
         return DynamicFilterOutput(keep=True)
-    what = "the function of --dynamic-sampling-filter-path"
+    path = getattr(args, "dynamic_sampling_filter_path", None)
+    what = f"the function {named(path, FLAG)}" if path else f"the function of {FLAG}"
     with failures_of(what):
         verdict = await call_hook(fn, args, samples, what=what, limit=limit)
     return verdict_of(verdict, what)
@@ -62,11 +64,11 @@ def verdict_of(verdict: Any, what: str = "the filter") -> DynamicFilterOutput:
         FunctionFailed: it is none.
     """
     fix = "return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput"
-    if verdict is None:  # a forgotten return would drop every group
-        raise FunctionFailed(f"{what} returned None", fix=fix)
-    if not hasattr(type(verdict), "__bool__") and not isinstance(verdict, DynamicFilterOutput):  # "False" would keep it
-        raise FunctionFailed(f"{what} returned a {type(verdict).__name__}", fix=fix)
-    return verdict if isinstance(verdict, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(verdict))
+    is_verdict = isinstance(verdict, DynamicFilterOutput)
+    # a forgotten return would drop every group, and "False" keep it
+    if verdict is None or not (is_verdict or hasattr(type(verdict), "__bool__")):
+        raise FunctionFailed(f"{what} returned {described(verdict)}", fix=fix)
+    return verdict if is_verdict else DynamicFilterOutput(keep=bool(verdict))
 
 
 def should_drop_dynamic_filter_output(

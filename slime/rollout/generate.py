@@ -31,7 +31,6 @@ from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
 from slime.legacy_paths import follows_old_plugin, replaced
 from slime.log import get_logger
-from slime.models import family_of
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, without_repeated_end
 from slime.rollout.continued import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
@@ -169,15 +168,6 @@ def skips_special_tokens(config: Config) -> bool:
     """Whether special tokens are left out of the text of responses; tokens and log-probs keep them."""
     flag = "rollout_skip_special_tokens"
     return config.rollout.rollout_skip_special_tokens and not follows_old_plugin(config, flag)
-
-
-def vocab_size_of(config: Config) -> int | None:
-    """Tokens of the model; None without a model, or one of a family that is not known."""
-    path = config.checkpoint.hf_checkpoint
-    try:
-        return family_of(path, config.checkpoint.model_name).model_spec(path).vocab_size if path else None
-    except UserError:
-        return None
 
 
 def sampling_params(*, stop: Any = (), stop_token_ids: Any = (), **params: Any) -> dict[str, Any]:

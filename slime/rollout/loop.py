@@ -30,6 +30,7 @@ from slime.hook_loading import call_user_function, load_function
 from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, check_hooks
 from slime.legacy_paths import replaced
 from slime.log import get_logger
+from slime.models import vocab_size_of
 from slime.prompts.tokenizer import end_token_ids
 from slime.rollout.agents.server import close_server
 from slime.rollout.collect import ABORT_SECONDS, Collector
@@ -45,7 +46,6 @@ from slime.rollout.generate import (
     current_state,
     forget_states,
     rollout_sampling_params,
-    vocab_size_of,
 )
 from slime.rollout.group_run import Execution
 from slime.rollout.journal import Journal
@@ -111,7 +111,7 @@ class RolloutLoop:
         self._under_way: dict[bool, list[GenerateState]] = {True: [], False: []}  # evaluations; rollouts
         self._last: GenerateState | None = None  # of the one that ended last
         self._starting, self._one_at_a_time = asyncio.Lock(), asyncio.Lock()
-        self._vocab_size = vocab_size_of(config)
+        self._vocab_size = vocab_size_of(config.checkpoint.hf_checkpoint, config.checkpoint.model_name)
         self._watched: WatchedLoop | None = None
         self.record_failure: RecordFailure = lambda rollout_id, samples, while_, error: None
         """Told of failures: rollout (None: an evaluation), samples as they stand, what they were doing."""

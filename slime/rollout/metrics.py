@@ -62,6 +62,27 @@ def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
     return metrics
 
 
+def reward_parts(samples: Iterable[Sample], prefix: str, args: Any) -> dict[str, float]:
+    """Means of the numbers beside the reward in dict rewards: each over the samples that have it. True counts as 1.
+
+    Args:
+        prefix: "rollout" or "eval/<name>".
+
+    Example:
+        >>> samples = [Sample(reward={"score": 1, "right": True, "said": "4"}), Sample(reward={"score": 0})]
+        >>> reward_parts(samples, "rollout", args)  # with --reward-key score
+        {'rollout/reward_part/right': 1.0}
+    """
+    parts: defaultdict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for key, value in sample.reward.items() if isinstance(sample.reward, dict) else ():
+            if getattr(value, "shape", None) == ():
+                value = value.item()  # numpy's and torch's numbers
+            if isinstance(value, (int, float)) and key != getattr(args, "reward_key", None):
+                parts[str(key)].append(float(value))
+    return {f"{prefix}/reward_part/{name}": statistics.fmean(values) for name, values in sorted(parts.items())}
+
+
 def _compares_samples(args: Any) -> bool:
     """Whether equal rewards of a group's samples mean that none of them teaches anything."""
     own = ("custom_reward_post_process_path", "custom_advantage_function_path")
@@ -77,7 +98,7 @@ def rollout_metrics(groups: Sequence[Group], args: Any) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     metrics = sample_metrics(samples, "rollout")
     rewards = {id(sample): sample.get_reward_value(args) for sample in samples if sample.reward is not None}
-    metrics |= distribution("rollout/reward", rewards.values())
+    metrics |= distribution("rollout/reward", rewards.values()) | reward_parts(samples, "rollout", args)
     flat: Counter[str] = Counter()
     for group in groups:
         values = {rewards[id(sample)] for sample in group.samples if id(sample) in rewards}

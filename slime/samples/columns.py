@@ -1,11 +1,10 @@
-"""Which samples can be trained on, and their columns: what conversion reads off them, or what a user's converter
-returns."""
+"""Which samples can be trained on, and their columns, which conversion reads off them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime.algorithms.baseline import normalise_rewards
@@ -111,7 +110,7 @@ def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Col
     """The default conversion."""
     samples = trainable.samples
     raw_rewards, rewards = _rewards(trainable, config, args)
-    described = _described(trainable)
+    described = described_columns(trainable)
     masks = described["loss_masks"]
     return Columns(
         tokens=[s.tokens for s in samples],
@@ -125,7 +124,7 @@ def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Col
     )
 
 
-def _described(trainable: Trainable) -> dict[str, list[Any]]:
+def described_columns(trainable: Trainable) -> dict[str, list[Any]]:
     """The columns that every sample has, whoever converts it."""
     samples = trainable.samples
     return {
@@ -213,60 +212,3 @@ def _rewards_from_hook(result: Any, count: int, path: str) -> tuple[list[float],
     if bad:
         raise UserError(f"'{path}' returned {rewards[bad[0]]} as the reward of sample {bad[0]} of {count}")
     return raw, rewards
-
-
-#: Names of the reference system's train-data dict → ours.
-_HOOK_NAMES = {"raw_reward": "raw_rewards", "rollout_ids": "execution_ids", "rollout_routed_experts": "routed_experts"}
-
-
-def columns_from_hook(result: Any, trainable: Trainable, path: str) -> Columns:
-    """Columns from what a user's converter returned.
-
-    Masks, indices, groups and metadata that it left out are those of the samples. Where it returned another number of
-    entries than there are samples, every response token is trained and every entry is an execution of its own.
-
-    Raises:
-        UserError: not a dict, a needed column missing, an unknown column, or columns of different lengths.
-    """
-    if not isinstance(result, dict):
-        raise UserError(f"'{path}' returned a {type(result).__name__}", fix="return a dict of lists")
-    data: dict[str, list[Any]] = {}
-    for name, column in result.items():
-        if column is not None:
-            data[_HOOK_NAMES.get(name) or str(name)] = list(column)
-    data.pop("rollout_mask_sums", None)  # follows from loss_masks and rollout_ids
-    data.pop("total_lengths", None)
-    missing = [name for name in ("tokens", "response_lengths", "rewards") if name not in data]
-    unknown = sorted(data.keys() - {f.name for f in fields(Columns)})
-    if missing or unknown:
-        raise UserError(
-            f"'{path}' returned a dict " + (f"without {', '.join(missing)}" if missing else f"with {unknown}"),
-            why=f"its keys are: {', '.join(map(str, result))}",
-            fix="see slime.hooks.ConvertSamples for the names",
-        )
-    count = len(data["tokens"])
-    lengths = {name: len(column) for name, column in data.items() if len(column) != count}
-    if lengths:
-        raise UserError(f"'{path}' returned {count} tokens lists but {lengths}", fix="one entry per sample in each")
-    if count == len(trainable.samples):
-        defaults = _described(trainable)
-    else:
-        order = list(range(count))
-        defaults = {
-            "loss_masks": [[1] * length for length in data["response_lengths"]],
-            **dict.fromkeys(("sample_indices", "group_ids", "execution_ids"), order),
-            "truncated": [False] * count,
-            "weight_versions": [()] * count,
-            "metadata": [None] * count,
-        }
-    columns = Columns(**({"raw_rewards": data["rewards"]} | defaults | data))
-    for position, (tokens, length, mask) in enumerate(
-        zip(columns.tokens, columns.response_lengths, columns.loss_masks)
-    ):
-        if not 0 < length <= len(tokens) or len(mask) != length:
-            raise UserError(
-                f"'{path}': sample {position} has {len(tokens)} tokens, response_length {length} and a loss mask of "
-                f"{len(mask)}",
-                fix="tokens hold prompt and response; the loss mask has one entry per response token",
-            )
-    return columns

@@ -12,12 +12,13 @@ import torch
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import user_function
+from slime.hook_loading import named, user_function
 from slime.log import get_logger
-from slime.models import family_of
+from slime.models import family_of, vocab_size_of
 from slime.models.flops import sequence_cost
 from slime.samples.batch import TrainBatch, TrainLayout
-from slime.samples.columns import Columns, Trainable, columns_from_hook, columns_from_samples, select_trainable
+from slime.samples.columns import Columns, Trainable, columns_from_samples, select_trainable
+from slime.samples.converted import CONVERSION, columns_from_hook
 from slime.samples.packing import PackingRules, Schedule, plan_steps
 from slime.samples.types import Group
 
@@ -41,7 +42,9 @@ def to_train_batches(groups: list[Group], config: Config, layout: TrainLayout, r
     trainable = select_trainable(groups, config.algorithm.loss_type == "sft_loss", rollout_id)
     hook_path = config.reward.custom_convert_samples_to_train_data_path
     if hook_path:
-        columns = columns_from_hook(user_function(hook_path)(args, trainable.samples), trainable, hook_path)
+        returned = user_function(hook_path, CONVERSION)(args, trainable.samples)
+        vocab_size = vocab_size_of(config.checkpoint.hf_checkpoint, config.checkpoint.model_name)
+        columns = columns_from_hook(returned, trainable, named(hook_path, CONVERSION), vocab_size)
     else:
         columns = columns_from_samples(trainable, config, args)
     _check_lengths(columns, config)

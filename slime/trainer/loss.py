@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,17 @@ from slime.algorithms.losses import (
 from slime.algorithms.reduce import sequence_mean, weighted_sum
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.hook_loading import named
 from slime.trainer.records import LossInputs, TokenScores
-from slime.trainer.user_functions import UserFunctions
+from slime.trainer.returned import (
+    Given,
+    check_summed,
+    corrected_loss,
+    loss_and_metrics,
+    mismatch_metrics,
+    reduced_loss,
+)
+from slime.trainer.user_functions import LOSS, REDUCER, TIS, UserFunctions
 
 Metrics = dict[str, Tensor]
 
@@ -38,7 +47,7 @@ def micro_batch_loss(
     loss, metrics = LOSS_TYPES[config.algorithm.loss_type].compute(scores, inputs, config, functions)
     if scores.log_probs.numel() == 0:
         loss = loss + scores.log_probs.sum()
-    return loss, {"loss": loss.detach(), **{name: value.detach() for name, value in metrics.items()}}
+    return loss, {**{name: value.detach() for name, value in metrics.items()}, "loss": loss.detach()}
 
 
 # -- supervised ------------------------------------------------------------------------------------------------------
@@ -82,7 +91,8 @@ def _policy_loss(
         trained = log_probs.detach() if flags.use_rollout_logprobs else old
         means["train_rollout_logprob_abs_diff"] = (trained - inputs.rollout_log_probs).abs()
     if flags.use_tis or flags.get_mismatch_metrics:
-        token_loss, masks, extra = _correct_mismatch(token_loss, old, inputs, config, functions)
+        taken = {"loss", "pg_loss", "entropy_loss", "kl_loss", "ois", *means}
+        token_loss, masks, extra = _correct_mismatch(token_loss, old, inputs, config, functions, taken)
         # a token that the user masks leaves the numerator; the denominators stay those of the batch
         weights = torch.where(masks != 0, weights, 0.0)
         means.update(extra, ois=torch.exp(-policy.ppo_kl.detach()))
@@ -103,9 +113,15 @@ def _policy_loss(
 
 
 def _correct_mismatch(
-    token_loss: Tensor, old: Tensor, inputs: LossInputs, config: Config, functions: UserFunctions
+    token_loss: Tensor,
+    old: Tensor,
+    inputs: LossInputs,
+    config: Config,
+    functions: UserFunctions,
+    taken: Collection[str],
 ) -> tuple[Tensor, Tensor, Metrics]:
-    """Token losses and masks corrected for the difference between trainer and engine, and per-token metrics."""
+    """Token losses and masks corrected for the difference between trainer and engine, and per-token metrics, which may
+    not have the names ``taken``."""
     flags = config.algorithm
     if inputs.rollout_log_probs is None:
         raise UserError(
@@ -122,7 +138,8 @@ def _correct_mismatch(
     if not inputs.samples:
         return token_loss, inputs.masks, {}
     lengths = inputs.lengths.tolist()
-    new_loss, new_masks, metrics = functions.tis(
+    origin, given = named(str(flags.custom_tis_function_path), TIS), Given(token_loss)
+    returned = functions.tis(
         functions.args,
         pg_loss=token_loss,
         train_log_probs=list(trained.split(lengths)),
@@ -131,17 +148,10 @@ def _correct_mismatch(
         total_lengths=inputs.total_lengths,
         response_lengths=lengths,
     )
+    metrics = mismatch_metrics(returned, token_loss, taken, origin)
     if not flags.use_tis:
         return token_loss, inputs.masks, metrics
-    returned = [len(mask) for mask in new_masks]
-    if returned != lengths or new_loss.shape != token_loss.shape:
-        raise UserError(
-            "the function of --custom-tis-function-path returned other shapes than it was given",
-            why=f"a loss of shape {list(new_loss.shape)} and masks of {returned[:8]}… instead of "
-            f"{list(token_loss.shape)} and {lengths[:8]}…",
-            fix="return the loss of each token, one mask per sample, and a dict of metrics per token",
-        )
-    return new_loss, torch.cat(list(new_masks)).to(inputs.masks), metrics
+    return *corrected_loss(returned, given, token_loss, inputs, origin), metrics
 
 
 def _reduce_policy_loss(
@@ -152,8 +162,9 @@ def _reduce_policy_loss(
         return weighted_sum(token_loss, weights)
     lengths = inputs.lengths.tolist()
     per_token = config.algorithm.calculate_per_token_loss
+    origin, given = named(str(config.algorithm.custom_pg_loss_reducer_function_path), REDUCER), Given(token_loss)
     reduce = functions.reducer(inputs.total_lengths, lengths, list(masks.split(lengths)), per_token)
-    return reduce(token_loss) * inputs.sample_weight
+    return reduced_loss(reduce(token_loss), given, masks, origin) * inputs.sample_weight
 
 
 # -- the user's own --------------------------------------------------------------------------------------------------
@@ -167,9 +178,12 @@ def _custom_loss(
     if not inputs.samples:
         return scores.log_probs.sum(), {}
     lengths = inputs.lengths.tolist()
+    origin = named(str(config.algorithm.custom_loss_function_path), LOSS)
+    given = Given(scores.log_probs, scores.logits)
 
     def sum_of_sample_mean(values: Tensor) -> Tensor:
         """Flat [T] → sum over samples of each sample's mean over its trained tokens (per token: the plain sum)."""
+        check_summed(values, inputs.masks, origin)
         if config.algorithm.calculate_per_token_loss:
             return (values * inputs.masks).sum()
         means = sequence_mean(values, inputs.masks, inputs.lengths)
@@ -190,9 +204,9 @@ def _custom_loss(
         "rollout_log_probs": per_sample(inputs.rollout_log_probs),
         "current_log_probs": per_sample(scores.log_probs),
     }
-    loss, metrics = functions.loss(functions.args, batch, scores.logits, sum_of_sample_mean)
-    scale = inputs.sample_weight
-    return loss * scale, {name: torch.as_tensor(value) * scale for name, value in metrics.items()}
+    returned = functions.loss(functions.args, batch, scores.logits, sum_of_sample_mean)
+    loss, metrics = loss_and_metrics(returned, given, inputs.masks, origin)
+    return loss * inputs.sample_weight, {name: value * inputs.sample_weight for name, value in metrics.items()}
 
 
 # -- which there are -------------------------------------------------------------------------------------------------

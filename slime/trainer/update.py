@@ -22,6 +22,7 @@ from slime.algorithms.kl import kl_estimate
 from slime.algorithms.reduce import token_weights
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.hook_loading import FunctionFailed, described, named
 from slime.log import get_logger
 from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens
 from slime.trainer.dumps import Shard, save_train_data, shard_of
@@ -40,7 +41,7 @@ from slime.trainer.rollout_metrics import (
     worst_mismatch,
 )
 from slime.trainer.trained_tokens import trained_tokens
-from slime.trainer.user_functions import UserFunctions, change_rollout
+from slime.trainer.user_functions import ADVANTAGES, POSTPROCESS, UserFunctions, change_rollout
 
 logger = get_logger(__name__)
 
@@ -158,7 +159,7 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
     off the estimator alone.
 
     Raises:
-        UserError: the user's function sets no advantages, or something that cannot be changed.
+        FunctionFailed: the user's function sets no advantages, or something that cannot be changed.
     """
     flags, functions = trainer.config.algorithm, trainer.functions
     if not LOSS_TYPES[flags.loss_type].takes_advantages:
@@ -172,12 +173,15 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
     else:
         data.kl = [torch.zeros_like(mask) for mask in data.loss_masks]
     if functions.advantages is not None:
-        change, path = functions.advantages, str(flags.custom_advantage_function_path)
-        change_rollout(lambda view: change(functions.args, view), path, batch, data, _without_effect(trainer, data))
+        change, origin = functions.advantages, named(str(flags.custom_advantage_function_path), ADVANTAGES)
+        unread = _without_effect(trainer, data)
+        returned = change_rollout(lambda view: change(functions.args, view), origin, batch, data, unread)
         if data.advantages is None:
-            raise UserError(
-                f"{path} set no advantages",
-                fix='assign rollout_data["advantages"] and ["returns"]',
+            raise FunctionFailed(
+                f"{origin} set no advantages",
+                why=f"it returned {described(returned)}, which nothing reads" if returned is not None else "",
+                fix='assign rollout_data["advantages"], a list with one float32 tensor [R] per sample, R being its '
+                "response tokens",
             )
     else:
         data.advantages, data.returns = ESTIMATORS[flags.advantage_estimator].advantages(
@@ -335,9 +339,9 @@ def _initial_tensors(trainer: Trainer, batch: TrainBatch) -> RolloutTensors:
 def _postprocess(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
     change, args = trainer.functions.postprocess, trainer.functions.args
     if change is not None:
-        path = str(trainer.config.rollout.rollout_data_postprocess_path)
+        origin = named(str(trainer.config.rollout.rollout_data_postprocess_path), POSTPROCESS)
         unread = _without_effect(trainer, data)
-        change_rollout(lambda view: change(args, batch.rollout_id, view), path, batch, data, unread)
+        change_rollout(lambda view: change(args, batch.rollout_id, view), origin, batch, data, unread)
 
 
 def _without_effect(trainer: Trainer, data: RolloutTensors) -> dict[str, str]:

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slime.config.config import Config
-from slime.errors import UserError
-from slime.hook_loading import failures_of, user_function
+from slime.hook_loading import FunctionFailed, failures_of, named, user_function
 from slime.samples.batch import TrainBatch
 from slime.trainer.records import RolloutTensors
+from slime.trainer.returned import check_finite, check_reducer, per_token
+
+#: The flags, for messages.
+ADVANTAGES, POSTPROCESS = "--custom-advantage-function-path", "--rollout-data-postprocess-path"
+LOSS, TIS, REDUCER = (f"--custom-{name}-function-path" for name in ("loss", "tis", "pg-loss-reducer"))
 
 
 @dataclass
@@ -29,16 +32,16 @@ class UserFunctions:
 
     @staticmethod
     def load(config: Config) -> UserFunctions:
-        def find(path: str | None) -> Callable[..., Any] | None:
-            return user_function(path) if path else None
+        def find(path: str | None, flag: str) -> Callable[..., Any] | None:
+            return user_function(path, flag) if path else None
 
         flags = config.algorithm
         return UserFunctions(
             config.flat(),
-            advantages=find(flags.custom_advantage_function_path),
-            postprocess=find(config.rollout.rollout_data_postprocess_path),
-            loss=find(flags.custom_loss_function_path),
-            tis=find(flags.custom_tis_function_path),
+            advantages=find(flags.custom_advantage_function_path, ADVANTAGES),
+            postprocess=find(config.rollout.rollout_data_postprocess_path, POSTPROCESS),
+            loss=find(flags.custom_loss_function_path, LOSS),
+            tis=find(flags.custom_tis_function_path, TIS),
             reducer=_reducer(flags.custom_pg_loss_reducer_function_path),
         )
 
@@ -47,13 +50,14 @@ def _reducer(path: str | None) -> Callable[..., Any] | None:
     """The function that makes a reducer; what it makes is the user's code too."""
     if path is None:
         return None
-    make = user_function(path)
+    make = user_function(path, REDUCER)
 
     def make_reducer(*args: Any) -> Callable[[Tensor], Tensor]:
         reduce = make(*args)
+        check_reducer(reduce, named(path, REDUCER))
 
         def call(losses: Tensor) -> Tensor:
-            with failures_of(f"what '{path}' returned"):
+            with failures_of(f"what {named(path, REDUCER)} returned"):
                 return reduce(losses)
 
         return call
@@ -86,50 +90,42 @@ def rollout_data(batch: TrainBatch, data: RolloutTensors) -> dict[str, Any]:
 
 def change_rollout(
     call: Callable[[dict[str, Any]], Any],
-    path: str,
+    origin: str,
     batch: TrainBatch,
     data: RolloutTensors,
     without_effect: dict[str, str],
-) -> None:
+) -> Any:
     """Call a function with ``rollout_data`` and take over into ``data`` what it assigned there.
 
     Args:
         call: the function, its other arguments given.
-        path: where it is from, for errors.
+        origin: the function in messages (`slime.hook_loading.named`).
         without_effect: keys of `ASSIGNABLE` that nothing would read after this, with the reason.
+    Returns:
+        What the function returned, which nothing reads.
     Raises:
-        UserError: it assigned a key that cannot be changed or would have no effect, or something else than one value
-            per response token.
+        FunctionFailed: it assigned a key that cannot be changed or would have no effect, or something else than one
+            finite number per response token.
     """
     before = rollout_data(batch, data)
     view = dict(before)
-    call(view)
+    returned = call(view)
     assigned = [key for key in {**before, **view} if view.get(key) is not before.get(key) or key not in before]
     for key in assigned:
         why = without_effect.get(key) if key in ASSIGNABLE else f"it may assign {', '.join(ASSIGNABLE)}"
         if why:
-            raise UserError(
-                f"{path} assigned rollout_data[{key!r}], which would have no effect",
+            raise FunctionFailed(
+                f"{origin} assigned rollout_data[{key!r}], which would have no effect",
                 why=why,
                 fix="leave that key alone",
             )
     for key in ASSIGNABLE:  # also where entries of a list were replaced
         if view.get(key) is not None or key in assigned:
-            setattr(data, key, _per_token(view.get(key), key, path, data.loss_masks))
+            what = f"{origin} assigned rollout_data[{key!r}]"
+            values = per_token(view.get(key), data.loss_masks, batch.sample_indices, what)
+            if key in assigned:
+                check_finite(values, data.loss_masks, batch.sample_indices, what)
+            setattr(data, key, values)
     if data.returns is None:
         data.returns = data.advantages
-
-
-def _per_token(values: Any, key: str, path: str, masks: list[Tensor]) -> list[Tensor]:
-    """``values`` as float32 tensors [R_i] on the device of the masks."""
-    wanted = [mask.numel() for mask in masks]
-    lengths = [len(v) for v in values] if values is not None else None
-    if lengths != wanted:
-        raise UserError(
-            f"{path} assigned rollout_data[{key!r}] with other lengths than the responses",
-            why=f"lengths {lengths[:8] if lengths is not None else None}… instead of {wanted[:8]}…",
-            fix="give one tensor per sample with one value per response token",
-        )
-    return [
-        torch.as_tensor(value, dtype=torch.float32, device=mask.device).detach() for value, mask in zip(values, masks)
-    ]
+    return returned

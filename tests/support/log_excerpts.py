@@ -263,6 +263,12 @@ EXCERPTS = (
         "the reward function 'my.score' failed on sample 15\n  why: ZeroDivisionError: division by zero\n  fix:"
         " mend it",
     ),
+    Excerpt(
+        "own-function",
+        "",
+        "'hk.py:loss' (--custom-loss-function-path) returned the float 0.5 as its loss, without gradient\n  why: …",
+    ),
+    Excerpt("own-function", "", "the reducer of 'hk.py:sum' (--custom-pg-loss-reducer-function-path) returned None"),
     Excerpt("own-function", "", "hk.py:nan returned nan as the reward of sample 0\n  fix: return a finite number"),
     Excerpt(
         "native-crash",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +20,11 @@ from slime.algorithms.estimators import ESTIMATORS
 from slime.config import make_config
 from slime.config.estimators import FACTS
 from slime.errors import UserError
-from slime.hook_loading import load_function
+from slime.hook_loading import FunctionFailed, load_function
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
+from tests.support.hf_configs import config_of
 
 
 def make_sample(index: int, reward: Any = 1.0, prompt: int = 3, response: int = 4, **fields: Any) -> Sample:
@@ -330,12 +333,54 @@ def test_a_status_that_there_is_not_is_refused_with_those_that_there_are() -> No
         ("{'tokens': [[1]], 'rewards': [1], 'response_lengths': [1], 'lossmasks': [[1]]}", "lossmasks"),
         ("{'tokens': [[1, 2]], 'rewards': [1, 2], 'response_lengths': [1]}", "rewards"),
         ("{'tokens': [[1, 2]], 'rewards': [1], 'response_lengths': [3]}", "sample 0 has 2 tokens, response_length 3"),
+        ("None", "returned None"),
+        ("{'tokens': [], 'rewards': [], 'response_lengths': []}", "returned no samples, of 2"),
+        ("{'tokens': [[1, 2]], 'rewards': 1.0, 'response_lengths': [1]}", "the float 1.0 as 'rewards'"),
+        ("ok | {'rewards': [None]}", "None as 'rewards' of sample 0"),
+        ("ok | {'rewards': ['1']}", "the str '1' as 'rewards' of sample 0"),
+        ("ok | {'rewards': [float('nan')]}", "the float nan as 'rewards' of sample 0"),
+        ("ok | {'raw_reward': [None]}", "None as 'raw_reward' of sample 0"),
+        ("ok | {'response_lengths': [1.0]}", "the float 1.0 as 'response_lengths' of sample 0"),
+        ("ok | {'truncated': [None]}", "None as 'truncated' of sample 0"),
+        ("ok | {'rollout_ids': [[1]]}", "a list of 1 as 'rollout_ids' of sample 0"),
+        ("ok | {'metadata': ['x']}", "the str 'x' as 'metadata' of sample 0"),
+        ("ok | {'tokens': ['ab']}", "the str 'ab' as 'tokens' of sample 0"),
+        ("ok | {'tokens': [[1, None]]}", "a list of 2 as 'tokens' of sample 0\n.*not all of its entries are numbers"),
+        ("ok | {'tokens': [[1.0, 2.5]]}", "'tokens' of sample 0 that the model does not have"),
+        ("ok | {'tokens': [[1, -2]]}", "'tokens' of sample 0 that the model does not have"),
+        ("ok | {'loss_masks': [[0.5]]}", "0.5 among 'loss_masks' of sample 0"),
+        ("ok | {'rollout_log_probs': [[-1.0, -1.0]]}", "and a loss mask of 1, 2 rollout_log_probs"),
+        ("ok | {'rollout_log_probs': [-1.0]}", "the float -1.0 as 'rollout_log_probs' of sample 0"),
+        ("ok | {'rollout_log_probs': [[float('inf')]]}", "inf among 'rollout_log_probs' of sample 0"),
     ],
 )
 def test_a_bad_custom_converter_is_refused(hook_module, body, message) -> None:
-    path = hook_module(f"def hook(args, samples): return {body}")
-    with pytest.raises(UserError, match=message):
+    ok = "{'tokens': [[1, 2]], 'rewards': [1.0], 'response_lengths': [1]}"
+    path = hook_module(f"ok = {ok}\ndef hook(args, samples): return {body}")
+    with pytest.raises(FunctionFailed, match=message) as caught:
         convert(make_groups([1.0, 0.0]), custom_convert_samples_to_train_data_path=path)
+    assert f"'{path}' (--custom-convert-samples-to-train-data-path)" in caught.value.what and caught.value.fix
+
+
+def test_a_custom_converter_may_return_arrays(hook_module) -> None:
+    path = hook_module(
+        "import numpy as np, torch\n"
+        "def hook(args, samples):\n"
+        "    return {'tokens': [np.array(s.tokens) for s in samples], 'rewards': torch.tensor([0.5, -0.5]),\n"
+        "            'response_lengths': np.array([s.response_length for s in samples]),\n"
+        "            'loss_masks': [torch.ones(s.response_length) for s in samples],\n"
+        "            'truncated': [False, 1]}"
+    )
+    batch = convert(make_groups([1.0, 0.0]), custom_convert_samples_to_train_data_path=path)[0]
+    assert (batch.rewards, batch.rollout_mask_sums, batch.response_lengths) == ([0.5, -0.5], [4.0, 4.0], [4, 4])
+
+
+def test_tokens_beyond_the_models_vocabulary_are_refused(hook_module, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3", vocab_size=97)))
+    body = "def hook(args, samples): return {'tokens': [[1, %d]], 'rewards': [1.0], 'response_lengths': [1]}"
+    with pytest.raises(FunctionFailed, match="the model has 97 tokens, from 0"):
+        beyond = hook_module(body % 97)
+        convert(make_groups([1.0]), custom_convert_samples_to_train_data_path=beyond, hf_checkpoint=str(tmp_path))
 
 
 @pytest.mark.parametrize(

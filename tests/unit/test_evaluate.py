@@ -10,7 +10,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,13 +21,14 @@ from slime.errors import UserError
 from slime.preflight import check_flags
 from slime.rollout.debug_data import load_samples
 from slime.rollout.eval_datasets import eval_datasets
-from slime.rollout.evaluate import read_eval_prompts
+from slime.rollout.evaluate import eval_metrics, read_eval_prompts
 from slime.rollout.filters import (
     MetricGatherer,
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
     should_drop_dynamic_filter_output,
 )
+from slime.rollout.group_run import GroupRun
 from slime.rollout.loop import RolloutLoop
 from slime.rollout.metrics import (
     distribution,
@@ -34,6 +37,7 @@ from slime.rollout.metrics import (
     pass_at_k,
     pass_at_k_metrics,
     powers_of_two,
+    reward_parts,
     rollout_metrics,
     throughput_metrics,
     unsampled_trained_ratio,
@@ -333,6 +337,24 @@ def test_optional_metrics_follow_their_flags() -> None:
     assert not any(
         name.startswith(("passrate", "multi_turn")) for name in rollout_metrics(groups, hook_args(reward_key="acc"))
     )
+
+
+def test_numbers_beside_the_reward_are_metrics_where_they_are() -> None:
+    first = {"score": 1.0, "right": True, "length": np.float32(3), "said": "4", "more": {"a": 1}, "none": None}
+    rewards = [first, {"score": 0.0, "right": np.bool_(False), 7: torch.tensor(2)}, 0.5]
+    samples = [sample(index, reward) for index, reward in enumerate(rewards)]
+    found = reward_parts(samples, "rollout", hook_args(reward_key="score"))
+    assert found == {"rollout/reward_part/7": 2.0, "rollout/reward_part/length": 3.0, "rollout/reward_part/right": 0.5}
+    group = Group(0, [[samples[0]], [samples[1]]])
+    assert found.items() <= rollout_metrics([group], hook_args(reward_key="score")).items()
+    assert not any("reward_part" in name for name in rollout_metrics([Group(0, [[samples[2]]])], hook_args()))
+
+
+def test_numbers_beside_the_reward_of_an_evaluation_are_metrics() -> None:
+    run = GroupRun.of([sample(0, {"score": 1.0, "acc": 0.0}), sample(1, {"score": 0.0, "acc": 1.0})])
+    metrics = eval_metrics("a", [run], hook_args(reward_key="acc", eval_pass_k=[]))
+    assert metrics["eval/a"] == 0.5 == metrics["eval/a/reward_part/score"]
+    assert "eval/a/reward_part/acc" not in metrics
 
 
 def test_pass_at_k_counts_executions_not_what_they_fanned_out_into() -> None:

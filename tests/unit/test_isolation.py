@@ -175,7 +175,8 @@ TABLE: dict[str, dict[str, Case]] = {
         "awaits for ever": Case(awaits_for_ever, ""),
         "swallows its cancellation": Case(swallows, ""),
     },
-    "filter": RAISES | {"None": Case(gives(None), "returned None"), "a string": Case(gives("False"), "returned a str")},
+    "filter": RAISES
+    | {"None": Case(gives(None), "returned None"), "a string": Case(gives("False"), "returned the str 'False'")},
     "async filter": RAISES | {"awaits for ever": Case(awaits_for_ever, ENDED)},
     "blocking filter": {"polls for ever": Case(polls_for_ever, ENDED)},
 }

@@ -15,11 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.errors import UserError
+from slime.hook_loading import FunctionFailed
 from slime.hooks import DynamicFilterOutput
 from slime.rollout import collect
 from slime.rollout.collect import Collected, Collector
 from slime.rollout.execution import GroupRunner
+from slime.rollout.failed_groups import too_many_failed
 from slime.rollout.generate import sample_seed
+from slime.rollout.group_run import GroupRun
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus, Versions
 from tests.support import rollout_hooks
@@ -331,6 +334,32 @@ def test_failing_groups_are_replaced_and_too_many_stop_the_run() -> None:
     with pytest.raises(UserError, match="2 groups have failed in this rollout of 3") as caught:
         run(Setup(fail={0, 2}, max_failed_fraction=0.0), count=1)
     assert "engine is down" in caught.value.why and "sample" in caught.value.why
+    assert "samples/failed_*.jsonl" in caught.value.why and caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("cause", "fix"),
+    [
+        (FunctionFailed("the reward failed", "KeyError: 'x'", "try slime reward"), "try slime reward"),
+        (FunctionFailed("the reward failed"), "mend what it names"),
+        (OSError("no engine"), "mend what it names"),
+    ],
+)
+def test_what_stops_the_run_tells_the_remedy_of_what_failed(cause: Exception, fix: str) -> None:
+    run = GroupRun.of([Sample(index=3)])
+    run.executions[0].failure = cause
+    error = too_many_failed("2 groups have failed", "the last one", run, "failed_*.jsonl")
+    assert error.fix == fix and "the last one: sample 3 while " in error.why and str(cause.args[0]) in error.why
+
+
+def test_what_stops_the_run_points_to_the_users_line() -> None:
+    run = GroupRun.of([Sample(index=3)])
+    try:
+        raise OSError("the sandbox is gone")
+    except OSError as error:
+        run.executions[0].failure = error
+    error = too_many_failed("2 groups have failed", "the last one", run, "failed_*.jsonl")
+    assert error.fix == "mend it at the line below" and "in test_what_stops_the_run_points" in error.__notes__[0]
 
 
 def test_an_exhausted_source_is_named() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from slime.errors import UserError
+from slime.hook_loading import FunctionFailed
 from slime.samples.batch import TrainBatch
 from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.update import NonFiniteTraining, reuses_log_probs
@@ -356,6 +357,10 @@ def set_reference(args: Any, rollout_id: int, rollout_data: Any) -> None:
     rollout_data["ref_log_probs"] = rollout_data["loss_masks"]
 
 
+def returned_advantages(args: Any, rollout_data: Any) -> Any:
+    return rollout_data["loss_masks"]
+
+
 def forget_advantages(args: Any, rollout_data: Any) -> None:
     del rollout_data["loss_masks"]
 
@@ -393,6 +398,12 @@ def test_custom_advantages(backend: MegatronBackend) -> None:
 @with_flags(custom_advantage_function_path=hook_path("too_short"))
 def test_custom_advantages_of_the_wrong_length_are_refused(backend: MegatronBackend) -> None:
     with pytest.raises(UserError, match="too_short"):
+        backend.train(make_batch())
+
+
+@with_flags(custom_advantage_function_path=hook_path("returned_advantages"))
+def test_advantages_that_are_returned_and_not_set_are_refused(backend: MegatronBackend) -> None:
+    with pytest.raises(FunctionFailed, match=r"set no advantages\n.*it returned a list of 6, which nothing reads"):
         backend.train(make_batch())
 
 
@@ -447,7 +458,7 @@ def test_postprocess_may_assign_every_tensor_of_the_rollout(backend: MegatronBac
             "advantages",
             "sft_loss takes none",
         ),
-        ({"custom_advantage_function_path": hook_path("forget_advantages")}, "loss_masks", "lengths None"),
+        ({"custom_advantage_function_path": hook_path("forget_advantages")}, "loss_masks", "as None"),
     ],
     indirect=["backend"],
     ids=lambda value: next(iter(value.values())).rpartition(".")[2] if isinstance(value, dict) else "",
@@ -501,7 +512,7 @@ def test_a_reducer_gets_the_masks_that_the_correction_returned(backend: Megatron
 
 @with_flags(use_tis=True, custom_tis_function_path=hook_path("one_mask_for_all"))
 def test_a_correction_of_other_shapes_is_refused(backend: MegatronBackend) -> None:
-    with pytest.raises(UserError, match="--custom-tis-function-path returned other shapes"):
+    with pytest.raises(UserError, match=r"--custom-tis-function-path\) returned the loss masks as a list of 1"):
         backend.train(make_batch())
 
 
