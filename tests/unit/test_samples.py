@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime import log
 from slime.config import make_config
 from slime.errors import UserError
 from slime.hooks import DataSource
@@ -71,6 +72,53 @@ def test_only_the_assistants_turns_are_trained_with_their_end_token(template: st
     assert trained_text(sample, tokenizer) == ["hello<|im_end|>", "4<|im_end|>"]
     whole = tokenizer.apply_chat_template(sample.prompt, tokenize=False)
     assert tokenizer.decode(sample.tokens) == whole.rstrip("\n"), "nothing after the last trained token"
+
+
+@pytest.mark.parametrize(
+    ("template", "trained", "said"),
+    [
+        (CHATML, "4<|im_end|>", ""),  # and a newline behind it
+        (CHATML.replace("<|im_end|>\\n", "<|im_end|>"), "4<|im_end|>", ""),
+        (CHATML.replace("<|im_end|>\\n", "\\n"), "4\n", "writes none of '<|im_end|>' after the assistant's words"),
+        (CHATML.replace("<|im_end|>\\n", ""), "4", "writes none of '<|im_end|>' after the assistant's words"),
+        (
+            GENERATION.replace("'<|im_end|>' }}{% endgeneration %}", "'' }}{% endgeneration %}{{ '<|im_end|>' }}"),
+            "4",
+            "behind its {% generation %} block",
+        ),
+    ],
+)
+def test_a_template_that_writes_no_end_is_told_once_and_trained_as_it_is(
+    template: str, trained: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_said", set())
+    tokenizer = make_tokenizer(template)
+    tokenizer.name_or_path = "/models/mine"
+    for _ in range(2):
+        sample = Sample(prompt=chat("2+2?", "4"), group_index=0)
+        SftEncoder(config_for(), tokenizer).encode(sample)
+        assert trained_text(sample, tokenizer) == [trained], "no token is added"
+    assert len(caplog.messages) == (1 if said else 0)
+    assert all(said in message and "tokenizer of '/models/mine'" in message for message in caplog.messages)
+
+
+def test_rows_whose_words_end_with_the_end_token_need_no_template_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    sample = Sample(prompt=chat("2+2?", "4<|im_end|>"), group_index=0)
+    SftEncoder(config_for(), tokenizer).encode(sample)
+    assert trained_text(sample, tokenizer) == ["4<|im_end|>"] and not caplog.messages
+
+
+def test_a_tokenizer_without_an_end_token_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_said", set())
+    tokenizer = make_tokenizer(None)
+    tokenizer.eos_token = None
+    sample = Sample(prompt="2+2=", label="4", group_index=0)
+    SftEncoder(config_for(), tokenizer).encode(sample)
+    assert trained_text(sample, tokenizer) == ["4"]
+    assert "the tokenizer has no end token" in caplog.text
 
 
 def test_templates_that_render_past_turns_differently() -> None:
